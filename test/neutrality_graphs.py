@@ -1,0 +1,173 @@
+"""Prints, as JSON, what torch's bucketing passes make of a set of graphs, node for node.
+
+Run by ``test_patch_neutrality.py`` once on the unpatched torch and once on the patched one.
+``--patched`` imports the package, which brings the hooks; all of them stay unset.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+if "--patched" in sys.argv:
+    import torch_ext_bucketing  # noqa: F401
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from collective_graphs import all_gather, all_reduce, reduce_scatter, trace
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+WORLD = 4
+
+
+def describe(gm: fx.GraphModule) -> list[Any]:
+    """Every node with everything that a pass could have changed, metadata keys included."""
+    return [
+        [
+            n.name,
+            n.op,
+            str(n.target),
+            repr(n.args),
+            repr(n.kwargs),
+            sorted(n.meta),
+            repr(n.meta.get("custom")),
+            repr(n.meta.get("bucketing_custom_sources")),
+            repr(getattr(n.meta.get("val"), "shape", None)),
+        ]
+        for n in gm.graph.nodes
+    ]
+
+
+def parameters(dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> list[torch.Tensor]:
+    shapes = [(8, 3), (8, 2), (4, 5), (16,), (8, 1), (4, 4), (12, 2), (4,)]
+    return [torch.zeros(s, dtype=dtypes[i % len(dtypes)]) for i, s in enumerate(shapes)]
+
+
+def build() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
+    dp, ep, tp = dist.group.WORLD, dist.new_group(range(WORLD)), dist.new_group([0, 1])
+
+    def gathers(*xs):
+        return [all_gather(x, dp) + 1 for x in xs]
+
+    def casting_gathers(*xs):
+        cast = torch.ops.prims.convert_element_type
+        return [all_gather(cast(x, torch.bfloat16), dp) * 2 for x in xs]
+
+    def scatters(*xs):
+        return [reduce_scatter(x + 1, dp, "avg") for x in xs]
+
+    def reductions(*xs):
+        return [all_reduce(x * 2, dp) for x in xs]
+
+    def hybrid_step(*xs):
+        full = [all_gather(x, dp) for x in xs]
+        act = full[0].sum() + sum((f * 2).sum() for f in full)
+        shards = [reduce_scatter(f * act, dp, "avg") for f in full]
+        return [all_reduce(s, ep) for s in shards]
+
+    def interleaved(*xs):
+        """FSDP on two meshes with a tensor-parallel collective per layer between them."""
+        act = torch.zeros(8, 8)
+        grads = []
+        for i, x in enumerate(xs):
+            w = all_gather(x, ep if i % 3 == 0 else dp)
+            act = all_reduce(act @ torch.ones(8, 8) + w.sum(), tp)
+            grads.append(reduce_scatter(w * act.sum(), ep if i % 3 == 0 else dp))
+        return grads
+
+    def dependent(*xs):
+        """A gather of an activation between gathers of parameters, so buckets must split."""
+        first = all_gather(xs[0], dp)
+        second = all_gather(first[:4] + 1, dp)
+        rest = [all_gather(x, dp) for x in xs[1:]]
+        return [second, *rest, reduce_scatter(second, dp)]
+
+    fp32, mixed = parameters(), parameters((torch.float32, torch.bfloat16))
+    return {
+        "gathers": (gathers, fp32),
+        "gathers_mixed_dtypes": (gathers, mixed),
+        "casting_gathers": (casting_gathers, fp32),
+        "reduce_scatters": (scatters, fp32),
+        "reduce_scatters_mixed_dtypes": (scatters, mixed),
+        "all_reduces": (reductions, mixed),
+        "hybrid_step": (hybrid_step, fp32),
+        "interleaved": (interleaved, fp32),
+        "dependent": (dependent, fp32),
+    }
+
+
+def passes() -> dict[str, Callable[[fx.GraphModule], Any]]:
+    from torch._inductor.fx_passes import bucketing, fsdp
+    from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
+    from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
+
+    def small(_: int) -> float:
+        return 600 / 2**20
+
+    def greedy(mode: str, cap: Callable[[int], float]) -> Callable[[fx.GraphModule], None]:
+        def run(gm: fx.GraphModule) -> None:
+            bucketing.bucket_reduce_scatter(gm, cap, mode.replace("_multidtype", ""))
+            bucketing.bucket_all_reduce(gm, cap)
+            bucketing.bucket_all_gather(gm, cap, mode)
+
+        return run
+
+    def fsdp_passes(gm: fx.GraphModule) -> None:
+        fsdp.bucket_fsdp_reduce_scatter(gm, small)
+        fsdp.bucket_fsdp_all_gather(gm, small)
+
+    def overlap(gm: fx.GraphModule) -> None:
+        schedule_overlap_bucketing(
+            gm,
+            collective_bucketing=True,
+            insert_overlap_deps=False,
+            custom_runtime_estimation=lambda node, size: 1.0,
+            pre_bucketing_fsdp_collectives=True,
+            pre_bucketing_fsdp_collectives_bucket_cap_mb=600 / 2**20,
+        )
+
+    def manual(gm: fx.GraphModule) -> None:
+        for i, node in enumerate(gm.graph.nodes):
+            layer = f"layers.{i * 3 // len(gm.graph.nodes)}"
+            node.meta["nn_module_stack"] = {layer: (layer, torch.nn.Module)}
+        manual_overlap_bucketing(
+            gm, ["layers.0", ["layers.1", "layers.2"]], insert_overlap_deps=False
+        )
+
+    return {
+        "default": greedy("default", lambda _: 100.0),
+        "default_small": greedy("default", small),
+        "custom_ops": greedy("custom_ops", lambda _: 100.0),
+        "multidtype": greedy("custom_ops_multidtype", small),
+        "fsdp": fsdp_passes,
+        "pre_bucket": lambda gm: fsdp.pre_bucket_fsdp_collectives(gm, "custom_ops", 0.001),
+        "overlap": overlap,
+        "manual": manual,
+    }
+
+
+def main() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    results: dict[str, Any] = {}
+    for graph, (fn, inputs) in build().items():
+        for name, run in passes().items():
+            gm = trace(fn, *inputs)
+            for i, node in enumerate(gm.graph.nodes):
+                node.meta["custom"] = {"index": i}
+            try:
+                run(gm)
+            except Exception as e:
+                # Some passes can't take some graphs; then they fail alike.
+                results[f"{graph}/{name}"] = [type(e).__name__, str(e).splitlines()[:1]]
+            else:
+                results[f"{graph}/{name}"] = describe(gm)
+    config = torch._inductor.config.aten_distributed_optimizations
+    results["hooks"] = hasattr(config, "bucket_payload_order_key")
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Torch trees and patch series for the patching tests."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_ext_bucketing.patching import hooks_status
+
+needs_unpatched_torch = pytest.mark.skipif(
+    hooks_status().state != "in memory",
+    reason=f"the installed torch has the hooks {hooks_status().state}",
+)
+
+TORCH_DIR = Path(torch.__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = "torch/_inductor/config.py"
+CODECACHE = "torch/_inductor/codecache.py"
+BUCKETING = "torch/_inductor/fx_passes/bucketing.py"
+FSDP = "torch/_inductor/fx_passes/fsdp.py"
+TOUCHED = (CONFIG, CODECACHE, BUCKETING, FSDP)
+MINOR = ".".join(torch.__version__.split(".")[:2])
+
+ENTRIES = """\
+class aten_distributed_optimizations:
+    bucket_payload_order_key: Any = None
+    fsdp_group_filter: Any = None
+    bucket_non_adjacent: bool = False
+    bucket_max_node_span: int | None = None
+"""
+
+
+def edit(text: str, old: str, new: str) -> str:
+    assert text.count(old) == 1, (old, text.count(old))
+    return text.replace(old, new)
+
+
+def small_edits() -> dict[str, str]:
+    """An edited version of each touched file, small enough to fit every supported torch."""
+    text = {path: (TORCH_DIR.parent / path).read_text() for path in TOUCHED}
+    config = edit(text[CONFIG], "class aten_distributed_optimizations:\n", ENTRIES)
+    marker = "_save_config_ignore: list[str] = [\n"
+    config = edit(
+        config, marker, f'{marker}    "aten_distributed_optimizations.fsdp_group_filter",\n'
+    )
+    codecache = edit(
+        text[CODECACHE],
+        "def build_code_hash(",
+        "def _hook_note() -> str:\n    return 'new'\n\n\ndef build_code_hash(",
+    )
+    codecache = edit(
+        codecache, "def get_path(\n", "def _another() -> None:\n    pass\n\n\ndef get_path(\n"
+    )
+    head = "def sha256_hash(data: bytes) -> str:\n"
+    codecache = edit(
+        codecache, head, f"{head}    if data == b'patched?':\n        return _hook_note()\n"
+    )
+    bucketing = text[BUCKETING] + "\n\ndef boom() -> None:\n    raise KeyError('a patched line')\n"
+    fsdp = text[FSDP] + "\n\nfrom torch._inductor.fx_passes.bucketing import boom  # noqa\n"
+    return {CONFIG: config, CODECACHE: codecache, BUCKETING: bucketing, FSDP: fsdp}
+
+
+def git_diff(path: str, old: str | None, new: str) -> str:
+    """What ``git diff`` would print for one file."""
+    lines = difflib.unified_diff(
+        (old or "").splitlines(keepends=True),
+        new.splitlines(keepends=True),
+        "/dev/null" if old is None else f"a/{path}",
+        f"b/{path}",
+    )
+    head = f"diff --git a/{path} b/{path}\n" + ("new file mode 100644\n" if old is None else "")
+    return head + "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )
+
+
+def write_series(folder: Path, minor: str, *patches: dict[str, tuple[str | None, str]]) -> None:
+    """Write a series: for each patch, old and new text by path."""
+    (folder / minor).mkdir(parents=True)
+    for number, files in enumerate(patches, 1):
+        diffs = "".join(git_diff(path, old, new) for path, (old, new) in files.items())
+        text = f"From {'0' * 40} Mon Sep 17 00:00:00 2001\nSubject: [PATCH {number}/{len(patches)}] Edit\n\nWhy.\n---\n\n{diffs}-- \n2.39.5\n\n"
+        (folder / minor / f"{number:04}-edit.patch").write_text(text)
+    (folder / minor / "0000-cover-letter.patch").write_text(
+        "Subject: [PATCH 0/1] Cover\n\nNothing.\n"
+    )
+
+
+def write_small_series(folder: Path, minor: str = MINOR) -> dict[str, str]:
+    """A series of two patches with ``small_edits``, and a test file that only checkouts have."""
+    edited = small_edits()
+    old = {path: (TORCH_DIR.parent / path).read_text() for path in TOUCHED}
+    first = {path: (old[path], edited[path]) for path in TOUCHED[:2]}
+    second = {path: (old[path], edited[path]) for path in TOUCHED[2:]}
+    second["test/inductor/test_small.py"] = (None, "import torch\n")
+    write_series(folder, minor, first, second)
+    return edited
+
+
+def copy_package(folder: Path) -> Path:
+    """The package in a checkout of its own, whose ``torch_patches`` a test can fill."""
+    shutil.copytree(
+        ROOT / "torch_ext_bucketing",
+        folder / "torch_ext_bucketing",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    return folder
+
+
+def run_python(
+    code: str, *paths: Path, args: tuple[str, ...] = (), check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter with these folders first on ``sys.path``."""
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, paths)), PYTHONDONTWRITEBYTECODE="")
+    done = subprocess.run(
+        [sys.executable, *(args or ("-c", textwrap.dedent(code)))],
+        env=env,
+        cwd=paths[0],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if check:
+        assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+TINY = {
+    CONFIG: "class aten_distributed_optimizations:\n    old = 1\n",
+    FSDP: "from .bucketing import merge\n",
+    BUCKETING: "def merge():\n    from .fsdp import merge as other\n",
+    CODECACHE: "import os\n",
+}
+
+
+def write_tiny(folder: Path, torch_dir: Path) -> dict[str, str]:
+    """A torch directory of a few lines and a series for it: for tests that repeat a lot."""
+    edited = {path: text + "# patched\n" for path, text in TINY.items()}
+    edited[CONFIG] = ENTRIES + TINY[CONFIG].split("\n", 1)[1]
+    for path, text in {**TINY, "torch/version.py": f"__version__ = '{MINOR}.0'\n"}.items():
+        target = torch_dir.parent / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+        os.utime(target, ns=(10**18, 10**18))
+    write_series(folder, MINOR, {path: (TINY[path], edited[path]) for path in TINY})
+    return edited

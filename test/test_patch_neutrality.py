@@ -1,0 +1,44 @@
+"""With the hooks unset, the patched torch makes the graphs of the unpatched one, node for node."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_ext_bucketing.patching import hooks_status
+
+HERE = Path(__file__).parent
+
+
+def graphs(*flags: str) -> dict[str, Any]:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+    run = subprocess.run(
+        [sys.executable, str(HERE / "neutrality_graphs.py"), *flags],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_unset_hooks_change_nothing():
+    if "in memory" not in str(hooks_status()):
+        pytest.skip(f"there is no unpatched torch to compare with: hooks are {hooks_status()}")
+    plain, patched = graphs(), graphs("--patched")
+    assert (plain.pop("hooks"), patched.pop("hooks")) == (False, True)
+    assert plain.keys() == patched.keys()
+    assert len(plain) >= 9 * 8
+    failed = [name for name, nodes in plain.items() if isinstance(nodes[0], str)]
+    assert len(failed) < len(plain) / 4, failed
+    bucketed = sum("bucket" in json.dumps(nodes) for nodes in plain.values())
+    assert bucketed > len(plain) / 2
+    for name in plain:
+        assert plain[name] == patched[name], name
