@@ -1,0 +1,816 @@
+"""Ring arithmetic against element-by-element references, and real ranks against the arithmetic."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from torch_ext_bucketing.ring import (
+    RingProcessGroup,
+    RingTopology,
+    init_ring_process_group,
+    register_ring_backend,
+    ring_order,
+    simulate_all_reduce,
+    simulate_reduce_scatter,
+)
+
+SUM, AVG, MAX, MIN, PRODUCT = (
+    dist.ReduceOp.SUM,
+    dist.ReduceOp.AVG,
+    dist.ReduceOp.MAX,
+    dist.ReduceOp.MIN,
+    dist.ReduceOp.PRODUCT,
+)
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def inputs_of(n, shape, dtype, seed=0):
+    """What each of ``n`` ranks contributes, the same wherever it is computed."""
+    g = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return [torch.randn(shape, generator=g).to(dtype) for _ in range(n)]
+    return [torch.randint(-100, 100, shape, generator=g).to(dtype) for _ in range(n)]
+
+
+# ---- ring orders and topology ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "group", "rings"),
+    [
+        # one node: all channels alike, in the group's own order
+        (4, [0, 1, 2, 3], [(0, 1, 2, 3)] * 4),
+        (4, [2, 1, 3], [(2, 1, 3)] * 4),
+        # two nodes of four, entered at each GPU in turn
+        (
+            4,
+            range(8),
+            [
+                (0, 1, 2, 3, 4, 5, 6, 7),
+                (0, 5, 6, 7, 4, 1, 2, 3),
+                (0, 1, 6, 7, 4, 5, 2, 3),
+                (0, 1, 2, 7, 4, 5, 6, 3),
+            ],
+        ),
+        # one rank per node, as the replicas of HSDP: the second round goes the other way
+        (2, [1, 3, 5, 7], [(1, 3, 5, 7), (1, 7, 5, 3)] * 2),
+        # a second node that holds fewer ranks of the group
+        (2, [0, 1, 2], [(0, 1, 2), (0, 2, 1), (0, 1, 2), (0, 2, 1)]),
+    ],
+)
+def test_ring_order(ranks_per_node, group, rings):
+    topology = RingTopology(ranks_per_node, channels=4)
+    assert [ring_order(topology, c, list(group)) for c in range(4)] == rings
+
+
+@given(st.integers(1, 4), st.integers(1, 8), st.sets(st.integers(0, 31), min_size=1, max_size=12))
+def test_a_ring_visits_every_rank_once_and_stays_on_a_node(ranks_per_node, channels, group):
+    topology = RingTopology(ranks_per_node, channels=channels)
+    group = sorted(group)
+    nodes = {r // ranks_per_node for r in group}
+    for channel in range(channels):
+        ring = ring_order(topology, channel, group)
+        assert sorted(ring) == group
+        assert ring[0] == group[0]
+        crossings = sum(
+            a // ranks_per_node != b // ranks_per_node
+            for a, b in zip(ring, ring[1:] + ring[:1], strict=True)
+        )
+        assert crossings == (len(nodes) if len(nodes) > 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: RingTopology(0), "ranks_per_node must be a positive integer, got 0"),
+        (lambda: RingTopology(2, channels=2.0), "channels must be a positive integer"),
+        (lambda: RingTopology(2, nodes=-1), "nodes must be a positive integer"),
+        (lambda: RingTopology(2, chunk_bytes=100), "use 112"),
+        (lambda: RingTopology(3).nodes_of(4), "start a multiple of 3"),
+        (lambda: RingTopology(2, nodes=3).nodes_of(4), "use nodes=2"),
+        (lambda: ring_order(RingTopology(2), 8, [0, 1]), "channels 0 to 7"),
+        (lambda: ring_order(RingTopology(2), 0, [0, 0]), "distinct"),
+        (lambda: simulate_reduce_scatter([torch.ones(3)] * 2, RingTopology(2)), "pad it"),
+        (
+            lambda: simulate_all_reduce([torch.ones(3), torch.ones(2)], RingTopology(2)),
+            "input 1 is torch.float32[2]",
+        ),
+        (lambda: simulate_all_reduce([torch.ones(3)], RingTopology(2), [0, 1]), "1 inputs for 2"),
+    ],
+)
+def test_bad_input_is_refused_with_advice(make, says):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert says in str(error.value)
+
+
+def test_nodes_follow_from_the_world_size():
+    assert RingTopology(2).nodes_of(8) == 4
+    assert RingTopology(2, nodes=4).nodes_of(8) == 4
+
+
+# ---- arithmetic -----------------------------------------------------------------------------------
+
+
+def element_by_element(inputs, topology, ranks, op, dtype, pick):
+    """The rule of the docs, one element and one addition at a time.
+
+    ``pick(byte) -> (channel, end)`` says on which ring an element is and on which position it ends,
+    or for a reduce-scatter the rank.
+    """
+    n = len(inputs)
+    out = []
+    for e in range(inputs[0].numel()):
+        channel, end, is_position = pick(e)
+        ring = [list(ranks).index(r) for r in ring_order(topology, channel, ranks)]
+        at = end if is_position else ring.index(end)
+        acc = None
+        for step in range(1, n + 1):
+            x = inputs[ring[(at + step) % n]].view(-1)[e]
+            if op == AVG:
+                x = x * torch.tensor(1 / n, dtype=dtype)
+            if acc is None:
+                acc = x.clone()
+            else:
+                acc = torch.maximum(acc, x) if op == MAX else (acc + x)
+        out.append(acc)
+    return torch.stack(out) if out else inputs[0].new_empty(0)
+
+
+topologies = st.builds(
+    RingTopology,
+    ranks_per_node=st.integers(1, 3),
+    channels=st.integers(1, 4),
+    chunk_bytes=st.sampled_from([16, 32, 48]),
+)
+groups = st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True)
+dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.int32])
+
+
+@settings(deadline=None, max_examples=60)
+@given(topologies, groups, dtypes, st.integers(0, 40), st.sampled_from([SUM, AVG, MAX]))
+def test_reduce_scatter_is_the_rule_for_every_element(topology, group, dtype, count, op):
+    if op == AVG and not dtype.is_floating_point:
+        op = SUM
+    n, item = len(group), dtype.itemsize
+    inputs = inputs_of(n, (n * count,), dtype, seed=count)
+    got = simulate_reduce_scatter(inputs, topology, group, op)
+    for r in range(n):
+        slices = [x[r * count : (r + 1) * count] for x in inputs]
+        want = element_by_element(
+            slices,
+            topology,
+            group,
+            op,
+            dtype,
+            lambda e, r=r: (e * item // topology.chunk_bytes % topology.channels, r, False),
+        )
+        assert same_bits(got[r], want)
+
+
+@settings(deadline=None, max_examples=60)
+@given(topologies, groups, dtypes, st.integers(0, 150), st.sampled_from([SUM, AVG, MAX]))
+def test_all_reduce_is_the_rule_for_every_element(topology, group, dtype, count, op):
+    if op == AVG and not dtype.is_floating_point:
+        op = SUM
+    n, item = len(group), dtype.itemsize
+    inputs = inputs_of(n, (count,), dtype, seed=count)
+
+    def pick(e):
+        piece = e * item // topology.chunk_bytes
+        return piece // n % topology.channels, piece % n, True
+
+    want = element_by_element(inputs, topology, group, op, dtype, pick)
+    for got in simulate_all_reduce(inputs, topology, group, op):
+        assert same_bits(got, want)
+
+
+def test_hand_computed_ring():
+    # 2 nodes x 2 ranks, rings 0 1 2 3 and 0 3 2 1, 8 bf16 per piece. Above 256 bf16 counts in twos and
+    # halves go to even: 256 + 1 = 256, but 1 + 1 + 256 = 258 and 258 + 1 = 259 -> 260.
+    topology = RingTopology(2, channels=2, chunk_bytes=16)
+    inputs = [torch.full((4 * 20,), v).bfloat16() for v in (256.0, 1.0, 1.0, 1.0)]
+    by_piece = [
+        # (channel 0, channel 1)
+        (260, 260),  # ends on 0:  1 2 3 0 | 3 2 1 0   the large one last
+        (260, 256),  # ends on 1:  2 3 0 1 | 0 3 2 1   third        | first
+        (256, 256),  # ends on 2:  3 0 1 2 | 1 0 3 2   second       | second
+        (256, 260),  # ends on 3:  0 1 2 3 | 2 1 0 3   first        | third
+    ]
+    for shard, (c0, c1) in zip(simulate_reduce_scatter(inputs, topology), by_piece, strict=True):
+        assert shard.tolist() == [c0] * 8 + [c1] * 8 + [c0] * 4
+    one_node = simulate_reduce_scatter(inputs, RingTopology(4, channels=2, chunk_bytes=16))
+    assert [s.unique().tolist() for s in one_node] == [[260], [260], [256], [256]]
+    # all-reduce: 4 pieces are a loop, piece j of it ends at position j of the channel's ring
+    loop0 = [260] * 8 + [260] * 8 + [256] * 8 + [256] * 8  # 0 1 2 3
+    loop1 = [260] * 8 + [260] * 8 + [256] * 8 + [256] * 8  # 0 3 2 1: ends on 0, 3, 2, 1
+    assert simulate_all_reduce(inputs, topology)[2].tolist() == loop0 + loop1 + loop0[:16]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    topologies,
+    st.integers(2, 12),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    st.integers(0, 2**16),
+)
+def test_error_against_float64_is_within_the_bound_of_recursive_summation(topology, n, dtype, seed):
+    inputs = inputs_of(n, (n * 37,), dtype, seed)
+    exact = torch.stack([x.double() for x in inputs]).sum(0)
+    # Higham, Accuracy and Stability, (4.4): |error| <= gamma(n - 1) * sum |x|, unit roundoff eps / 2
+    u = torch.finfo(dtype).eps / 2
+    gamma = (n - 1) * u / (1 - (n - 1) * u)
+    bound = gamma * torch.stack([x.double().abs() for x in inputs]).sum(0)
+    for got in (
+        torch.cat(simulate_reduce_scatter(inputs, topology)),
+        simulate_all_reduce(inputs, topology)[0],
+    ):
+        assert ((got.double() - exact).abs() <= bound).all()
+
+
+def test_offset_decides_the_bits_with_two_nodes_and_not_with_one():
+    n, count = 4, 4096
+    inputs = inputs_of(n, (n, count), torch.bfloat16)
+    moved = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+
+    def differing(topology):
+        stay = simulate_reduce_scatter(inputs, topology)
+        move = simulate_reduce_scatter([x[:, moved].contiguous() for x in inputs], topology)
+        return sum(int((a[..., moved] != b).sum()) for a, b in zip(stay, move, strict=True))
+
+    assert differing(RingTopology(4)) == 0
+    assert differing(RingTopology(2)) > 100
+    assert differing(RingTopology(2, channels=1)) == 0
+
+
+def test_one_loop_on_the_groups_own_ring_gives_the_bits_of_reduce_scatter():
+    topology = RingTopology(4, chunk_bytes=64)
+    inputs = inputs_of(4, (4 * 32,), torch.bfloat16)
+    shards = torch.cat(simulate_reduce_scatter(inputs, topology))
+    assert same_bits(simulate_all_reduce(inputs, topology)[0], shards)
+    # one loop more and the two part: position j of loop 1 is another rank's slice
+    inputs = inputs_of(4, (8 * 32,), torch.bfloat16)
+    shards = torch.cat(simulate_reduce_scatter(inputs, topology))
+    assert not torch.equal(simulate_all_reduce(inputs, topology)[0], shards)
+
+
+def test_avg_multiplies_first_and_divides_integers_last():
+    topology = RingTopology(3)
+    x = [torch.tensor([v]).bfloat16() for v in (7.0, 7.0, 7.0)]
+    third = torch.tensor(1 / 3).bfloat16()
+    want = (x[1] * third + x[2] * third) + x[0] * third
+    assert same_bits(simulate_all_reduce(x, topology, op=AVG)[0], want)
+    assert want.item() == 7.03125  # not the 7 of a division at the end: bf16 has no exact third
+    ints = [torch.tensor([v, -v]) for v in (4, 3)]
+    assert simulate_all_reduce(ints, RingTopology(2), op=AVG)[0].tolist() == [3, -3]
+
+
+def test_other_ops_and_shapes():
+    topology = RingTopology(2, channels=2, chunk_bytes=16)
+    inputs = inputs_of(4, (12, 5), torch.float32)
+    stack = torch.stack(inputs)
+    for op, want in ((MAX, stack.amax(0)), (MIN, stack.amin(0))):
+        assert same_bits(torch.cat(simulate_reduce_scatter(inputs, topology, op=op)), want)
+        assert same_bits(simulate_all_reduce(inputs, topology, op=op)[3], want)
+    product = simulate_all_reduce(inputs, topology, op=PRODUCT)[0]
+    torch.testing.assert_close(product, stack.prod(0))
+    half = dist._make_nccl_premul_sum(0.5)
+    want = simulate_all_reduce([x * 0.5 for x in inputs], topology)[0]
+    assert same_bits(simulate_all_reduce(inputs, topology, op=half)[0], want)
+    # memory layout is not content
+    strided = [x.t().contiguous().t() for x in inputs]
+    assert not strided[0].is_contiguous()
+    assert same_bits(
+        torch.cat(simulate_reduce_scatter(strided, topology)),
+        torch.cat(simulate_reduce_scatter(inputs, topology)),
+    )
+    assert [x.shape for x in simulate_reduce_scatter([torch.ones(0, 3)] * 2, topology)] == [
+        torch.Size([0, 3])
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "says"),
+    [
+        (dist.ReduceOp.BAND, torch.int64, "ReduceOp.BAND on torch.int64"),
+        (dist.ReduceOp.BXOR, torch.int64, "ReduceOp.BXOR on torch.int64"),
+        (SUM, torch.float8_e4m3fn, "ReduceOp.SUM on torch.float8_e4m3fn"),
+        (MAX, torch.complex64, "ReduceOp.MAX on torch.complex64"),
+        (dist._make_nccl_premul_sum(0.5), torch.int64, "ReduceOp.PREMUL_SUM on torch.int64"),
+    ],
+)
+def test_unsupported_ops_are_named(op, dtype, says):
+    inputs = [torch.zeros(2).to(dtype)] * 2
+    for simulate in (simulate_reduce_scatter, simulate_all_reduce):
+        with pytest.raises(NotImplementedError) as error:
+            simulate(inputs, RingTopology(2), op=op)
+        assert says in str(error.value)
+        assert simulate.__name__ in str(error.value)
+
+
+def test_large_simulations_agree_with_small_ones():
+    # the gather path (many destinations at once) against rank 5's own slice alone
+    n, topology = 64, RingTopology(8)
+    inputs = inputs_of(n, (n * 300,), torch.bfloat16)
+    got = simulate_reduce_scatter(inputs, topology)[5]
+    want = element_by_element(
+        [x[5 * 300 : 5 * 300 + 300] for x in inputs],
+        topology,
+        list(range(n)),
+        SUM,
+        torch.bfloat16,
+        lambda e: (e * 2 // topology.chunk_bytes % topology.channels, 5, False),
+    )
+    assert same_bits(got, want)
+
+
+# ---- real ranks -----------------------------------------------------------------------------------
+# Ranks are started once per topology and run every check below in the same order; a test then reads
+# what all ranks said about one check.
+
+
+class Ranks:
+    """What a check may use."""
+
+    def __init__(self, rank, world, topology):
+        self.rank, self.world, self.topology = rank, world, topology
+
+    def rs(self, inputs, op=SUM, group=None):
+        ranks = group or range(self.world)
+        me = list(ranks).index(self.rank)
+        return simulate_reduce_scatter(inputs, self.topology, list(ranks), op)[me]
+
+    def ar(self, inputs, op=SUM, group=None):
+        return simulate_all_reduce(inputs, self.topology, group, op)[0]
+
+
+def check_identity(t):
+    group = dist.group.WORLD
+    assert isinstance(group, RingProcessGroup)
+    assert (group.rank(), group.size()) == (t.rank, t.world)
+    assert dist.get_backend() == group.name() == "ring"
+    assert group.group_desc == "default_pg"
+    assert group.group_name == dist.distributed_c10d._world.pg_names[group]
+    assert group.bound_device_id is None
+    assert group._device_types == [torch.device("cpu")]
+    assert dist.get_process_group_ranks(group) == list(range(t.world))
+    assert f"ranks_per_node={t.topology.ranks_per_node}" in repr(group)
+
+
+def check_reductions_equal_the_simulation(t):
+    n = t.world
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64):
+        for op in (SUM, AVG, MAX, MIN, PRODUCT):
+            for count in (0, 1, 100):
+                x = inputs_of(n, (n * count, 3), dtype, count)
+                out = torch.empty(count, 3, dtype=dtype)
+                dist.reduce_scatter_tensor(out, x[t.rank], op)
+                assert same_bits(out, t.rs(x, op)), (dtype, op, count)
+                y = x[t.rank].clone()
+                dist.all_reduce(y, op)
+                assert same_bits(y, t.ar(x, op)), (dtype, op, count)
+    x = inputs_of(n, (n * 5,), torch.float32)
+    out = torch.empty(5)
+    dist.reduce_scatter_tensor(out, x[t.rank], dist._make_nccl_premul_sum(0.25))
+    assert same_bits(out, t.rs([v * 0.25 for v in x]))
+    flags = torch.tensor([t.rank == 0, False])
+    dist.all_reduce(flags, MAX)
+    assert flags.tolist() == [True, False]
+    z = torch.complex(*inputs_of(2, (6,), torch.float32))
+    dist.all_reduce(z)
+    torch.testing.assert_close(z, n * torch.complex(*inputs_of(2, (6,), torch.float32)))
+
+
+def check_other_forms(t):
+    n, me = t.world, t.rank
+    # a list of uneven inputs: rank r gets r elements (rank 0 none)
+    x = [inputs_of(n, (r,), torch.bfloat16, seed=r) for r in range(n)]
+    out = torch.empty(me, dtype=torch.bfloat16)
+    dist.reduce_scatter(out, [x[r][me] for r in range(n)])
+    pad = [torch.zeros(n, me, dtype=torch.bfloat16) for _ in range(n)]
+    for r in range(n):
+        pad[r][me] = x[me][r]
+    assert same_bits(out, t.rs([p.view(-1) for p in pad]))
+    # transposed input and output
+    x = inputs_of(n, (6, 4 * n), torch.bfloat16)
+    out = torch.empty(6, 4, dtype=torch.bfloat16).t()
+    dist.reduce_scatter_tensor(out, x[me].t())
+    assert same_bits(out, t.rs([v.t().contiguous() for v in x]))
+    y = x[me].clone().t()
+    dist.all_reduce(y)
+    assert same_bits(y, t.ar([v.t().contiguous() for v in x]))
+    # reduce: the order of the slice that ends on the root; other ranks keep theirs
+    y = x[me].clone()
+    dist.reduce(y, dst=1)
+    stacked = [torch.stack([v] * n) for v in x]
+    at_root = simulate_reduce_scatter(stacked, t.topology)[1][0]
+    assert same_bits(y, at_root if me == 1 else x[me])
+    # coalesced
+    a, b = x[me].clone(), x[me].float()
+    dist.group.WORLD.allreduce_coalesced([a, b]).wait()
+    assert same_bits(a, t.ar(x))
+    assert same_bits(b, t.ar([v.float() for v in x]))
+    # written under inference mode
+    with torch.inference_mode():
+        y = x[me].clone()
+        dist.all_reduce(y)
+    assert same_bits(y, t.ar(x))
+    # a gradient that still requires grad
+    y = nn.Parameter(x[me].clone())
+    version = y._version
+    dist.all_reduce(y)
+    assert same_bits(y.detach(), t.ar(x))
+    assert y._version > version
+
+
+def check_async_works(t):
+    n, works = t.world, []
+    for i in range(20):
+        x = inputs_of(n, (n * 7,), torch.bfloat16, i)
+        out, y = torch.empty(7, dtype=torch.bfloat16), x[t.rank].clone()
+        works.append((dist.reduce_scatter_tensor(out, x[t.rank], async_op=True), out, t.rs(x)))
+        works.append((dist.all_reduce(y, async_op=True), y, t.ar(x)))
+    for work, out, want in reversed(works):
+        assert work.wait(timedelta(seconds=30))
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
+        assert work.result()[0] is out
+        assert work.get_future().value()[0] is out
+        assert same_bits(out, want)
+
+
+def check_deterministic(t):
+    x = inputs_of(t.world, (t.world * 1000,), torch.bfloat16)
+    outs = []
+    for _ in range(3):
+        y = x[t.rank].clone()
+        dist.all_reduce(y)
+        outs.append(y)
+    everyone = [torch.empty_like(y) for _ in range(t.world)]
+    dist.all_gather(everyone, outs[0])
+    assert all(torch.equal(v, outs[0]) for v in everyone + outs)
+
+
+def check_everything_else_is_gloo(t):
+    n, me = t.world, t.rank
+    dist.barrier()
+    y = torch.full((3,), me)
+    dist.broadcast(y, src=1)
+    assert y.tolist() == [1] * 3
+    objects = [None] * n
+    dist.all_gather_object(objects, {"rank": me})
+    assert objects == [{"rank": r} for r in range(n)]
+    out = torch.empty(n * 2)
+    dist.all_gather_into_tensor(out, torch.full((2,), float(me)))
+    assert out.view(n, 2)[:, 0].tolist() == list(range(n))
+    out = torch.empty(n)
+    dist.all_to_all_single(out, torch.full((n,), float(me)))
+    assert out.tolist() == list(range(n))
+    got = torch.empty(1)
+    dist.scatter(got, [torch.tensor([r * 10.0]) for r in range(n)] if me == 0 else None, src=0)
+    assert got.item() == me * 10
+    rows = [torch.empty(1) for _ in range(n)] if me == 0 else None
+    dist.gather(got, rows, dst=0)
+    assert me or torch.cat(rows).tolist() == [r * 10.0 for r in range(n)]
+    received = torch.empty(1)
+    peers = [
+        dist.P2POp(dist.isend, got, (me + 1) % n),
+        dist.P2POp(dist.irecv, received, (me - 1) % n),
+    ]
+    for work in dist.batch_isend_irecv(peers):
+        work.wait()
+    assert received.item() == (me - 1) % n * 10
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=30))
+
+
+def check_errors_name_op_and_group(t):
+    def error_of(kind, call):
+        try:
+            call()
+        except kind as error:
+            return str(error)
+        raise AssertionError(f"{call} did not raise")
+
+    name = dist.group.WORLD.group_name
+    ones, ints = torch.ones(t.world), torch.ones(t.world, dtype=torch.int64)
+    text = error_of(NotImplementedError, lambda: dist.all_reduce(ints, dist.ReduceOp.BAND))
+    assert "all_reduce" in text
+    assert f"group '{name}'" in text
+    assert "ReduceOp.BAND" in text
+    text = error_of(
+        NotImplementedError,
+        lambda: dist.reduce_scatter_tensor(ints[:1].clone(), ints, dist.ReduceOp.BOR),
+    )
+    assert "reduce_scatter" in text
+    assert "ReduceOp.BOR" in text
+    text = error_of(
+        NotImplementedError,
+        lambda: torch.ops._c10d_functional.all_reduce(ints, "band", name),
+    )
+    assert "ReduceOp.BAND" in text
+    text = error_of(
+        ValueError, lambda: dist.group.WORLD._reduce_scatter_base(torch.ones(2), ones, None)
+    )
+    assert f"needs an input of {2 * t.world}, got {t.world}" in text
+    text = error_of(
+        ValueError,
+        lambda: dist.group.WORLD._reduce_scatter_base(ints[:1].clone(), ones, None),
+    )
+    assert "the output is torch.int64" in text
+    text = error_of(NotImplementedError, lambda: dist.group.WORLD.split_group([0, 1]))
+    assert "dist.new_group" in text
+    text = error_of(NotImplementedError, lambda: dist.all_reduce(ones.to_sparse()))
+    assert "to_dense" in text
+    dist.all_reduce(ones)  # refused ops left nothing behind on any rank
+    assert ones.tolist() == [t.world] * t.world
+
+
+def functional(x, n, group):
+    ops = torch.ops._c10d_functional
+    wait = ops.wait_tensor
+    rs = wait(ops.reduce_scatter_tensor(x * 1, "sum", n, group))
+    ar = wait(ops.all_reduce(x * 1, "sum", group))
+    rss = [wait(v) for v in ops.reduce_scatter_tensor_coalesced([x * 1, x * 1], "sum", n, group)]
+    ars = [wait(v) for v in ops.all_reduce_coalesced([x * 1, x * 1], "sum", group)]
+    ag = wait(ops.all_gather_into_tensor(rs, n, group))
+    return [rs, *rss], [ar, *ars], ag
+
+
+def run_functional(t, wrap):
+    x = inputs_of(t.world, (t.world * 200,), torch.bfloat16)
+    step = wrap(functional)
+    scattered, reduced, gathered = step(x[t.rank], t.world, dist.group.WORLD.group_name)
+    assert all(same_bits(v, t.rs(x)) for v in scattered)
+    assert all(same_bits(v, t.ar(x)) for v in reduced)
+    assert same_bits(gathered, torch.cat(simulate_reduce_scatter(x, t.topology)))
+
+
+def check_functional_collectives(t):
+    run_functional(t, lambda f: f)
+    x = inputs_of(t.world, (t.world * 200,), torch.bfloat16)
+    out = torch.empty(200, dtype=torch.bfloat16)
+    work = torch.ops._c10d_functional.reduce_scatter_tensor_out(
+        x[t.rank], "sum", t.world, dist.group.WORLD.group_name, out=out
+    )
+    torch.ops._c10d_functional.wait_tensor(work)
+    assert same_bits(out, t.rs(x))
+
+
+def check_compiled_with_aot_eager(t):
+    run_functional(t, lambda f: torch.compile(f, backend="aot_eager", fullgraph=True))
+
+
+def check_compiled_with_inductor(t):
+    run_functional(t, lambda f: torch.compile(f, backend="inductor", fullgraph=True))
+
+
+def check_dtensor_redistribute(t):
+    n = t.world
+    x = inputs_of(n, (n * 3, 50), torch.bfloat16)
+    mesh = init_device_mesh("cpu", (n,))
+    partial = DTensor.from_local(x[t.rank], mesh, [Partial()], run_check=False)
+    assert same_bits(partial.redistribute(placements=[Shard(0)]).to_local(), t.rs(x))
+    assert same_bits(partial.redistribute(placements=[Replicate()]).to_local(), t.ar(x))
+
+
+def mesh_2d(t):
+    per_node = t.topology.ranks_per_node
+    return init_device_mesh(
+        "cpu", (t.world // per_node, per_node), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def check_sub_groups_of_a_mesh(t):
+    mesh = mesh_2d(t)
+    x = inputs_of(t.world, (120,), torch.bfloat16)
+    for dim in ("replicate", "shard"):
+        group = mesh.get_group(dim)
+        ranks = dist.get_process_group_ranks(group)
+        assert isinstance(group, RingProcessGroup)
+        assert group.group_ranks == tuple(ranks)
+        assert group.topology == t.topology
+        y = x[t.rank].clone()
+        dist.all_reduce(y, group=group)
+        assert same_bits(y, t.ar([x[r] for r in ranks], group=ranks))
+    backwards = list(range(t.world))[::-1]
+    group = dist.new_group(backwards, use_local_synchronization=False)
+    y = x[t.rank].clone()
+    dist.all_reduce(y, group=group)
+    # c10d sorts the ranks of a new group
+    ranks = dist.get_process_group_ranks(group)
+    assert same_bits(y, t.ar([x[r] for r in ranks], group=ranks))
+    dist.destroy_process_group(group)
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)))
+
+
+def gradients_of_every_rank(t, dtype):
+    """Per rank, the unsharded gradients of its own batch, computed here."""
+    grads = []
+    for r in range(t.world):
+        model = small_model().to(dtype)
+        model(batch_of(r).to(dtype)).float().square().sum().backward()
+        grads.append([[p.grad for p in layer.parameters()] for layer in model])
+    return grads
+
+
+def batch_of(rank):
+    return torch.randn(8, 24, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def check_eager_fsdp2(t):
+    n = t.world
+    for param, reduce in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ):
+        model = small_model()
+        policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        for layer in model:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        model(batch_of(t.rank)).float().square().sum().backward()
+        grads = gradients_of_every_rank(t, param)
+        for i, layer in enumerate(model):
+            payloads = [
+                torch._chunk_cat([g.to(reduce) for g in grads[r][i]], dim=0, num_chunks=n).view(-1)
+                for r in range(n)
+            ]
+            want = t.rs(payloads, AVG)
+            got = torch.cat([p.grad.to_local().reshape(-1) for p in layer.parameters()])
+            # eager FSDP2 drops the padding rows of uneven shards; 24 divides by 2 and 4
+            assert same_bits(got, want.float()), (param, reduce, i)
+
+
+def check_hsdp(t):
+    mesh = mesh_2d(t)
+    model = small_model()
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(batch_of(t.rank)).float().square().sum().backward()
+    grads = gradients_of_every_rank(t, torch.float32)
+    shard = dist.get_process_group_ranks(mesh.get_group("shard"))
+    replicate = dist.get_process_group_ranks(mesh.get_group("replicate"))
+    k, me = len(shard), shard.index(t.rank)
+    for i, layer in enumerate(model):
+        # first over each node's shards, then between the nodes
+        shards = []
+        for r in replicate:
+            node = [r - me + j for j in range(k)]
+            payloads = [torch._chunk_cat(grads[s][i], dim=0, num_chunks=k).view(-1) for s in node]
+            shards.append(simulate_reduce_scatter(payloads, t.topology, node, AVG)[me])
+        want = t.ar(shards, AVG, group=replicate)
+        got = torch.cat([p.grad.to_local().reshape(-1) for p in layer.parameters()])
+        assert same_bits(got, want), i
+
+
+def check_ddp(t):
+    torch.manual_seed(0)
+    model = nn.Linear(24, 24, bias=False)
+    grads = []
+    for r in range(t.world):
+        model.zero_grad()
+        model(batch_of(r)).square().sum().backward()
+        grads.append(model.weight.grad.clone() / t.world)
+    model.zero_grad()
+    ddp = nn.parallel.DistributedDataParallel(model)  # one parameter, so one bucket
+    ddp(batch_of(t.rank)).square().sum().backward()
+    assert same_bits(model.weight.grad, t.ar(grads))
+
+
+CHECKS = [name for name in list(globals()) if name.startswith("check_")]
+# Four processes compiling C++ on two cores say nothing that two don't.
+ONLY_WITH_TWO_RANKS = {"check_compiled_with_inductor"}
+
+
+def _rank_main(rank, world, topology, folder):
+    torch.set_num_threads(1)
+    said = {}
+    t = Ranks(rank, world, topology)
+    try:
+        init_ring_process_group(
+            rank,
+            world,
+            init_method=f"file://{folder}/store",
+            topology=topology,
+            timeout=timedelta(seconds=180),  # importing torch is slow on a busy machine
+        )
+        for name in CHECKS:
+            if world == 2 or name not in ONLY_WITH_TWO_RANKS:
+                said[name] = "not finished"
+                globals()[name](t)
+                said[name] = "ok"
+        said["teardown"] = "not finished"
+        _teardown_and_again(t, folder)
+        said["teardown"] = "ok"
+    except BaseException:
+        said = {k: v if v == "ok" else traceback.format_exc() for k, v in said.items()}
+        said.setdefault("init", traceback.format_exc())
+        raise
+    finally:
+        with open(f"{folder}/rank{rank}.json", "w") as file:
+            json.dump(said, file)
+
+
+def _teardown_and_again(t, folder):
+    log = f"{folder}/stderr{t.rank}"
+    saved = os.dup(2)
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dist.destroy_process_group()
+            # by name alone, as a launcher would
+            register_ring_backend(t.topology)
+            register_ring_backend()
+            dist.init_process_group(
+                "ring", rank=t.rank, world_size=t.world, init_method=f"file://{folder}/again"
+            )
+            assert dist.group.WORLD.topology == t.topology
+            check_deterministic(t)
+            dist.destroy_process_group()
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+    assert not dist.is_initialized()
+    with open(log) as file:
+        assert file.read() == ""
+    # Left open when the process ends: it must end quietly all the same.
+    init_ring_process_group(
+        t.rank, t.world, init_method=f"file://{folder}/open", topology=t.topology
+    )
+    dist.all_reduce(torch.ones(100_000))
+
+
+def _start(world, topology, folder, seconds=400):
+    """Run all checks on real ranks; {check: {rank: 'ok' or traceback}}."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        ranks = mp.spawn(_rank_main, (world, topology, str(folder)), world, join=False)
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+    deadline, crash = time.monotonic() + seconds, None
+    try:
+        while not ranks.join(timeout=5):
+            if time.monotonic() > deadline:
+                crash = f"ranks still ran after {seconds} s"
+                break
+    except mp.ProcessRaisedException as error:
+        crash = str(error)
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+    said = {}
+    for rank in range(world):
+        path = folder / f"rank{rank}.json"
+        for name, text in (json.loads(path.read_text()) if path.exists() else {}).items():
+            said.setdefault(name, {})[rank] = text
+    return said, crash
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (4, 2)], ids=["2x1", "2x2"])
+def ranks(request, tmp_path_factory):
+    world, per_node = request.param
+    topology = RingTopology(per_node, channels=4, chunk_bytes=32, nodes=2)
+    return world, *_start(world, topology, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("check", [*CHECKS, "teardown"])
+def test_real_ranks(ranks, check):
+    world, said, crash = ranks
+    if world != 2 and check in ONLY_WITH_TWO_RANKS:
+        pytest.skip("compiles C++ on every rank; run with two ranks only")
+    assert said.get(check) == dict.fromkeys(range(world), "ok"), crash
+    if check == "teardown":
+        assert crash is None
