@@ -1,0 +1,150 @@
+"""Small sharded models, and how to look at the graphs that they compile to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.nn.utils import parametrize
+
+from torch_ext_bucketing.tags import TagReport, kind_of, tag_joint_graph
+
+
+class Block(nn.Module):
+    """Owns a parameter and has children."""
+
+    def __init__(self, dim: int = 8, hidden: int = 10) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(dim))
+        self.w1 = nn.Linear(dim, hidden)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.w2(torch.relu(self.w1(x))) * self.scale
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self, dim: int = 8, vocabulary: int = 12) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.layers = nn.ModuleList(Block(dim) for _ in range(2))
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+TWO_BLOCKS_FQNS = [
+    "embedding.weight",
+    *(f"layers.{i}.{n}" for i in range(2) for n in ("scale", "w1.weight", "w1.bias", "w2.weight")),
+    "head.weight",
+]
+
+
+class RedistributeParametrization(nn.Module):
+    """SimpleFSDP's way with DTensor alone."""
+
+    def __init__(self, dims: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.dims = dims
+        self.dtype = dtype
+
+    def forward(self, x: Any) -> torch.Tensor:
+        full = x.redistribute(
+            placements=[Replicate()] * self.dims,
+            forward_dtype=self.dtype,
+            backward_dtype=torch.float32 if self.dtype else None,
+        )
+        return full.to_local(grad_placements=[Partial("avg")] * self.dims)
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    done: dict[nn.Parameter, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for name, param in list(module._parameters.items()):
+            if param is not None:
+                if param not in done:
+                    done[param] = nn.Parameter(
+                        distribute_tensor(param.detach(), mesh, placements), param.requires_grad
+                    )
+                module.register_parameter(name, done[param])
+
+
+def shard_by_parametrization(
+    model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
+) -> nn.Module:
+    _shard(model, mesh)
+    for module in list(model.modules()):
+        for name in [n for n, p in module._parameters.items() if p is not None]:
+            parametrize.register_parametrization(
+                module, name, RedistributeParametrization(mesh.ndim, dtype), unsafe=True
+            )
+    return model
+
+
+def shard_by_property(
+    model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """As torchtitan's SimpleFSDP: a subclass whose properties gather ``self._parameters[name]``."""
+    _shard(model, mesh)
+    gather = RedistributeParametrization(mesh.ndim, dtype)
+    for module in model.modules():
+        names = [n for n, p in module._parameters.items() if p is not None]
+        if names:
+            properties = {n: property(lambda self, n=n: gather(self._parameters[n])) for n in names}
+            module.__class__ = type(type(module).__name__, (type(module),), properties)
+    return model
+
+
+class Capture:
+    """A backend that tags the joint graph and keeps every graph that follows."""
+
+    def __init__(self, partitioner: str = "default", model: nn.Module | None = None) -> None:
+        self.partitioner = partitioner
+        self.model = model
+        self.reports: list[TagReport] = []
+        self.graphs: list[fx.GraphModule] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.debugging import boxed_nop
+        from torch._functorch import partitioners
+
+        from torch_ext_bucketing._dynamo_inputs import input_fqns
+
+        fqns = input_fqns(gm, example_inputs, self.model)
+        partition = {
+            "default": partitioners.default_partition,
+            "min_cut": partitioners.min_cut_rematerialization_partition,
+        }[self.partitioner]
+
+        def tag_and_partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            self.reports.append(tag_joint_graph(joint, fqns))
+            return partition(joint, *args, **kwargs)
+
+        def keep(graph: fx.GraphModule, inputs: Any) -> Any:
+            self.graphs.append(graph)
+            return boxed_nop(graph, inputs)
+
+        return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=tag_and_partition)(
+            gm, example_inputs
+        )
+
+
+def step(model: Any, *inputs: torch.Tensor) -> None:
+    out = model(*inputs)
+    if out.requires_grad:
+        out.float().sum().backward()
+
+
+def collectives(graph: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in graph.graph.nodes if kind_of(n) is not None]

@@ -1,0 +1,94 @@
+"""Names of modules and parameters (FQNs), as everybody in the package spells them.
+
+A wrapper puts its own attribute into every name below it: `torch.compile(block)` turns
+`layers.0.wq.weight` into `layers.0._orig_mod.wq.weight`. A plan written for the plain model, a tag
+read from a trace of the wrapped one and an order read from eager FSDP2 must agree on one spelling,
+the canonical one: the name that the parameter has in the model before anything was wrapped.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+
+import torch.nn as nn
+
+# Attribute under which each wrapper keeps the module that it wraps: `torch.compile`
+# (OptimizedModule), `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`, FSDP1.
+WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def canonical_fqn(fqn: str) -> str:
+    """`fqn` of a module or parameter without the names that wrappers put into it.
+
+    `a._orig_mod.b` is `a.b` (see `WRAPPER_ATTRIBUTES`) and `a.parametrizations.weight.original`,
+    where `torch.nn.utils.parametrize` moves a parameter, is `a.weight`. A parametrization that
+    keeps several tensors (`original0`, `original1`: weight norm) has no single parameter to name:
+    those stay.
+
+    >>> canonical_fqn("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight")
+    'layers.0.wq.weight'
+    >>> canonical_fqn("wq.parametrizations.weight.original")
+    'wq.weight'
+    """
+    parts = [part for part in fqn.split(".") if part not in WRAPPER_ATTRIBUTES]
+    if len(parts) >= 3 and parts[-3] == "parametrizations" and parts[-1] == "original":
+        parts[-3:] = [parts[-2]]
+    return ".".join(parts)
+
+
+def canonical_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module of `model` by canonical FQN, in registration order, the root as `""`.
+
+    A module reachable by several names has several entries. A wrapper and the module inside it
+    share one name, which stands for the wrapper: that is the one that callers of `fully_shard`
+    pass.
+    """
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        modules.setdefault(canonical_fqn(name), module)
+    return modules
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    """Canonical FQNs of every parameter of `model`: several for a shared (tied) one.
+
+    The first name is the one that `model.named_parameters()` gives, which is also what FSDP2 calls
+    the parameter (`FSDPState._init_fqns`).
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in own_parameters(module):
+            fqn = canonical_fqn(f"{module_name}.{name}" if module_name else name)
+            known = names.setdefault(parameter, [])
+            if fqn not in known:
+                known.append(fqn)
+    return {parameter: tuple(fqns) for parameter, fqns in names.items()}
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """`module`'s own parameters (not its children's) as (name, parameter), one that it has twice
+    given twice.
+
+    Reads `module._parameters`, as attribute access may compute: a parametrization by class property
+    (SimpleFSDP's) gathers the parameter when it is read.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+
+
+def nearest_names(name: str, known: Iterable[str]) -> str:
+    """The end of an error message about the unknown `name`: up to three near names among `known`.
+
+    Names that end alike count as near too: `layers.3` for a model whose blocks are
+    `model.layers.3`.
+    """
+    candidates = [candidate for candidate in known if candidate]
+    near = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
+    tails = [c for c in candidates if name and c.endswith("." + name) and c not in near]
+    near = (tails[:2] + near)[:3]
+    if not near:
+        near = [c for c in candidates if "." not in c][:8]
+        return f"; the top-level names are {', '.join(map(repr, near))}" if near else ""
+    return f"; did you mean {' or '.join(map(repr, near))}?"
