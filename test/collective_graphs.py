@@ -1,0 +1,123 @@
+"""Small graphs of collectives, and a way to run them for all ranks at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+C10D = torch.ops._c10d_functional
+
+OPTIONS = "aten_distributed_optimizations."
+PAYLOAD_ORDER = OPTIONS + "bucket_payload_order_key"
+GROUP_FILTER = OPTIONS + "fsdp_group_filter"
+NON_ADJACENT = OPTIONS + "bucket_non_adjacent"
+MAX_SPAN = OPTIONS + "bucket_max_node_span"
+
+STARTS = {
+    C10D.all_gather_into_tensor.default: "all_gather",
+    C10D.all_gather_into_tensor_out.default: "all_gather",
+    C10D.reduce_scatter_tensor.default: "reduce_scatter",
+    C10D.all_reduce.default: "all_reduce",
+    C10D.all_reduce_.default: "all_reduce",
+}
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return C10D.wait_tensor(C10D.all_gather_into_tensor(x, group.size(), group.group_name))
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, op: str = "sum") -> torch.Tensor:
+    return C10D.wait_tensor(C10D.reduce_scatter_tensor(x, op, group.size(), group.group_name))
+
+
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: str = "sum") -> torch.Tensor:
+    return C10D.wait_tensor(C10D.all_reduce(x, op, group.group_name))
+
+
+def trace(fn: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
+    with FakeTensorMode() as mode:
+        return make_fx(fn)(*(mode.from_tensor(x) for x in inputs))
+
+
+def starts(gm: fx.GraphModule, kind: str | None = None) -> list[fx.Node]:
+    return [n for n in gm.graph.nodes if n.target in STARTS and kind in (None, STARTS[n.target])]
+
+
+_PLUMBING = re.compile(
+    r"\s+(\w+) = (aten\.(view|split_with_sizes\w*|empty|alias|clone|_unsafe_view|slice|reshape)\b|\w+\[)"
+)
+
+
+def show(gm: fx.GraphModule) -> str:
+    """The graph's code for a snapshot, without what differs between torch versions.
+
+    That is how a bucket's output is taken apart: those lines are left out, and their results are
+    written ``_`` where they are used. Whether each user gets its own part is for tests of values.
+    """
+    lines = []
+    plumbing: set[str] = set()
+    for line in gm.code.splitlines():
+        line = re.sub(r";\s+[\w, =]+ = None|torch\.ops\.|  # .*", "", line)
+        if match := _PLUMBING.match(line):
+            plumbing.add(match[1])
+        elif line.strip() and not line.startswith("import"):
+            line = re.sub(r"(_pre_bucket_all_gather\.default\(\[[^]]*\], \d+).*", r"\1, ...)", line)
+            head, _, tail = line.partition(" = ") if " = " in line else ("", "", line)
+            tail = re.sub(r"\b\w+\b", lambda m: "_" if m[0] in plumbing else m[0], tail)
+            lines.append(f"{head} = {tail}" if head else tail)
+    return "\n".join(lines) + "\n"
+
+
+def run_all_ranks(
+    gm: fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """Run one graph on every rank of the world in lockstep; ``inputs[rank]`` are its placeholders.
+
+    All groups are taken to span the world. Reductions add in rank order.
+    """
+    world = len(inputs)
+    env: list[dict[fx.Node, Any]] = [{} for _ in range(world)]
+    feeds = [iter(i) for i in inputs]
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            for rank in range(world):
+                env[rank][node] = next(feeds[rank]).clone()
+            continue
+        args, kwargs = zip(
+            *(
+                fx.node.map_arg((node.args, node.kwargs), lambda n, rank=rank: env[rank][n])
+                for rank in range(world)
+            ),
+            strict=True,
+        )
+        if node.op == "output":
+            return [list(a[0]) for a in args]
+        assert node.op == "call_function", node.format_node()
+        kind = STARTS.get(node.target)
+        if kind is None:
+            results = [node.target(*a, **k) for a, k in zip(args, kwargs, strict=True)]
+        elif kind == "all_gather":
+            gathered = torch.cat([a[0] for a in args])
+            results = [k["out"].copy_(gathered) if "out" in k else gathered.clone() for k in kwargs]
+        else:
+            total = args[0][0].clone()
+            for a in args[1:]:
+                total = total + a[0]
+            if args[0][1] == "avg":
+                total = total / world
+            if kind == "reduce_scatter":
+                results = [c.clone() for c in total.chunk(world)]
+            elif node.target is C10D.all_reduce_.default:
+                results = [a[0].copy_(total) for a in args]
+            else:
+                results = [total.clone() for _ in args]
+        for rank in range(world):
+            env[rank][node] = results[rank]
+    raise AssertionError("the graph has no output")

@@ -1,0 +1,163 @@
+"""Random graphs of collectives, built node by node with fake values: about a millisecond each."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+from collective_graphs import C10D
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_ext_bucketing.tags import KINDS, Tag, kind_of, set_tag
+
+WORLD = 2
+DTYPES = (torch.float32, torch.bfloat16)
+_aten = torch.ops.aten
+_MODE = FakeTensorMode()
+
+
+def fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    with _MODE:
+        return torch.empty(numel, dtype=dtype)
+
+
+shared = functools.cache(fresh)
+
+
+class Builder:
+    """A graph of vectors. Every value has ``WORLD * n`` elements, so that any can go anywhere.
+
+    Planners only look at a fake value, so nodes can share one; tracing, as merging does, tells
+    nodes apart by it. ``share`` saves most of the time that building takes.
+    """
+
+    def __init__(self, share: bool = False) -> None:
+        self.graph = fx.Graph()
+        self.fake = shared if share else fresh
+        self.leaves: list[fx.Node] = []
+
+    def call(self, target, args, numel, dtype) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = self.fake(numel, dtype)
+        return node
+
+    def leaf(self, numel: int, dtype: torch.dtype) -> fx.Node:
+        node = self.graph.placeholder(f"p{len(self.leaves)}")
+        node.meta["val"] = self.fake(numel, dtype)
+        self.leaves.append(node)
+        return node
+
+    def collective(self, kind: str, x: fx.Node, group: str, op: str = "sum") -> fx.Node:
+        """The result has as many elements as ``x``."""
+        n, dtype = x.meta["val"].numel(), x.meta["val"].dtype
+        if kind == "all_gather":
+            start = self.call(
+                C10D.all_gather_into_tensor.default, (x, WORLD, group), n * WORLD, dtype
+            )
+            wait = self.call(C10D.wait_tensor.default, (start,), n * WORLD, dtype)
+            return self.call(_aten.slice.Tensor, (wait, 0, 0, n), n, dtype)
+        if kind == "reduce_scatter":
+            start = self.call(
+                C10D.reduce_scatter_tensor.default, (x, op, WORLD, group), n // WORLD, dtype
+            )
+            wait = self.call(C10D.wait_tensor.default, (start,), n // WORLD, dtype)
+            return self.call(_aten.cat.default, ([wait] * WORLD,), n, dtype)
+        start = self.call(C10D.all_reduce.default, (x, op, group), n, dtype)
+        return self.call(C10D.wait_tensor.default, (start,), n, dtype)
+
+    def add(self, x: fx.Node, y: fx.Node) -> fx.Node:
+        val = x.meta["val"]
+        return self.call(_aten.add.Tensor, (x, y), val.numel(), val.dtype)
+
+    def write(self, x: fx.Node, value: fx.Node) -> fx.Node:
+        val = x.meta["val"]
+        return self.call(_aten.copy_.default, (x, value), val.numel(), val.dtype)
+
+    def finish(self, outputs: Sequence[fx.Node]) -> fx.GraphModule:
+        self.graph.output(list(outputs))
+        return fx.GraphModule({}, self.graph)
+
+
+def random_graph(
+    seed: int, collectives: int, groups: Sequence[str], writes: bool = True, share: bool = True
+) -> fx.GraphModule:
+    """Collectives of three kinds on ``groups`` in two dtypes, with sums between them and, with
+    ``writes``, inputs that are written to. Three in four are tagged."""
+    rng = random.Random(seed)
+    builder = Builder(share)
+    values = [builder.leaf(WORLD * rng.randint(1, 40), rng.choice(DTYPES)) for _ in range(6)]
+    leaves = list(values)
+    pending: list[tuple[str, fx.Node, str]] = []
+    outputs: list[fx.Node] = []
+
+    def same(x: fx.Node) -> list[fx.Node]:
+        return [v for v in values if kept(v) == kept(x)]
+
+    def kept(v: fx.Node) -> tuple[int, torch.dtype]:
+        return v.meta["val"].numel(), v.meta["val"].dtype
+
+    for _ in range(collectives):
+        # Mostly inputs, as for parameters; else something that depends on collectives.
+        x = rng.choice(leaves if rng.random() < 0.6 else values)
+        pending.append((rng.choice(KINDS), x, rng.choice(groups)))
+        if rng.random() < 0.3:
+            continue
+        while pending:
+            values.append(builder.collective(*pending.pop(rng.randrange(len(pending)))))
+            outputs.append(values[-1])
+            if rng.random() < 0.5:
+                values.append(builder.add(values[-1], rng.choice(same(values[-1]))))
+                outputs.append(values[-1])
+            if writes and rng.random() < 0.08:
+                leaf = rng.choice(leaves)
+                builder.write(leaf, rng.choice(same(leaf)))
+    while pending:
+        outputs.append(builder.collective(*pending.pop()))
+    gm = builder.finish(outputs)
+    for i, node in enumerate(gm.graph.nodes):
+        kind = kind_of(node)
+        if kind is not None and rng.random() < 0.75:
+            set_tag(node, Tag(kind, (f"w{i}",)))
+    return gm
+
+
+def real_inputs(gm: fx.GraphModule, world: int = WORLD) -> list[list[torch.Tensor]]:
+    """Per rank, integers so small that sums are exact in bf16: any order of addition is the same."""
+    leaves = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+    return [
+        [((torch.arange(v.numel()) * (i + 2) + rank) % 3).to(v.dtype) for i, v in enumerate(leaves)]
+        for rank in range(world)
+    ]
+
+
+def layered_graph(
+    nodes: int, collectives: int, groups: Sequence[str], share: bool = True
+) -> fx.GraphModule:
+    """As training graphs are: layers of gathers of inputs, compute with a collective of another
+    group on the path, and reductions of what came of it; all results stay alive to the end."""
+    builder = Builder(share)
+    per_layer = 10  # 6 gathers, 2 on the path, 2 reductions
+    layers = max(1, collectives // per_layer)
+    compute = max(1, (nodes - 2 * collectives - 6 * layers) // layers - 8)
+    shards = [[builder.leaf(64, DTYPES[1]) for _ in range(6)] for _ in range(layers)]
+    x = builder.leaf(64, DTYPES[1])
+    outputs = []
+    for layer in shards:
+        full = [builder.collective("all_gather", p, groups[0]) for p in layer]
+        for i in range(compute):
+            x = builder.add(x, full[i % 6])
+            if i in (compute // 3, 2 * compute // 3):
+                x = builder.collective("all_reduce", x, groups[1])
+            if i % 7 == 0:
+                outputs.append(x)
+        outputs += [builder.collective("reduce_scatter", v, groups[0], "avg") for v in full[:2]]
+        outputs += [builder.collective("reduce_scatter", x, groups[0], "avg") for _ in range(1)]
+    gm = builder.finish(outputs)
+    for i, node in enumerate(gm.graph.nodes):
+        kind = kind_of(node)
+        if kind in ("all_gather", "reduce_scatter"):
+            set_tag(node, Tag(kind, (f"w{i}",)))
+    return gm

@@ -1,0 +1,380 @@
+"""The demo, from its parts to whole runs as a user starts them."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_ext_bucketing.demo import cli, text
+from torch_ext_bucketing.demo.model import ModelConfig, Transformer
+from torch_ext_bucketing.demo.ranks import Rank, RankError, RanksTimedOut, run_ranks
+from torch_ext_bucketing.demo.results import (
+    Member,
+    Payload,
+    RankReport,
+    RunRecord,
+    combine,
+    layout_differences,
+)
+from torch_ext_bucketing.demo.settings import Settings
+from torch_ext_bucketing.demo.table import render
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# --- ranks ---------------------------------------------------------------------------
+
+
+def _square(rank: Rank, offset: int) -> int:
+    rank.send(f"hello from {rank.rank}")
+    return rank.rank**2 + offset
+
+
+def _raise_on_last(rank: Rank) -> None:
+    if rank.rank == rank.world_size - 1:
+        raise LookupError("no such weight")
+    time.sleep(60)
+
+
+def _die_on_last(rank: Rank, how: str) -> None:
+    rank.send(os.getpid())
+    if rank.rank < rank.world_size - 1:
+        time.sleep(60)
+    print("last words", flush=True)
+    if how == "exit":
+        os._exit(7)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang_with_the_interpreters_lock(rank: Rank) -> None:
+    # PyDLL, other than CDLL, calls without releasing the lock: no thread of this rank can run.
+    rank.send((os.getpid(),))
+    ctypes.PyDLL(None).sleep(600)
+
+
+def _hang_in_here(rank: Rank) -> None:
+    # A grandchild: what a rank started must go with it.
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    rank.send((os.getpid(), child.pid))
+    time.sleep(600)
+
+
+def _alive(pid: int) -> bool:
+    """Whether ``pid`` is a process that still runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def _wait_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        left = [pid for pid in pids if _alive(pid)]
+        if not left:
+            return []
+        time.sleep(0.05)
+    return left
+
+
+def test_ranks_return_results_by_rank_and_messages_arrive():
+    said: list[tuple[int, str]] = []
+    results = run_ranks(
+        _square, 3, 10, timeout_s=60, on_message=lambda rank, text: said.append((rank, text))
+    )
+    assert results == [10, 11, 14]
+    assert sorted(said) == [(r, f"hello from {r}") for r in range(3)]
+
+
+def test_a_rank_that_raises_ends_all_with_its_traceback():
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(_raise_on_last, 3, timeout_s=60)
+    assert time.monotonic() - start < 30
+    assert caught.value.rank == 2
+    assert "rank 2 failed" in str(caught.value)
+    assert "LookupError: no such weight" in str(caught.value)
+    assert "in _raise_on_last" in str(caught.value)
+
+
+@pytest.mark.parametrize(("how", "text"), [("exit", "exit code 7"), ("kill", "killed by SIGKILL")])
+def test_a_rank_that_dies_ends_all(how, text):
+    pids: list[int] = []
+    with pytest.raises(RankError) as caught:
+        run_ranks(_die_on_last, 2, how, timeout_s=60, on_message=lambda rank, pid: pids.append(pid))
+    assert caught.value.rank == 1
+    assert text in str(caught.value)
+    assert "last words" in str(caught.value)
+    assert pids
+    assert not _wait_gone(pids, 1.0)
+
+
+def test_the_time_limit_shows_where_ranks_hang_and_leaves_nothing():
+    pids: list[int] = []
+    with pytest.raises(RanksTimedOut) as caught:
+        run_ranks(_hang_in_here, 2, timeout_s=25, on_message=lambda rank, both: pids.extend(both))
+    assert "time limit of 25 s" in str(caught.value)
+    assert "_hang_in_here" in str(caught.value)
+    assert len(pids) == 4
+    assert not _wait_gone(pids, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "hang"),
+    [
+        (signal.SIGKILL, _hang_in_here),
+        (signal.SIGTERM, _hang_in_here),
+        (signal.SIGKILL, _hang_with_the_interpreters_lock),
+    ],
+)
+def test_ranks_end_with_their_parent(tmp_path, how, hang):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import sys
+            sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "test")!r}]
+            from torch_ext_bucketing.demo.ranks import run_ranks
+            from test_demo import {hang.__name__} as hang
+
+            if __name__ == "__main__":
+                run_ranks(
+                    hang, 2, timeout_s=300,
+                    on_message=lambda rank, pids: print(*pids, flush=True),
+                )
+            """
+        )
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        pids = [int(pid) for _ in range(2) for pid in parent.stdout.readline().split()]
+        assert len(pids) in (2, 4)
+        assert all(_alive(pid) for pid in pids)
+    finally:
+        parent.send_signal(how)
+        parent.wait(timeout=30)
+    assert not _wait_gone(pids)
+
+
+@pytest.mark.parametrize(("size", "limit", "name"), [(0, 1, "world_size"), (1, 0, "timeout_s")])
+def test_ranks_arguments_are_checked(size, limit, name):
+    with pytest.raises(ValueError, match=name):
+        run_ranks(_square, size, 0, timeout_s=limit)
+
+
+# --- text and model ------------------------------------------------------------------
+
+
+def test_batches_are_real_text_and_repeat():
+    tokens, targets = text.batch(3, 1, size=2, seq=32)
+    again, _ = text.batch(3, 1, size=2, seq=32)
+    other, _ = text.batch(3, 0, size=2, seq=32)
+    assert torch.equal(tokens, again)
+    assert not torch.equal(tokens, other)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert bytes(tokens[0].tolist()) in text.corpus()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"dim": 0}, "dim must be at least 1"),
+        ({"dim": 100, "heads": 3}, "not divisible by heads 3"),
+        ({"dim": 12, "heads": 4, "kv_heads": 2}, "rotates pairs"),
+        ({"heads": 4, "kv_heads": 3}, "not divisible by kv_heads 3"),
+    ],
+)
+def test_model_sizes_are_checked(sizes, says):
+    with pytest.raises(ValueError, match=says):
+        ModelConfig(**sizes)
+
+
+def test_the_model_is_a_function_of_its_seed_and_owns_parameters_next_to_children():
+    config = ModelConfig(dim=64, layers=1, heads=2, kv_heads=1, hidden=96)
+    one, two, three = (Transformer(config, seed=seed) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not torch.equal(one.embed.weight, three.embed.weight)
+    owners = [
+        name
+        for name, module in one.named_modules()
+        if list(module.children()) and list(module.parameters(recurse=False))
+    ]
+    assert owners == ["blocks.0", "blocks.0.attention"]
+
+
+# --- results -------------------------------------------------------------------------
+
+
+def _payload(*members: tuple[str, int, int]) -> Payload:
+    return Payload("reduce_scatter", tuple(Member(*member) for member in members))
+
+
+def test_layout_differences_name_what_lies_elsewhere():
+    eager = RunRecord(payloads=[_payload(("a", 0, 8), ("b", 8, 4)), _payload(("c", 0, 4))])
+    same = RunRecord(payloads=list(reversed(eager.payloads)))
+    assert layout_differences(eager, same) == []
+    swapped = RunRecord(payloads=[_payload(("b", 0, 4), ("a", 4, 8)), _payload(("c", 0, 4))])
+    (text_,) = layout_differences(eager, swapped)
+    assert "byte 0 is b (4 bytes), eager has a at byte 0 (8 bytes)" in text_
+    other = RunRecord(payloads=[_payload(("a", 0, 8), ("b", 8, 4), ("c", 12, 4))])
+    texts = layout_differences(eager, other)
+    assert any("no unit of eager FSDP2 has these members" in t for t in texts)
+    assert sum("the compiled graphs do not" in t for t in texts) == 2
+
+
+def _reports(settings: Settings, *, ours: list[str], control: list[str]) -> list[RankReport]:
+    def record(digests: list[str]) -> RunRecord:
+        steps = settings.steps
+        return RunRecord(
+            list(digests), [1.0] * steps, [5.0] * steps, {"all_gather": 9}, {"all_gather": 3}
+        )
+
+    eager = [str(step) for step in range(settings.steps)]
+    runs = {"eager": eager, "fsdp_order": ours, "graph_order": control}
+    return [
+        RankReport({name: record(d) for name, d in runs.items()}, 10, 3, 2, {"torch": "2"})
+        for _ in range(settings.ranks)
+    ]
+
+
+def test_a_run_that_differs_from_eager_fails_and_says_where():
+    settings = Settings(steps=4)
+    ranks = _reports(settings, ours=["0", "1", "x", "3"], control=["x"] * 4)
+    ranks[0].runs["fsdp_order"].digests[2] = "2"  # equal on rank 0: the others must count
+    result = combine(settings, ranks)
+    assert not result["passed"]
+    assert result["runs"]["fsdp_order"]["steps_equal_to_eager"] == 3
+    assert result["runs"]["fsdp_order"]["first_different_step"] == 3
+    assert "FAIL" in render(result)
+    assert "first differ at step 3" in render(result)
+
+
+@pytest.mark.parametrize(("ranks", "nodes", "says"), [(4, 1, "one node"), (2, 2, "a + b is b + a")])
+def test_a_control_that_can_not_differ_is_explained(ranks, nodes, says):
+    settings = Settings(steps=2, ranks=ranks, nodes=nodes)
+    result = combine(settings, _reports(settings, ours=["0", "1"], control=["0", "1"]))
+    assert result["passed"]
+    assert says in render(result)
+
+
+# --- the command ---------------------------------------------------------------------
+
+
+def _demo(*options: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch_ext_bucketing", "demo", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--ranks", "1"], "--ranks must be from 2"),
+        (["--ranks", "4", "--nodes", "3"], "--nodes must divide --ranks"),
+        (["--nodes", "0"], "--nodes must divide --ranks"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--layers", "-1"], "--layers must be at least 1"),
+        (["--dim", "100"], "--dim must be a positive multiple of 64"),
+        (["--dim", "wide"], "invalid int value"),
+        (["--backend", "eager"], "invalid choice"),
+        (["--timeout", "0"], "--timeout must be positive"),
+        (["--json", "/no/such/folder/x.json"], "does not exist"),
+        (["--json", "."], "is a folder"),
+    ],
+)
+def test_bad_options_are_usage_errors_before_any_rank_starts(options, says, monkeypatch, capsys):
+    def no_ranks(*_args, **_more):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(cli, "run_ranks", no_ranks)
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+
+    def command() -> int:
+        args = parser.parse_args(["demo", *options])
+        return args.run(args)
+
+    with pytest.raises(SystemExit) as caught:
+        command()
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_bad_option_costs_no_import_of_torch():
+    start = time.monotonic()
+    done = _demo("--dim", "100")
+    assert done.returncode == 2
+    assert "torch" not in done.stderr.replace("torch-ext-bucketing", "")
+    assert time.monotonic() - start < 20
+
+
+def _check(result: dict, ranks: int, steps: int) -> None:
+    runs = result["runs"]
+    for name in ("eager", "fsdp_order", "graph_order"):
+        assert len(runs[name]["loss"]) == steps
+        assert runs[name]["step_ms"] > 0
+        assert len(result["hashes"][name]) == steps
+    # 1 block and the root: gathers forward, the block's again backward, and reductions.
+    assert runs["eager"]["collectives_after"] == 5
+    for name in ("fsdp_order", "graph_order"):
+        assert runs[name]["collectives_before"] == 42
+        assert runs[name]["collectives_after"] == 5
+    assert result["layout_differences"]["fsdp_order"] == []
+    assert result["layout_differences"]["graph_order"]
+    assert result["settings"]["ranks"] == ranks
+    assert result["passed"]
+
+
+_SMALL = ("--dim", "64", "--layers", "1")
+
+
+@pytest.mark.parametrize(("ranks", "reduce_dtype"), [(2, "fp32"), (4, "bf16")])
+def test_the_demo_matches_eager_bit_for_bit(tmp_path, ranks, reduce_dtype):
+    path = tmp_path / "demo.json"
+    done = _demo(
+        *("--ranks", str(ranks), "--nodes", "2", "--steps", "4", *_SMALL),
+        *("--reduce-dtype", reduce_dtype, "--json", str(path)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 4 of 4" in done.stderr
+    assert "PASS" in done.stdout
+    result = json.loads(path.read_text())
+    _check(result, ranks, 4)
+    assert result["runs"]["fsdp_order"]["steps_equal_to_eager"] == 4
+    assert result["runs"]["fsdp_order"]["first_different_step"] is None
+    if ranks == 4:
+        assert result["runs"]["graph_order"]["first_different_step"] is not None
+    else:
+        assert "a + b is b + a" in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_demo_under_inductor_proves_layout_and_reproducibility(tmp_path, ranks):
+    path = tmp_path / "demo.json"
+    done = _demo(
+        *("--ranks", str(ranks), "--nodes", "2", "--steps", "2", *_SMALL),
+        *("--backend", "inductor", "--json", str(path)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(path.read_text())
+    _check(result, ranks, 2)
+    assert result["hashes"]["fsdp_order"] == result["hashes"]["fsdp_order_again"]
+    assert "Reproducible" in done.stdout
+    assert "emulate_precision_casts" in done.stdout

@@ -1,0 +1,139 @@
+"""``python -m torch_ext_bucketing explain``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_models import TwoBlocks
+from torch.distributed.device_mesh import init_device_mesh
+
+from torch_ext_bucketing.__main__ import main
+from torch_ext_bucketing.explain import ExplainError, explain
+from torch_ext_bucketing.simple_fsdp import data_parallel
+
+TOKENS = torch.zeros(2, 3, dtype=torch.long)
+HERE = f"{__name__}"
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert not dist.is_initialized(), "the fake process group was left behind"
+
+
+def two_blocks():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return data_parallel(TwoBlocks(), mesh), TOKENS
+
+
+def two_blocks_on_replicas():
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    return data_parallel(TwoBlocks(), mesh, "hybrid_shard"), (TOKENS,)
+
+
+def no_pair():
+    return TwoBlocks()
+
+
+def raises():
+    raise ValueError("no such file")
+
+
+def cannot_run():
+    return TwoBlocks(), {"nonsense": TOKENS}
+
+
+not_a_function = 3
+
+
+def test_whole_model_fits_one_bucket():
+    report = explain(f"{HERE}:two_blocks", cap_mb=1.0, world_size=4)
+    assert [g.stage for g in report.graphs] == ["forward", "backward"]
+    assert report.collectives_after == {"all_gather": 2, "reduce_scatter": 1}
+    for bucket in report.buckets:
+        assert bucket.group_size == 4
+        assert bucket.closed_by == "end"
+        assert bucket.nbytes == sum(m.nbytes for m in bucket.members)
+        assert all(m.fqns for m in bucket.members)
+
+
+def test_modes():
+    none = explain(f"{HERE}:two_blocks", mode="none", world_size=4)
+    assert none.collectives_before == none.collectives_after
+    hsdp = explain(f"{HERE}:two_blocks_on_replicas", cap_mb=1.0, world_size=4, primary=True)
+    # All-reduces are on the replicas' group, which is not the primary one.
+    assert hsdp.collectives_after["all_reduce"] == hsdp.collectives_before["all_reduce"]
+    every = explain(f"{HERE}:two_blocks_on_replicas", cap_mb=1.0, world_size=4)
+    assert every.collectives_after["all_reduce"] == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "match"),
+    [
+        ("two_blocks", "is no MODULE:FUNCTION"),
+        ("no_such_module_here:f", "no module is named 'no_such_module_here'"),
+        (f"{HERE}:two_block", "has no two_block; did you mean 'two_blocks'"),
+        (f"{HERE}:not_a_function", "has no function not_a_function"),
+        (f"{HERE}:no_pair", r"must return \(model, inputs\).*returned TwoBlocks"),
+        (f"{HERE}:raises", "raised ValueError: no such file"),
+        (f"{HERE}:cannot_run", "compiling the model or running it failed"),
+    ],
+)
+def test_bad_targets_are_named(target, match):
+    with pytest.raises(ExplainError, match=match):
+        explain(target, cap_mb=1.0, world_size=2)
+
+
+def test_bad_options(capsys):
+    with pytest.raises(ExplainError, match="cap_mb must be a positive number"):
+        explain(f"{HERE}:two_blocks", cap_mb=-1.0)
+    with pytest.raises(ExplainError, match="no mode is named 'units'"):
+        explain(f"{HERE}:two_blocks", mode="units")
+    for argv in (["--world-size", "0"], ["--mode", "none", "--cap-mb", "3"], ["--json", "/"]):
+        with pytest.raises(SystemExit) as stop:
+            main(["explain", *argv])
+        assert stop.value.code == 2
+    assert main(["explain", "nowhere:f"]) == 1
+    assert "no module is named 'nowhere'" in capsys.readouterr().err
+
+
+def test_a_process_group_of_someone_else(fake_world):
+    with pytest.raises(ExplainError, match="is initialised already"):
+        explain(f"{HERE}:two_blocks")
+    dist.destroy_process_group()
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # for the fixture
+
+
+def test_command_on_the_demo_model(tmp_path):
+    root = Path(__file__).parent.parent
+    file = tmp_path / "report.json"
+    env = os.environ | {"PYTHONPATH": str(root)}
+    options = ["--mode", "transformer_block", "--world-size", "16", "--json", str(file)]
+    run = subprocess.run(
+        [sys.executable, "-m", "torch_ext_bucketing", "explain", *options],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=tmp_path,
+    )
+    assert run.returncode == 0, run.stderr
+    data = json.loads(file.read_text())
+    assert {b["group_size"] for g in data["graphs"] for b in g["buckets"]} == {16}
+    before, after = data["collectives_before"], data["collectives_after"]
+    assert run.stdout.endswith(
+        f"all graphs: all_gather {before['all_gather']} -> {after['all_gather']}, "
+        f"reduce_scatter {before['reduce_scatter']} -> {after['reduce_scatter']}\n"
+    )
+    assert after["all_gather"] < before["all_gather"] / 4

@@ -1,0 +1,551 @@
+"""Bucketing by units, the passes and the backends, on real traces."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from collective_graphs import C10D, all_gather, reduce_scatter, run_all_ranks, show, trace
+from expecttest import assert_expected_inline
+from sharded_models import TWO_BLOCKS_FQNS, Capture, TwoBlocks, collectives, step
+from torch._inductor import config as inductor_config
+from torch.distributed.device_mesh import init_device_mesh
+
+from torch_ext_bucketing.buckets import (
+    UncoveredParametersWarning,
+    UnitIndex,
+    apply_plan,
+    count_collectives,
+    plan_units,
+)
+from torch_ext_bucketing.order import FSDPParamOrder
+from torch_ext_bucketing.passes import (
+    BucketUnits,
+    PassManager,
+    ReshardAfterForward,
+    TagParameters,
+    backend,
+)
+from torch_ext_bucketing.simple_fsdp import data_parallel
+from torch_ext_bucketing.tags import Tag, member_tags, set_tag, tag_of
+
+UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
+TOKENS = torch.zeros(2, 3, dtype=torch.long)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def order(model=None):
+    return FSDPParamOrder.from_model(model or TwoBlocks(), ["layers.0", "layers.1", ""])
+
+
+def sharded(mode="fully_shard", **dtypes):
+    torch.manual_seed(0)
+    return data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)), mode, **dtypes)
+
+
+class Keep:
+    """A callable backend that keeps the graphs it is given."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, gm, example_inputs):
+        self.graphs.append(gm)
+        return gm.forward
+
+
+def group():
+    return dist.group.WORLD
+
+
+def tagged(gm, *names):
+    for node, name in zip(collectives(gm), names, strict=True):
+        from torch_ext_bucketing.tags import kind_of
+
+        set_tag(node, Tag(kind_of(node), (name,)))
+    return gm
+
+
+# -- planning and applying ------------------------------------------------------------------------
+
+
+def test_buckets_of_a_unit_in_payload_order(fake_world):
+    def grads(a, b, c, d):
+        return tuple(reduce_scatter(x, group()) for x in (a, b, c, d))
+
+    gm = tagged(trace(grads, *(torch.ones(8, n) for n in (1, 2, 3, 4))), *"abcd")
+    units = UnitIndex([("d", "a"), ("c", "b")])
+    plan = plan_units(gm.graph, units)
+    rank = {"d": 0, "a": 1, "c": 2, "b": 3}
+    reports = apply_plan(gm.graph, plan, lambda n: rank[tag_of(n).fqns[0]])
+    assert [[m.fqns[0] for m in r.members] for r in reports] == [["c", "b"], ["d", "a"]]
+    assert [[(m.offset, m.nbytes) for m in r.members] for r in reports] == [
+        [(0, 2 * 3 * 4), (2 * 3 * 4, 2 * 2 * 4)],
+        [(0, 2 * 4 * 4), (2 * 4 * 4, 2 * 1 * 4)],
+    ]
+    for start, report in zip(collectives(gm), reports, strict=True):
+        assert start.name == report.node
+        assert [t.fqns[0] for t in member_tags(start)] == [m.fqns[0] for m in report.members]
+    gm.recompile()
+    assert_expected_inline(
+        show(gm),
+        """\
+def forward(self, a_1, b_1, c_1, d_1):
+    cat_1 = aten.cat.default([_, _], 1)
+    reduce_scatter_tensor_5 = _c10d_functional.reduce_scatter_tensor.default(_, 'sum', 4, '0')
+    wait_tensor_5 = _c10d_functional.wait_tensor.default(reduce_scatter_tensor_5)
+    cat = aten.cat.default([_, _], 1)
+    reduce_scatter_tensor_4 = _c10d_functional.reduce_scatter_tensor.default(_, 'sum', 4, '0')
+    wait_tensor_4 = _c10d_functional.wait_tensor.default(reduce_scatter_tensor_4)
+    return (_, _, _, _)
+""",
+    )
+
+
+def test_values_are_unchanged(fake_world):
+    def model(a, b, c):
+        full = [all_gather(x, group()) for x in (a, b, c)]
+        grads = [reduce_scatter(f * (i + 2), group()) for i, f in enumerate(full)]
+        return (*full, *grads)
+
+    inputs = [[torch.randn(2, n) for n in (1, 2, 3)] for _ in range(4)]
+    gm = tagged(trace(model, *inputs[0]), *"abcabc")
+    expected = run_all_ranks(gm, inputs)
+    plan = plan_units(gm.graph, UnitIndex([("c", "a", "b")]))
+    apply_plan(gm.graph, plan, lambda n: "cab".index(tag_of(n).fqns[0]))
+    assert count_collectives(gm.graph) == {"all_gather": 1, "reduce_scatter": 1}
+    for got, want in zip(run_all_ranks(gm, inputs), expected, strict=True):
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_two_buckets_that_make_a_cycle_together(fake_world):
+    """a1 -> b1 and b2 -> a2: one of {a1, a2} and {b1, b2} merges."""
+
+    def crossing(x, y):
+        a1 = reduce_scatter(x, group())
+        b1 = reduce_scatter(all_gather(a1, group()).clone(), group())
+        b2 = reduce_scatter(y, group())
+        a2 = reduce_scatter(all_gather(b2, group()).clone(), group())
+        return b1, a2
+
+    inputs = [[torch.randn(8), torch.randn(8)] for _ in range(4)]
+    gm = trace(crossing, *inputs[0])
+    reductions = [n for n in collectives(gm) if n.target is C10D.reduce_scatter_tensor.default]
+    for node, name in zip(reductions, ["a1", "b1", "b2", "a2"], strict=True):
+        set_tag(node, Tag("reduce_scatter", (name,)))
+    expected = run_all_ranks(gm, inputs)
+    plan = plan_units(gm.graph, UnitIndex([("a1", "a2"), ("b1", "b2")]), ("reduce_scatter",))
+    assert [[tag_of(m).fqns[0] for m in b.members] for b in plan.buckets] == [["a1", "a2"]]
+    assert len(plan.left_alone) == 2
+    apply_plan(gm.graph, plan)
+    got = run_all_ranks(gm, inputs)
+    assert all(
+        torch.equal(g, w)
+        for r, e in zip(got, expected, strict=True)
+        for g, w in zip(r, e, strict=True)
+    )
+
+
+def test_dependent_member_starts_a_bucket_of_its_own(fake_world):
+    def chain(x, y, z):
+        first = reduce_scatter(x, group())
+        dependent = reduce_scatter(torch.cat([first] * 4), group())
+        return dependent, reduce_scatter(y, group()), reduce_scatter(z, group())
+
+    gm = tagged(trace(chain, *torch.ones(3, 8)), *"abcd")
+    plan = plan_units(gm.graph, UnitIndex([tuple("abcd")]))
+    (bucket,) = plan.buckets
+    assert [tag_of(m).fqns[0] for m in bucket.members] == ["a", "c", "d"]
+    assert plan.splits
+    apply_plan(gm.graph, plan)
+    assert count_collectives(gm.graph) == {"reduce_scatter": 2}
+
+
+def test_same_gather_twice_is_one(fake_world):
+    def twice(a, b):
+        return all_gather(a, group()), all_gather(b, group()), all_gather(a, group())
+
+    inputs = [[torch.randn(2), torch.randn(3)] for _ in range(4)]
+    gm = tagged(trace(twice, *inputs[0]), "a", "b", "a")
+    expected = run_all_ranks(gm, inputs)
+    apply_plan(gm.graph, plan_units(gm.graph, UnitIndex([("a", "b")])))
+    (bucket,) = collectives(gm)
+    assert [t.fqns for t in member_tags(bucket)] == [("a",), ("b",)]
+    got = run_all_ranks(gm, inputs)
+    assert all(
+        torch.equal(g, w)
+        for r, e in zip(got, expected, strict=True)
+        for g, w in zip(r, e, strict=True)
+    )
+
+
+@pytest.mark.parametrize("key", [lambda n: 1 / 0, lambda n: n.name if "1" in n.name else 2])
+def test_a_bad_key_leaves_the_graph_alone(fake_world, key):
+    def grads(a, b, c):
+        return tuple(reduce_scatter(x, group()) for x in (a, b, c))
+
+    gm = tagged(trace(grads, *torch.ones(3, 8)), *"abc")
+    before = str(gm.graph)
+    plan = plan_units(gm.graph, UnitIndex([("a", "b", "c")]))
+    with pytest.raises((ZeroDivisionError, TypeError)):
+        apply_plan(gm.graph, plan, key)
+    assert str(gm.graph) == before
+
+
+def test_a_missing_key_keeps_the_bucket_in_graph_order(fake_world):
+    def grads(a, b, c):
+        return tuple(reduce_scatter(x, group()) for x in (a, b, c))
+
+    gm = tagged(trace(grads, *torch.ones(3, 8)), *"abc")
+    key = {"a": 3, "b": None, "c": 1}
+    plan = plan_units(gm.graph, UnitIndex([("a", "b", "c")]))
+    (report,) = apply_plan(gm.graph, plan, lambda n: key[tag_of(n).fqns[0]])
+    assert [m.fqns[0] for m in report.members] == ["a", "b", "c"]
+
+
+def test_units_by_module_names_take_the_longest():
+    units = UnitIndex(
+        [("layers.0.mlp",), ("layers.0", "norm"), ("",)], aliases=[("tied", "norm.w")]
+    )
+    assert [
+        units.unit_of(f) for f in ("layers.0.mlp.w", "layers.0.wq", "norm.w", "head", "tied")
+    ] == [0, 1, 1, 2, 1]
+    assert UnitIndex([("layers.1",)]).unit_of("layers.10.w") is None
+
+
+# -- compiled models ------------------------------------------------------------------------------
+
+
+def test_bucketed_graphs(fake_world):
+    keep = Keep()
+    b = backend(
+        keep, [BucketUnits(order(), payload_order=True), ReshardAfterForward(keep=["head"])]
+    )
+    step(
+        torch.compile(sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), backend=b),
+        TOKENS,
+    )
+    forward, backward = keep.graphs
+    for graph in keep.graphs:
+        graph.graph.lint()
+    assert_expected_inline(
+        summary(forward),
+        """\
+all_gather(embedding.weight head.weight)
+    embedding.default
+all_gather(layers.0.w1.weight layers.0.w1.bias layers.0.w2.weight layers.0.scale)
+    addmm.default
+    relu.default
+    mm.default
+all_gather(layers.1.w1.weight layers.1.w1.bias layers.1.w2.weight layers.1.scale)
+    addmm.default
+    relu.default
+    mm.default
+    mm.default
+""",
+    )
+    assert_expected_inline(
+        summary(backward),
+        """\
+    mm.default
+    mm.default
+all_gather(layers.1.w1.weight layers.1.w2.weight layers.1.scale)
+    mm.default
+    mm.default
+    threshold_backward.default
+    mm.default
+    mm.default
+reduce_scatter(layers.1.w1.weight layers.1.w1.bias layers.1.w2.weight layers.1.scale)
+all_gather(layers.0.w1.weight layers.0.w2.weight layers.0.scale)
+    mm.default
+    mm.default
+    threshold_backward.default
+    mm.default
+    mm.default
+reduce_scatter(layers.0.w1.weight layers.0.w1.bias layers.0.w2.weight layers.0.scale)
+    embedding_dense_backward.default
+reduce_scatter(embedding.weight head.weight)
+""",
+    )
+    report = b.last_report()
+    assert report.collectives_before == {"all_gather": 10 + 6, "reduce_scatter": 10}
+    assert report.collectives_after == {"all_gather": 3 + 2, "reduce_scatter": 3}
+    assert not report.unnamed
+
+
+def summary(gm):
+    """Starts with their members, and what computes, in graph order."""
+    lines = []
+    for node in gm.graph.nodes:
+        if node in collectives(gm):
+            names = " ".join(f for t in member_tags(node) for f in t.fqns)
+            lines.append(f"{member_tags(node)[0].kind}({names})")
+        elif node.op == "call_function" and any(
+            w in node.name for w in ("mm", "embedding", "relu", "threshold")
+        ):
+            lines.append(f"    {node.target.__name__}")
+    return "\n".join(lines) + "\n"
+
+
+def test_payload_is_laid_out_as_the_order_says(fake_world):
+    o = order()
+    b = backend("aot_eager", [BucketUnits(o, payload_order=True)])
+    step(torch.compile(sharded(), backend=b), TOKENS)
+    for bucket in b.last_report().buckets:
+        fqns = [f for m in bucket.members for f in m.fqns]
+        assert fqns == list(o.units[bucket.unit])
+        offset = 0
+        for member in bucket.members:
+            assert member.offset == offset
+            offset += member.nbytes
+        assert bucket.nbytes == offset
+
+
+@pytest.mark.parametrize("mode", ["replicate", "hybrid_shard"])
+def test_all_reduces_only_when_asked_for(fake_world, mode):
+    mesh = init_device_mesh("cpu", (4,) if mode == "replicate" else (2, 2))
+    for kinds, left in ((("all_gather", "reduce_scatter"), 10), (("all_reduce",), 3)):
+        torch._dynamo.reset()
+        b = backend("aot_eager", [BucketUnits(order(), kinds=kinds)])
+        step(torch.compile(data_parallel(TwoBlocks(), mesh, mode), backend=b), TOKENS)
+        assert b.last_report().collectives_after["all_reduce"] == left
+
+
+def test_reshard_after_forward_saves_no_gathered_parameter(fake_world):
+    sizes = {}
+    for reshard in (False, True):
+        torch._dynamo.reset()
+        keep = Keep()
+        passes = [ReshardAfterForward()] if reshard else []
+        step(torch.compile(sharded(), backend=backend(keep, passes)), TOKENS)
+        sizes[reshard] = [count_collectives(g.graph).get("all_gather", 0) for g in keep.graphs]
+        gathered = [
+            n
+            for n in keep.graphs[1].graph.find_nodes(op="placeholder")
+            if isinstance(n.meta.get("val"), torch.Tensor)
+            and tuple(n.meta["val"].shape) in ((10, 8), (8, 10))
+        ]
+        assert bool(gathered) != reshard
+    assert sizes == {False: [10, 0], True: [10, 7]}
+
+
+def test_activation_checkpointing_is_respected(fake_world):
+    from torch.utils.checkpoint import checkpoint
+
+    model = sharded()
+    block = model.layers[0]
+    model.layers[0] = Checkpointed(block, checkpoint)
+    keep = Keep()
+    b = backend(keep, [BucketUnits([["layers.0"], ["layers.1"], [""]]), ReshardAfterForward()])
+    step(torch.compile(model, backend=b), TOKENS)
+    relus = [sum("relu" in n.name for n in g.graph.nodes) for g in keep.graphs]
+    assert relus == [2, 1]  # the checkpointed block's is computed again
+    assert b.last_report().graph("backward").collectives_after["all_gather"] <= 3
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self, inner, checkpoint):
+        super().__init__()
+        self.inner = inner
+        self.checkpoint = checkpoint
+
+    def forward(self, x):
+        return self.checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_uncovered_parameters_are_named_once(fake_world):
+    b = backend("aot_eager", [BucketUnits([["layers.0"], ["layers.1"]])])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(torch.compile(sharded(), backend=b), TOKENS)
+    texts = [str(w.message) for w in caught if w.category is UncoveredParametersWarning]
+    assert texts == [
+        "2 parameter(s) are in no unit; their collectives are not bucketed: embedding.weight, head.weight"
+    ]
+    assert b.last_report().warnings == texts
+
+
+def test_chunked_loss_stays_in_the_heads_unit(fake_world):
+    """The head's weight is used outside of the head, twice; by tag it is the head's."""
+
+    class Chunked(TwoBlocks):
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            weight = self.head.weight
+            return sum(
+                torch.nn.functional.linear(c, weight).logsumexp(-1).sum() for c in x.chunk(2)
+            )
+
+    model = data_parallel(Chunked(), init_device_mesh("cpu", (4,)))
+    b = backend("aot_eager", [BucketUnits(order(), payload_order=True)])
+    step(torch.compile(model, backend=b), TOKENS)
+    last = [b for b in b.last_report().buckets if b.unit == 2]
+    assert [[f for m in b.members for f in m.fqns] for b in last] == [
+        ["embedding.weight", "head.weight"]
+    ] * 2
+
+
+# -- Inductor -------------------------------------------------------------------------------------
+
+
+def test_inductor_config_is_left_as_it_was(fake_world):
+    seen = []
+    before = (
+        inductor_config.get_config_copy()
+        if hasattr(inductor_config, "get_config_copy")
+        else inductor_config.shallow_copy_dict()
+    )
+    model = sharded()
+    b = backend("inductor", [BucketUnits(order(), payload_order=True)])
+    with inductor_config.patch(
+        post_grad_custom_post_pass=lambda g: seen.append(inductor_config.allow_buffer_reuse)
+    ):
+        step(torch.compile(model, backend=b), TOKENS)
+    after = (
+        inductor_config.get_config_copy()
+        if hasattr(inductor_config, "get_config_copy")
+        else inductor_config.shallow_copy_dict()
+    )
+    assert after == before
+    assert seen == [False, False], "the user's own pass runs too, forward and backward"
+    assert b.last_report().collectives_after == {"all_gather": 3, "reduce_scatter": 3}
+
+
+def test_config_hooks_alone(fake_world):
+    bucket = BucketUnits(order(), payload_order=True)
+    hooks = {"joint_custom_post_pass": TagParameters(), "post_grad_custom_post_pass": bucket}
+    model = sharded()
+    with inductor_config.patch(hooks):
+        step(torch.compile(model), TOKENS)
+        report = bucket.last_report
+    assert report.stage == "backward"
+    assert report.collectives_after == {"reduce_scatter": 3}
+    assert [[f for m in b.members for f in m.fqns] for b in report.buckets] == [
+        list(order().units[b.unit]) for b in report.buckets
+    ]
+
+
+def test_torchs_own_bucketing_does_not_merge_our_buckets(fake_world):
+    model = sharded()
+    b = backend("inductor", [BucketUnits(order())])
+    seen = []
+    with inductor_config.patch(
+        {
+            "bucket_all_gathers_fx": "all",
+            "bucket_reduce_scatters_fx": "all",
+            "bucket_all_reduces_fx": "all",
+        }
+    ):
+        from torch._inductor.graph import GraphLowering
+
+        run = GraphLowering.run
+
+        def spy(self, *args):
+            seen.append(count_collectives(self.graph))
+            return run(self, *args)
+
+        GraphLowering.run = spy
+        try:
+            step(torch.compile(model, backend=b), TOKENS)
+        finally:
+            GraphLowering.run = run
+    assert seen == [{"all_gather": 3}, {"reduce_scatter": 3}]
+
+
+# -- passes and their owner -----------------------------------------------------------------------
+
+
+def test_manager_orders_the_passes():
+    bucket, reshard = BucketUnits(UNITS), ReshardAfterForward()
+    manager = PassManager([bucket, reshard])
+    assert [type(p) for p in manager.joint] == [TagParameters, ReshardAfterForward]
+    assert manager.forward_backward == (bucket,)
+    mine = TagParameters()
+    assert PassManager([reshard, mine]).joint == (mine, reshard)
+
+
+def test_foreign_pass(fake_world):
+    class Count:
+        stage = "forward_backward"
+
+        def __init__(self):
+            self.seen = []
+
+        def __call__(self, graph):
+            self.seen.append(type(graph))
+
+        def uuid(self):
+            return "count"
+
+    count = Count()
+    step(torch.compile(sharded(), backend=backend("aot_eager", [count])), TOKENS)
+    assert len(count.seen) == 2
+    assert all(issubclass(t, fx.GraphModule) for t in count.seen)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: backend("aot"), ValueError, "must be 'aot_eager', 'inductor' or a callable"),
+        (lambda: backend("aot_eager", [print]), TypeError, "is no pass"),
+        (lambda: BucketUnits(UNITS, kinds=("gather",)), ValueError, "kinds must be some of"),
+        (lambda: BucketUnits(UNITS, payload_order=True), TypeError, "payload_order=True needs"),
+        (lambda: backend("aot_eager").last_report(), RuntimeError, "nothing has been compiled"),
+    ],
+)
+def test_bad_arguments(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+UUIDS = """
+from torch_ext_bucketing.order import FSDPParamOrder
+from torch_ext_bucketing.passes import *
+o = FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
+passes = [TagParameters(), ReshardAfterForward(), ReshardAfterForward(["a"]), BucketUnits(o),
+          BucketUnits(o, payload_order=True), BucketUnits(o, kinds=("all_gather",)), BucketUnits([["a"]])]
+print(*[p.uuid() for p in passes], PassManager(passes).uuid())
+"""
+
+
+def test_uuids_differ_by_settings_and_not_by_process():
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", UUIDS],
+            env={"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout.split()
+        for seed in ("1", "2")
+    ]
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == len(runs[0]) == 8
+
+
+def test_plain_function_is_not_cached():
+    assert BucketUnits(UNITS, payload_order=lambda n: 0).uuid() is None
+    assert PassManager([BucketUnits(UNITS, payload_order=lambda n: 0)]).uuid() is None
+    assert TagParameters(fqn_of=lambda d: None).uuid() is None
+
+
+def test_capture_names(fake_world):
+    capture = Capture()
+    step(torch.compile(sharded(), backend=capture), TOKENS)
+    assert sorted({f for _, t in capture.reports[0].tagged for f in t.fqns}) == sorted(
+        TWO_BLOCKS_FQNS
+    )

@@ -1,0 +1,174 @@
+"""Bucketed training on real ranks: the same bits as without buckets, and as eager FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from sharded_models import TwoBlocks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def on_ranks(function, tmp_path, *args, world=2):
+    """Run ``function(rank, *args)`` on gloo ranks; fails after four minutes, leaves none behind."""
+    here = str(Path(__file__).parent)
+    context = mp.spawn(
+        _rank, (world, function, str(tmp_path / "store"), here, *args), nprocs=world, join=False
+    )
+    try:
+        for _ in range(240):
+            if context.join(timeout=1):
+                return
+        raise TimeoutError("the ranks did not end within four minutes")
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _rank(rank, world, function, store, here, *args):
+    sys.path.insert(0, here)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    try:
+        function(rank, *args)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    # Gloo's threads can outlive the group where something still refers to it; when the interpreter
+    # then destroys them, C++ aborts the process ("terminate called without an active exception").
+    os._exit(0)
+
+
+def model():
+    torch.manual_seed(0)
+    return TwoBlocks(dim=9, vocabulary=13)  # uneven over two ranks
+
+
+def tokens(rank):
+    return torch.arange(8).add(rank).remainder(13).view(2, 4)
+
+
+def gradients(run, module, rank):
+    loss = run(tokens(rank)).float().logsumexp(-1).mean()
+    loss.backward()
+    from torch_ext_bucketing.fqns import canonical_fqn
+
+    found = {
+        canonical_fqn(n): (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).clone()
+        for n, p in module.named_parameters()
+    }
+    module.zero_grad()
+    return loss.detach(), found
+
+
+def assert_equal(one, other):
+    assert torch.equal(one[0], other[0])
+    assert sorted(one[1]) == sorted(other[1])
+    for name, grad in one[1].items():
+        assert torch.equal(grad, other[1][name]), name
+
+
+def mesh(mode):
+    world = dist.get_world_size()
+    if mode == "hybrid_shard":
+        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (world,))
+
+
+def shard(mode, **dtypes):
+    from torch_ext_bucketing.simple_fsdp import data_parallel
+
+    return data_parallel(model(), mesh(mode), mode, **dtypes)
+
+
+def bucketing_passes(reshard):
+    from torch_ext_bucketing.order import FSDPParamOrder
+    from torch_ext_bucketing.passes import BucketUnits, ReshardAfterForward
+
+    order = FSDPParamOrder.from_model(TwoBlocks(), ["layers.0", "layers.1", ""])
+    passes = [BucketUnits(order, KINDS, payload_order=True)]
+    return [*passes, ReshardAfterForward()] if reshard else passes
+
+
+def _aot_eager_equals_uncompiled(rank, mode, reshard):
+    from torch_ext_bucketing.passes import backend
+
+    module = shard(mode, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    expected = gradients(module, module, rank)
+    b = backend("aot_eager", bucketing_passes(reshard))
+    compiled = torch.compile(module, backend=b)
+    for _ in range(2):
+        assert_equal(gradients(compiled, module, rank), expected)
+    assert max(b.last_report().collectives_before.values()) >= 10
+    # with resharding, the forward's three gathers and backward's: the head is alone in its unit
+    gathers = 6 if reshard else 3
+    for kind, number in b.last_report().collectives_after.items():
+        assert number == (gathers if kind == "all_gather" else 3), kind
+    with torch.no_grad():
+        assert torch.equal(compiled(tokens(rank)), module(tokens(rank)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "reshard"),
+    [("fully_shard", False), ("fully_shard", True), ("hybrid_shard", True), ("replicate", False)],
+)
+def test_aot_eager_equals_uncompiled(tmp_path, mode, reshard):
+    on_ranks(_aot_eager_equals_uncompiled, tmp_path, mode, reshard)
+
+
+def _inductor_equals_inductor_without_buckets(rank):
+    from torch_ext_bucketing.passes import backend
+
+    module = shard("fully_shard", param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    expected = gradients(torch.compile(module), module, rank)
+    torch._dynamo.reset()
+    b = backend("inductor", bucketing_passes(False))
+    compiled = torch.compile(module, backend=b)
+    for _ in range(2):
+        assert_equal(gradients(compiled, module, rank), expected)
+    assert b.last_report().collectives_after == {"all_gather": 3, "reduce_scatter": 3}
+
+
+def test_inductor_equals_inductor_without_buckets(tmp_path):
+    on_ranks(_inductor_equals_inductor_without_buckets, tmp_path)
+
+
+def _uncompiled_equals_fsdp2(rank, mode, param_dtype, reduce_dtype):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    eager = copy.deepcopy(model())
+    settings = {
+        "mesh": mesh(mode),
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
+    }
+    for layer in eager.layers:
+        fully_shard(layer, **settings)
+    fully_shard(eager, **settings)
+    expected = gradients(eager, eager, rank)
+    module = shard(mode, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    assert_equal(gradients(module, module, rank), expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "world", "param_dtype", "reduce_dtype"),
+    [
+        ("fully_shard", 2, torch.bfloat16, torch.float32),
+        ("fully_shard", 2, torch.bfloat16, None),
+        ("fully_shard", 2, None, None),
+        ("hybrid_shard", 4, torch.bfloat16, torch.float32),
+        ("hybrid_shard", 4, torch.bfloat16, None),
+    ],
+)
+def test_uncompiled_equals_fsdp2(tmp_path, mode, world, param_dtype, reduce_dtype):
+    on_ranks(_uncompiled_equals_fsdp2, tmp_path, mode, param_dtype, reduce_dtype, world=world)

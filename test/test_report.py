@@ -1,0 +1,135 @@
+"""Reports: their text, their JSON and where they are logged."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from random_graphs import Builder
+
+from torch_ext_bucketing.passes import BucketByCap, bucket_graph
+from torch_ext_bucketing.report import CompileReport
+from torch_ext_bucketing.report_text import ARTIFACT
+from torch_ext_bucketing.tags import Tag, kind_of, set_tag
+
+CAP = 200 / 2**20
+
+
+def small_graph():
+    """Six gathers, the last untagged and the one before after a write, and a reduction."""
+    builder = Builder()
+    shards = [builder.leaf(n, torch.float32) for n in (8, 16, 24, 8, 8, 8)]
+    full = [builder.collective("all_gather", x, "0") for x in shards[:4]]
+    grad = builder.collective("reduce_scatter", full[2], "0", "avg")
+    builder.write(shards[4], shards[5])
+    full += [builder.collective("all_gather", x, "0") for x in shards[4:]]
+    gm = builder.finish([*full, grad])
+    for name, node in zip("abcdefg", filter(kind_of, gm.graph.nodes), strict=True):
+        if name != "g":
+            set_tag(node, Tag(kind_of(node), (f"layers.{name}.weight",)))
+    return gm
+
+
+@pytest.fixture
+def report(fake_world):
+    return bucket_graph(small_graph(), CAP)
+
+
+def test_text(report):
+    assert_expected_inline(
+        report.to_text(),
+        """\
+inference: all_gather 6 -> 5, reduce_scatter 1 -> 1; 1 bucket, closed 1 by bytes; 4 eligible not merged; 1 not eligible
+
+kind  group  ranks  members  bytes  of cap  span  closed by  node
+AG    0          2        2  192 B     96%     3  bytes      all_gather_into_tensor_out
+    with all_gather_into_tensor_default_2: 384 bytes, above the cap of 200
+    offset  bytes  dtype    shape  parameters
+         0     32  float32  8      layers.a.weight
+        32     64  float32  16     layers.b.weight
+
+eligible and not merged: 4
+  kind  group  bytes  closed by   node                              parameters       why
+  AG    0      192 B  bytes       all_gather_into_tensor_default_2  layers.c.weight  with all_gather_into_tensor_default_3: 256 bytes, above the cap of 200
+  AG    0       64 B  dependency  all_gather_into_tensor_default_3  layers.d.weight  copy__default between them writes to a tensor that others read
+  RS    0       96 B  end         reduce_scatter_tensor_default     layers.e.weight  no other collective of its bucket key follows
+  AG    0       64 B  end         all_gather_into_tensor_default_4  layers.f.weight  no other collective of its bucket key follows
+
+not eligible: 1
+  it serves no known parameter: all_gather_into_tensor_default_5
+""",
+    )
+
+
+def test_text_without_members(report):
+    text = report.to_text(members=False)
+    assert "offset" not in text
+    assert "closed by" in text
+
+
+def test_json_holds_all_of_it(report):
+    data = json.loads(report.to_json())
+    assert data["collectives_before"] == {"all_gather": 6, "reduce_scatter": 1}
+    first = data["buckets"][0]
+    assert [m["fqns"] for m in first["members"]] == [["layers.a.weight"], ["layers.b.weight"]]
+    assert [m["offset"] for m in first["members"]] == [0, 32]
+    assert (first["nbytes"], first["wire_bytes"], first["cap_bytes"]) == (96, 192, 200)
+    assert first["closed_by"] == "bytes"
+    assert [a["closed_by"] for a in data["alone"]] == ["bytes", "dependency", "end", "end"]
+    whole = CompileReport(graphs=[report, report])
+    assert json.loads(whole.to_json())["collectives_before"]["all_gather"] == 12
+    assert whole.to_text().count(report.summary()) == 2
+    assert whole.to_text().endswith("all graphs: all_gather 12 -> 10, reduce_scatter 2 -> 2\n")
+
+
+def test_a_line_is_logged_for_every_graph(fake_world, caplog):
+    with caplog.at_level(logging.INFO, logger="torch_ext_bucketing"):
+        report = bucket_graph(small_graph(), CAP)
+    lines = [r.getMessage() for r in caplog.records if r.name == "torch_ext_bucketing"]
+    assert lines == [report.summary()]
+
+
+def test_nothing_to_do_is_said(fake_world):
+    builder = Builder()
+    builder.finish([builder.leaf(2, torch.float32)])
+    by_cap = BucketByCap(CAP)
+    by_cap(builder.graph)
+    assert by_cap.last_report.to_text() == "inference: no collectives\n"
+
+
+TRACED = """
+import torch_ext_bucketing
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+import test_report as t
+print(t.bucket_graph(t.small_graph(), t.CAP).summary())
+"""
+
+
+def test_trace_has_the_report(tmp_path):
+    """In TORCH_TRACE's log: one artifact, whose payload is the JSON."""
+    here = Path(__file__).parent
+    env = os.environ | {"TORCH_TRACE": str(tmp_path), "TORCH_LOGS": "torch_ext_bucketing"}
+    env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
+    run = subprocess.run(
+        [sys.executable, "-c", TRACED], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() in run.stderr, "TORCH_LOGS shows the line"
+    lines = [line for f in tmp_path.iterdir() for line in f.read_text().splitlines()]
+    at = [i for i, line in enumerate(lines) if f'"name": "{ARTIFACT}"' in line]
+    assert len(at) == 1
+    payload = []
+    for line in lines[at[0] + 1 :]:
+        if not line.startswith("\t"):
+            break
+        payload.append(line[1:])
+    assert json.loads("\n".join(payload))["stage"] == "inference"

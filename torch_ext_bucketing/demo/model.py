@@ -1,0 +1,197 @@
+"""A LLaMA-style decoder, small enough for CPU ranks and shaped like the real ones.
+
+RMSNorm, rotary embedding, grouped-query attention and SwiGLU. Two modules own a
+parameter *and* have children, which is where naive parameter orders go wrong:
+:class:`Attention` (a learnable logit scale per query head) and :class:`Block` (a
+layer scale per branch).
+
+Every operator used here lowers to the same ATen calls, in the same order, whether
+autograd runs it or AOTAutograd traces it, so that ``torch.compile`` with a backend
+that only replays the graph gives eager's bits. That is why RMSNorm is written out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a :class:`Transformer`. All are counts of elements.
+
+    Raises:
+        ValueError: a size is not positive, or sizes do not divide one another.
+    """
+
+    vocab: int = 256
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    hidden: int = 384
+    """Inner width of the SwiGLU MLP."""
+    max_seq: int = 64
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    layer_scale: float = 0.5
+    """Initial value of each block's two layer scales."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "max_seq"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.dim % self.heads:
+            raise ValueError(f"dim {self.dim} is not divisible by heads {self.heads}")
+        if self.head_dim % 2:
+            raise ValueError(
+                f"rotary embedding rotates pairs: dim / heads must be even, got {self.head_dim}"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in float32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)
+        return wide.to(x.dtype) * self.weight
+
+
+def rotary_tables(seq: int, dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the rotary embedding, each ``[seq, dim]``, float32; ``dim`` is even."""
+    frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    angle = torch.outer(torch.arange(seq, dtype=torch.float32), frequency)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of ``x`` ``[batch, heads, seq, head_dim]``; tables ``[seq, head_dim]``."""
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (wide * cos + turned * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with a learnable logit scale per query head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.kv_heads = config.kv_heads
+        self.head_dim = config.head_dim
+        self.scale = nn.Parameter(torch.empty(config.heads))
+        kv_dim = config.kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        batch, seq, _ = x.shape
+        q = self.wq(x).view(batch, seq, self.heads, self.head_dim).transpose(1, 2)
+        k = self.wk(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
+        q = rotate(q, cos, sin) * self.scale.view(1, self.heads, 1, 1)
+        k = rotate(k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.hidden, bias=False)
+        self.up = nn.Linear(config.dim, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; each branch has a layer scale, owned by the block itself."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_gamma = nn.Parameter(torch.empty(config.dim))
+        self.mlp_gamma = nn.Parameter(torch.empty(config.dim))
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin) * self.attention_gamma
+        return x + self.mlp(self.mlp_norm(x)) * self.mlp_gamma
+
+
+class Transformer(nn.Module):
+    """Token ids ``[batch, seq]`` int64 to logits ``[batch, seq, vocab]`` in the weights' dtype.
+
+    Two models of one config and seed have the same weights, bit for bit. ``dtype`` is that of
+    the parameters, which are drawn in float32 first; the rotary tables stay float32.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab, bias=False)
+        cos, sin = rotary_tables(config.max_seq, config.head_dim, config.rope_theta)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+        self.reset_parameters(seed)
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Draw every weight anew, in ``named_parameters()`` order, from ``seed``."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            owner = name.rpartition(".")[2]
+            if owner.endswith("_gamma"):
+                parameter.fill_(self.config.layer_scale)
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            elif name == "embed.weight":
+                parameter.normal_(0.0, 1.0, generator=generator)
+            else:
+                deviation = 1.0 / math.sqrt(parameter.shape[1])
+                parameter.normal_(0.0, deviation, generator=generator)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        seq = tokens.shape[1]
+        cos, sin = self.rope_cos[:seq], self.rope_sin[:seq]
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.output(self.norm(x))
+
+    def unit_names(self) -> list[str]:
+        """Module names in the order of FSDP2's usual calls: each block, then the root, ``""``."""
+        return [f"blocks.{i}" for i in range(len(self.blocks))] + [""]

@@ -1,0 +1,277 @@
+"""``python -m torch_ext_bucketing explain``: what bucketing does to a model, without ranks.
+
+The model is compiled on one process with a fake process group of any number of ranks, forward and
+backward, and the report is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.nn as nn
+
+    from .passes import GraphPass
+    from .report import CompileReport
+
+__all__ = ["ExplainError", "add_parser", "explain"]
+
+MODES = ("auto", "transformer_block", "none")
+
+_DESCRIPTION = """\
+Compile a model's forward and backward on this process, with a fake process group of any number of
+ranks, and print which collectives are merged, how each bucket is laid out, why it was closed, and
+what is left and why.
+
+MODULE:FUNCTION is called without arguments once the process group is there, so it can make device
+meshes. It returns the sharded model and its inputs: (model, tensor), (model, (tensor, ...)) or
+(model, {"name": tensor}). Without it, a small LLaMA-style model is taken."""
+
+
+class ExplainError(Exception):
+    """What was named can't be explained; the message says why and what to do."""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add ``explain`` to a command's subparsers; the arguments carry ``run(args) -> int``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "explain",
+        help="print what bucketing does to a model's collectives, and why",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "target", nargs="?", metavar="MODULE:FUNCTION", help="makes the model (default: the demo's)"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="auto",
+        help="buckets by byte cap, one per transformer block, or none (default: auto)",
+    )
+    parser.add_argument(
+        "--cap-mb",
+        type=float,
+        metavar="MB",
+        help="byte cap of mode auto, in MiB (default: torch's estimate for the group's size)",
+    )
+    parser.add_argument(
+        "--max-span", type=int, metavar="NODES", help="span bound of mode auto (default: none)"
+    )
+    parser.add_argument(
+        "--primary-group",
+        action="store_true",
+        help="mode auto: only the process group with the most FSDP all-gathers",
+    )
+    parser.add_argument(
+        "--world-size", type=int, default=8, metavar="N", help="ranks to pretend (default: 8)"
+    )
+    parser.add_argument("--brief", action="store_true", help="leave out the members of the buckets")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain; returns the exit status: 0, or 1 if it failed. Bad options exit with 2."""
+    if args.world_size < 1:
+        args.parser.error(f"--world-size: must be at least 1, got {args.world_size}")
+    if args.mode != "auto" and (args.cap_mb is not None or args.max_span is not None):
+        args.parser.error(f"--cap-mb and --max-span belong to --mode auto, not to {args.mode}")
+    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
+        args.parser.error(f"--json: {args.json} is a folder, or is in none that exists")
+    try:
+        report = explain(
+            args.target,
+            mode=args.mode,
+            cap_mb=args.cap_mb,
+            max_node_span=args.max_span,
+            primary=args.primary_group,
+            world_size=args.world_size,
+        )
+        print(report.to_text(members=not args.brief), end="")
+        if args.json is not None:
+            args.json.write_text(report.to_json() + "\n", encoding="utf-8")
+    except ExplainError as error:
+        print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"{args.parser.prog}: error: cannot write {args.json}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def explain(
+    target: str | None = None,
+    *,
+    mode: str = "auto",
+    cap_mb: float | None = None,
+    max_node_span: int | None = None,
+    primary: bool = False,
+    world_size: int = 8,
+) -> CompileReport:
+    """The report of a model's forward and backward, compiled on a fake process group.
+
+    Args:
+        target: ``"module:function"``, which returns the model and its inputs; None takes the demo's
+            model, sharded over all ranks.
+        mode: one of ``MODES``.
+        cap_mb: byte cap in MiB, see :func:`.caps.plan_by_cap`.
+        max_node_span: see :func:`.caps.plan_by_cap`.
+        primary: bucket only the primary process group.
+        world_size: number of ranks; this process plays rank 0.
+
+    Raises:
+        ExplainError: the target can't be found, returns something else, or can't be compiled; an
+            option is bad; a process group exists already.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if mode not in MODES:
+        raise ExplainError(f"no mode is named {mode!r}; the modes are {', '.join(MODES)}")
+    make = _demo_model if target is None else _load(target)
+    if dist.is_initialized():
+        raise ExplainError(
+            "torch.distributed is initialised already; explain starts a fake process group of its "
+            "own: importing the module of the target must not start one"
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        model, arguments, keywords = _made(target or "the demo's model", make)
+        passes = _passes(model, mode, cap_mb, max_node_span, primary)
+        return _compile(model, arguments, keywords, passes)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _load(target: str) -> Any:
+    module_name, colon, function_name = target.partition(":")
+    if not colon or not module_name or not function_name:
+        raise ExplainError(
+            f"{target!r} is no MODULE:FUNCTION, such as my_package.my_module:make_model"
+        )
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise ExplainError(
+                f"no module is named {missing!r}: run this where Python can import it, or set "
+                "PYTHONPATH"
+            ) from error
+        raise ExplainError(f"importing {module_name} failed: {error}") from error
+    except Exception as error:
+        raise ExplainError(
+            f"importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
+    found: Any = module
+    for part in function_name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        from .fqns import nearest_names
+
+        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        what = "has no" if found is None else "has no function"
+        raise ExplainError(
+            f"module {module_name} {what} {function_name}" + nearest_names(function_name, known)
+        )
+    return found
+
+
+def _demo_model() -> Any:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from .demo.model import ModelConfig, Transformer
+    from .simple_fsdp import data_parallel
+
+    config = ModelConfig()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = data_parallel(
+        Transformer(config), mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    return model, torch.zeros(1, config.max_seq, dtype=torch.long)
+
+
+def _made(name: str, make: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    import torch.nn as nn
+
+    try:
+        result = make()
+    except Exception as error:
+        raise ExplainError(f"{name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
+        raise ExplainError(
+            f"{name} must return (model, inputs), a torch.nn.Module and what it is called with; it "
+            f"returned {type(result).__name__}"
+        )
+    model, inputs = result
+    if isinstance(inputs, dict):
+        return model, (), inputs
+    return model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
+
+
+def _passes(
+    model: nn.Module, mode: str, cap_mb: float | None, max_node_span: int | None, primary: bool
+) -> list[GraphPass]:
+    from .groups import primary_group
+    from .order import FSDPParamOrder
+    from .passes import BucketByCap, BucketUnits, ReshardAfterForward
+    from .plans import transformer_block_plan
+    from .tags import KINDS
+
+    try:
+        if mode == "transformer_block":
+            plan = transformer_block_plan(model)
+            order = FSDPParamOrder.from_model(model, units=plan)
+            return [ReshardAfterForward(), BucketUnits(order, KINDS)]
+        if mode == "none":
+            return [ReshardAfterForward(), BucketByCap(kinds=())]
+        by_cap = BucketByCap(
+            cap_mb,
+            max_node_span=max_node_span,
+            group_filter=primary_group if primary else None,
+        )
+        return [ReshardAfterForward(), by_cap]
+    except (ValueError, TypeError) as error:
+        raise ExplainError(str(error)) from error
+
+
+def _compile(
+    model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], passes: list[GraphPass]
+) -> CompileReport:
+    import torch
+    import torch.utils._pytree as pytree
+
+    from .passes import backend
+    from .report import CompileReport
+
+    compiler = backend("aot_eager", passes, model)
+    compiled = torch.compile(model, backend=compiler)
+    try:
+        results = pytree.tree_leaves(compiled(*arguments, **keywords))
+        losses = [r.sum() for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+        if losses:
+            sum(losses).backward()  # type: ignore[union-attr]
+    except Exception as error:
+        raise ExplainError(
+            f"compiling the model or running it failed: {type(error).__name__}: {error}"
+        ) from error
+    if not compiler.reports:
+        raise ExplainError("the model compiled to no graph: nothing in it was traced")
+    whole = CompileReport()
+    for report in compiler.reports:  # several where the graph breaks
+        whole.graphs += report.graphs
+        whole.unnamed += report.unnamed
+        whole.warnings += report.warnings
+    return whole
