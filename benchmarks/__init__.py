@@ -1,0 +1,1 @@
+"""Measurements on graphs of real size. ``python -m benchmarks.graphs`` lists the graphs."""

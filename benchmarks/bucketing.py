@@ -1,0 +1,259 @@
+"""How many collectives are left, and how long that takes, beside the unpatched torch.
+
+    python -m benchmarks.bucketing                           every graph at its cap, prints a table
+    python -m benchmarks.bucketing --only 'llama3_8b_*' --cap 25 --json out.json
+
+Each row is one graph of :mod:`.graphs` at one cap. Three ways, each in a process of its own, one
+after the other on the same graph:
+
+- ``unpatched``: torch's ``pre_bucket_fsdp_collectives`` from the installed torch's own source;
+- ``hooks``: the same function of the patched torch, with ``bucket_non_adjacent`` and a
+  ``fsdp_group_filter`` that keeps the groups on which parameters are sharded;
+- ``ours``: :func:`torch_ext_bucketing.caps.plan_by_cap`, then :func:`.buckets.apply_plan`.
+
+Counts are of all-gathers and reduce-scatters on those groups. The byte lower bound is what bytes
+alone force: per bucket key, one bucket for each member above the cap, and the others' bytes over
+the cap, rounded up. Times are medians over ``--repeat`` fresh loads of the graph; peak memory is
+what the process's maximum resident size grew by during the pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import logging
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from .graphs import NAMES, Graph, load
+
+WAYS = ("unpatched", "hooks", "ours")
+PARAMETER_ROLES = ("fsdp", "expert_fsdp")
+
+
+# What a child runs for the unpatched torch: the package without the import hook that it installs.
+UNPATCHED = """
+import sys
+import torch_ext_bucketing
+from torch_ext_bucketing.patching.imports import PatchedFinder
+sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PatchedFinder)]
+from benchmarks.bucketing import main
+sys.exit(main())
+"""
+
+
+def default_cap(name: str) -> float:
+    """MiB: 25 for LLaMA-3 8B, the figure others report; 500, torch's ceiling, for the large."""
+    return 25.0 if name.startswith("llama3_8b") else 500.0
+
+
+def parameter_groups(graph: Graph) -> list[str]:
+    return [name for name, group in graph.groups.items() if group.role in PARAMETER_ROLES]
+
+
+def counts(graph: Graph) -> dict[str, int]:
+    """All-gathers and reduce-scatters on the parameters' groups, per kind."""
+    from torch_ext_bucketing import _torch_bucketing as tb
+    from torch_ext_bucketing.tags import kind_of
+
+    found = Counter(
+        kind_of(n)
+        for n in graph.gm.graph.nodes
+        if kind_of(n) in ("all_gather", "reduce_scatter")
+        and tb.group_name(n) in parameter_groups(graph)
+    )
+    return {kind: found[kind] for kind in ("all_gather", "reduce_scatter") if found[kind]}
+
+
+def byte_lower_bound(graph: Graph, cap_mb: float) -> dict[str, int]:
+    """Least number of collectives per kind that bytes allow (see the module)."""
+    from torch_ext_bucketing import _torch_bucketing as tb
+    from torch_ext_bucketing.tags import kind_of
+
+    cap = int(cap_mb * 1024 * 1024)
+    sizes: dict[tuple[str, Any], list[int]] = {}
+    for node in graph.gm.graph.nodes:
+        kind = kind_of(node)
+        if kind in ("all_gather", "reduce_scatter") and tb.group_name(node) in parameter_groups(
+            graph
+        ):
+            sizes.setdefault((kind, tb.bucket_key(node)), []).append(tb.wire_bytes(node))
+    bound: dict[str, int] = {}
+    for (of, _), members in sizes.items():
+        small = [s for s in members if s <= cap]
+        bound[of] = bound.get(of, 0) + len(members) - len(small) + math.ceil(sum(small) / cap)
+    return bound
+
+
+def run_unpatched(graph: Graph, cap_mb: float) -> dict[str, float]:
+    from torch._inductor.fx_passes.fsdp import pre_bucket_fsdp_collectives
+
+    started = time.perf_counter()
+    pre_bucket_fsdp_collectives(graph.gm, "custom_ops", cap_mb)
+    return {"pass_s": time.perf_counter() - started}
+
+
+def run_hooks(graph: Graph, cap_mb: float) -> dict[str, float]:
+    from torch._inductor import config
+
+    prefix = "aten_distributed_optimizations."
+    keep = parameter_groups(graph)
+    hooks = {
+        prefix + "bucket_non_adjacent": True,
+        prefix + "fsdp_group_filter": lambda found: [g for g in found if g in keep],
+    }
+    with config.patch(hooks):
+        return run_unpatched(graph, cap_mb)
+
+
+def run_ours(graph: Graph, cap_mb: float) -> dict[str, Any]:
+    from torch_ext_bucketing.buckets import apply_plan
+    from torch_ext_bucketing.caps import plan_by_cap
+
+    keep = parameter_groups(graph)
+    started = time.perf_counter()
+    plan = plan_by_cap(
+        graph.gm.graph,
+        cap_mb,
+        kinds=("all_gather", "reduce_scatter"),
+        group_filter=lambda found: [g for g in found if g in keep],
+    )
+    planned = time.perf_counter()
+    apply_plan(graph.gm.graph, plan)
+    done = time.perf_counter()
+    closed = Counter([*(b.closed_by for b in plan.buckets), *(u.closed_by for u in plan.alone)])
+    return {"plan_s": planned - started, "pass_s": done - started, "closed": dict(closed)}
+
+
+def child(way: str, name: str, cap_mb: float, repeat: int, layers: int | None) -> None:
+    """Measure one way on one graph and print the result as JSON."""
+    logging.getLogger("torch._inductor.fx_passes.fsdp").setLevel(logging.WARNING)
+    run = {"unpatched": run_unpatched, "hooks": run_hooks, "ours": run_ours}[way]
+    results: list[dict[str, Any]] = []
+    for _ in range(repeat):
+        graph = load(name, layers, quiet=True)
+        before = counts(graph)
+        bound = byte_lower_bound(graph, cap_mb)
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        timed = run(graph, cap_mb)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
+        results.append({**timed, "grown_mib": grown / 1024, "after": counts(graph)})
+        graph.gm.graph.lint() if way == "ours" else None
+    from torch._inductor.fx_passes import bucketing
+
+    patched = hasattr(bucketing, "_payload_order")
+    if patched == (way == "unpatched"):
+        raise RuntimeError(f"{way}: the bucketing module is {'patched' if patched else 'original'}")
+    print(json.dumps({"before": before, "byte_lower_bound": bound, "runs": results}))
+
+
+def measure(name: str, cap_mb: float, repeat: int, layers: int | None) -> dict[str, Any]:
+    """One row, each way in its own process."""
+    row: dict[str, Any] = {"graph": name, "cap_mb": cap_mb}
+    for way in WAYS:
+        program = ["-c", UNPATCHED] if way == "unpatched" else ["-m", "benchmarks.bucketing"]
+        command = [sys.executable, *program, "--child", way, "--only", name]
+        command += ["--cap", str(cap_mb), "--repeat", str(repeat)]
+        command += ["--layers", str(layers)] if layers else []
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{name}, {way}:\n{done.stderr[-4000:]}")
+        result = json.loads(done.stdout.splitlines()[-1])
+        runs = result["runs"]
+        row["before"], row["byte_lower_bound"] = result["before"], result["byte_lower_bound"]
+        prefix = "" if way == "ours" else f"{way}_"
+        row[f"{prefix}after"] = runs[-1]["after"]
+        for key in ("plan_s", "pass_s", "grown_mib"):
+            if key in runs[0]:
+                row[f"{prefix}{key}"] = statistics.median(r[key] for r in runs)
+        if "closed" in runs[-1]:
+            row["closed"] = runs[-1]["closed"]
+    return row
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """An aligned table with one line per graph, cap and kind."""
+    head: list[str] = ["graph", "cap", "kind", "before", "bound", "unpatched", "hooks", "ours"]
+    head += ["plan s", "pass s", "unpatched s", "MiB", "unpatched MiB", "closed by"]
+    lines = [head]
+    for row in rows:
+        for i, kind in enumerate(row["before"]):
+            first = i == 0
+            closed = ", ".join(f"{v} {k}" for k, v in row["closed"].items())
+            lines.append(
+                [
+                    row["graph"] if first else "",
+                    f"{row['cap_mb']:g}" if first else "",
+                    kind,
+                    str(row["before"][kind]),
+                    str(row["byte_lower_bound"][kind]),
+                    str(row["unpatched_after"].get(kind, 0)),
+                    str(row["hooks_after"].get(kind, 0)),
+                    str(row["after"].get(kind, 0)),
+                    f"{row['plan_s']:.2f}" if first else "",
+                    f"{row['pass_s']:.2f}" if first else "",
+                    f"{row['unpatched_pass_s']:.2f}" if first else "",
+                    f"{row['grown_mib']:.0f}" if first else "",
+                    f"{row['unpatched_grown_mib']:.0f}" if first else "",
+                    closed if first else "",
+                ]
+            )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    left = {0, 2, len(head) - 1}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bucketing",
+        description=(__doc__ or "").split("\n\n", 1)[0],
+    )
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
+    parser.add_argument("--cap", type=float, nargs="+", metavar="MIB", help="bucket caps")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="loads per way")
+    parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
+    parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    # A forward graph is the same whether its gathers are repeated in backward or not.
+    names = [
+        n
+        for n in NAMES
+        if any(fnmatch.fnmatch(n, p) for p in args.only) and not n.endswith("forward.recompute")
+    ]
+    if not names:
+        parser.error(f"no graph matches {' '.join(args.only)}; see python -m benchmarks.graphs")
+    if args.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    if args.child:
+        child(args.child, names[0], args.cap[0], args.repeat, args.layers)
+        return 0
+    rows = []
+    for name in names:
+        for cap in args.cap or [default_cap(name)]:
+            print(f"{name} at {cap:g} MiB", file=sys.stderr, flush=True)
+            rows.append(measure(name, cap, args.repeat, args.layers))
+            if args.json:
+                with open(args.json, "w", encoding="utf-8") as file:
+                    json.dump(rows, file, indent=1)
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

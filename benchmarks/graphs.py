@@ -1,0 +1,375 @@
+"""Graphs of real size: forward and backward of sharded LLaMA-3 and DeepSeek-V3-like models.
+
+    python -m benchmarks.graphs                         trace what is not cached, print a table
+    python -m benchmarks.graphs --only 'llama3_8b_*'    some of them
+    python -m benchmarks.graphs --layers 2              with fewer layers, in seconds
+    python -m benchmarks.graphs --list                  only the names
+
+    from benchmarks.graphs import load
+    graph = load("llama3_8b_fsdp8_tp8.backward.recompute")
+    graph.gm                                            an fx.GraphModule of fake tensors
+
+A graph is what the default partitioner makes of AOTAutograd's joint graph, with every collective
+tagged. ``.recompute`` graphs gather the parameters again for backward (reshard after forward). They
+are traced without weights, in a fake world of the full number of ranks, and kept in
+``benchmarks/.cache``; see :mod:`.models` for what is fixed by hand, :mod:`.tracing` for the road.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gzip
+import hashlib
+import inspect
+import json
+import os
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_ext_bucketing._source import source_digest
+from torch_ext_bucketing.passes import ReshardAfterForward
+from torch_ext_bucketing.tags import kind_of
+
+from .models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
+from .parallel import Group, Layout, shard_deepseek, shard_llama, start_world
+from .serialize import from_data, to_data
+from .tracing import Phase, Progress, trace_model
+
+__all__ = ["CONFIGS", "NAMES", "Config", "Counts", "Graph", "count", "load", "trace"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """A model and how it is spread over the ranks."""
+
+    model: LlamaConfig | DeepSeekConfig
+    layout: Layout
+
+
+CONFIGS: dict[str, Config] = {
+    "llama3_8b_fsdp64": Config(LlamaConfig(), Layout(fsdp=64)),
+    "llama3_8b_fsdp8_tp8": Config(LlamaConfig(), Layout(fsdp=8, tensor=8)),
+    "llama3_405b_fsdp512": Config(
+        LlamaConfig(layers=126, dim=16384, heads=128, hidden=53248), Layout(fsdp=512)
+    ),
+    "deepseek_v3_fsdp64_ep8": Config(DeepSeekConfig(), Layout(fsdp=64, expert=8)),
+}
+
+_VARIANTS: tuple[tuple[Phase, bool], ...] = (
+    ("forward", False),
+    ("backward", False),
+    ("forward", True),
+    ("backward", True),
+)
+
+
+def _graph_name(config: str, phase: Phase, recompute: bool) -> str:
+    return f"{config}.{phase}{'.recompute' if recompute else ''}"
+
+
+_PARTS: dict[str, tuple[str, Phase, bool]] = {
+    _graph_name(config, phase, recompute): (config, phase, recompute)
+    for config in CONFIGS
+    for phase, recompute in _VARIANTS
+}
+NAMES: tuple[str, ...] = tuple(_PARTS)
+
+CACHE = Path(__file__).parent / ".cache"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced graph.
+
+    Args:
+        name: one of :data:`NAMES`.
+        gm: its fake tensors are all in ``mode``.
+        phase: ``"forward"`` or ``"backward"``.
+        recompute: whether the backward graph gathers the parameters again.
+        config: the model and its layout, with the number of layers that was traced.
+        groups: by name, the process groups that the graph's collectives refer to. They resolve as
+            long as no graph of another layout is loaded.
+        world_size: number of ranks.
+        mode: the fake mode.
+        trace_s: what tracing took: one trace makes the four graphs of a configuration.
+        load_s: what loading took, from the file to the graph module.
+    """
+
+    name: str
+    gm: fx.GraphModule
+    phase: Phase
+    recompute: bool
+    config: Config
+    groups: dict[str, Group]
+    world_size: int
+    mode: FakeTensorMode
+    trace_s: float
+    load_s: float
+
+
+def load(
+    name: str,
+    layers: int | None = None,
+    *,
+    device: str | None = None,
+    quiet: bool = False,
+    cache: Path = CACHE,
+) -> Graph:
+    """A graph, from the cache or traced now. Starts the fake world that it belongs to.
+
+    Args:
+        name: one of :data:`NAMES`.
+        layers: instead of the model's own number; two or more for a mixture of experts.
+        device: type of the device that the fake tensors are said to be on. The default is
+            ``"cuda"`` where torch is built for it (passes and cost models of Inductor look at the
+            device) and ``"cpu"`` elsewhere.
+        quiet: show no progress while tracing.
+        cache: folder of the cached graphs.
+
+    Raises:
+        KeyError: an unknown name.
+        ValueError: ``layers`` is less than one.
+        RuntimeError: ``torch.distributed`` was initialised by someone else.
+    """
+    config = _config(name, layers)
+    path = _path(name, config, cache)
+    if not path.exists():
+        return trace(name, layers, device=device, quiet=quiet, cache=cache)
+    return _read(path, name, config, device)
+
+
+def trace(
+    name: str,
+    layers: int | None = None,
+    *,
+    device: str | None = None,
+    quiet: bool = False,
+    cache: Path = CACHE,
+) -> Graph:
+    """As :func:`load`, but traced anew. All graphs of the same configuration are cached with it."""
+    config = _config(name, layers)
+    config_name = _PARTS[name][0]
+    world = start_world(config.layout)
+
+    def build() -> nn.Module:
+        if isinstance(config.model, LlamaConfig):
+            llama = Llama(config.model)
+            shard_llama(llama, world)
+            return llama
+        if world.expert is None:
+            raise ValueError(f"{config_name} needs expert parallelism")
+        deepseek = DeepSeek(config.model, world.expert.get_group())
+        shard_deepseek(deepseek, world)
+        return deepseek
+
+    progress = Progress(config_name, config.model.layers, quiet=quiet)
+    start = time.monotonic()
+    graphs = trace_model(build, (config.model.batch, config.model.seq), progress)
+    seconds = time.monotonic() - start
+    for (phase, recompute), gm in graphs.items():
+        one = _graph_name(config_name, phase, recompute)
+        groups = {n: asdict(g) for n, g in world.groups.items()}
+        _write(_path(one, config, cache), {**to_data(gm), "groups": groups, "trace_s": seconds})
+    return _read(_path(name, config, cache), name, config, device)
+
+
+def _config(name: str, layers: int | None) -> Config:
+    if name not in _PARTS:
+        raise KeyError(f"no graph is named {name!r}; the names are {', '.join(NAMES)}")
+    config = CONFIGS[_PARTS[name][0]]
+    if layers is None:
+        return config
+    if layers < 1:
+        raise ValueError(f"layers must be at least 1, got {layers}")
+    return replace(config, model=replace(config.model, layers=layers))
+
+
+def _path(name: str, config: Config, cache: Path) -> Path:
+    """Named after everything that the graph depends on."""
+    package = "torch_ext_bucketing"
+    sources = source_digest(
+        *(f"{__package__}.{m}" for m in ("models", "parallel", "serialize", "tracing")),
+        *(f"{package}.{m}" for m in ("_aot", "_descriptors", "fqns", "simple_fsdp", "tags")),
+    )
+    key = (torch.__version__, repr(config), sources, inspect.getsource(ReshardAfterForward))
+    digest = hashlib.sha256("\0".join(key).encode()).hexdigest()
+    return cache / f"{name}.{config.model.layers}.torch-{torch.__version__}.{digest[:16]}.json.gz"
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    with gzip.open(partial, "wt", compresslevel=1, encoding="utf-8") as file:
+        json.dump(data, file, separators=(",", ":"))
+    os.replace(partial, path)
+    prefix = path.name[: -len("0123456789abcdef.json.gz")]
+    for old in path.parent.iterdir():  # made from older sources
+        if old != path and old.name.startswith(prefix) and old.name.endswith(".json.gz"):
+            old.unlink(missing_ok=True)
+
+
+def _read(path: Path, name: str, config: Config, device: str | None) -> Graph:
+    start = time.monotonic()
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        data = json.load(file)
+    world = start_world(config.layout)
+    groups = {n: Group(**g) for n, g in data["groups"].items()}
+    if world.groups != groups:
+        raise RuntimeError(
+            f"{name} was traced with the process groups {groups}, but they are {world.groups} "
+            f"here; delete {path}"
+        )
+    if device is None:
+        device = "cuda" if torch.version.cuda else "cpu"
+    mode = FakeTensorMode()
+    target = torch.device(device) if device == "cpu" else torch.device(device, 0)
+    gm = from_data(data, mode, target)
+    _, phase, recompute = _PARTS[name]
+    return Graph(
+        name,
+        gm,
+        phase,
+        recompute,
+        config,
+        groups,
+        config.layout.world_size,
+        mode,
+        data["trace_s"],
+        time.monotonic() - start,
+    )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What is in a graph.
+
+    Args:
+        nodes: all of them, placeholders included.
+        collectives: number of starts by ``(kind, role of the group)``; all-to-alls included.
+        gathered_bytes: of all all-gathers' outputs.
+    """
+
+    nodes: int
+    collectives: dict[tuple[str, str], int]
+    gathered_bytes: int
+
+    def of_kind(self, kind: str) -> int:
+        """Collectives of a kind, over all groups."""
+        return sum(n for (k, _), n in self.collectives.items() if k == kind)
+
+
+_GROUP_ARGUMENT = {"all_gather": 2, "reduce_scatter": 3, "all_reduce": 2, "all_to_all": 3}
+KINDS = tuple(_GROUP_ARGUMENT)
+
+
+def count(graph: Graph) -> Counts:
+    """Count nodes, collectives and gathered bytes."""
+    collectives: Counter[tuple[str, str]] = Counter()
+    gathered = 0
+    for node in graph.gm.graph.nodes:
+        kind: str | None = kind_of(node)
+        if node.target is torch.ops._c10d_functional.all_to_all_single.default:
+            kind = "all_to_all"
+        if kind is None:
+            continue
+        group = str(node.args[_GROUP_ARGUMENT[kind]])
+        collectives[kind, graph.groups[group].role] += 1
+        if kind == "all_gather":
+            gathered += node.meta["val"].untyped_storage().nbytes()
+    return Counts(len(graph.gm.graph.nodes), dict(sorted(collectives.items())), gathered)
+
+
+_COLUMNS = ("graph", "nodes", "AG", "RS", "AR", "A2A", "by group", "gathered", "trace", "load")
+
+
+def _row(graph: Graph) -> tuple[str, ...]:
+    counts = count(graph)
+    by_role: dict[str, list[str]] = {}
+    short = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A"}
+    for group in graph.groups.values():
+        parts = [
+            f"{short[kind]} {counts.collectives[kind, group.role]}"
+            for kind in KINDS
+            if (kind, group.role) in counts.collectives
+        ]
+        by_role[f"{group.role}({group.size})"] = parts
+    return (
+        graph.name,
+        f"{counts.nodes:,}",
+        *(str(counts.of_kind(kind)) for kind in KINDS),
+        "; ".join(f"{role} {', '.join(parts)}" for role, parts in by_role.items() if parts),
+        f"{counts.gathered_bytes / 2**30:.1f} GiB",
+        f"{graph.trace_s:.0f} s",
+        f"{graph.load_s:.1f} s",
+    )
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i in (0, 6) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.graphs",
+        description="Trace the graphs that are not cached, load them, print what they hold.",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        default=["*"],
+        help="names of graphs or of configurations, or patterns such as '*.backward'",
+    )
+    parser.add_argument("--layers", type=int, help="instead of each model's own number")
+    parser.add_argument("--list", action="store_true", help="print the names and stop")
+    options = parser.parse_args(arguments)
+
+    chosen = []
+    for pattern in options.only:
+        found = [
+            n
+            for n in NAMES
+            if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(_PARTS[n][0], pattern)
+        ]
+        if not found:
+            parser.error(f"no graph matches {pattern!r}; --list prints the names")
+        chosen += found
+    if options.layers is not None and options.layers < 1:
+        parser.error(f"--layers must be at least 1, got {options.layers}")
+    names = [n for n in NAMES if n in chosen]
+    if options.list:
+        print("\n".join(names))
+        return 0
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for name in names:
+        rows.append(_row(load(name, options.layers)))
+    _print_table(rows)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(
+        "\nAG all-gathers, RS reduce-scatters, AR all-reduces, A2A all-to-alls. One trace makes "
+        f"the four graphs of a configuration.\nPeak memory of this process: {peak:.1f} GiB."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Process groups without processes, and how the models are spread over them.
+
+The world is fake: one process plays rank 0 of any number of ranks, and a collective moves nothing.
+Every mesh is made by :func:`start_world`, always in the same order, so that the names by which a
+graph refers to its process groups are the same whenever the graph is traced or loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.utils import parametrize
+
+from torch_ext_bucketing.simple_fsdp import data_parallel
+
+from .models import DeepSeek, Experts, Llama
+
+__all__ = [
+    "Group",
+    "Layout",
+    "World",
+    "end_world",
+    "shard_deepseek",
+    "shard_llama",
+    "start_world",
+]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel dimensions; one is none of that kind.
+
+    Args:
+        fsdp: ranks that share the dense parameters.
+        tensor: ranks that share a matrix (and the sequence) within each FSDP rank.
+        expert: ranks that share the experts; within the FSDP ranks, which then shard each expert
+            over ``fsdp / expert`` ranks.
+    """
+
+    fsdp: int
+    tensor: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tensor > 1 and self.expert > 1:
+            raise ValueError("tensor and expert parallelism together are not laid out here")
+        if self.fsdp % self.expert:
+            raise ValueError(f"fsdp {self.fsdp} must be a multiple of expert {self.expert}")
+
+    @property
+    def world_size(self) -> int:
+        return self.fsdp * self.tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group of a graph: its number of ranks and what it is for (``"fsdp"``, ``"tp"``,
+    ``"expert_fsdp"`` or ``"ep"``)."""
+
+    size: int
+    role: str
+
+
+@dataclass(frozen=True)
+class World:
+    """The meshes of a layout. ``groups`` maps a group's name in the graph to what it is."""
+
+    layout: Layout
+    fsdp: DeviceMesh
+    tensor: DeviceMesh | None
+    expert_fsdp: DeviceMesh | None
+    expert: DeviceMesh | None
+    groups: dict[str, Group]
+
+
+_current: World | None = None
+
+
+def start_world(layout: Layout) -> World:
+    """Start the fake world of a layout, ending the one that an earlier call has started.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` was initialised by someone else.
+    """
+    global _current
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if _current is not None and _current.layout == layout and dist.is_initialized():
+        return _current
+    if dist.is_initialized():
+        if _current is None:
+            raise RuntimeError(
+                "torch.distributed is initialised already, and graphs need a fake world of their "
+                "own: load them in another process, or destroy_process_group() first"
+            )
+        end_world()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
+    # The device type has no effect on a fake group; "cpu" needs no device to be there.
+    tensor = expert_fsdp = expert = None
+    if layout.tensor > 1:
+        mesh = init_device_mesh("cpu", (layout.fsdp, layout.tensor), mesh_dim_names=("fsdp", "tp"))
+        fsdp, tensor = mesh["fsdp"], mesh["tp"]
+    else:
+        fsdp = init_device_mesh("cpu", (layout.fsdp,), mesh_dim_names=("fsdp",))
+    if layout.expert > 1:
+        mesh = init_device_mesh(
+            "cpu",
+            (layout.fsdp // layout.expert, layout.expert),
+            mesh_dim_names=("expert_fsdp", "ep"),
+        )
+        expert_fsdp, expert = mesh["expert_fsdp"], mesh["ep"]
+    groups = {
+        m.get_group().group_name: Group(m.size(), role)
+        for role, m in (
+            ("fsdp", fsdp),
+            ("tp", tensor),
+            ("expert_fsdp", expert_fsdp),
+            ("ep", expert),
+        )
+        if m is not None
+    }
+    _current = World(layout, fsdp, tensor, expert_fsdp, expert, groups)
+    return _current
+
+
+def end_world() -> None:
+    """End the world that :func:`start_world` has started, if any."""
+    global _current
+    if _current is not None and dist.is_initialized():
+        dist.destroy_process_group()
+    _current = None
+
+
+def shard_llama(model: Llama, world: World) -> None:
+    """Megatron's column and row shards with sequence parallelism, then FSDP, in place."""
+    if world.tensor is not None:
+        _tensor_parallel_llama(model, world.tensor)
+    _fully_shard(model, world.fsdp)
+
+
+def shard_deepseek(model: DeepSeek, world: World) -> None:
+    """Experts over the expert ranks and then over their own FSDP mesh, the rest by FSDP.
+
+    The experts' gradients are averaged over their FSDP mesh alone. A trainer also divides them by
+    the number of expert ranks, whose tokens they have seen, wherever it scales the loss.
+    """
+    experts = [m for m in model.modules() if isinstance(m, Experts)]
+    if world.expert is not None and world.expert_fsdp is not None:
+        for module in experts:
+            for name, param in list(module.named_parameters(recurse=False)):
+                # No rank needs another's values: nothing is scattered.
+                local = distribute_tensor(param, world.expert, [Shard(0)], src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(local.to_local().detach().clone()))
+            _fully_shard(module, world.expert_fsdp)
+    _fully_shard(model, world.fsdp)
+
+
+def _tensor_parallel_llama(model: Llama, mesh: DeviceMesh) -> None:
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1)),
+        },
+        src_data_rank=None,
+    )
+    for layer in model.layers:
+        parallelize_module(
+            layer,
+            mesh,
+            {
+                "attention_norm": SequenceParallel(),
+                "attention": PrepareModuleInput(
+                    input_layouts=(Shard(1), None, None),
+                    desired_input_layouts=(Replicate(), None, None),
+                ),
+                "attention.wq": ColwiseParallel(),
+                "attention.wk": ColwiseParallel(),
+                "attention.wv": ColwiseParallel(),
+                "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+                "ffn_norm": SequenceParallel(),
+                "feed_forward": PrepareModuleInput(
+                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+                ),
+                "feed_forward.w1": ColwiseParallel(),
+                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+                "feed_forward.w3": ColwiseParallel(),
+            },
+            src_data_rank=None,
+        )
+
+
+class _AsTensorParallel(nn.Module):
+    """The second step of a parametrization: the part that FSDP has gathered is a tensor-parallel
+    rank's shard of the parameter."""
+
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.placements = placements
+
+    def forward(self, local: torch.Tensor) -> DTensor:
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False)
+
+
+def _fully_shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Mixed-precision FSDP of what is not sharded by FSDP yet: fp32 shards, bf16 gathers, fp32
+    reductions.
+
+    ::
+
+        shard -> bf16 -> all-gather over fsdp -> [shard of the tensor-parallel DTensor] -> use
+    """
+    for module in list(model.modules()):
+        params = dict(module.named_parameters(recurse=False))
+        if not params or isinstance(module, parametrize.ParametrizationList):
+            continue
+        tensor_parallel = {}
+        for name, param in params.items():
+            if isinstance(param, DTensor):
+                tensor_parallel[name] = (param.device_mesh, tuple(param.placements))
+                module.register_parameter(name, nn.Parameter(param.to_local().detach().clone()))
+        data_parallel(module, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for name, (tensor_mesh, placements) in tensor_parallel.items():
+            parametrize.register_parametrization(
+                module, name, _AsTensorParallel(tensor_mesh, placements), unsafe=True
+            )

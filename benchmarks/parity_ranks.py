@@ -1,0 +1,384 @@
+"""What each rank of the parity matrix does: one eager run, then the compiled runs of its cells.
+
+All runs of a reference start from the same weights and see the same text. After every step each
+rank hashes its shards and keeps the hash; the launching process compares those of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+import torch.fx as fx
+import torch.nn as nn
+from torch._inductor import decomposition
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.parity_cells import (
+    CHANNELS,
+    CHUNK_BYTES,
+    LOSS_CHUNKS,
+    Cell,
+    CellReport,
+    Reference,
+    RunReport,
+)
+from benchmarks.parity_models import (
+    Llama,
+    ParityModel,
+    batch_of,
+    build,
+    tensor_parallel,
+    unit_names,
+)
+from torch_ext_bucketing.demo.ranks import Rank
+from torch_ext_bucketing.demo.results import Member, Payload, RunRecord, layout_differences
+from torch_ext_bucketing.demo.train import digest, start_rank
+from torch_ext_bucketing.fqns import canonical_fqn
+from torch_ext_bucketing.order import FSDPParamOrder
+from torch_ext_bucketing.passes import (
+    BucketingBackend,
+    BucketUnits,
+    Compilation,
+    GraphPass,
+    ReshardAfterForward,
+    Stage,
+    backend,
+)
+from torch_ext_bucketing.report import CompileReport
+from torch_ext_bucketing.ring import RingTopology
+from torch_ext_bucketing.simple_fsdp import data_parallel
+from torch_ext_bucketing.tags import KINDS
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Of computation, gathers and reductions; weights and optimizer are float32 in all cells. Gradients
+computed in bfloat16 would prove little about float32 reductions: the sum of a few of them is mostly
+exact in float32, in whatever order."""
+
+
+@contextlib.contextmanager
+def aten_kernels() -> Iterator[None]:
+    """While this lasts, Inductor compiles every operator to the kernel that eager runs: nothing is
+    decomposed, no cast is dropped and no code is generated. The rest of Inductor stays: its passes
+    and ours, its scheduling, its wrapper."""
+    table = decomposition.decompositions
+    removed = dict(table)
+    table.clear()
+    decomposition.fast_random_decomps.cache_clear()  # it keeps a copy of the table
+    try:
+        with inductor_config.patch(fallback_by_default=True, emulate_precision_casts=True):
+            yield
+    finally:
+        table.update(removed)
+        decomposition.fast_random_decomps.cache_clear()
+
+
+class GraphOrderTwin(GraphPass):
+    """Makes the control of a run from the same compile: every graph a second time, its buckets
+    packed in graph order, to be run in place of the first while ``active``.
+
+    Comes before the run's own ``BucketUnits``, and compiles the graphs, too: as ``"aot_eager"``
+    does, by running them as they are.
+
+    Args:
+        bucket: buckets in graph order.
+    """
+
+    stage: Stage = "forward_backward"
+
+    def __init__(self, bucket: BucketUnits) -> None:
+        self.active = False
+        self._bucket = bucket
+        self._twin: fx.GraphModule | None = None
+
+    def __call__(
+        self, graph: fx.GraphModule | fx.Graph, compilation: Compilation | None = None
+    ) -> None:
+        """Copy ``graph`` and bucket the copy."""
+        assert isinstance(graph, fx.GraphModule)
+        self._twin = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+        self._bucket(self._twin)
+        self._twin.recompile()
+
+    def compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Run ``graph``, or its twin while ``active``."""
+        twin, self._twin = self._twin, None
+        assert twin is not None
+
+        def run(*args: Any) -> Any:
+            return (twin if self.active else graph).forward(*args)
+
+        return run
+
+
+INDUCTOR_RUNS = {
+    "fsdp_order": (True, False),
+    "aten_kernels": (True, True),
+    "control": (False, True),
+}
+"""Runs of an Inductor cell: whether buckets are in FSDP2's order, and whether on ATen's kernels."""
+
+
+def run_cells(rank: Rank, cells: Sequence[Cell], steps: int, layers: int) -> str:
+    """Entry point of a rank: run ``cells``, all of one topology, and send a report of each.
+
+    Returns:
+        torch's version.
+    """
+    first = cells[0].reference
+    topology = RingTopology(
+        ranks_per_node=first.ranks_per_node,
+        nodes=first.nodes,
+        channels=CHANNELS,
+        chunk_bytes=CHUNK_BYTES,
+    )
+    start_rank(rank, topology)
+    try:
+        meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        eager: tuple[Reference, RunReport, list[Payload]] | None = None
+        for cell in cells:
+            reference = cell.reference
+            shape = reference.mesh_shape
+            if shape not in meshes:
+                names = ("dp",) if len(shape) == 1 else ("dp", "inner")
+                meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            if eager is None or eager[0] != reference:
+                rank.send(("run", f"{cell.name}: eager"))
+                eager = (reference, *_eager(reference, meshes[shape], steps, layers))
+            job = _Job(reference, meshes[shape], steps, layers, eager[1], eager[2])
+            if cell.backend == "inductor":
+                runs = {}
+                for name, (ordered, on_aten) in INDUCTOR_RUNS.items():
+                    rank.send(("run", f"{cell.name}: {name}"))
+                    with aten_kernels() if on_aten else contextlib.nullcontext():
+                        runs[name] = _inductor(job, ordered)
+            else:
+                rank.send(("run", f"{cell.name}: fsdp_order and control"))
+                runs = _aot_eager(job)
+            rank.send(("cell", CellReport(cell, eager[1], runs)))
+    finally:
+        dist.destroy_process_group()
+    return torch.__version__
+
+
+def _model(reference: Reference, layers: int, mesh: DeviceMesh) -> tuple[ParityModel, DeviceMesh]:
+    """The model, and the mesh that its data parallelism runs over."""
+    chunks = LOSS_CHUNKS if reference.parallelism == "fsdp+chunked_loss" else 1
+    model = build(reference.model, layers=layers, chunks=chunks)
+    if reference.parallelism != "fsdp+tp":
+        return model, mesh
+    assert isinstance(model, Llama)
+    inner = mesh["inner"]
+    name = inner.get_group().group_name
+    tensor_parallel(model, inner.get_local_rank(), inner.size(), name)
+    return model, mesh["dp"]
+
+
+def _shard_of_data(reference: Reference) -> int:
+    """Which part of the text this rank sees: tensor-parallel ranks all see the same."""
+    if reference.parallelism == "fsdp+tp":
+        return dist.get_rank() // reference.ranks_per_node
+    return dist.get_rank()
+
+
+def _eager(
+    reference: Reference, mesh: DeviceMesh, steps: int, layers: int
+) -> tuple[RunReport, list[Payload]]:
+    start = time.perf_counter()
+    model, mesh = _model(reference, layers, mesh)
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[reference.reduce_dtype],
+        reduce_dtype=DTYPES[reference.reduce_dtype],
+        # Rotary tables and gates are inputs of units and stay float32, as in the compiled runs.
+        cast_forward_inputs=False,
+    )
+    for name in unit_names(reference.model, model):
+        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policy)
+    order = FSDPParamOrder.from_fsdp(model)
+    payloads = eager_payloads(model, order, reference)
+    report = RunReport()
+    _train(model, model, report, steps, _shard_of_data(reference))
+    report.seconds = time.perf_counter() - start
+    return report, payloads
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the compiled runs of a reference share."""
+
+    reference: Reference
+    mesh: DeviceMesh
+    steps: int
+    layers: int
+    eager: RunReport
+    payloads: Sequence[Payload]
+
+    def model_and_order(self) -> tuple[ParityModel, FSDPParamOrder]:
+        """SimpleFSDP, one collective per parameter."""
+        model, mesh = _model(self.reference, self.layers, self.mesh)
+        order = FSDPParamOrder.from_model(model, units=unit_names(self.reference.model, model))
+        data_parallel(
+            model,
+            mesh,
+            "hybrid_shard" if self.reference.parallelism == "hsdp" else "fully_shard",
+            param_dtype=DTYPES[self.reference.reduce_dtype],
+            reduce_dtype=DTYPES[self.reference.reduce_dtype],
+        )
+        return model, order
+
+    def train(self, model: nn.Module, compiler: BucketingBackend, *, control: bool) -> RunReport:
+        """Compile and train, to the first difference from eager if ``control``."""
+        torch._dynamo.reset()
+        start = time.perf_counter()
+        forward = torch.compile(model, backend=compiler, fullgraph=True)
+        report = self.continue_training(model, forward, control=control)
+        report.layout_differences = _compare_layout(compiler, self.payloads)
+        report.seconds = time.perf_counter() - start
+        return report
+
+    def continue_training(
+        self, model: nn.Module, forward: Callable[..., torch.Tensor], *, control: bool = False
+    ) -> RunReport:
+        report = RunReport()
+        _train(
+            model,
+            forward,
+            report,
+            self.steps,
+            _shard_of_data(self.reference),
+            stop_unlike=self.eager.digests if control else None,
+        )
+        return report
+
+
+def _bucket(order: FSDPParamOrder, ordered: bool) -> BucketUnits:
+    # All kinds: HSDP's all-reduces run over the same buffers as its reduce-scatters.
+    return BucketUnits(order, kinds=KINDS, payload_order=ordered)
+
+
+def _reshard(order: FSDPParamOrder) -> ReshardAfterForward:
+    # fully_shard leaves the root's parameters gathered between forward and backward.
+    return ReshardAfterForward(keep=order.units[-1])
+
+
+def _inductor(job: _Job, ordered: bool) -> RunReport:
+    model, order = job.model_and_order()
+    compiler = backend("inductor", passes=[_reshard(order), _bucket(order, ordered)], model=model)
+    return job.train(model, compiler, control=not ordered)
+
+
+def _aot_eager(job: _Job) -> dict[str, RunReport]:
+    model, order = job.model_and_order()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    twin = GraphOrderTwin(_bucket(order, False))
+    compiler = backend(
+        twin.compile, passes=[_reshard(order), twin, _bucket(order, True)], model=model
+    )
+    torch._dynamo.reset()
+    clock = time.perf_counter()
+    forward = torch.compile(model, backend=compiler, fullgraph=True)
+    ours = job.continue_training(model, forward)
+    ours.layout_differences = _compare_layout(compiler, job.payloads)
+    ours.seconds = time.perf_counter() - clock
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(start[name])
+    twin.active = True
+    clock = time.perf_counter()
+    control = job.continue_training(model, forward, control=True)
+    control.seconds = time.perf_counter() - clock
+    return {"fsdp_order": ours, "control": control}
+
+
+def _train(
+    model: nn.Module,
+    forward: Callable[..., torch.Tensor],
+    report: RunReport,
+    steps: int,
+    shard: int,
+    stop_unlike: Sequence[str] | None = None,
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    for step in range(steps):
+        # What a later step compiled would be neither in the report nor under the run's options.
+        stance: Any = contextlib.nullcontext()
+        if step and forward is not model:
+            stance = torch.compiler.set_stance("fail_on_recompile")
+        with stance:
+            loss = forward(*batch_of(step, shard))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        report.loss.append(loss.item())
+        report.digests.append(digest(model))
+        if stop_unlike is not None:
+            differs = torch.tensor([int(report.digests[-1] != stop_unlike[step])])
+            dist.all_reduce(differs, op=dist.ReduceOp.MAX)
+            if differs.item():
+                break
+
+
+def eager_payloads(model: nn.Module, order: FSDPParamOrder, reference: Reference) -> list[Payload]:
+    """What eager FSDP2's collectives carry, from its param groups.
+
+    In a rank's part of the buffer each parameter takes the rows of its shard, padded to the
+    first rank's, one parameter after the other (``foreach_all_gather``'s copy-in and the
+    ``chunk_cat`` of ``foreach_reduce``). HSDP all-reduces the reduce-scatter's output as it is.
+    """
+    numels = {}
+    for name, parameter in model.named_parameters():
+        rows = -(-parameter.shape[0] // reference.shard_size)
+        numels[canonical_fqn(name)] = rows * parameter.shape[1:].numel()
+    reduce_units = order.reduce_units or order.units
+    kinds = [("all_gather", order.units), ("reduce_scatter", reduce_units)]
+    if reference.replicas > 1:
+        kinds.append(("all_reduce", reduce_units))
+    itemsize = DTYPES[reference.reduce_dtype].itemsize
+    payloads = []
+    for kind, units in kinds:
+        for unit in units:
+            members, offset = [], 0
+            for fqn in unit:
+                nbytes = numels[fqn] * itemsize
+                members.append(Member(fqn, offset, nbytes))
+                offset += nbytes
+            payloads.append(Payload(kind, tuple(members)))
+    return payloads
+
+
+def _compare_layout(compiler: BucketingBackend, eager: Sequence[Payload]) -> list[str]:
+    if len(compiler.reports) != 1:
+        raise RuntimeError(f"compiled {len(compiler.reports)} times instead of once")
+    report = compiler.last_report()
+    found = layout_differences(
+        RunRecord(payloads=list(eager)),
+        RunRecord(payloads=_payloads(report, backward_gathers=False)),
+    )
+    # Backward gathers again only what backward reads (no biases): in eager's order, but closer.
+    orders = [[m.fqn for m in p.members] for p in eager if p.kind == "all_gather"]
+    for payload in _payloads(report, backward_gathers=True):
+        mine = [m.fqn for m in payload.members]
+        if mine not in [[fqn for fqn in order if fqn in mine] for order in orders]:
+            found.append(f"backward all_gather of {', '.join(mine)}: not in eager FSDP2's order")
+    left = [f for graph in report.graphs for f in (*graph.uncovered, *graph.splits)]
+    return [*found, *(f"not bucketed as a unit: {name}" for name in left)]
+
+
+def _payloads(report: CompileReport, *, backward_gathers: bool) -> list[Payload]:
+    return [
+        Payload(
+            bucket.kind,
+            tuple(Member("+".join(m.fqns), m.offset, m.nbytes) for m in bucket.members),
+        )
+        for graph in report.graphs
+        for bucket in graph.buckets
+        if (graph.stage == "backward" and bucket.kind == "all_gather") == backward_gathers
+    ]

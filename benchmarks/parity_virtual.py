@@ -1,0 +1,278 @@
+"""Parity on more ranks than there are machines: all data-parallel shards in one process.
+
+Every virtual rank's gradients are computed in turn. They are packed twice: by the byte layout that
+was read from the compiled, bucketed backward graph, and by eager FSDP2's own copy-in over its param
+groups, both made for that world size on a fake process group. What NCCL's rings would make of
+either buffer is then simulated, and a step is taken on the full weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.parity_models import batch_of, build, unit_names
+from torch_ext_bucketing.demo.train import raw_bytes
+from torch_ext_bucketing.order import FSDPParamOrder
+from torch_ext_bucketing.passes import BucketUnits, ReshardAfterForward, backend
+from torch_ext_bucketing.report import BucketReport
+from torch_ext_bucketing.ring_sum import RingTopology, simulate_reduce_scatter
+from torch_ext_bucketing.simple_fsdp import data_parallel
+
+RANKS_PER_NODE = 8
+CHUNK_BYTES = 64
+"""Far below NCCL's, so that one rank's few hundred bytes of a small model span several channels."""
+DTYPE = torch.bfloat16
+"""Of computation and reduction; weights are float32."""
+
+Grads = Mapping[str, Tensor]
+"""Gradients by FQN: ``[ranks, *shape]`` before the reduction, ``shape`` after it."""
+
+
+@dataclass(frozen=True)
+class VirtualResult:
+    """One world size; the fields mean what they mean in ``CellResult``."""
+
+    model: str
+    ranks: int
+    nodes: int
+    steps: int
+    steps_equal: int
+    control_first_different_step: int | None
+    layout_equal: bool
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Every step equal, and the control different."""
+        control = self.control_first_different_step is not None
+        return self.steps_equal == self.steps and self.layout_equal and control
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def run_virtual(model: str, ranks: int, steps: int, layers: int) -> VirtualResult:
+    """Train ``model`` on ``ranks`` virtual ranks, over nodes of eight.
+
+    ``steps_equal`` compares two ways to pack that share no code; where the layouts are equal, so
+    must their sums be.
+
+    Raises:
+        ValueError: ``ranks`` does not fill nodes.
+    """
+    begin = time.perf_counter()
+    topology = RingTopology(RANKS_PER_NODE, chunk_bytes=CHUNK_BYTES)
+    nodes = topology.nodes_of(ranks)
+    with _fake_world(ranks) as mesh:
+        units = eager_units(model, layers, mesh)
+        ours = compiled_buckets(model, layers, mesh, payload_order=True)
+        graph_order = compiled_buckets(model, layers, mesh, payload_order=False)
+
+    def by_eager(grads: Grads) -> Grads:
+        return reduce_by_copy_in(grads, units, topology)
+
+    def by_ours(grads: Grads) -> Grads:
+        return reduce_by_layout(grads, ours, topology)
+
+    def by_graph_order(grads: Grads) -> Grads:
+        return reduce_by_layout(grads, graph_order, topology)
+
+    eager, compiled = _Training(model, layers, by_eager), _Training(model, layers, by_ours)
+    control: _Training | None = _Training(model, layers, by_graph_order)
+    equal, first_different = 0, None
+    for step in range(steps):
+        grads = eager.grads(step, ranks)
+        shared = compiled.digest() == eager.digest()
+        # Equal weights have equal gradients: they are computed once.
+        compiled_grads = grads if shared else compiled.grads(step, ranks)
+        eager.step(grads)
+        compiled.step(compiled_grads)
+        equal += compiled.digest() == eager.digest()
+        if control is not None:
+            control.step(grads)
+            if control.digest() != eager.digest():
+                first_different, control = step + 1, None
+    return VirtualResult(
+        model,
+        ranks,
+        nodes,
+        steps,
+        equal,
+        first_different,
+        [_layout(bucket) for bucket in ours] == eager_layout(model, layers, units, ranks),
+        round(time.perf_counter() - begin, 1),
+    )
+
+
+def eager_layout(
+    model: str, layers: int, units: Sequence[Sequence[str]], ranks: int
+) -> list[list[tuple[str, int, int]]]:
+    """``(fqn, offset, nbytes)`` in one rank's part of each reduce-scatter, as ``chunk_cat`` packs:
+    every parameter's rows, padded to a multiple of the ranks."""
+    parameters = dict(build(model, layers=layers).named_parameters())
+    layout = []
+    for unit in units:
+        members, offset = [], 0
+        for fqn in unit:
+            shape = parameters[fqn].shape
+            nbytes = -(-shape[0] // ranks) * shape[1:].numel() * DTYPE.itemsize
+            members.append((fqn, offset, nbytes))
+            offset += nbytes
+        layout.append(members)
+    return layout
+
+
+def _layout(bucket: BucketReport) -> list[tuple[str, int, int]]:
+    return [("+".join(m.fqns), m.offset, m.nbytes) for m in bucket.members]
+
+
+@contextmanager
+def _fake_world(ranks: int) -> Iterator[DeviceMesh]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (ranks,))
+    finally:
+        dist.destroy_process_group()
+
+
+def eager_units(model: str, layers: int, mesh: DeviceMesh) -> list[tuple[str, ...]]:
+    """What eager FSDP2 packs together for a reduce-scatter, from its param groups."""
+    module = build(model, layers=layers)
+    for name in unit_names(model, module):
+        fully_shard(
+            module.get_submodule(name), mesh=mesh, mp_policy=MixedPrecisionPolicy(DTYPE, DTYPE)
+        )
+    order = FSDPParamOrder.from_fsdp(module)
+    return list(order.reduce_units or order.units)
+
+
+def compiled_buckets(
+    model: str, layers: int, mesh: DeviceMesh, *, payload_order: bool
+) -> list[BucketReport]:
+    """The reduce-scatters of the compiled backward graph, by unit."""
+    torch._dynamo.reset()
+    module = build(model, layers=layers)
+    order = FSDPParamOrder.from_model(module, units=unit_names(model, module))
+    data_parallel(module, mesh, param_dtype=DTYPE, reduce_dtype=DTYPE)
+    compiler = backend(
+        "aot_eager",
+        passes=[
+            ReshardAfterForward(keep=order.units[-1]),
+            BucketUnits(order, payload_order=payload_order),
+        ],
+        model=module,
+    )
+    torch.compile(module, backend=compiler, fullgraph=True)(*batch_of(0, 0)).backward()
+    backward = compiler.last_report().graph("backward")
+    assert backward is not None
+    found = [b for b in backward.buckets if b.kind == "reduce_scatter" and b.unit is not None]
+    return sorted(found, key=lambda bucket: bucket.unit or 0)
+
+
+def reduce_by_layout(
+    grads: Grads, buckets: Sequence[BucketReport], topology: RingTopology
+) -> Grads:
+    """Reduce gradients packed as the buckets' bytes say."""
+    reduced: dict[str, Tensor] = {}
+    for bucket in buckets:
+        ranks, part = bucket.group_size, bucket.nbytes // DTYPE.itemsize
+        buffers = torch.empty(ranks, ranks, part, dtype=DTYPE)  # [source, destination, elements]
+        places: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        for member in bucket.members:
+            (fqn,) = member.fqns
+            first = member.offset // DTYPE.itemsize
+            where = slice(first, first + member.nbytes // DTYPE.itemsize)
+            places[fqn] = (where, member.shape)
+            buffers[:, :, where] = _padded(grads[fqn], ranks * member.shape[0]).reshape(
+                ranks, ranks, -1
+            )
+        sums = _reduce(buffers, topology)
+        for fqn, (where, shape) in places.items():
+            rows = sums[:, where].reshape(ranks * shape[0], *shape[1:])
+            reduced[fqn] = rows[: grads[fqn].shape[1]]
+    return reduced
+
+
+def reduce_by_copy_in(
+    grads: Grads, units: Sequence[Sequence[str]], topology: RingTopology
+) -> Grads:
+    """Reduce gradients packed by FSDP2's own operator, as ``foreach_reduce_scatter_copy_in``."""
+    reduced: dict[str, Tensor] = {}
+    for unit in units:
+        ranks = grads[unit[0]].shape[0]
+        shapes = [grads[fqn].shape[1:] for fqn in unit]
+        rows = [-(-shape[0] // ranks) for shape in shapes]
+        numels = [n * shape[1:].numel() for n, shape in zip(rows, shapes, strict=True)]
+        buffers = torch.empty(ranks, ranks, sum(numels), dtype=DTYPE)
+        for rank in range(ranks):
+            torch.ops.fsdp.chunk_cat(
+                [grads[fqn][rank] for fqn in unit], dim=0, num_chunks=ranks, out=buffers[rank]
+            )
+        shards = _reduce(buffers, topology).split(numels, dim=1)
+        for fqn, shape, n, shard in zip(unit, shapes, rows, shards, strict=True):
+            reduced[fqn] = shard.reshape(ranks * n, *shape[1:])[: shape[0]]
+    return reduced
+
+
+def _reduce(buffers: Tensor, topology: RingTopology) -> Tensor:
+    """``[source, destination, elements]`` to the averages ``[destination, elements]``."""
+    inputs = [buffer.view(-1) for buffer in buffers]
+    return torch.stack(simulate_reduce_scatter(inputs, topology, op=dist.ReduceOp.AVG))
+
+
+def _padded(grads: Tensor, rows: int) -> Tensor:
+    missing = rows - grads.shape[1]
+    return nn.functional.pad(grads, (0, 0) * (grads.ndim - 2) + (0, missing))
+
+
+class _Training:
+    """Full weights, their optimizer, and a way to reduce gradients."""
+
+    def __init__(self, model: str, layers: int, reduce: Callable[[Grads], Grads]) -> None:
+        self._module = build(model, layers=layers)
+        self._parameters = dict(self._module.named_parameters())
+        self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=1e-3, foreach=True)
+        self._reduce = reduce
+
+    def grads(self, step: int, ranks: int) -> Grads:
+        """Every virtual rank's gradients, computed one after another."""
+        stacked = {
+            fqn: torch.empty(ranks, *p.shape, dtype=DTYPE) for fqn, p in self._parameters.items()
+        }
+        weights = {
+            fqn: p.detach().to(DTYPE).requires_grad_() for fqn, p in self._parameters.items()
+        }
+        for rank in range(ranks):
+            loss = torch.func.functional_call(self._module, weights, batch_of(step, rank, size=1))
+            found = torch.autograd.grad(loss, list(weights.values()))
+            for fqn, grad in zip(weights, found, strict=True):
+                stacked[fqn][rank] = grad
+        return stacked
+
+    def step(self, grads: Grads) -> None:
+        """Reduce, and take an optimizer step on the full weights."""
+        for fqn, grad in self._reduce(grads).items():
+            self._parameters[fqn].grad = grad.to(self._parameters[fqn].dtype)
+        self._optimizer.step()
+
+    def digest(self) -> str:
+        """sha256 (hex) over all weights."""
+        total = hashlib.sha256()
+        for fqn, parameter in self._parameters.items():
+            total.update(fqn.encode())
+            total.update(raw_bytes(parameter))
+        return total.hexdigest()

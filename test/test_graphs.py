@@ -1,0 +1,364 @@
+"""Graphs of real width and few layers: what is in them, and that the disk gives back the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch.partitioners import default_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from benchmarks import graphs, parallel, tracing
+from benchmarks.graphs import NAMES, count, load, main
+from benchmarks.models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
+from benchmarks.serialize import from_data, to_data
+from torch_ext_bucketing.tags import kind_of, tag_of
+
+ROOT = Path(__file__).parent.parent
+C10D = torch.ops._c10d_functional
+LAYERS = {"llama3_8b_fsdp64": 1, "llama3_8b_fsdp8_tp8": 1, "deepseek_v3_fsdp64_ep8": 2}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    if dist.is_initialized():
+        pytest.skip("torch.distributed is initialised by another test")
+    yield tmp_path_factory.mktemp("graphs")
+    parallel.end_world()
+
+
+@pytest.fixture
+def loaded(cache):
+    return lambda name: load(
+        name, LAYERS[name.partition(".")[0]], device="cpu", quiet=True, cache=cache
+    )
+
+
+def starts(graph, kind=None, role=None):
+    """Collectives of a kind and of the groups with a role."""
+    position = {"all_gather": 2, "reduce_scatter": 3, "all_reduce": 2}
+    return [
+        n
+        for n in graph.gm.graph.nodes
+        if kind_of(n) in ((kind,) if kind else position)
+        and role in (None, graph.groups[n.args[position[kind_of(n)]]].role)
+    ]
+
+
+def fqns(nodes):
+    return [f for n in nodes for f in tag_of(n).fqns]
+
+
+def llama_fqns(layers):
+    block = [
+        "attention_norm.weight",
+        *(f"attention.{w}.weight" for w in ("wq", "wk", "wv", "wo")),
+        "ffn_norm.weight",
+        *(f"feed_forward.{w}.weight" for w in ("w1", "w2", "w3")),
+    ]
+    inside = [f"layers.{i}.{name}" for i in range(layers) for name in block]
+    return ["tok_embeddings.weight", *inside, "norm.weight", "output.weight"]
+
+
+def test_names():
+    assert len(NAMES) == 16
+    assert len(dict.fromkeys(NAMES)) == 16
+
+
+@pytest.mark.parametrize("config", ["llama3_8b_fsdp64", "llama3_8b_fsdp8_tp8"])
+def test_llama_collectives(loaded, config):
+    expected = llama_fqns(LAYERS[config])
+    forward = loaded(f"{config}.forward")
+    assert sorted(fqns(starts(forward, "all_gather", "fsdp"))) == sorted(expected)
+    assert not starts(forward, "reduce_scatter", "fsdp")
+    for suffix in ("", ".recompute"):
+        backward = loaded(f"{config}.backward{suffix}")
+        reductions = starts(backward, "reduce_scatter", "fsdp")
+        assert sorted(fqns(reductions)) == sorted(expected)
+        assert all(n.args[1] == "avg" for n in reductions)
+        gathers = fqns(starts(backward, "all_gather", "fsdp"))
+        # The embedding's backward needs its input, not its weight.
+        assert sorted(gathers) == (sorted(expected[1:]) if suffix else [])
+
+
+def test_dtypes_are_those_of_mixed_precision_fsdp(loaded):
+    graph = loaded("llama3_8b_fsdp8_tp8.backward.recompute")
+    gathers = starts(graph, "all_gather", "fsdp")
+    reductions = starts(graph, "reduce_scatter", "fsdp")
+    assert {n.meta["val"].dtype for n in gathers} == {torch.bfloat16}
+    assert {n.meta["val"].dtype for n in reductions} == {torch.float32}
+
+
+def test_tensor_parallel_collectives_of_activations(loaded):
+    layers = LAYERS["llama3_8b_fsdp8_tp8"]
+    forward = count(loaded("llama3_8b_fsdp8_tp8.forward")).collectives
+    # Two pairs per layer around attention and MLP; the embedding scatters, the output gathers.
+    assert forward["all_gather", "tp"] == forward["reduce_scatter", "tp"] == 2 * layers + 1
+    graph = loaded("llama3_8b_fsdp8_tp8.backward")
+    assert all(tag_of(n) is None for n in starts(graph, "all_gather", "tp"))
+    # A norm sees a part of the sequence: its gradient is summed over tp, then over fsdp.
+    summed = fqns(starts(graph, "all_reduce", "tp"))
+    assert sorted(summed) == sorted(n for n in llama_fqns(layers) if "norm" in n)
+
+
+def test_experts_on_a_second_mesh_between_gathers_of_the_first(loaded):
+    graph = loaded("deepseek_v3_fsdp64_ep8.forward")
+    experts = starts(graph, "all_gather", "expert_fsdp")
+    assert fqns(experts) == [
+        "layers.1.feed_forward.experts.w1",
+        "layers.1.feed_forward.experts.w3",
+        "layers.1.feed_forward.experts.w2",
+    ]
+    order = [graph.groups[n.args[2]].role for n in starts(graph, "all_gather")]
+    assert sum(a != b for a, b in itertools.pairwise(order)) == 2
+    counts = count(graph).collectives
+    assert counts["all_to_all", "ep"] == 3
+    backward = loaded("deepseek_v3_fsdp64_ep8.backward.recompute")
+    assert sorted(fqns(starts(backward, "all_gather", "expert_fsdp"))) == sorted(fqns(experts))
+    assert sorted(fqns(starts(backward, "reduce_scatter", "expert_fsdp"))) == sorted(fqns(experts))
+    assert count(backward).collectives["all_to_all", "ep"] == 2
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n.partition(".")[0] in LAYERS])
+def test_every_collective_is_waited_for_and_its_group_resolves(loaded, name):
+    graph = loaded(name)
+    for node in graph.gm.graph.nodes:
+        if "_c10d_functional" in str(node.target) and node.target != C10D.wait_tensor.default:
+            assert [u.target for u in node.users] == [C10D.wait_tensor.default]
+    for group, info in graph.groups.items():
+        assert _resolve_process_group(group).size() == info.size
+    assert dist.get_world_size() == graph.world_size
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3_8b_fsdp8_tp8.backward.recompute", "deepseek_v3_fsdp64_ep8.forward"]
+)
+def test_running_the_graph_gives_the_loaded_metadata(loaded, name):
+    graph = loaded(name)
+    graph.gm.graph.lint()
+    compared = []
+
+    class Check(fx.Interpreter):
+        def run_node(self, node):
+            result = super().run_node(node)
+            if node.op == "call_function" and isinstance(result, torch.Tensor):
+                expected = node.meta["val"]
+                assert isinstance(expected, FakeTensor), node
+                assert expected.fake_mode is graph.mode, node
+                assert result.shape == expected.shape, node
+                assert result.dtype == expected.dtype, node
+                compared.append(node)
+            return result
+
+    inputs = [n.meta["val"] for n in graph.gm.graph.find_nodes(op="placeholder")]
+    with graph.mode:
+        Check(graph.gm).run(*inputs)
+    assert len(compared) > 150
+
+
+def test_views_alias(loaded):
+    graph = loaded("llama3_8b_fsdp64.forward")
+    views = graph.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default)
+    assert views
+    for view in views:
+        value, base = view.meta["val"], view.args[0].meta["val"]
+        assert value.untyped_storage()._cdata == base.untyped_storage()._cdata
+
+
+def small_llama(world):
+    config = LlamaConfig(layers=1, dim=64, heads=4, kv_heads=2, hidden=128, vocab=96, seq=32)
+    model = Llama(config)
+    parallel.shard_llama(model, world)
+    return model
+
+
+def small_deepseek(world):
+    config = DeepSeekConfig(
+        layers=2, dim=64, heads=2, hidden=96, vocab=96, experts=4, experts_per_token=2,
+        expert_hidden=32, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=16, batch=1, seq=32,
+    )  # fmt: skip
+    model = DeepSeek(config, world.expert.get_group())
+    parallel.shard_deepseek(model, world)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "layout"),
+    [
+        (small_llama, parallel.Layout(fsdp=4, tensor=2)),
+        (small_deepseek, parallel.Layout(fsdp=4, expert=2)),
+    ],
+    ids=["llama", "deepseek"],
+)
+def test_the_graphs_are_those_of_torch_compile(cache, build, layout):
+    class Captured(Exception):
+        """Ends the compile once its graphs are there."""
+
+    compiled = {}
+
+    def partition(joint, inputs, **kwargs):
+        compiled["forward"], compiled["backward"] = default_partition(joint, inputs, **kwargs)
+        raise Captured  # the kernels named in the graphs don't run on a CPU
+
+    backend = aot_autograd(
+        fw_compiler=None,
+        bw_compiler=None,
+        partition_fn=partition,
+        decompositions=select_decomp_table,
+        keep_inference_input_mutations=True,
+    )
+    world = parallel.start_world(layout)
+    traced = tracing.trace_model(lambda: build(world), (1, 32), tracing.Progress("", 2, quiet=True))
+    model = torch.compile(build(world), backend=backend, fullgraph=True)
+    with pytest.raises(BackendCompilerFailed, match="Captured"):
+        model(torch.zeros(1, 32, dtype=torch.int64))
+    for phase, graph in compiled.items():
+        calls = [
+            [n.target for n in g.graph.nodes if n.op == "call_function"]
+            for g in (graph, traced[phase, False])
+        ]
+        assert len(calls[0]) > 150
+        assert calls[0] == calls[1]
+
+
+def test_second_load_reads_the_disk(loaded, monkeypatch):
+    name = "llama3_8b_fsdp64.backward"
+    first = loaded(name)
+    monkeypatch.setattr(graphs, "trace_model", None)
+    second = loaded(name)
+    assert second.gm is not first.gm
+    assert to_data(first.gm) == to_data(second.gm)
+    assert first.gm.code == second.gm.code
+
+
+def test_data_keeps_names_descriptors_and_tags(cache, monkeypatch):
+    traced = {}
+    original = graphs.trace_model
+
+    def keep(*args):
+        traced.update(original(*args))
+        return traced
+
+    monkeypatch.setattr(graphs, "trace_model", keep)
+    graph = graphs.trace("llama3_8b_fsdp64.forward", 1, device="cpu", quiet=True, cache=cache)
+    for before, after in zip(
+        traced["forward", False].graph.nodes, graph.gm.graph.nodes, strict=True
+    ):
+        assert (before.name, before.op, before.target) == (after.name, after.op, after.target)
+        assert str(before.args) == str(after.args)
+        assert str(before.kwargs) == str(after.kwargs)
+        for key in ("desc", "custom", "partitioner_tag"):
+            assert before.meta.get(key) == after.meta.get(key)
+        if isinstance(before.meta.get("val"), torch.Tensor):
+            for fact in (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset):
+                assert fact(before.meta["val"]) == fact(after.meta["val"])
+
+
+def test_device_is_chosen_when_loading(cache):
+    graph = load("llama3_8b_fsdp64.forward", 1, device="cuda", quiet=True, cache=cache)
+    values = [n.meta.get("val") for n in graph.gm.graph.nodes]
+    assert {v.device.type for v in values if isinstance(v, torch.Tensor)} == {"cuda"}
+
+
+def test_same_graph_in_another_process_and_hash_seed(loaded):
+    name = "llama3_8b_fsdp64.backward.recompute"
+    code = (
+        "import json, sys, tempfile, pathlib\n"
+        "from benchmarks.graphs import load\n"
+        "from benchmarks.serialize import to_data\n"
+        "with tempfile.TemporaryDirectory() as folder:\n"
+        f"    graph = load({name!r}, 1, device='cpu', quiet=True, cache=pathlib.Path(folder))\n"
+        "print(json.dumps(to_data(graph.gm)))\n"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == json.loads(
+        json.dumps(to_data(loaded(name).gm))
+    )
+
+
+def test_symbolic_sizes_are_refused():
+    gm = make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.ones(3, 4))
+    with pytest.raises(TypeError, match=r"node .*symbolic"):
+        to_data(gm)
+
+
+def test_unknown_calls_are_refused():
+    graph = fx.Graph()
+    graph.output(graph.call_function(len, (graph.placeholder("x"),)))
+    with pytest.raises(TypeError, match=r"node len.*built-in function len"):
+        to_data(fx.GraphModule(torch.nn.Module(), graph))
+
+
+def test_constants_are_kept():
+    constant = torch.tensor([1.0, float("inf"), 3.0])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        gm = make_fx(lambda x: x + constant)(torch.empty(3))
+    data = json.loads(json.dumps(to_data(gm)))
+    back = from_data(data, mode, torch.device("cpu"))
+    (node,) = back.graph.find_nodes(op="get_attr")
+    assert torch.equal(getattr(back, node.target), constant)
+
+
+def test_bad_names_and_layers(cache):
+    with pytest.raises(KeyError, match=r"llama3_8b_fsdp64\.forward"):
+        load("llama3_8b", cache=cache)
+    with pytest.raises(ValueError, match="at least 1"):
+        load(NAMES[0], 0, cache=cache)
+
+
+def test_layouts_that_do_not_divide():
+    with pytest.raises(ValueError, match="multiple"):
+        parallel.Layout(fsdp=10, expert=4)
+    with pytest.raises(ValueError, match="together"):
+        parallel.Layout(fsdp=8, expert=2, tensor=2)
+
+
+def test_a_world_of_someone_else_is_left_alone(cache):
+    parallel.end_world()
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(RuntimeError, match="initialised already"):
+            parallel.start_world(parallel.Layout(fsdp=4))
+        assert dist.get_world_size() == 2
+    finally:
+        dist.destroy_process_group()
+
+
+def test_command_line_lists(capsys):
+    assert main(["--list", "--only", "deepseek*"]) == 0
+    assert capsys.readouterr().out.split() == [n for n in NAMES if n.startswith("deepseek")]
+    with pytest.raises(SystemExit):
+        main(["--only", "llama4"])
+    assert "no graph matches 'llama4'" in capsys.readouterr().err
+
+
+def test_progress_without_a_terminal_is_plain_lines(capsys):
+    progress = tracing.Progress("model", 8)
+    progress.stage("backward")
+    for _ in range(8):
+        progress.layer()
+    progress.end()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5
+    assert "8/8 layers" in lines[-1]
+    assert not any("\x1b" in line or "\r" in line for line in lines)
