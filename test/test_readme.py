@@ -1,0 +1,99 @@
+"""The README's examples run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from collective_graphs import NON_ADJACENT, PAYLOAD_ORDER
+from torch._inductor import config
+from torch._inductor.fx_passes import bucketing
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing.demo.model import ModelConfig, Transformer
+
+EXAMPLES = re.findall(
+    r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL
+)
+
+
+@pytest.fixture
+def scope(fake_world: int) -> dict[str, Any]:
+    """The names that the examples use."""
+    torch._dynamo.reset()
+    model = Transformer(ModelConfig(layers=2, dim=32, heads=2, kv_heads=1, hidden=48, vocab=64))
+    mesh = init_device_mesh("cpu", (fake_world,))
+    order = teb.FSDPParamOrder.from_model(model, units=teb.transformer_block_plan(model))
+    return {"model": model, "mesh": mesh, "order": order, "torch": torch}
+
+
+def run_step(compiled: torch.nn.Module) -> None:
+    compiled(torch.zeros(1, 16, dtype=torch.long)).float().sum().backward()
+
+
+def test_there_are_two_examples():
+    assert len(EXAMPLES) == 2
+
+
+def test_backend_example(scope: dict[str, Any]):
+    with config.patch({"force_disable_caches": True}):
+        # The passes are the same; what Inductor makes of the graphs is slow and not looked at.
+        exec(EXAMPLES[0].replace('"inductor"', '"aot_eager"'), scope)
+        try:
+            run_step(scope["compiled"])
+        finally:
+            config.aten_distributed_optimizations.bucket_payload_order_key = None
+    report = scope["backend"].last_report()
+    # Backward gathers again all but the embedding, whose weight it does not read.
+    counts = [
+        {"all_gather": 2 * n - 1, "reduce_scatter": n}
+        for n in (len(list(scope["model"].parameters())), len(scope["order"].units))
+    ]
+    assert [report.collectives_before, report.collectives_after] == counts
+    for bucket in report.buckets:
+        members = [f for m in bucket.members for f in m.fqns]
+        assert tuple(members) == scope["order"].units[bucket.unit]
+
+
+def test_config_example(scope: dict[str, Any]):
+    teb.data_parallel(scope["model"], scope["mesh"], param_dtype=torch.bfloat16)
+    asked: list[bool] = []
+    order = scope["order"]
+
+    class Asked:
+        def __call__(self, start: torch.fx.Node) -> object:
+            key = order(start)
+            asked.append(key is not None)
+            return key
+
+        def uuid(self) -> str:
+            return order.uuid()
+
+    scope["order"] = Asked()
+    # What the example sets is put back on leaving.
+    settings = {
+        "joint_custom_post_pass": None,
+        "bucket_all_gathers_fx": "none",
+        "bucket_reduce_scatters_fx": "none",
+        PAYLOAD_ORDER: None,
+        NON_ADJACENT: False,
+    }
+    merge = bucketing.process_collective_bucket
+    with (
+        config.patch(settings),
+        mock.patch.object(bucketing, "process_collective_bucket", side_effect=merge) as merged,
+    ):
+        exec(EXAMPLES[1], scope)
+        run_step(scope["compiled"])
+    sizes = [len(call.args[1]) for call in merged.call_args_list]
+    # Forward gathers, and the gradients of all parameters.
+    assert sizes
+    assert min(sizes) > 1
+    assert sum(sizes) >= 2 * len(list(scope["model"].parameters())) - 2
+    assert asked
+    assert all(asked), "the hook met a collective that has no tag"
