@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch._inductor import config, decomposition
+from torch._inductor import config, decomposition, lowering
 
 _OPS = (torch.ops.aten.embedding_dense_backward.default,)
 
@@ -25,9 +25,18 @@ def eager_rounding() -> Iterator[None]:
     table = decomposition.decompositions
     removed = {op: table.pop(op) for op in _OPS if op in table}
     decomposition.fast_random_decomps.cache_clear()  # it keeps a copy of the table
+    lowered = {op: lowering.lowerings.get(op) for op in removed}
+    for op in removed:
+        # Inductor would do so by itself, but with CI in the environment it first insists on the
+        # decomposition.
+        lowering.make_fallback(op, override_decomp=True)
     try:
         with config.patch(emulate_precision_casts=True):
             yield
     finally:
+        for op, before in lowered.items():
+            del lowering.lowerings[op]
+            if before is not None:
+                lowering.lowerings[op] = before
         table.update(removed)
         decomposition.fast_random_decomps.cache_clear()
