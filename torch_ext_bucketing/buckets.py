@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 
 from . import _torch_bucketing as tb
+from ._merge_traces import shared_traces
 from .contraction import Contraction
 from .report import BucketReport, ClosedBy, PayloadMember, Unmerged
 from .tags import KINDS, Kind, Tag, is_bucket, kind_of, set_member_tags, tag_of
@@ -249,10 +250,11 @@ def apply_plan(
         _reuse_gather(duplicate, original)
     position = {node: i for i, node in enumerate(graph.nodes)}
     reports = []
-    for bucket in plan.buckets:
-        if bucket.kind == "all_gather":
-            _hoist_inputs(bucket, position)
-        reports.append(_apply_bucket(graph, bucket, keys))
+    with shared_traces():
+        for bucket in plan.buckets:
+            if bucket.kind == "all_gather":
+                _hoist_inputs(bucket, position)
+            reports.append(_apply_bucket(graph, bucket, keys))
     if reports or plan.duplicates:
         tb.sort_topologically(graph)
         graph.lint()
