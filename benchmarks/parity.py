@@ -34,9 +34,9 @@ from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
 from torch_ext_bucketing.demo.results import whole_digest
 from torch_ext_bucketing.demo.table import columns
 
-FUSION = (
-    "Inductor's fused kernels round differently from eager's; on ATen's kernels the same Inductor "
-    "compile equals eager"
+KERNELS = (
+    "Inductor's decompositions and generated kernels round differently from eager's kernels; with "
+    "ATen's kernels in their place the same Inductor compile equals eager"
 )
 
 
@@ -62,9 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     def finish(result: CellResult) -> None:
+        result.date = _now()
         results.append(result)
         say(f"{len(results)}/{len(cells)} {result.cell.name}: {_verdict(result)}")
-        _save(args.json, {**header, "cells": [r.as_dict() for r in results]})
+        _save(args.json, [r.as_dict() for r in results])
 
     done = _read_passed(args.json) if args.resume else {}
     results += [done[cell] for cell in cells if cell in done]
@@ -84,13 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         left = max(1.0, args.timeout - (time.monotonic() - start))
         note = say if args.verbose else _quiet
         try:
-            header["torch"] = run_topology(mine, args.steps, args.layers, finish, note, left)
+            run_topology(mine, args.steps, args.layers, finish, note, left)
         except RankError as error:
             print(f"parity.py: {nodes} nodes x {ranks // nodes} ranks: {error}", file=sys.stderr)
             failed = True
     results.sort(key=lambda result: cells.index(result.cell))
-    header["seconds"] = round(time.monotonic() - start)
-    _save(args.json, {**header, "cells": [r.as_dict() for r in results]})
+    header["torch"] = ", ".join(dict.fromkeys(r.torch for r in results))
+    _save(args.json, [r.as_dict() for r in results])
     print(render(header, results))
     missing = len(cells) - len(results)
     if missing:
@@ -111,7 +112,7 @@ def virtual(args: argparse.Namespace, command: str) -> int:
         result = run_virtual("llama", ranks, args.steps, args.layers)
         results.append(result)
         print(f"{ranks} virtual ranks: {result.seconds:g} s", file=sys.stderr, flush=True)
-        _save(args.json, {**header, "virtual_ranks": [r.as_dict() for r in results]})
+        _save(args.json, [{**r.as_dict(), "torch": torch.__version__} for r in results])
     rows = [
         [
             "model",
@@ -147,11 +148,8 @@ def run_topology(
     finish: Callable[[CellResult], None],
     say: Callable[[str], None],
     timeout_s: float,
-) -> str:
+) -> None:
     """Run cells of one topology on one set of ranks; ``finish`` is called with each one's result.
-
-    Returns:
-        torch's version.
 
     Raises:
         RankError: a rank failed or the time limit passed; cells finished before are unaffected.
@@ -171,7 +169,7 @@ def run_topology(
             finish(combine(by_rank, steps))
             del reports[payload.cell]
 
-    return run_ranks(
+    run_ranks(
         _run_cells,
         world,
         list(cells),
@@ -181,14 +179,14 @@ def run_topology(
         # Inductor would start a pool of processes per rank, which is for Triton only.
         environment={"TORCH_WARM_POOL": "0"},
         on_message=on_message,
-    )[0]
+    )
 
 
-def _run_cells(rank: Rank, cells: list[Cell], steps: int, layers: int) -> str:
+def _run_cells(rank: Rank, cells: list[Cell], steps: int, layers: int) -> None:
     # Imported by the ranks alone: this process never needs torch.
     from benchmarks.parity_ranks import run_cells
 
-    return run_cells(rank, cells, steps, layers)
+    run_cells(rank, cells, steps, layers)
 
 
 def combine(reports: Sequence[CellReport], steps: int) -> CellResult:
@@ -219,6 +217,7 @@ def combine(reports: Sequence[CellReport], steps: int) -> CellResult:
         not differences,
         cause=cell.reference.why_no_control,
         layout_differences=differences[:5],
+        torch=reports[0].torch,
         seconds=round(max(sum(r.seconds for r in x.runs.values()) for x in reports), 1),
     )
     if cell.backend == "inductor":
@@ -235,8 +234,10 @@ def combine(reports: Sequence[CellReport], steps: int) -> CellResult:
             "largest_loss_difference": max(gaps),
         }
         if result.steps_equal != steps:
-            fused = FUSION if result.experiment["aten_kernels_steps_equal"] == steps else "unknown"
-            result.cause = "; ".join(text for text in (fused, result.cause) if text)
+            kernels = (
+                KERNELS if result.experiment["aten_kernels_steps_equal"] == steps else "unknown"
+            )
+            result.cause = "; ".join(text for text in (kernels, result.cause) if text)
     return result
 
 
@@ -329,7 +330,7 @@ def _title(header: dict[str, Any]) -> str:
     )
 
 
-def _save(path: Path | None, document: dict[str, Any]) -> None:
+def _save(path: Path | None, document: list[dict[str, Any]]) -> None:
     if path is not None:
         partial = path.with_name(path.name + ".part")
         partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -340,7 +341,7 @@ def _read_passed(path: Path | None) -> dict[Cell, CellResult]:
     """The cells of an earlier run that passed."""
     if path is None or not path.exists():
         return {}
-    results = [CellResult.from_dict(d) for d in json.loads(path.read_text())["cells"]]
+    results = [CellResult.from_dict(d) for d in json.loads(path.read_text())]
     return {result.cell: result for result in results if not result.problems}
 
 

@@ -100,6 +100,7 @@ class CellReport:
     cell: Cell
     eager: RunReport
     runs: dict[str, RunReport]
+    torch: str = ""
 
 
 @dataclass
@@ -116,6 +117,8 @@ class CellResult:
         experiment: the figures that prove the cause.
         layout_differences: the first few, in words.
         seconds: wall time of the cell's own runs.
+        torch: its version.
+        date: when the cell was run.
     """
 
     cell: Cell
@@ -127,6 +130,8 @@ class CellResult:
     experiment: dict[str, Any] = field(default_factory=dict)
     layout_differences: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    torch: str = ""
+    date: str = ""
 
     @property
     def problems(self) -> list[str]:

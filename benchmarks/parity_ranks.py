@@ -127,12 +127,8 @@ INDUCTOR_RUNS = {
 """Runs of an Inductor cell: whether buckets are in FSDP2's order, and whether on ATen's kernels."""
 
 
-def run_cells(rank: Rank, cells: Sequence[Cell], steps: int, layers: int) -> str:
-    """Entry point of a rank: run ``cells``, all of one topology, and send a report of each.
-
-    Returns:
-        torch's version.
-    """
+def run_cells(rank: Rank, cells: Sequence[Cell], steps: int, layers: int) -> None:
+    """Entry point of a rank: run ``cells``, all of one topology, and send a report of each."""
     first = cells[0].reference
     topology = RingTopology(
         ranks_per_node=first.ranks_per_node,
@@ -163,10 +159,9 @@ def run_cells(rank: Rank, cells: Sequence[Cell], steps: int, layers: int) -> str
             else:
                 rank.send(("run", f"{cell.name}: fsdp_order and control"))
                 runs = _aot_eager(job)
-            rank.send(("cell", CellReport(cell, eager[1], runs)))
+            rank.send(("cell", CellReport(cell, eager[1], runs, torch.__version__)))
     finally:
         dist.destroy_process_group()
-    return torch.__version__
 
 
 def _model(reference: Reference, layers: int, mesh: DeviceMesh) -> tuple[ParityModel, DeviceMesh]:
