@@ -29,9 +29,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch_ext_bucketing import _torch_bucketing as tb
 from torch_ext_bucketing.buckets import Bucket, BucketingPlan, apply_plan
 from torch_ext_bucketing.caps import plan_by_cap
-from torch_ext_bucketing.contraction import Contraction, unordered_writes
+from torch_ext_bucketing.contraction import Contraction
 from torch_ext_bucketing.groups import chosen_groups, primary_group
 from torch_ext_bucketing.tags import KINDS, Tag, kind_of, set_tag
+from torch_ext_bucketing.writes import unordered_writes
 
 MIB = 2**20
 SOAK = int(os.environ.get("BUCKETING_SOAK", "0"))

@@ -33,6 +33,12 @@ def stage_of(graph: fx.Graph) -> str:
     return "forward" if "is_forward" in tags else "inference"
 
 
+def is_primal(placeholder: fx.Node) -> bool:
+    """Whether an input of a forward or backward graph is an input of the compiled function (a
+    parameter, say), and neither a saved value nor a tangent."""
+    return "desc" in placeholder.meta and not _is_tangent(placeholder)
+
+
 def _is_partitioned(graph: fx.Graph) -> bool:
     # In a joint graph every gradient hangs on an input; a backward graph has saved values too,
     # which are no inputs of the compiled function and carry no descriptor.

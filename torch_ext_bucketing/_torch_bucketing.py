@@ -24,9 +24,11 @@ __all__ = [
     "fsdp_starts",
     "group_name",
     "group_size",
+    "group_size_of",
     "is_wait",
     "member_input",
     "merge",
+    "nccl_estimate_ms",
     "packed_values",
     "payload_inputs",
     "reduce_op",
@@ -73,10 +75,13 @@ def bucket_key(start: fx.Node) -> tuple[Any, ...]:
 
 
 def group_name(start: fx.Node) -> str:
-    """The name of a collective's process group, also where it is a node of the graph."""
+    """The name of a collective's process group, also where it is a node of the graph.
+
+    Takes all-to-alls as well, which are never bucketed.
+    """
     from torch._inductor.fx_passes.bucketing import _resolve_group_name
 
-    position = {"all_gather": 2, "reduce_scatter": 3, "all_reduce": 2}[str(kind_of(start))]
+    position = {"all_gather": 2, "all_reduce": 2}.get(str(kind_of(start)), 3)
     return str(_resolve_group_name(start.args[position]))
 
 
@@ -87,9 +92,28 @@ def group_size(start: fx.Node) -> int:
         return int(start.args[1])  # type: ignore[arg-type]
     if kind == "reduce_scatter":
         return int(start.args[2])  # type: ignore[arg-type]
+    return group_size_of(group_name(start))
+
+
+def group_size_of(group: str) -> int:
+    """Number of ranks in the process group of that name."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return int(_resolve_process_group(group_name(start)).size())
+    return int(_resolve_process_group(group).size())  # type: ignore[arg-type]
+
+
+def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
+    """Milliseconds of a collective by torch's analytical model of NCCL.
+
+    Args:
+        start: any collective, all-to-alls included.
+        nbytes: of its input and output together.
+    """
+    from torch._inductor.comm_analysis import estimate_nccl_collective_runtime_from_fx_node
+
+    return float(
+        estimate_nccl_collective_runtime_from_fx_node(start, nbytes, use_nccl_estimator=False)
+    )
 
 
 def reduce_op(start: fx.Node) -> str | None:

@@ -123,6 +123,7 @@ _SOURCES = (
     "_aot",
     "_descriptors",
     "_dynamo_inputs",
+    "_merge_traces",
     "_torch_bucketing",
     "buckets",
     "caps",
@@ -131,6 +132,7 @@ _SOURCES = (
     "groups",
     "passes",
     "tags",
+    "writes",
 )
 
 

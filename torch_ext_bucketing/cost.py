@@ -1,0 +1,157 @@
+"""How long each node of a graph takes on a described machine.
+
+Compute nodes take what torch's FLOP counter counts, over the machine's rate for their dtype, or the
+time to move their bytes if that is longer; other kernels move their bytes; views take nothing.
+Collectives take what torch's model of NCCL says (``torch._inductor.comm_analysis``, which follows
+NCCL's tuning model), or what a measured table says.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+
+from . import _torch_bucketing as tb
+from .dependencies import is_collective, is_compute, is_view
+from .tags import kind_of
+
+__all__ = ["H100", "Costs", "Machine"]
+
+Table = Mapping[tuple[str, int], Sequence[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU and its networks.
+
+    Args:
+        name: for reports.
+        flops: operations per second that matrix products reach, by dtype name such as
+            ``"bfloat16"``.
+        other_flops: the same for dtypes that ``flops`` does not name.
+        bandwidth: bytes per second that kernels move, read and written.
+        kernel_ms: least time of a kernel, in milliseconds.
+        collectives: measured times: ``(kind, group size)`` to ``(bytes, ms)`` pairs, kind one of
+            ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, bytes the input's and
+            output's together; between two sizes it is interpolated, beyond the last one
+            extrapolated by bandwidth. What it lacks is torch's estimate.
+
+    Raises:
+        ValueError: a rate that is not positive, or an empty series of measurements.
+    """
+
+    name: str = "machine"
+    flops: Mapping[str, float] = field(default_factory=dict)
+    other_flops: float = 50e12
+    bandwidth: float = 2e12
+    kernel_ms: float = 0.002
+    collectives: Table = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rates = {**self.flops, "other_flops": self.other_flops, "bandwidth": self.bandwidth}
+        for name, rate in rates.items():
+            if not rate > 0:
+                raise ValueError(f"{name} must be a positive rate per second, got {rate!r}")
+        for key, series in self.collectives.items():
+            if not series:
+                raise ValueError(f"collectives[{key!r}] has no measurement")
+
+
+H100 = Machine(
+    "H100",
+    # NVIDIA's data sheet: 989 TFLOP/s dense in 16 bit, 494 in TF32, 3.35 TB/s. Large matrix
+    # products reach about seven tenths of that, copies about eight tenths.
+    flops={"bfloat16": 692e12, "float16": 692e12, "float32": 346e12},
+    bandwidth=2.7e12,
+)
+"""The default machine."""
+
+
+class Costs:
+    """Milliseconds per node.
+
+    Args:
+        machine: what it runs on.
+    """
+
+    def __init__(self, machine: Machine = H100) -> None:
+        self.machine = machine
+        self._known: dict[Any, float] = {}
+
+    def __call__(self, node: fx.Node) -> float:
+        """Milliseconds that ``node`` keeps its stream busy; 0 for a view or a wait.
+
+        Raises:
+            RuntimeError: torch's own, for a symbolic size without a hint.
+        """
+        if is_view(node):
+            return 0.0
+        if is_collective(node):
+            return self._collective(node)
+        machine = self.machine
+        moved = sum(map(_bytes, _tensors(node.meta.get("val")))) + sum(
+            _bytes(t) for a in node.all_input_nodes for t in _tensors(a.meta.get("val"))
+        )
+        ms = moved / machine.bandwidth * 1e3
+        if is_compute(node):
+            dtype = next((t.dtype for t in _tensors(node.meta.get("val"))), torch.float32)
+            rate = machine.flops.get(str(dtype).removeprefix("torch."), machine.other_flops)
+            ms = max(ms, _flops(node) / rate * 1e3)
+        return max(ms, machine.kernel_ms)
+
+    def _collective(self, node: fx.Node) -> float:
+        nbytes = sum(map(_bytes, _tensors(node.meta.get("val")))) + sum(
+            _bytes(t)
+            for a in node.all_input_nodes
+            if a is not node.kwargs.get("out")
+            for t in _tensors(a.meta.get("val"))
+        )
+        group = tb.group_name(node)
+        key = (node.target, group, nbytes)
+        if key not in self._known:
+            kind = kind_of(node) or "all_to_all"
+            series = self.machine.collectives.get((kind, tb.group_size_of(group)))
+            self._known[key] = (
+                _interpolated(series, nbytes) if series else tb.nccl_estimate_ms(node, nbytes)
+            )
+        return self._known[key]
+
+
+def _interpolated(series: Sequence[tuple[int, float]], nbytes: int) -> float:
+    points = sorted(series)
+    at = bisect.bisect_left(points, (nbytes, -math.inf))
+    if at == 0:
+        return points[0][1]
+    if at == len(points):
+        size, ms = points[-1]
+        return ms * nbytes / size
+    (low, low_ms), (high, high_ms) = points[at - 1], points[at]
+    return low_ms + (high_ms - low_ms) * (nbytes - low) / (high - low)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    numel = tb.size_hint(tensor.numel(), "the cost of a node")
+    return numel * tensor.dtype.itemsize
+
+
+def _flops(node: fx.Node) -> float:
+    from torch.utils.flop_counter import flop_registry
+
+    target: Any = node.target
+    count = flop_registry.get(getattr(target, "overloadpacket", None)) or flop_registry[target]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    try:
+        return float(count(*args, **kwargs, out_val=node.meta.get("val")))
+    except (TypeError, AssertionError, ValueError, AttributeError):
+        return 0.0  # an overload that torch's formula does not take: its bytes are what counts

@@ -1,0 +1,212 @@
+"""What may move past what: a graph as integers, with the dependencies that its edges do not show.
+
+A node depends on its inputs. Besides, these keep their order whatever the edges say:
+
+- a write to a tensor, and everything that touches the tensor before or after it (:mod:`.writes`);
+- operators that draw random numbers from the generator's state, among themselves;
+- operators with side effects, and operators that are not known to have none, against everything;
+- the starts of one process group and kind. Ranks meet in a group in the order in which they launch,
+  so the order that the graph came with, which is the same on every rank, is kept per kind; gathers
+  may overtake reductions.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from . import _torch_bucketing as tb
+from .tags import kind_of
+from .writes import aliases_of, unordered_writes, written_values
+
+__all__ = ["Dependencies", "is_collective", "is_compute", "is_view", "started_by"]
+
+_c10d = torch.ops._c10d_functional
+
+_ALL_TO_ALL = _c10d.all_to_all_single.default
+
+# Higher-order operators that compute their results and do nothing else.
+_FUNCTIONAL = frozenset(
+    {
+        "auto_functionalized",
+        "auto_functionalized_v2",
+        "flex_attention",
+        "flex_attention_backward",
+        "invoke_subgraph",
+        "triton_kernel_wrapper_functional",
+    }
+)
+_BUILTIN_MODULES = ("_operator", "builtins", "math")
+_COPIES_NOTHING = frozenset(
+    {
+        operator.getitem,
+        _c10d.wait_tensor.default,
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.lift_fresh_copy.default,
+    }
+)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether ``node`` launches communication: a start as in :mod:`.tags`, or an all-to-all."""
+    return kind_of(node) is not None or node.target is _ALL_TO_ALL
+
+
+def started_by(wait: fx.Node) -> fx.Node | None:
+    """The collective that ``wait`` waits for; None if ``wait`` is no wait of one."""
+    if not tb.is_wait(wait):
+        return None
+    start = wait.args[0]
+    return start if isinstance(start, fx.Node) and is_collective(start) else None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether ``node`` runs no kernel."""
+    if node.op != "call_function":
+        return True
+    target = node.target
+    if target in _COPIES_NOTHING:
+        return True
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target.is_view)
+    return getattr(target, "__module__", "") in _BUILTIN_MODULES
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Whether ``node`` is a matrix product, an attention or a convolution: what torch counts
+    floating point operations of, and what compute runs are counted in."""
+    from torch.utils.flop_counter import flop_registry
+
+    target: Any = node.target
+    return node.op == "call_function" and (
+        getattr(target, "overloadpacket", None) in flop_registry or target in flop_registry
+    )
+
+
+class Dependencies:
+    """The movable nodes of a graph, by their place in it from 0, and what each one needs.
+
+    Placeholders, ``get_attr`` and the output stay where they are and are not among the nodes.
+
+    Args:
+        graph: in topological order, and unchanged as long as this is used.
+
+    Attributes:
+        nodes: the movable ones, in graph order.
+        index: the place of each.
+        needs: places of the nodes that must come before each one, ascending, without repeats.
+        needed_by: the reverse.
+        group: name of the process group of each collective.
+
+    Raises:
+        ValueError: a node stands before one of its inputs.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        everything = list(graph.nodes)
+        self.nodes: list[fx.Node] = [
+            n for n in everything if n.op not in ("placeholder", "get_attr", "output")
+        ]
+        self.index: dict[fx.Node, int] = {n: i for i, n in enumerate(self.nodes)}
+        self.group: dict[int, str] = {}
+        needs: list[dict[int, None]] = []
+        fixed = {n for n in everything if n.op in ("placeholder", "get_attr")}
+        for i, node in enumerate(self.nodes):
+            mine: dict[int, None] = {}
+            for arg in node.all_input_nodes:
+                at = self.index.get(arg)
+                if at is None and arg in fixed:
+                    continue
+                if at is None or at >= i:
+                    raise ValueError(f"{node.name} stands before its input {arg.name}")
+                mine[at] = None
+            needs.append(mine)
+        self._order_writes(everything, needs)
+        self._order_chains(needs)
+        self.needs: list[list[int]] = [sorted(mine) for mine in needs]
+        self.needed_by: list[list[int]] = [[] for _ in self.nodes]
+        for i, mine_sorted in enumerate(self.needs):
+            for j in mine_sorted:
+                self.needed_by[j].append(i)
+
+    def _order_writes(self, everything: list[fx.Node], needs: list[dict[int, None]]) -> None:
+        writes = unordered_writes(everything)
+        if not writes:
+            return
+        roots, aliases = aliases_of(everything)
+        for write in writes:
+            at = self.index[write]
+            for value in written_values(write):
+                for root in roots.get(value, ()):
+                    touching = [u for a in aliases[root] for u in (a, *a.users)]
+                    for node in touching:
+                        other = self.index.get(node)
+                        if other is not None and other < at:
+                            needs[at][other] = None
+                        elif other is not None and other > at:
+                            needs[other][at] = None
+
+    def _order_chains(self, needs: list[dict[int, None]]) -> None:
+        last: dict[Any, int] = {}
+        barrier = -1
+        for i, node in enumerate(self.nodes):
+            if barrier >= 0:
+                needs[i][barrier] = None
+            if _is_barrier(node):
+                for j in range(barrier + 1, i):
+                    needs[i][j] = None
+                barrier = i
+                continue
+            chain: Any = None
+            if is_collective(node):
+                self.group[i] = group_of(node)
+                chain = (self.group[i], kind_of(node))
+            elif _draws_random_numbers(node):
+                chain = "random"
+            if chain is not None:
+                if chain in last:
+                    needs[i][last[chain]] = None
+                last[chain] = i
+
+    def is_order(self, order: Sequence[int]) -> bool:
+        """Whether ``order`` has every node once, and behind all that it needs."""
+        place = {i: at for at, i in enumerate(order)}
+        return len(place) == len(order) == len(self.nodes) and all(
+            i in place and all(place[j] < place[i] for j in mine)
+            for i, mine in enumerate(self.needs)
+        )
+
+
+def group_of(start: fx.Node) -> str:
+    """The name of a collective's process group."""
+    return tb.group_name(start)
+
+
+def _is_barrier(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return True
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        if target.namespace == "_c10d_functional":
+            return False
+        return node.is_impure() and not _is_plain(target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target.name() not in _FUNCTIONAL
+    return getattr(target, "__module__", "") not in _BUILTIN_MODULES and not is_view(node)
+
+
+def _is_plain(target: torch._ops.OpOverload) -> bool:
+    """Writes and random numbers are ordered more finely than by a barrier."""
+    return bool(target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
+
+
+def _draws_random_numbers(node: fx.Node) -> bool:
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
+    )
