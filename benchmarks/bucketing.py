@@ -13,8 +13,8 @@ after the other on the same graph:
 
 Counts are of all-gathers and reduce-scatters on those groups. The byte lower bound is what bytes
 alone force: per bucket key, one bucket for each member above the cap, and the others' bytes over
-the cap, rounded up. Times are medians over ``--repeat`` fresh loads of the graph; peak memory is
-what the process's maximum resident size grew by during the pass.
+the cap, rounded up. Times are CPU seconds, medians over ``--repeat`` fresh loads of the graph; peak
+memory is what the process's maximum resident size grew by during the pass.
 """
 
 from __future__ import annotations
@@ -40,14 +40,34 @@ PARAMETER_ROLES = ("fsdp", "expert_fsdp")
 
 
 # What a child runs for the unpatched torch: the package without the import hook that it installs.
-UNPATCHED = """
+_UNPATCHED = """
 import sys
 import torch_ext_bucketing
 from torch_ext_bucketing.patching.imports import PatchedFinder
 sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PatchedFinder)]
-from benchmarks.bucketing import main
+from {module} import main
 sys.exit(main())
 """
+
+
+def run_child(module: str, way: str, arguments: Sequence[str]) -> Any:
+    """Run ``module``'s ``main`` with ``--child way`` in a process of its own, on the torch that is
+    installed where ``way`` is ``"unpatched"``; returns the JSON in its last line."""
+    program = ["-c", _UNPATCHED.format(module=module)] if way == "unpatched" else ["-m", module]
+    command = [sys.executable, *program, "--child", way, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join([module, way, *arguments])}:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_torch(way: str) -> None:
+    """Fail if this process does not run the torch that ``way`` asks for."""
+    from torch._inductor.fx_passes import bucketing
+
+    patched = hasattr(bucketing, "_payload_order")
+    if patched == (way == "unpatched"):
+        raise RuntimeError(f"{way}: the bucketing module is {'patched' if patched else 'original'}")
 
 
 def default_cap(name: str) -> float:
@@ -147,11 +167,7 @@ def child(way: str, name: str, cap_mb: float, repeat: int, layers: int | None) -
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
         results.append({**timed, "grown_mib": grown / 1024, "after": counts(graph)})
         graph.gm.graph.lint() if way == "ours" else None
-    from torch._inductor.fx_passes import bucketing
-
-    patched = hasattr(bucketing, "_payload_order")
-    if patched == (way == "unpatched"):
-        raise RuntimeError(f"{way}: the bucketing module is {'patched' if patched else 'original'}")
+    check_torch(way)
     print(json.dumps({"before": before, "byte_lower_bound": bound, "runs": results}))
 
 
@@ -159,14 +175,9 @@ def measure(name: str, cap_mb: float, repeat: int, layers: int | None) -> dict[s
     """One row, each way in its own process."""
     row: dict[str, Any] = {"graph": name, "cap_mb": cap_mb}
     for way in WAYS:
-        program = ["-c", UNPATCHED] if way == "unpatched" else ["-m", "benchmarks.bucketing"]
-        command = [sys.executable, *program, "--child", way, "--only", name]
-        command += ["--cap", str(cap_mb), "--repeat", str(repeat)]
-        command += ["--layers", str(layers)] if layers else []
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{name}, {way}:\n{done.stderr[-4000:]}")
-        result = json.loads(done.stdout.splitlines()[-1])
+        arguments = ["--only", name, "--cap", str(cap_mb), "--repeat", str(repeat)]
+        arguments += ["--layers", str(layers)] if layers else []
+        result = run_child("benchmarks.bucketing", way, arguments)
         runs = result["runs"]
         row["before"], row["byte_lower_bound"] = result["before"], result["byte_lower_bound"]
         prefix = "" if way == "ours" else f"{way}_"

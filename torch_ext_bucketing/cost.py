@@ -38,10 +38,10 @@ class Machine:
         other_flops: the same for dtypes that ``flops`` does not name.
         bandwidth: bytes per second that kernels move, read and written.
         kernel_ms: least time of a kernel, in milliseconds.
-        collectives: measured times: ``(kind, group size)`` to ``(bytes, ms)`` pairs, kind one of
-            ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, bytes the input's and
-            output's together; between two sizes it is interpolated, beyond the last one
-            extrapolated by bandwidth. What it lacks is torch's estimate.
+        collectives: measured times: ``(kind, group size)`` to ``(bytes, ms)`` pairs; kind is one of
+            ``all_gather``, ``reduce_scatter``, ``all_reduce`` and ``all_to_all``, bytes are the
+            input's and the output's together. Between two sizes the time is interpolated, beyond
+            the last one extrapolated by bandwidth. What the table lacks is torch's estimate.
 
     Raises:
         ValueError: a rate that is not positive, or an empty series of measurements.
@@ -94,7 +94,7 @@ class Costs:
         if is_view(node):
             return 0.0
         if is_collective(node):
-            return self._collective(node)
+            return self.collective(node)
         machine = self.machine
         moved = sum(map(_bytes, _tensors(node.meta.get("val")))) + sum(
             _bytes(t) for a in node.all_input_nodes for t in _tensors(a.meta.get("val"))
@@ -106,13 +106,15 @@ class Costs:
             ms = max(ms, _flops(node) / rate * 1e3)
         return max(ms, machine.kernel_ms)
 
-    def _collective(self, node: fx.Node) -> float:
-        nbytes = sum(map(_bytes, _tensors(node.meta.get("val")))) + sum(
-            _bytes(t)
-            for a in node.all_input_nodes
-            if a is not node.kwargs.get("out")
-            for t in _tensors(a.meta.get("val"))
-        )
+    def collective(self, node: fx.Node, nbytes: int | None = None) -> float:
+        """Milliseconds of a collective; ``nbytes``: as if it moved so many, input and output."""
+        if nbytes is None:
+            nbytes = sum(map(_bytes, _tensors(node.meta.get("val")))) + sum(
+                _bytes(t)
+                for a in node.all_input_nodes
+                if a is not node.kwargs.get("out")
+                for t in _tensors(a.meta.get("val"))
+            )
         group = tb.group_name(node)
         key = (node.target, group, nbytes)
         if key not in self._known:

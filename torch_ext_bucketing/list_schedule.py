@@ -31,7 +31,7 @@ from .dependencies import is_view
 from .liveness import LiveBytes
 from .timeline import Model
 
-__all__ = ["Options", "list_schedule"]
+__all__ = ["Options", "first_uses", "list_schedule"]
 
 _NO_STALL_MS = 1e-3
 
@@ -166,6 +166,17 @@ def _chained(model: Model, before: int, after: int) -> bool:
     return model.group[before] is not None and model.group[after] is not None
 
 
+def first_uses(model: Model) -> dict[int, int]:
+    """For each start that needs no computation, the place of the first anchor that uses it."""
+    shape = shape_of(model)
+    return {
+        i: shape.anchors[shape.first_use[i]]
+        for gathers in shape.gathers.values()
+        for i in gathers
+        if shape.first_use[i] < len(shape.anchors)
+    }
+
+
 def shape_of(model: Model) -> _Shape:
     """The model's shape, kept with it."""
     found = model.__dict__.get("_shape")
@@ -221,7 +232,8 @@ class _Scheduler:
             self._retire()
             chosen = self._choose()
             for gather in self.under.pop(anchors[chosen], ()):
-                self._emit(gather)
+                if self._fits(gather, self.shape.first_use[gather]):
+                    self._emit(gather)
             self._emit(anchors[chosen])
         for i in range(len(self.model)):
             self._emit(i)
@@ -390,19 +402,19 @@ class _Scheduler:
         capped = self._run_is_full()
         best = fallback = -1
         best_tail = -1.0
-        soonest = float("inf")
+        soonest = (float("inf"), 0.0)
         for number in self.ready:
             if before[number] > reach:
                 break
             anchor = anchors[number]
             if capped and model.compute[anchor] and anchor not in self.wanted:
                 continue
+            tail = shape.tail[anchor]
             stall = self._stall(anchor)
             if stall > _NO_STALL_MS:
-                if stall < soonest:
-                    soonest, fallback = stall, number
+                if (stall, -tail) < soonest:
+                    soonest, fallback = (stall, -tail), number
                 continue
-            tail = shape.tail[anchor]
             if number == self.head or best < 0:
                 wins = True
             else:

@@ -1,10 +1,11 @@
-"""What torch's overlap scheduler is told."""
+"""How communication is hidden: what torch's scheduler is told, and an overlap of our own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-__all__ = ["DEFAULT_PREFETCH", "PrefetchDepth"]
+__all__ = ["DEFAULT_PREFETCH", "Overlap", "PrefetchDepth"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,44 @@ class PrefetchDepth:
     compute_nodes: int = 50
 
     def __post_init__(self) -> None:
-        number = self.compute_nodes
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise ValueError(
-                f"compute_nodes must be a whole number of at least 0, got {self.compute_nodes!r}"
-            )
+        _check_count("compute_nodes", self.compute_nodes)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Gathers launch ahead of their use, reductions are waited for late, for
+    :func:`.schedule.schedule`.
+
+    Several orders are tried on the cost model, from the graph's own order of computation to one
+    that lets the longest remaining path go first, and the fastest within the bounds is taken.
+
+    Args:
+        depth: gathers of one process group that may be under way or unused ahead of the next.
+        window: compute nodes by which computation may overtake other computation, to fill the time
+            of a wait or to launch communication earlier. 0 keeps the order of computation. Without
+            such a bound memory may grow several times over.
+        max_prefetch: compute nodes that a gather may be ahead of its use.
+        prefetch_under: says for some gathers under which computation they are to run: the name of
+            a parameter or module whose gather it is, to the name of a parameter or module under
+            whose computation it is launched, as in ``{"layers.4": "layers.3"}``.
+
+    Raises:
+        ValueError: a negative or fractional number.
+    """
+
+    depth: int = 1
+    window: int = 100
+    max_prefetch: int = 100
+    prefetch_under: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "window", "max_prefetch"):
+            _check_count(name, getattr(self, name))
+
+
+def _check_count(name: str, number: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"{name} must be a whole number of at least 0, got {number!r}")
 
 
 DEFAULT_PREFETCH = PrefetchDepth()

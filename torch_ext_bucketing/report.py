@@ -13,6 +13,7 @@ __all__ = [
     "CompileReport",
     "GraphReport",
     "PayloadMember",
+    "ScheduleReport",
     "Unmerged",
 ]
 
@@ -209,6 +210,60 @@ class CompileReport:
         from .report_text import compile_text
 
         return compile_text(self, members)
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """What :func:`.schedule.schedule` reached. Pairs are before and after; times are the cost
+    model's, in milliseconds.
+
+    Args:
+        policies: what was asked for.
+        step_ms: time of the graph.
+        bound_ms: what no order can beat: the largest of longest path, compute, busiest group.
+        compute_ms: time that the compute stream is busy.
+        exposed_ms: time that it waits for communication.
+        peak_bytes: estimated peak of live bytes.
+        reference_bytes: the peak that ratios refer to.
+        limit_bytes: the memory bound; None where none was asked for.
+        longest_run: most compute nodes between two reduce-scatters.
+        max_run: its bound, or None.
+        forced_run: what dependencies force some run to be at least, in any order.
+        chosen: which of the orders tried was taken.
+        alternatives: all of them: name, step in ms, peak in bytes.
+        notes: what was asked for and does not apply to this graph.
+        warnings: the bounds that are not kept, or why the graph kept its order.
+        order: the movable nodes' names, in the new order.
+        seconds: what it took.
+    """
+
+    policies: tuple[str, ...] = ()
+    step_ms: tuple[float, float] = (0.0, 0.0)
+    bound_ms: float = 0.0
+    compute_ms: float = 0.0
+    exposed_ms: tuple[float, float] = (0.0, 0.0)
+    peak_bytes: tuple[int, int] = (0, 0)
+    reference_bytes: int = 0
+    limit_bytes: int | None = None
+    longest_run: tuple[int, int] = (0, 0)
+    max_run: int | None = None
+    forced_run: int = 0
+    chosen: str = "as given"
+    alternatives: tuple[tuple[str, float, int], ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def to_text(self) -> str:
+        """A few lines; see :mod:`.report_text`."""
+        from .report_text import schedule_text
+
+        return schedule_text(self)
 
 
 def _bucket_dict(bucket: BucketReport) -> dict[str, Any]:

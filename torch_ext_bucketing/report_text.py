@@ -6,9 +6,9 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from .report import BucketReport, CompileReport, GraphReport
+from .report import BucketReport, CompileReport, GraphReport, ScheduleReport
 
-__all__ = ["ARTIFACT", "compile_text", "emit", "graph_summary", "graph_text"]
+__all__ = ["ARTIFACT", "compile_text", "emit", "graph_summary", "graph_text", "schedule_text"]
 
 ARTIFACT = "torch_ext_bucketing_report"
 """Name of the artifact in TORCH_TRACE's logs: JSON, one per graph."""
@@ -94,6 +94,37 @@ def graph_text(report: GraphReport, members: bool = True) -> str:
     if report.splits:
         lines += ["", *report.splits]
     return "\n".join(lines) + "\n"
+
+
+def schedule_text(report: ScheduleReport) -> str:
+    """See :meth:`.ScheduleReport.to_text`."""
+    gib = 2**30
+    limit = "" if report.limit_bytes is None else f", bound {report.limit_bytes / gib:.2f}"
+    rows: list[tuple[str, ...]] = [
+        ("", "before", "after", ""),
+        (
+            "step, ms",
+            f"{report.step_ms[0]:.2f}",
+            f"{report.step_ms[1]:.2f}",
+            f"lower bound {report.bound_ms:.2f}, {report.chosen}",
+        ),
+        ("exposed, ms", f"{report.exposed_ms[0]:.2f}", f"{report.exposed_ms[1]:.2f}", ""),
+        (
+            "peak, GiB",
+            f"{report.peak_bytes[0] / gib:.2f}",
+            f"{report.peak_bytes[1] / gib:.2f}",
+            f"unreordered {report.reference_bytes / gib:.2f}{limit}",
+        ),
+        (
+            "longest compute run",
+            str(report.longest_run[0]),
+            str(report.longest_run[1]),
+            ""
+            if report.max_run is None
+            else f"bound {report.max_run}, dependencies force {report.forced_run}",
+        ),
+    ]
+    return "\n".join([*_aligned(rows, right=(1, 2)), *report.notes, *report.warnings]) + "\n"
 
 
 def compile_text(report: CompileReport, members: bool = True) -> str:

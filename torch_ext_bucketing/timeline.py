@@ -20,7 +20,7 @@ from .dependencies import Dependencies, is_compute, started_by
 from .liveness import Liveness
 from .tags import kind_of
 
-__all__ = ["Model", "Timeline", "lower_bound", "longest_compute_run"]
+__all__ = ["Model", "Timeline", "longest_compute_run", "lower_bound"]
 
 
 class Model:
@@ -30,6 +30,7 @@ class Model:
         graph: in topological order, and unchanged as long as this is used.
         costs: milliseconds per node.
         liveness: of the same graph; made when None.
+        dependencies: of the same graph; made when None.
 
     Attributes:
         ms: time on the node's stream.
@@ -40,11 +41,15 @@ class Model:
     """
 
     def __init__(
-        self, graph: fx.Graph, costs: Costs | None = None, liveness: Liveness | None = None
+        self,
+        graph: fx.Graph,
+        costs: Costs | None = None,
+        liveness: Liveness | None = None,
+        dependencies: Dependencies | None = None,
     ) -> None:
         costs = costs or Costs()
         self.graph = graph
-        self.dependencies = Dependencies(graph)
+        self.dependencies = dependencies or Dependencies(graph)
         self.liveness = liveness or Liveness(graph, self.dependencies)
         nodes = self.dependencies.nodes
         self.ms = [costs(n) for n in nodes]
@@ -138,7 +143,9 @@ def lower_bound(model: Model) -> float:
     done = [0.0] * len(model)
     streams: dict[str, float] = {}
     for i, needs in enumerate(model.dependencies.needs):
-        done[i] = model.ms[i] + max((done[j] for j in needs), default=0.0)
+        # Starts that only keep their order need not wait for each other's end.
+        ahead = [done[j] for j in needs if model.group[i] is None or model.group[j] is None]
+        done[i] = model.ms[i] + max(ahead, default=0.0)
         name = model.group[i] or ""
         streams[name] = streams.get(name, 0.0) + model.ms[i]
     return max([0.0, *done, *streams.values()])

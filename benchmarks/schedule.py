@@ -1,0 +1,218 @@
+"""Step time and memory of our schedule, beside the unpatched torch's, on graphs of real size.
+
+    python -m benchmarks.schedule                           every graph, prints a table
+    python -m benchmarks.schedule --only 'llama3_8b_*' --json out.json
+
+Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
+
+- ``unpatched``: ``schedule_overlap_bucketing`` of the installed torch's own source, with buckets,
+  the same byte cap, and our cost model as its runtime estimation;
+- ``ours``: :func:`torch_ext_bucketing.caps.plan_by_cap`, :func:`.buckets.apply_plan`, and
+  :func:`.schedule.schedule` with ``Overlap()``, ``CapComputeRun(8)`` (backward graphs) and
+  ``PeakMemory`` at 1.02 times the peak of the graph without buckets.
+
+Both results are timed by :class:`torch_ext_bucketing.timeline.Timeline` on the same machine. The
+lower bound is the largest of longest path, total compute and busiest process group of our bucketed
+graph. Pass times are CPU seconds, medians over ``--repeat`` fresh loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib
+import json
+import logging
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch.fx as fx
+
+from .bucketing import check_torch, default_cap, parameter_groups, run_child
+from .graphs import NAMES, Graph, load
+
+WAYS = ("unpatched", "ours")
+GIB = 2**30
+
+
+def run_unpatched(graph: Graph, cap_mb: float) -> None:
+    """torch's own buckets and overlap, by our costs."""
+    from torch._inductor.fx_passes import overlap_scheduling
+
+    from torch_ext_bucketing.cost import Costs
+
+    costs = Costs()
+    # torch estimates every compute node itself before it asks for our estimate, and needs a GPU
+    # (or Triton) for that.
+    overlap_scheduling.estimate_roofline_runtime_ms = costs
+
+    def estimate(node: fx.Node, override_bytes: int | None) -> float:
+        return costs(node) if override_bytes is None else costs.collective(node, override_bytes)
+
+    overlap_scheduling.schedule_overlap_bucketing(
+        graph.gm,
+        collective_bucketing=True,
+        custom_runtime_estimation=estimate,
+        compute_estimator="analytical",
+        pre_bucketing_fsdp_collectives_bucket_cap_mb=cap_mb,
+    )
+
+
+def run_ours(graph: Graph, cap_mb: float, reference: int) -> dict[str, Any]:
+    """Our buckets, then our schedule."""
+    from torch_ext_bucketing.buckets import apply_plan
+    from torch_ext_bucketing.caps import plan_by_cap
+    from torch_ext_bucketing.memory import CapComputeRun, PeakMemory
+    from torch_ext_bucketing.overlap import Overlap
+    from torch_ext_bucketing.schedule import Policy, schedule
+
+    keep = parameter_groups(graph)
+    plan = plan_by_cap(
+        graph.gm.graph,
+        cap_mb,
+        kinds=("all_gather", "reduce_scatter"),
+        group_filter=lambda found: [g for g in found if g in keep],
+    )
+    apply_plan(graph.gm.graph, plan)
+    policies: list[Policy] = [Overlap(), PeakMemory(gib=1.02 * reference / GIB)]
+    if graph.phase == "backward":
+        policies.append(CapComputeRun(8))
+    report = schedule(graph.gm, policies, reference_bytes=reference)
+    return {"chosen": report.chosen, "forced_run": report.forced_run, "missed": report.warnings}
+
+
+def child(way: str, name: str, cap_mb: float, repeat: int, layers: int | None) -> None:
+    """Measure one way on one graph and print the result as JSON."""
+    from torch_ext_bucketing.schedule import model_of
+    from torch_ext_bucketing.timeline import Timeline, lower_bound
+
+    logging.getLogger("torch._inductor.fx_passes").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    # Neither way is charged for imports.
+    importlib.import_module("torch._inductor.fx_passes.overlap_scheduling")
+    importlib.import_module("torch._inductor.fx_passes.overlap_preserving_bucketer")
+    seconds: list[float] = []
+    for _ in range(repeat):
+        graph = load(name, layers, quiet=True)
+        unbucketed = Timeline.of(model_of(graph.gm.graph))
+        clock = time.process_time()
+        extra = {}
+        if way == "unpatched":
+            run_unpatched(graph, cap_mb)
+        else:
+            extra = run_ours(graph, cap_mb, unbucketed.peak_bytes)
+        seconds.append(time.process_time() - clock)
+    check_torch(way)
+    graph.gm.graph.lint()
+    model = model_of(graph.gm.graph)
+    reached = Timeline.of(model)
+    result = {
+        "step_ms": reached.step_ms,
+        "bound_ms": lower_bound(model),
+        "peak_gib": reached.peak_bytes / GIB,
+        "longest_run": reached.longest_run,
+        "pass_s": statistics.median(seconds),
+        "unbucketed_step_ms": unbucketed.step_ms,
+        "unbucketed_peak_gib": unbucketed.peak_bytes / GIB,
+        **extra,
+    }
+    print(json.dumps(result))
+
+
+def measure(name: str, cap_mb: float, repeat: int, layers: int | None) -> dict[str, Any]:
+    """One row."""
+    arguments = ["--only", name, "--cap", str(cap_mb), "--repeat", str(repeat)]
+    arguments += ["--layers", str(layers)] if layers else []
+    found = {way: run_child("benchmarks.schedule", way, arguments) for way in WAYS}
+    row = {"graph": name, "cap_mb": cap_mb, **found["ours"]}
+    for key in ("step_ms", "peak_gib", "longest_run", "pass_s"):
+        row[f"unpatched_{key}"] = found["unpatched"][key]
+    return row
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line per graph, and the geometric mean over the bound."""
+    from torch_ext_bucketing.demo.table import columns
+
+    lines = [
+        ["graph", "cap", "bound", "ours", "unpatched", "unbucketed", "ours", "peak,", "ours"],
+        ["", "MiB", "ms", "ms", "ms", "ms", "/ bound", "unbucketed", "/ it"],
+    ]
+    lines[0] += ["unpatched", "run", "forced", "unpatched", "ours", "unpatched", "order"]
+    lines[1] += ["/ it", "", "run", "run", "s", "s", "taken"]
+    for r in rows:
+        lines.append(
+            [
+                r["graph"],
+                f"{r['cap_mb']:g}",
+                f"{r['bound_ms']:.1f}",
+                f"{r['step_ms']:.1f}",
+                f"{r['unpatched_step_ms']:.1f}",
+                f"{r['unbucketed_step_ms']:.1f}",
+                f"{r['step_ms'] / r['bound_ms']:.3f}",
+                f"{r['unbucketed_peak_gib']:.2f} GiB",
+                f"{r['peak_gib'] / r['unbucketed_peak_gib']:.3f}",
+                f"{r['unpatched_peak_gib'] / r['unbucketed_peak_gib']:.3f}",
+                str(r["longest_run"]),
+                str(r["forced_run"]),
+                str(r["unpatched_longest_run"]),
+                f"{r['pass_s']:.2f}",
+                f"{r['unpatched_pass_s']:.2f}",
+                r["chosen"],
+            ]
+        )
+    ratios = [r["step_ms"] / r["bound_ms"] for r in rows]
+    theirs = [r["unpatched_step_ms"] / r["bound_ms"] for r in rows]
+    return (
+        f"{columns(lines)}\n\ngeometric mean of step / bound: ours {_mean(ratios):.3f}, "
+        f"unpatched {_mean(theirs):.3f}"
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.schedule",
+        description=(__doc__ or "").split("\n\n", 1)[0],
+    )
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
+    parser.add_argument("--cap", type=float, metavar="MIB", help="bucket cap")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="loads per way")
+    parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
+    parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    names = [
+        n
+        for n in NAMES
+        if any(fnmatch.fnmatch(n, p) for p in args.only) and not n.endswith("forward.recompute")
+    ]
+    if not names:
+        parser.error(f"no graph matches {' '.join(args.only)}; see python -m benchmarks.graphs")
+    if args.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    if args.child:
+        child(args.child, names[0], args.cap, args.repeat, args.layers)
+        return 0
+    rows = []
+    for name in names:
+        print(name, file=sys.stderr, flush=True)
+        rows.append(measure(name, args.cap or default_cap(name), args.repeat, args.layers))
+        if args.json:
+            with open(args.json, "w", encoding="utf-8") as file:
+                json.dump(rows, file, indent=1)
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
