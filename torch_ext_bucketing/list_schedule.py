@@ -98,10 +98,10 @@ class _Shape:
         self.first_use = [len(self.anchors)] * size
         for i in reversed(range(size)):
             for j in model.dependencies.needed_by[i]:
-                if _chained(model, i, j):
-                    continue
+                # The collectives that follow on the same stream count as a path, too.
                 self.tail[i] = max(self.tail[i], self.tail[j])
-                self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
+                if not _chained(model, i, j):
+                    self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
             self.tail[i] += model.ms[i]
         self.gathers: dict[str, list[int]] = {}
         for i in range(size):
@@ -209,8 +209,10 @@ class _Scheduler:
         self.next_gather = dict.fromkeys(self.shape.gathers, 0)
         self.head = 0
         self.run_length = 0
-        self.reductions = [i for i in range(size) if model.reduces[i]]
-        self.next_reduction = 0
+        self.reductions: dict[str, list[int]] = {}  # by group, the next one last
+        for i in reversed(range(size)):
+            if model.reduces[i]:
+                self.reductions.setdefault(str(model.group[i]), []).append(i)
         self.wanted: dict[int, None] = {}  # compute nodes that the next reduction needs
         self.under: dict[int, list[int]] = {}
         for gather, anchor in options.under.items():
@@ -478,17 +480,23 @@ class _Scheduler:
         )
 
     def _want_next_reduction(self) -> None:
+        """Find the reduce-scatter that needs the fewest compute nodes, among each group's next."""
         if self.options.max_run is None:
             return
-        while (
-            self.next_reduction < len(self.reductions)
-            and self.done[self.reductions[self.next_reduction]]
-        ):
-            self.next_reduction += 1
-        self.wanted = {}
-        if self.next_reduction == len(self.reductions):
-            return
-        start = self.reductions[self.next_reduction]
+        best: dict[int, None] | None = None
+        for starts in self.reductions.values():
+            while starts and self.done[starts[-1]]:
+                starts.pop()
+            if not starts:
+                continue
+            wanted = self._compute_behind(starts[-1], None if best is None else len(best))
+            if wanted is not None:
+                best = wanted
+        self.wanted = best or {}
+
+    def _compute_behind(self, start: int, fewer_than: int | None) -> dict[int, None] | None:
+        """The compute nodes still to come before ``start``; None if there are too many."""
+        found: dict[int, None] = {}
         seen, stack = {start}, [start]
         while stack:
             for j in self.needs[stack.pop()]:
@@ -497,4 +505,7 @@ class _Scheduler:
                 seen.add(j)
                 stack.append(j)
                 if self.model.compute[j]:
-                    self.wanted[j] = None
+                    found[j] = None
+                    if fewer_than is not None and len(found) >= fewer_than:
+                        return None
+        return found

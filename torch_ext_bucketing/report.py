@@ -229,8 +229,11 @@ class ScheduleReport:
         longest_run: most compute nodes between two reduce-scatters.
         max_run: its bound, or None.
         forced_run: what dependencies force some run to be at least, in any order.
+        misses: by how much bounds are missed, as parts of them added up; 0: all are kept.
         chosen: which of the orders tried was taken.
         alternatives: all of them: name, step in ms, peak in bytes.
+        caps_mb: byte cap in MiB per process group, where they were chosen here.
+        cap_alternatives: all that were tried: the caps, step in ms, peak in bytes, misses.
         notes: what was asked for and does not apply to this graph.
         warnings: the bounds that are not kept, or why the graph kept its order.
         order: the movable nodes' names, in the new order.
@@ -248,8 +251,11 @@ class ScheduleReport:
     longest_run: tuple[int, int] = (0, 0)
     max_run: int | None = None
     forced_run: int = 0
+    misses: float = 0.0
     chosen: str = "as given"
     alternatives: tuple[tuple[str, float, int], ...] = ()
+    caps_mb: tuple[tuple[str, float], ...] = ()
+    cap_alternatives: tuple[tuple[tuple[tuple[str, float], ...], float, int, float], ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     order: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ __all__ = ["BoundNotKeptWarning", "Policy", "model_of", "peak_bytes", "schedule"
 
 Policy: TypeAlias = Overlap | CapComputeRun | PeakMemory
 
-_WINDOWS = (0, 4, 8, 16, 30, 60, 100)
+_WINDOWS = (0, 8, 16, 40, 100)
 _DEFAULT_RATIO = 1.02
 """Of the reference's peak, where no ``PeakMemory`` is given: reordering alone must not cost memory
 worth speaking of."""
@@ -149,9 +149,13 @@ class _Try:
 
 
 def schedule_model(
-    model: Model, settings: _Settings | Policy | Iterable[Policy], reference_bytes: int | None
+    model: Model,
+    settings: _Settings | Policy | Iterable[Policy],
+    reference_bytes: int | None,
+    quick: bool = False,
 ) -> tuple[ScheduleReport, Sequence[int]]:
-    """The report and the order, without touching the graph. Arguments as of :func:`schedule`."""
+    """The report and the order, without touching the graph. Arguments as of :func:`schedule`;
+    ``quick`` tries few orders."""
     if not isinstance(settings, _Settings):
         settings = _Settings.of(settings)
     clock = time.perf_counter()
@@ -171,7 +175,7 @@ def schedule_model(
 
     tries = [attempt("as given", range(len(model)), given)]
     under, notes = _places_under(model, settings.overlap)
-    for name, options in _candidates(settings, limit, most, under):
+    for name, options in _candidates(settings, limit, most, under, quick):
         tries.append(attempt(name, list_schedule(model, options)))
     if settings.overlap is None:
         # Without overlap an order is touched only where it misses a bound.
@@ -191,6 +195,7 @@ def schedule_model(
         longest_run=(given.longest_run, reached.longest_run),
         max_run=most,
         forced_run=forced,
+        misses=best.misses[0],
         chosen=best.options,
         alternatives=tuple((t.options, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
         notes=tuple(notes),
@@ -201,7 +206,7 @@ def schedule_model(
 
 
 def _candidates(
-    settings: _Settings, limit: int, most: int | None, under: dict[int, int]
+    settings: _Settings, limit: int, most: int | None, under: dict[int, int], quick: bool
 ) -> Iterable[tuple[str, Options]]:
     overlap = settings.overlap
     if overlap is None:
@@ -212,22 +217,26 @@ def _candidates(
                 Options(limit, window, fill=window, depth=0, deadlines=False, max_run=most),
             )
         return
-    for depth in dict.fromkeys((overlap.depth, 2 * overlap.depth)):
-        for deadlines in (True, False):
-            for window in dict.fromkeys(min(w, overlap.window) for w in _WINDOWS):
-                yield (
-                    f"window {window}, depth {depth}{', by deadline' if deadlines else ''}",
-                    Options(
-                        limit,
-                        window,
-                        fill=overlap.window,
-                        depth=depth,
-                        max_prefetch=overlap.max_prefetch,
-                        deadlines=deadlines,
-                        max_run=most,
-                        under=under,
-                    ),
-                )
+    windows = tuple(dict.fromkeys(min(w, overlap.window) for w in _WINDOWS))
+    ways = [(w, overlap.depth, True) for w in windows]
+    ways += [(w, 2 * overlap.depth, True) for w in windows if overlap.depth]
+    ways += [(w, overlap.depth, False) for w in windows[:1]]
+    if quick:
+        ways = [(w, overlap.depth, True) for w in windows[:3:2]]
+    for window, depth, deadlines in ways:
+        yield (
+            f"window {window}, depth {depth}{', by deadline' if deadlines else ''}",
+            Options(
+                limit,
+                window,
+                fill=overlap.window,
+                depth=depth,
+                max_prefetch=overlap.max_prefetch,
+                deadlines=deadlines,
+                max_run=most,
+                under=under,
+            ),
+        )
 
 
 def _places_under(model: Model, overlap: Overlap | None) -> tuple[dict[int, int], list[str]]:
