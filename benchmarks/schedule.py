@@ -8,7 +8,7 @@ Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
 - ``unpatched``: ``schedule_overlap_bucketing`` of the installed torch's own source, with buckets,
   the same byte cap, and our cost model as its runtime estimation;
 - ``ours``: :func:`torch_ext_bucketing.caps.plan_by_cap`, :func:`.buckets.apply_plan`, and
-  :func:`.schedule.schedule` with ``Overlap()``, ``CapComputeRun(8)`` (backward graphs) and
+  :func:`.scheduling.schedule` with ``Overlap()``, ``CapComputeRun(8)`` (backward graphs) and
   ``PeakMemory`` at 1.02 times the peak of the graph without buckets.
 
 Both results are timed by :class:`torch_ext_bucketing.timeline.Timeline` on the same machine. The
@@ -69,7 +69,7 @@ def run_ours(graph: Graph, cap_mb: float, reference: int) -> dict[str, Any]:
     from torch_ext_bucketing.caps import plan_by_cap
     from torch_ext_bucketing.memory import CapComputeRun, PeakMemory
     from torch_ext_bucketing.overlap import Overlap
-    from torch_ext_bucketing.schedule import Policy, schedule
+    from torch_ext_bucketing.scheduling import Policy, schedule
 
     keep = parameter_groups(graph)
     plan = plan_by_cap(
@@ -88,7 +88,7 @@ def run_ours(graph: Graph, cap_mb: float, reference: int) -> dict[str, Any]:
 
 def child(way: str, name: str, cap_mb: float, repeat: int, layers: int | None) -> None:
     """Measure one way on one graph and print the result as JSON."""
-    from torch_ext_bucketing.schedule import model_of
+    from torch_ext_bucketing.scheduling import model_of
     from torch_ext_bucketing.timeline import Timeline, lower_bound
 
     logging.getLogger("torch._inductor.fx_passes").setLevel(logging.ERROR)

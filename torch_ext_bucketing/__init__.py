@@ -16,9 +16,11 @@ from .patching import ensure_hooks as _ensure_hooks
 
 if TYPE_CHECKING:
     from .caps import plan_by_cap
+    from .cost import H100, Machine
     from .groups import primary_group
+    from .memory import CapComputeRun, PeakMemory
     from .order import FSDPParamOrder
-    from .overlap import PrefetchDepth
+    from .overlap import Overlap, PrefetchDepth
     from .passes import (
         BucketByCap,
         BucketUnits,
@@ -29,26 +31,37 @@ if TYPE_CHECKING:
         bucket_graph,
     )
     from .plans import BucketPlan, make_plan, manual_plan, transformer_block_plan
-    from .report import CompileReport, GraphReport
+    from .report import CompileReport, GraphReport, ScheduleReport
     from .ring import RingTopology, init_ring_process_group, register_ring_backend
+    from .scheduling import BoundNotKeptWarning, peak_bytes, schedule
+    from .scheduling_passes import BucketAndSchedule, Schedule
     from .simple_fsdp import data_parallel
     from .tags import Tag, set_tag, tag_joint_graph, tag_of
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "H100",
+    "BoundNotKeptWarning",
+    "BucketAndSchedule",
     "BucketByCap",
     "BucketPlan",
     "BucketUnits",
+    "CapComputeRun",
     "CompileReport",
     "FSDPParamOrder",
     "GraphPass",
     "GraphReport",
     "HooksError",
     "HooksWarning",
+    "Machine",
+    "Overlap",
+    "PeakMemory",
     "PrefetchDepth",
     "ReshardAfterForward",
     "RingTopology",
+    "Schedule",
+    "ScheduleReport",
     "Tag",
     "TagParameters",
     "backend",
@@ -58,10 +71,12 @@ __all__ = [
     "init_ring_process_group",
     "make_plan",
     "manual_plan",
+    "peak_bytes",
     "plan_by_cap",
     "primary_group",
     "register_ring_backend",
     "require_hooks",
+    "schedule",
     "set_tag",
     "tag_joint_graph",
     "tag_of",
@@ -72,7 +87,9 @@ _HOME = {
     "caps": ("plan_by_cap",),
     "groups": ("primary_group",),
     "order": ("FSDPParamOrder",),
-    "overlap": ("PrefetchDepth",),
+    "cost": ("H100", "Machine"),
+    "memory": ("CapComputeRun", "PeakMemory"),
+    "overlap": ("Overlap", "PrefetchDepth"),
     "passes": (
         "BucketByCap",
         "BucketUnits",
@@ -83,8 +100,10 @@ _HOME = {
         "bucket_graph",
     ),
     "plans": ("BucketPlan", "make_plan", "manual_plan", "transformer_block_plan"),
-    "report": ("CompileReport", "GraphReport"),
+    "report": ("CompileReport", "GraphReport", "ScheduleReport"),
     "ring": ("RingTopology", "init_ring_process_group", "register_ring_backend"),
+    "scheduling": ("BoundNotKeptWarning", "peak_bytes", "schedule"),
+    "scheduling_passes": ("BucketAndSchedule", "Schedule"),
     "simple_fsdp": ("data_parallel",),
     "tags": ("Tag", "set_tag", "tag_joint_graph", "tag_of"),
 }

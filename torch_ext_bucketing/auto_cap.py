@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.fx as fx
 
@@ -18,13 +18,17 @@ from .buckets import BucketingPlan, apply_plan
 from .caps import plan_by_cap
 from .cost import H100, Machine
 from .report import ScheduleReport
-from .schedule import Policy, model_of, peak_bytes, schedule_model
+from .scheduling import Policy, model_of, peak_bytes, schedule_model
 from .tags import Kind
 
 __all__ = ["CAPS_MB", "choose_caps"]
 
 CAPS_MB = (8.0, 25.0, 64.0, 160.0, 500.0)
 """MiB. 25 is DDP's default bucket, 500 the ceiling of torch's own estimate."""
+
+_SMALLEST_MB = 0.1
+
+_Caps: TypeAlias = tuple[tuple[str, float], ...]
 
 
 def choose_caps(
@@ -42,11 +46,11 @@ def choose_caps(
 
     Args:
         graph: as of :func:`.caps.plan_by_cap`.
-        policies: as of :func:`.schedule.schedule`.
-        caps_mb: what to try, ascending, in MiB.
+        policies: as of :func:`.scheduling.schedule`.
+        caps_mb: what to try, ascending, in MiB. Where all miss a bound, smaller ones are tried.
         kinds: what is bucketed.
         machine: what the cost model times nodes for.
-        reference_bytes: see :func:`.schedule.schedule`; None: the peak of ``graph``.
+        reference_bytes: see :func:`.scheduling.schedule`; None: the peak of ``graph``.
         options: of :func:`.caps.plan_by_cap`: ``eligible``, ``group_filter``, ``max_node_span``.
 
     Returns:
@@ -62,7 +66,8 @@ def choose_caps(
     policies = tuple(policies) if isinstance(policies, Iterable) else (policies,)
     if reference_bytes is None:
         reference_bytes = peak_bytes(graph)
-    tried: dict[tuple[tuple[str, float], ...], ScheduleReport] = {}
+    tried: dict[_Caps, ScheduleReport] = {}
+    known: dict[tuple[Any, ...], ScheduleReport] = {}
 
     def attempt(caps: Mapping[str, float] | float) -> None:
         plan = plan_by_cap(graph, caps, kinds=kinds, **options)
@@ -70,16 +75,23 @@ def choose_caps(
         key = tuple((g, caps if isinstance(caps, float) else caps.get(g, 0.0)) for g in groups)
         if key in tried:
             return
-        copy, plan = _copied(graph, plan)
-        apply_plan(copy, plan)
-        tried[key], _ = schedule_model(model_of(copy, machine), policies, reference_bytes, True)
+        members = tuple(b.members for b in plan.buckets)
+        if members not in known:
+            copy, plan = _copied(graph, plan)
+            apply_plan(copy, plan)
+            model = model_of(copy, machine)
+            known[members], _ = schedule_model(model, policies, reference_bytes, True)
+        tried[key] = known[members]
 
-    def best() -> tuple[tuple[str, float], ...]:
+    def best() -> _Caps:
         return min(tried, key=lambda k: (tried[k].misses, tried[k].step_ms))
 
     for cap in caps_mb:
         attempt(float(cap))
     ladder = [float(c) for c in caps_mb]
+    while tried[best()].misses and ladder[0] > _SMALLEST_MB:  # a small model, or a hard bound
+        ladder.insert(0, ladder[0] / 4)
+        attempt(ladder[0])
     groups = [g for g, _ in best()]
     if len(groups) > 1:
         for group in groups:

@@ -1,6 +1,6 @@
 """Bounds on what an order may do to memory.
 
-Both are policies for :func:`.schedule.schedule`. A bound that can't be kept is never silent: the
+Both are policies for :func:`.scheduling.schedule`. A bound that can't be kept is never silent: the
 report and one warning say by how much it is missed and what stands in the way. The third bound, on
 the span of a bucket, prevents instead: ``max_node_span`` of :func:`.caps.plan_by_cap`.
 """

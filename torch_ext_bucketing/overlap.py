@@ -33,7 +33,7 @@ class PrefetchDepth:
 @dataclass(frozen=True)
 class Overlap:
     """Gathers launch ahead of their use, reductions are waited for late, for
-    :func:`.schedule.schedule`.
+    :func:`.scheduling.schedule`.
 
     Several orders are tried on the cost model, from the graph's own order of computation to one
     that lets the longest remaining path go first, and the fastest within the bounds is taken.

@@ -23,6 +23,7 @@ import torch.fx as fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import _aot, _dynamo_inputs
+from ._inductor_order import pin_order
 from ._source import source_digest
 from .buckets import (
     BucketingPlan,
@@ -66,11 +67,14 @@ class Compilation:
         input_fqns: FQN of each graph input that is a parameter, by position.
         report: filled by the passes.
         warned: FQNs that a warning has listed already.
+        reference_bytes: the peak of live bytes of the graph at hand before any pass changed it,
+            where a pass asked for it.
     """
 
     input_fqns: FqnOf | None = None
     report: CompileReport = field(default_factory=CompileReport)
     warned: dict[str, None] = field(default_factory=dict)
+    reference_bytes: int | None = None
 
     def warn_uncovered(self, fqns: Sequence[str]) -> None:
         """Warn about parameters that no bucket covers, about each once per compile."""
@@ -94,6 +98,11 @@ class GraphPass(CustomGraphPass):
     """
 
     stage: Stage
+    orders: bool = False
+    """Whether it decides an order that the compiler has to keep."""
+
+    def prepare(self, graph: GraphLike, compilation: Compilation) -> None:
+        """Called on each graph of the pass's stage before the first pass of that stage."""
 
     @abstractmethod
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
@@ -123,15 +132,25 @@ _SOURCES = (
     "_aot",
     "_descriptors",
     "_dynamo_inputs",
+    "_inductor_order",
     "_merge_traces",
     "_torch_bucketing",
+    "auto_cap",
     "buckets",
     "caps",
     "contraction",
+    "cost",
+    "dependencies",
     "fqns",
     "groups",
+    "list_schedule",
+    "liveness",
+    "memory",
+    "overlap",
     "passes",
+    "scheduling",
     "tags",
+    "timeline",
     "writes",
 )
 
@@ -169,7 +188,7 @@ class TagParameters(GraphPass):
     def settings(self) -> tuple[Any, ...]:
         """The names of the model's parameters, which are what a tag can say."""
         names = [] if self.model is None else [n for n, _ in self.model.named_parameters()]
-        return (tuple(names), _stable(self.fqn_of))
+        return (tuple(names), stable_settings(self.fqn_of))
 
 
 class ReshardAfterForward(GraphPass):
@@ -252,13 +271,13 @@ class BucketUnits(GraphPass):
         compilation = compilation or Compilation()
         g = _graph_of(graph)
         plan = plan_units(g, UnitIndex(self.units, self.aliases), self.kinds)
-        self.last_report = _apply(g, plan, self.payload_key)
+        self.last_report = apply_and_report(g, plan, self.payload_key)
         compilation.report.graphs.append(self.last_report)
         compilation.warn_uncovered(plan.uncovered)
 
     def settings(self) -> tuple[Any, ...]:
         """Units, kinds and the payload order's own identity."""
-        return (self.units, self.aliases, self.kinds, _stable(self.payload_key))
+        return (self.units, self.aliases, self.kinds, stable_settings(self.payload_key))
 
 
 class BucketByCap(GraphPass):
@@ -314,13 +333,16 @@ class BucketByCap(GraphPass):
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         g = _graph_of(graph)
-        self.last_report = _apply(g, plan_by_cap(g, **self.options), self.payload_key)
+        self.last_report = apply_and_report(g, plan_by_cap(g, **self.options), self.payload_key)
         if compilation is not None:
             compilation.report.graphs.append(self.last_report)
 
     def settings(self) -> tuple[Any, ...]:
         """The options, and the payload order's own identity."""
-        return (*(_stable(v) for v in self.options.values()), _stable(self.payload_key))
+        return (
+            *(stable_settings(v) for v in self.options.values()),
+            stable_settings(self.payload_key),
+        )
 
 
 def bucket_graph(
@@ -352,10 +374,10 @@ def bucket_graph(
     return by_cap.last_report
 
 
-def _apply(
+def apply_and_report(
     graph: fx.Graph, plan: BucketingPlan, payload_key: Callable[[fx.Node], Any] | None
 ) -> GraphReport:
-    """Merge what is planned, and log the report."""
+    """Merge what is planned; returns the report, which is also logged."""
     stage, before = _aot.stage_of(graph), count_collectives(graph)
     buckets = apply_plan(graph, plan, payload_key)
     report = GraphReport(
@@ -407,11 +429,20 @@ class PassManager:
 
     def run(self, stage: Stage, graph: GraphLike, compilation: Compilation) -> None:
         """Run the passes of one stage. Those of other authors get the graph alone."""
-        for p in self.joint if stage == "joint" else self.forward_backward:
+        passes = self.joint if stage == "joint" else self.forward_backward
+        for p in passes:
+            if isinstance(p, GraphPass):
+                p.prepare(graph, compilation)
+        for p in passes:
             if isinstance(p, GraphPass):
                 p(graph, compilation)
             else:
                 p(graph)
+
+    @property
+    def orders(self) -> bool:
+        """Whether a pass decides an order that the compiler has to keep."""
+        return any(isinstance(p, GraphPass) and p.orders for p in self.forward_backward)
 
     def uuid(self) -> str | None:
         """Of all passes in order; None where one has none."""
@@ -483,10 +514,12 @@ class _InductorPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         self._passes.run(self._stage, graph, self._compilation)
+        if self._stage == "forward_backward" and self._passes.orders:
+            pin_order(graph)
 
     def uuid(self) -> str | None:
         passes = self._passes.uuid()
-        fqns = repr(_stable(self._compilation.input_fqns))
+        fqns = repr(stable_settings(self._compilation.input_fqns))
         return None if passes is None else _digest(passes, self._stage, fqns)
 
 
@@ -530,12 +563,12 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _stable(value: Any) -> Any:
+def stable_settings(value: Any) -> Any:
     """Something with a ``repr`` that is equal in every process for equal behaviour."""
     if callable(getattr(value, "uuid", None)):
         return value.uuid()
     if isinstance(value, dict):
-        return tuple(sorted((k, _stable(v)) for k, v in value.items()))
+        return tuple(sorted((k, stable_settings(v)) for k, v in value.items()))
     if callable(value):
         raise _NoUuidError
     return value

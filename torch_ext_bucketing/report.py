@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 __all__ = [
@@ -154,67 +154,9 @@ class GraphReport:
         return graph_summary(self)
 
 
-@dataclass
-class CompileReport:
-    """All graphs of one compile. The backward graph appears once it is compiled.
-
-    Args:
-        graphs: in the order in which they were compiled.
-        unnamed: collectives on parameters whose FQN could not be found, with the reason.
-        warnings: texts of the warnings that were given.
-    """
-
-    graphs: list[GraphReport] = field(default_factory=list)
-    unnamed: tuple[tuple[str, str], ...] = ()
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def collectives_before(self) -> dict[str, int]:
-        """Collectives per kind in all graphs together, before bucketing."""
-        return _total(g.collectives_before for g in self.graphs)
-
-    @property
-    def collectives_after(self) -> dict[str, int]:
-        """Collectives per kind in all graphs together, after bucketing."""
-        return _total(g.collectives_after for g in self.graphs)
-
-    @property
-    def buckets(self) -> tuple[BucketReport, ...]:
-        """The buckets of all graphs."""
-        return tuple(b for g in self.graphs for b in g.buckets)
-
-    def graph(self, stage: str) -> GraphReport | None:
-        """The last graph of a stage, or None."""
-        return next((g for g in reversed(self.graphs) if g.stage == stage), None)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields, and the totals."""
-        return {
-            "collectives_before": self.collectives_before,
-            "collectives_after": self.collectives_after,
-            "graphs": [g.as_dict() for g in self.graphs],
-            "unnamed": [list(u) for u in self.unnamed],
-            "warnings": list(self.warnings),
-        }
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`as_dict` as JSON."""
-        return json.dumps(self.as_dict(), indent=indent)
-
-    def to_text(self, members: bool = True) -> str:
-        """Aligned tables, graph by graph, and the totals; see :mod:`.report_text`.
-
-        Args:
-            members: list each bucket's members with their byte offsets.
-        """
-        from .report_text import compile_text
-
-        return compile_text(self, members)
-
-
 @dataclass(frozen=True)
 class ScheduleReport:
-    """What :func:`.schedule.schedule` reached. Pairs are before and after; times are the cost
+    """What :func:`.scheduling.schedule` reached. Pairs are before and after; times are the cost
     model's, in milliseconds.
 
     Args:
@@ -265,11 +207,76 @@ class ScheduleReport:
         """For JSON."""
         return asdict(self)
 
+    def with_caps(self, search: ScheduleReport) -> ScheduleReport:
+        """This report, with what a search for caps found."""
+        return replace(self, caps_mb=search.caps_mb, cap_alternatives=search.cap_alternatives)
+
     def to_text(self) -> str:
         """A few lines; see :mod:`.report_text`."""
         from .report_text import schedule_text
 
         return schedule_text(self)
+
+
+@dataclass
+class CompileReport:
+    """All graphs of one compile. The backward graph appears once it is compiled.
+
+    Args:
+        graphs: in the order in which they were compiled.
+        unnamed: collectives on parameters whose FQN could not be found, with the reason.
+        warnings: texts of the warnings that were given.
+        schedules: of the graphs that were scheduled, in the order in which they were compiled.
+    """
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    unnamed: tuple[tuple[str, str], ...] = ()
+    warnings: list[str] = field(default_factory=list)
+    schedules: list[ScheduleReport] = field(default_factory=list)
+
+    @property
+    def collectives_before(self) -> dict[str, int]:
+        """Collectives per kind in all graphs together, before bucketing."""
+        return _total(g.collectives_before for g in self.graphs)
+
+    @property
+    def collectives_after(self) -> dict[str, int]:
+        """Collectives per kind in all graphs together, after bucketing."""
+        return _total(g.collectives_after for g in self.graphs)
+
+    @property
+    def buckets(self) -> tuple[BucketReport, ...]:
+        """The buckets of all graphs."""
+        return tuple(b for g in self.graphs for b in g.buckets)
+
+    def graph(self, stage: str) -> GraphReport | None:
+        """The last graph of a stage, or None."""
+        return next((g for g in reversed(self.graphs) if g.stage == stage), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields, and the totals."""
+        return {
+            "collectives_before": self.collectives_before,
+            "collectives_after": self.collectives_after,
+            "graphs": [g.as_dict() for g in self.graphs],
+            "unnamed": [list(u) for u in self.unnamed],
+            "warnings": list(self.warnings),
+            "schedules": [s.as_dict() for s in self.schedules],
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`as_dict` as JSON."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def to_text(self, members: bool = True) -> str:
+        """Aligned tables, graph by graph, and the totals; see :mod:`.report_text`.
+
+        Args:
+            members: list each bucket's members with their byte offsets.
+        """
+        from .report_text import compile_text
+
+        return compile_text(self, members)
 
 
 def _bucket_dict(bucket: BucketReport) -> dict[str, Any]:

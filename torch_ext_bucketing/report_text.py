@@ -124,12 +124,16 @@ def schedule_text(report: ScheduleReport) -> str:
             else f"bound {report.max_run}, dependencies force {report.forced_run}",
         ),
     ]
+    if report.caps_mb:
+        caps = ", ".join(f"{cap:g} on group {group}" for group, cap in report.caps_mb)
+        rows.append(("byte cap, MiB", "", "", f"{caps}, of {len(report.cap_alternatives)} tried"))
     return "\n".join([*_aligned(rows, right=(1, 2)), *report.notes, *report.warnings]) + "\n"
 
 
 def compile_text(report: CompileReport, members: bool = True) -> str:
     """See :meth:`.CompileReport.to_text`."""
     parts = [graph_text(graph, members) for graph in report.graphs]
+    parts += [schedule_text(schedule) for schedule in report.schedules]
     total = f"all graphs: {_change(report.collectives_before, report.collectives_after)}\n"
     if report.unnamed:
         total += "parameters whose name was not found:\n"

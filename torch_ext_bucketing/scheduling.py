@@ -28,7 +28,15 @@ from .report import ScheduleReport
 from .tags import kind_of, member_tags, tag_of
 from .timeline import Model, Timeline, lower_bound
 
-__all__ = ["BoundNotKeptWarning", "Policy", "model_of", "peak_bytes", "schedule", "schedule_model"]
+__all__ = [
+    "BoundNotKeptWarning",
+    "Policy",
+    "Settings",
+    "model_of",
+    "peak_bytes",
+    "schedule",
+    "schedule_model",
+]
 
 Policy: TypeAlias = Overlap | CapComputeRun | PeakMemory
 
@@ -67,7 +75,7 @@ def schedule(
         TypeError: something in ``policy`` is no policy.
         ValueError: two policies of one class.
     """
-    settings = _Settings.of(policy)
+    settings = Settings.of(policy)
     graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
     try:
         model = model_of(graph, machine, donated)
@@ -116,8 +124,13 @@ def peak_bytes(
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """The policies of one call, by their class."""
+class Settings:
+    """The policies of one call, by their class.
+
+    Raises:
+        TypeError: something is no policy.
+        ValueError: two policies of one class.
+    """
 
     overlap: Overlap | None = None
     run: CapComputeRun | None = None
@@ -125,7 +138,8 @@ class _Settings:
     names: tuple[str, ...] = ()
 
     @staticmethod
-    def of(policy: Policy | Iterable[Policy]) -> _Settings:
+    def of(policy: Policy | Iterable[Policy]) -> Settings:
+        """The settings of one policy or several."""
         given = list(policy) if isinstance(policy, Iterable) else [policy]
         found: dict[str, Policy] = {}
         for p in given:
@@ -137,7 +151,7 @@ class _Settings:
             if name in found:
                 raise ValueError(f"two {type(p).__name__} policies: {found[name]!r} and {p!r}")
             found[name] = p
-        return _Settings(**found, names=tuple(repr(p) for p in given))  # type: ignore[arg-type]
+        return Settings(**found, names=tuple(repr(p) for p in given))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -150,14 +164,14 @@ class _Try:
 
 def schedule_model(
     model: Model,
-    settings: _Settings | Policy | Iterable[Policy],
+    settings: Settings | Policy | Iterable[Policy],
     reference_bytes: int | None,
     quick: bool = False,
 ) -> tuple[ScheduleReport, Sequence[int]]:
     """The report and the order, without touching the graph. Arguments as of :func:`schedule`;
     ``quick`` tries few orders."""
-    if not isinstance(settings, _Settings):
-        settings = _Settings.of(settings)
+    if not isinstance(settings, Settings):
+        settings = Settings.of(settings)
     clock = time.perf_counter()
     given = Timeline.of(model)
     reference = given.peak_bytes if reference_bytes is None else reference_bytes
@@ -206,7 +220,7 @@ def schedule_model(
 
 
 def _candidates(
-    settings: _Settings, limit: int, most: int | None, under: dict[int, int], quick: bool
+    settings: Settings, limit: int, most: int | None, under: dict[int, int], quick: bool
 ) -> Iterable[tuple[str, Options]]:
     overlap = settings.overlap
     if overlap is None:

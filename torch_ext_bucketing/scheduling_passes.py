@@ -1,0 +1,123 @@
+"""Scheduling as graph passes for :func:`.passes.backend`.
+
+With ``"aot_eager"`` a graph runs in its order, so reordering it is enough. With ``"inductor"`` the
+backend pins the order afterwards (see :mod:`._inductor_order`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch.fx as fx
+
+from .auto_cap import CAPS_MB, choose_caps
+from .cost import H100, Machine
+from .passes import Compilation, GraphLike, GraphPass, Stage, apply_and_report, stable_settings
+from .report import GraphReport, ScheduleReport
+from .scheduling import Policy, Settings, peak_bytes, schedule
+from .tags import Kind
+
+__all__ = ["BucketAndSchedule", "Schedule"]
+
+
+class Schedule(GraphPass):
+    """Reorder each forward, backward and inference graph; see :func:`.scheduling.schedule`.
+
+    Comes after the passes that bucket. ``PeakMemory(ratio=...)`` refers to the graph as it was
+    before any of them.
+
+    Args:
+        policies: what bounds and guides the order.
+        machine: what the cost model times nodes for.
+
+    Raises:
+        TypeError: something in ``policies`` is no policy.
+        ValueError: two policies of one class.
+    """
+
+    stage: Stage = "forward_backward"
+    orders = True
+
+    def __init__(self, policies: Policy | Iterable[Policy], machine: Machine = H100) -> None:
+        self.policies = tuple(policies) if isinstance(policies, Iterable) else (policies,)
+        self.machine = machine
+        self.last_report: ScheduleReport | None = None
+        Settings.of(self.policies)
+
+    def prepare(self, graph: GraphLike, compilation: Compilation) -> None:
+        """Note the peak of the graph before it is bucketed."""
+        try:
+            compilation.reference_bytes = peak_bytes(graph)
+        except Exception:  # `schedule` will meet the same and say so
+            compilation.reference_bytes = None
+
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+        reference = None if compilation is None else compilation.reference_bytes
+        self.last_report = schedule(
+            graph, self.policies, machine=self.machine, reference_bytes=reference
+        )
+        if compilation is not None:
+            compilation.report.schedules.append(self.last_report)
+
+    def settings(self) -> tuple[Any, ...]:
+        """Policies and machine."""
+        return (repr(self.policies), repr(self.machine))
+
+
+class BucketAndSchedule(Schedule):
+    """Bucket by size with the caps that make the fastest schedule, and schedule; see
+    :func:`.auto_cap.choose_caps`. Takes the place of ``BucketByCap`` and :class:`Schedule`.
+
+    Args:
+        policies: as of :class:`Schedule`.
+        caps_mb: the caps to try, in MiB.
+        kinds: what is bucketed.
+        payload_order: as of ``BucketByCap``.
+        machine: as of :class:`Schedule`.
+        options: ``eligible``, ``group_filter`` and ``max_node_span`` of :func:`.caps.plan_by_cap`.
+    """
+
+    def __init__(
+        self,
+        policies: Policy | Iterable[Policy],
+        *,
+        caps_mb: Collection[float] = CAPS_MB,
+        kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
+        payload_order: Callable[[fx.Node], Any] | None = None,
+        machine: Machine = H100,
+        **options: Any,
+    ) -> None:
+        super().__init__(policies, machine)
+        self.caps_mb = tuple(caps_mb)
+        self.options = {"kinds": tuple(kinds), **options}
+        self.payload_key = payload_order
+        self.last_buckets: GraphReport | None = None
+
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+        g = graph.graph if isinstance(graph, fx.GraphModule) else graph
+        plan, found = choose_caps(
+            g,
+            self.policies,
+            caps_mb=self.caps_mb,
+            machine=self.machine,
+            reference_bytes=None if compilation is None else compilation.reference_bytes,
+            **self.options,
+        )
+        self.last_buckets = apply_and_report(g, plan, self.payload_key)
+        if compilation is not None:
+            compilation.report.graphs.append(self.last_buckets)
+        super().__call__(graph, compilation)
+        assert self.last_report is not None
+        self.last_report = self.last_report.with_caps(found)
+        if compilation is not None:
+            compilation.report.schedules[-1] = self.last_report
+
+    def settings(self) -> tuple[Any, ...]:
+        """Everything that was given."""
+        return (
+            *super().settings(),
+            self.caps_mb,
+            *(stable_settings(v) for v in self.options.values()),
+            stable_settings(self.payload_key),
+        )
