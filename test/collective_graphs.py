@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,3 +126,19 @@ def run_all_ranks(
         for rank in range(world):
             env[rank][node] = results[rank]
     raise AssertionError("the graph has no output")
+
+
+def under_hash_seeds(script: str) -> list[Any]:
+    """What ``script``, run twice with other hash seeds and this folder on its path, prints as JSON
+    in its last line."""
+    here = Path(__file__).parent
+    found = []
+    for seed in ("0", "4711"):
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
+        run = subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300
+        )
+        assert run.returncode == 0, run.stderr
+        found.append(json.loads(run.stdout.splitlines()[-1]))
+    return found

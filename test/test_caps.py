@@ -5,19 +5,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from collective_graphs import C10D, GROUP_FILTER, MAX_SPAN, NON_ADJACENT, run_all_ranks, trace
+from collective_graphs import (
+    C10D,
+    GROUP_FILTER,
+    MAX_SPAN,
+    NON_ADJACENT,
+    run_all_ranks,
+    trace,
+    under_hash_seeds,
+)
 from collective_graphs import all_gather as gather
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -461,16 +465,7 @@ print(json.dumps(plans))
 
 
 def test_same_plan_under_any_hash_seed():
-    here = Path(__file__).parent
-    outputs = []
-    for seed in ("0", "4711"):
-        env = os.environ | {"PYTHONHASHSEED": seed}
-        env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
-        run = subprocess.run(
-            [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=300
-        )
-        assert run.returncode == 0, run.stderr
-        outputs.append(json.loads(run.stdout.splitlines()[-1]))
+    outputs = under_hash_seeds(SCRIPT)
     assert outputs[0] == outputs[1]
     assert sum(len(buckets) for buckets, _, _ in outputs[0]) > 40
 

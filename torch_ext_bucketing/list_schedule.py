@@ -214,6 +214,7 @@ class _Scheduler:
             if model.reduces[i]:
                 self.reductions.setdefault(str(model.group[i]), []).append(i)
         self.wanted: dict[int, None] = {}  # compute nodes that the next reduction needs
+        self.reducing = False  # whether there is a next one
         self.under: dict[int, list[int]] = {}
         for gather, anchor in options.under.items():
             self.under.setdefault(anchor, []).append(gather)
@@ -432,10 +433,11 @@ class _Scheduler:
             return best
         if fallback >= 0:
             return fallback
-        # Everything near is held back by the run bound, or lies further ahead.
-        return next(
-            (n for n in self.ready if not capped or anchors[n] in self.wanted), self.ready[0]
+        # What is near is held back by the run bound; what the reduction needs lies further ahead.
+        allowed = (
+            n for n in self.ready if not model.compute[anchors[n]] or anchors[n] in self.wanted
         )
+        return next(allowed, self.ready[0])
 
     def _stall(self, anchor: int) -> float:
         """How long the compute stream would have to wait before ``anchor``."""
@@ -474,10 +476,9 @@ class _Scheduler:
     # --- runs between reduce-scatters ------------------------------------------------------------
 
     def _run_is_full(self) -> bool:
+        """Whether only what the next reduce-scatter needs may still be computed before it."""
         most = self.options.max_run
-        return (
-            most is not None and bool(self.wanted) and (self.run_length + len(self.wanted) >= most)
-        )
+        return most is not None and self.reducing and self.run_length + len(self.wanted) >= most
 
     def _want_next_reduction(self) -> None:
         """Find the reduce-scatter that needs the fewest compute nodes, among each group's next."""
@@ -492,7 +493,7 @@ class _Scheduler:
             wanted = self._compute_behind(starts[-1], None if best is None else len(best))
             if wanted is not None:
                 best = wanted
-        self.wanted = best or {}
+        self.wanted, self.reducing = best or {}, best is not None
 
     def _compute_behind(self, start: int, fewer_than: int | None) -> dict[int, None] | None:
         """The compute nodes still to come before ``start``; None if there are too many."""

@@ -17,7 +17,8 @@ import torch.utils._pytree as pytree
 
 from . import _aot
 from . import _torch_bucketing as tb
-from .dependencies import Dependencies, started_by
+from .dependencies import Dependencies, is_collective, is_view, started_by
+from .writes import written_values
 
 __all__ = ["LiveBytes", "Liveness", "donated_by_autograd"]
 
@@ -89,13 +90,19 @@ class Liveness:
                 self.uses[s] += 1
 
     def _storages(self, node: fx.Node) -> tuple[int, ...]:
-        start = started_by(node)
-        if start is not None:  # a wait returns the tensor that the start returned
-            return self._of_node[start]
+        values = [
+            v
+            for v in pytree.tree_leaves(node.meta.get("val"))
+            if isinstance(v, torch.Tensor) and v.device.type != "meta"
+        ]
+        returned = _returned_input(node)
+        if returned is not None and len(self._of_node[returned]) == 1:
+            mine = self._of_node[returned]
+            for value in values if mine else ():
+                self._ids.setdefault(value.untyped_storage()._cdata, mine[0])
+            return mine
         found: dict[int, None] = {}
-        for value in pytree.tree_leaves(node.meta.get("val")):
-            if not isinstance(value, torch.Tensor) or value.device.type == "meta":
-                continue
+        for value in values:
             storage = value.untyped_storage()
             at = self._ids.get(storage._cdata)
             if at is None:
@@ -112,6 +119,20 @@ class Liveness:
     def peak(self, order: Sequence[int]) -> int:
         """The largest number of bytes live at any time."""
         return max(self.profile(order), default=self.at_start)
+
+
+def _returned_input(node: fx.Node) -> fx.Node | None:
+    """The input whose memory the result is, where the fake tensors do not tell: a collective's and
+    a wait's are copies, and a view's is still a view of what its input was before bucketing."""
+    start = started_by(node)
+    if start is not None:
+        return start
+    if is_collective(node):
+        written = written_values(node)
+        return written[0] if written else None
+    if is_view(node) and node.op == "call_function":
+        return next(iter(node.all_input_nodes), None)
+    return None
 
 
 class LiveBytes:

@@ -43,7 +43,7 @@ Policy: TypeAlias = Overlap | CapComputeRun | PeakMemory
 _WINDOWS = (0, 8, 16, 40, 100)
 _DEFAULT_RATIO = 1.02
 """Of the reference's peak, where no ``PeakMemory`` is given: reordering alone must not cost memory
-worth speaking of."""
+worth speaking of. More is taken only for the collectives that ``Overlap.depth`` wants under way."""
 
 
 class BoundNotKeptWarning(UserWarning):
@@ -175,8 +175,11 @@ def schedule_model(
     clock = time.perf_counter()
     given = Timeline.of(model)
     reference = given.peak_bytes if reference_bytes is None else reference_bytes
-    memory = settings.memory or PeakMemory(ratio=_DEFAULT_RATIO)
-    limit = memory.limit_bytes(reference)
+    if settings.memory is not None:
+        limit = settings.memory.limit_bytes(reference)
+    else:
+        ahead = 0 if settings.overlap is None else settings.overlap.depth + 1
+        limit = max(int(_DEFAULT_RATIO * reference), reference + ahead * _largest_collective(model))
     most = None if settings.run is None else settings.run.max_consecutive
     forced = 0 if most is None else forced_run(model)
 
@@ -217,6 +220,13 @@ def schedule_model(
     )
     missed = tuple(_missed(model, report, best))
     return replace(report, warnings=missed, seconds=time.perf_counter() - clock), best.order
+
+
+def _largest_collective(model: Model) -> int:
+    """Bytes that a collective reads and writes."""
+    liveness = model.liveness
+    starts = [i for i, group in enumerate(model.group) if group is not None]
+    return max((sum(liveness.size[s] for s in liveness.touches[i]) for i in starts), default=0)
 
 
 def _candidates(
