@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -610,3 +611,44 @@ def test_scheduling_twice_changes_nothing_more():
     second = schedule_model(model_of(gm.graph), Overlap(), first.reference_bytes)[0]
     assert second.step_ms[1] <= first.step_ms[1] + 1e-9
     assert order_of(gm) == order
+
+
+# --- Inductor ------------------------------------------------------------------------------------
+
+
+def test_inductor_runs_collectives_and_products_in_the_planned_order():
+    """What is compared is the generated code: which of them it calls one after the other."""
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from torch_ext_bucketing.passes import backend
+    from torch_ext_bucketing.scheduling_passes import Schedule
+    from torch_ext_bucketing.simple_fsdp import data_parallel
+
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(*(torch.nn.Linear(DIM, DIM, bias=False) for _ in range(4)))
+    data_parallel(model, init_device_mesh("cpu", (2,)))
+    policies = [Overlap(depth=2), PeakMemory(ratio=3)]
+    compiler = backend("inductor", passes=[Schedule(policies, machine())])
+
+    def step() -> None:
+        torch.compile(model, backend=compiler)(torch.randn(DIM, DIM)).sum().backward()
+
+    with config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(step)
+    what = r"(all_gather_into_tensor|reduce_scatter_tensor|wait_tensor|mm)"
+    planned = [
+        [
+            m[1]
+            for name in report.order
+            if (m := re.fullmatch(what + r"(?:_default)?(?:_\d+)?", name))
+        ]
+        for report in compiler.last_report().schedules
+    ]
+    call = r"(?:torch\.ops\._c10d_functional|extern_kernels)\." + what + r"(?:\.default)?\("
+    generated = [re.findall(call, code) for code in codes]
+    assert planned[0].count("mm") == 4
+    assert planned[0][:2] == ["all_gather_into_tensor"] * 2
+    assert planned[1].count("reduce_scatter_tensor") == 4
+    assert generated == planned
