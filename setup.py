@@ -63,6 +63,8 @@ setup(
     extras_require={
         "test": ["expecttest", "hypothesis", "pytest", "numpy"],
         "dev": ["ruff", "mypy"],
+        # For explain --plot.
+        "plot": ["matplotlib"],
         # For test/test_torchtitan.py, on torch 2.15.
         "torchtitan": ["torchtitan==0.3.0"],
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -113,6 +114,38 @@ def test_a_process_group_of_someone_else(fake_world):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # for the fixture
+
+
+def test_a_trace_of_before_and_after(tmp_path, capsys):
+    """One kernel at a time on every row, and all collectives of the report."""
+    file = tmp_path / "trace.json"
+    options = ["--cap-mb", "1", "--overlap", "--brief", "--world-size", "4", "--trace", str(file)]
+    assert main(["explain", f"{HERE}:two_blocks", *options]) == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert [names[pid, None] for pid in (1, 2)] == ["before", "after"]
+    assert [names[1, tid] for tid in (1, 2)] == ["compute", "group 0"]
+    rows: dict[tuple[int, int], list[tuple[float, float, str]]] = {}
+    for e in events:
+        if e["ph"] == "X":
+            rows.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["dur"], e["name"]))
+    for spans in rows.values():
+        spans.sort()
+        for (begin, duration, _), (following, _, _) in itertools.pairwise(spans):
+            assert begin + duration <= following + 1e-6
+    assert len(rows[2, 2]) == 3 < len(rows[1, 2])
+    assert any("parameters)" in name for _, _, name in rows[2, 2])
+    assert all(e["args"]["GiB"] > 0 for e in events if e["ph"] == "C")
+    assert "longest compute run" in capsys.readouterr().out
+
+
+def test_a_picture_of_before_and_after(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib draws the picture: pip install matplotlib")
+    file = tmp_path / "picture.png"
+    options = ["--cap-mb", "1", "--world-size", "4", "--plot", str(file)]
+    assert main(["explain", f"{HERE}:two_blocks", *options]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert file.stat().st_size > 20_000
 
 
 def test_command_on_the_demo_model(tmp_path):

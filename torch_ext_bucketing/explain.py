@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from .passes import GraphPass
     from .report import CompileReport
+    from .timeline_trace import Drawn
 
 __all__ = ["ExplainError", "add_parser", "explain"]
 
@@ -71,6 +73,20 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--world-size", type=int, default=8, metavar="N", help="ranks to pretend (default: 8)"
     )
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="also schedule the graphs: gathers launch early, reductions are waited for late",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write the graphs' timelines, before and after, as a trace for Perfetto",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw them before and after (needs matplotlib)"
+    )
     parser.add_argument("--brief", action="store_true", help="leave out the members of the buckets")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
     parser.set_defaults(run=run, parser=parser)
@@ -83,8 +99,13 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--world-size: must be at least 1, got {args.world_size}")
     if args.mode != "auto" and (args.cap_mb is not None or args.max_span is not None):
         args.parser.error(f"--cap-mb and --max-span belong to --mode auto, not to {args.mode}")
-    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
-        args.parser.error(f"--json: {args.json} is a folder, or is in none that exists")
+    for option in ("json", "trace", "plot"):
+        path = getattr(args, option)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            args.parser.error(f"--{option}: {path} is a folder, or is in none that exists")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        args.parser.error("--plot: matplotlib is not installed: pip install matplotlib")
+    drawn: list[Drawn] | None = [] if args.trace or args.plot else None
     try:
         report = explain(
             args.target,
@@ -93,15 +114,25 @@ def run(args: argparse.Namespace) -> int:
             max_node_span=args.max_span,
             primary=args.primary_group,
             world_size=args.world_size,
+            overlap=args.overlap,
+            drawn=drawn,
         )
         print(report.to_text(members=not args.brief), end="")
         if args.json is not None:
             args.json.write_text(report.to_json() + "\n", encoding="utf-8")
+        if args.trace is not None:
+            from .timeline_trace import write_trace
+
+            write_trace(drawn or [], args.trace)
+        if args.plot is not None:
+            from .timeline_plot import plot
+
+            plot(drawn or [], args.plot)
     except ExplainError as error:
         print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"{args.parser.prog}: error: cannot write {args.json}: {error}", file=sys.stderr)
+        print(f"{args.parser.prog}: error: cannot write: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -114,6 +145,8 @@ def explain(
     max_node_span: int | None = None,
     primary: bool = False,
     world_size: int = 8,
+    overlap: bool = False,
+    drawn: list[Drawn] | None = None,
 ) -> CompileReport:
     """The report of a model's forward and backward, compiled on a fake process group.
 
@@ -125,6 +158,8 @@ def explain(
         max_node_span: see :func:`.caps.plan_by_cap`.
         primary: bucket only the primary process group.
         world_size: number of ranks; this process plays rank 0.
+        overlap: also schedule the graphs, with :class:`.overlap.Overlap`.
+        drawn: gets the timelines of each graph, as compiled and as it became.
 
     Raises:
         ExplainError: the target can't be found, returns something else, or can't be compiled; an
@@ -145,6 +180,13 @@ def explain(
     try:
         model, arguments, keywords = _made(target or "the demo's model", make)
         passes = _passes(model, mode, cap_mb, max_node_span, primary)
+        if overlap:
+            from .overlap import Overlap
+            from .scheduling_passes import Schedule
+
+            passes.append(Schedule(Overlap()))
+        if drawn is not None:
+            passes.append(_recorder(drawn))
         return _compile(model, arguments, keywords, passes)
     finally:
         if dist.is_initialized():
@@ -247,6 +289,31 @@ def _passes(
         raise ExplainError(str(error)) from error
 
 
+def _recorder(drawn: list[Drawn]) -> GraphPass:
+    """A last pass that keeps the timelines of each graph before the first pass and now."""
+    from ._aot import stage_of
+    from .passes import GraphPass
+    from .scheduling import model_of
+    from .timeline import Timeline
+    from .timeline_trace import Drawn
+
+    class Record(GraphPass):
+        stage = "forward_backward"
+
+        def _keep(self, graph: Any, version: str) -> None:
+            graph = getattr(graph, "graph", graph)
+            model = model_of(graph)
+            drawn.append(Drawn(stage_of(graph), version, model, Timeline.of(model)))
+
+        def prepare(self, graph: Any, compilation: Any) -> None:
+            self._keep(graph, "before")
+
+        def __call__(self, graph: Any, compilation: Any = None) -> None:
+            self._keep(graph, "after")
+
+    return Record()
+
+
 def _compile(
     model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], passes: list[GraphPass]
 ) -> CompileReport:
@@ -274,4 +341,5 @@ def _compile(
         whole.graphs += report.graphs
         whole.unnamed += report.unnamed
         whole.warnings += report.warnings
+        whole.schedules += report.schedules
     return whole
