@@ -571,9 +571,9 @@ def test_the_cap_is_chosen_on_the_cost_model_and_the_graph_is_only_read():
         gm.graph, [Overlap(), PeakMemory(ratio=10)], caps_mb=caps, machine=machine(2.0)
     )
     assert order_of(gm) == before
-    assert [dict(c)["0"] for c, *_ in report.cap_alternatives] == caps
-    steps = {dict(c)["0"]: step for c, step, *_ in report.cap_alternatives}
-    assert dict(report.caps_mb)["0"] == min(steps, key=steps.__getitem__)
+    assert [dict(c)["0 all_gather"] for c, *_ in report.cap_alternatives] == caps
+    steps = {dict(c)["0 all_gather"]: step for c, step, *_ in report.cap_alternatives}
+    assert dict(report.caps_mb)["0 all_gather"] == min(steps, key=steps.__getitem__)
     assert len(plan.buckets) >= 1
 
 

@@ -27,10 +27,14 @@ _Trace = Callable[[Callable[..., Any], Any], fx.GraphModule]
 
 @contextlib.contextmanager
 def shared_traces() -> Iterator[None]:
-    """While this lasts, torch's merge functions trace each kind of bucket once."""
+    """While this lasts, torch's merge functions trace each kind of bucket once. Within another one
+    the traces are the other one's."""
     from torch._inductor.fx_passes import bucketing
 
     original = bucketing._trace
+    if isinstance(original, _Traces):
+        yield
+        return
     bucketing._trace = _Traces(original)
     try:
         yield

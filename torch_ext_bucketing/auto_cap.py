@@ -3,17 +3,20 @@
 Large buckets make few collectives, which need little time on the wire; small ones start earlier,
 hold less memory and leave less communication at the ends of a graph. Which is better depends on
 the graph, and planning is cheap: every cap is planned, merged and scheduled on a copy of the graph.
-First all groups get the same cap, then each group in turn tries the caps next to it.
+First all get the same cap, then each process group's gathers and reductions in turn try the caps
+next to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch.fx as fx
 
+from . import _torch_bucketing as tb
+from ._merge_traces import shared_traces
 from .buckets import BucketingPlan, apply_plan
 from .caps import plan_by_cap
 from .cost import H100, Machine
@@ -23,12 +26,12 @@ from .tags import Kind
 
 __all__ = ["CAPS_MB", "choose_caps"]
 
-CAPS_MB = (8.0, 25.0, 64.0, 160.0, 500.0)
+CAPS_MB = (8.0, 25.0, 80.0, 500.0)
 """MiB. 25 is DDP's default bucket, 500 the ceiling of torch's own estimate."""
 
 _SMALLEST_MB = 0.1
 
-_Caps: TypeAlias = tuple[tuple[str, float], ...]
+_Caps: TypeAlias = tuple[tuple[tuple[str, str], float], ...]
 
 
 def choose_caps(
@@ -66,52 +69,76 @@ def choose_caps(
     policies = tuple(policies) if isinstance(policies, Iterable) else (policies,)
     if reference_bytes is None:
         reference_bytes = peak_bytes(graph)
-    tried: dict[_Caps, ScheduleReport] = {}
-    known: dict[tuple[Any, ...], ScheduleReport] = {}
-
-    def attempt(caps: Mapping[str, float] | float) -> None:
-        plan = plan_by_cap(graph, caps, kinds=kinds, **options)
-        groups = dict.fromkeys(_groups(plan))
-        key = tuple((g, caps if isinstance(caps, float) else caps.get(g, 0.0)) for g in groups)
-        if key in tried:
-            return
-        members = tuple(b.members for b in plan.buckets)
-        if members not in known:
-            copy, plan = _copied(graph, plan)
-            apply_plan(copy, plan)
-            model = model_of(copy, machine)
-            known[members], _ = schedule_model(model, policies, reference_bytes, True)
-        tried[key] = known[members]
-
-    def best() -> _Caps:
-        return min(tried, key=lambda k: (tried[k].misses, tried[k].step_ms))
-
-    for cap in caps_mb:
-        attempt(float(cap))
+    search = _Search(graph, policies, machine, reference_bytes, kinds, options)
     ladder = [float(c) for c in caps_mb]
-    while tried[best()].misses and ladder[0] > _SMALLEST_MB:  # a small model, or a hard bound
-        ladder.insert(0, ladder[0] / 4)
-        attempt(ladder[0])
-    groups = [g for g, _ in best()]
-    if len(groups) > 1:
-        for group in groups:
-            at = ladder.index(dict(best())[group])
+    with shared_traces():
+        for cap in ladder:
+            search.attempt(cap)
+        # A small model, or a hard bound.
+        while search.tried[search.best()].misses and ladder[0] > _SMALLEST_MB:
+            ladder.insert(0, ladder[0] / 4)
+            search.attempt(ladder[0])
+        for key, _ in search.best():
+            caps = dict(search.best())
+            at = ladder.index(caps[key])
             for near in (at - 1, at + 1):
                 if 0 <= near < len(ladder):
-                    attempt({**dict(best()), group: ladder[near]})
-    caps = best()
-    found = dict(caps)
-    cap_of: Any = found if found else ladder[0]
-    plan = plan_by_cap(graph, cap_of, kinds=kinds, **options)
-    alternatives = tuple((k, r.step_ms[1], r.peak_bytes[1], r.misses) for k, r in tried.items())
-    return plan, replace(tried[caps], caps_mb=caps, cap_alternatives=alternatives)
+                    search.attempt({**caps, key: ladder[near]})
+    caps_found = search.best()
+    plan = search.plan(dict(caps_found) or ladder[0])
+    named = tuple((f"{group} {kind}", cap) for (group, kind), cap in caps_found)
+    alternatives = tuple(
+        (tuple((f"{g} {k}", c) for (g, k), c in caps), r.step_ms[1], r.peak_bytes[1], r.misses)
+        for caps, r in search.tried.items()
+    )
+    report = replace(search.tried[caps_found], caps_mb=named, cap_alternatives=alternatives)
+    return plan, report
 
 
-def _groups(plan: BucketingPlan) -> Iterable[str]:
-    from . import _torch_bucketing as tb
+class _Search:
+    """Caps that were tried, and what came of them."""
 
-    yield from (tb.group_name(b.members[0]) for b in plan.buckets)
-    yield from (u.group for u in plan.alone)
+    def __init__(
+        self,
+        graph: fx.Graph,
+        policies: tuple[Policy, ...],
+        machine: Machine,
+        reference_bytes: int,
+        kinds: Collection[Kind],
+        options: dict[str, Any],
+    ) -> None:
+        self.tried: dict[_Caps, ScheduleReport] = {}
+        self._graph = graph
+        self._policies = policies
+        self._machine = machine
+        self._reference = reference_bytes
+        self._options = {"kinds": kinds, **options}
+        self._known: dict[tuple[Any, ...], ScheduleReport] = {}
+
+    def plan(self, caps: Any) -> BucketingPlan:
+        """The plan for the graph itself."""
+        return plan_by_cap(self._graph, caps, **self._options)
+
+    def attempt(self, caps: dict[tuple[str, str], float] | float) -> None:
+        plan = self.plan(caps)
+        keys = dict.fromkeys(_keys(plan))
+        name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in keys)
+        members = tuple(b.members for b in plan.buckets)
+        if members not in self._known:
+            copy, copied = _copied(self._graph, plan)
+            apply_plan(copy, copied)
+            model = model_of(copy, self._machine)
+            self._known[members], _ = schedule_model(model, self._policies, self._reference, True)
+        self.tried[name] = self._known[members]
+
+    def best(self) -> _Caps:
+        return min(self.tried, key=lambda k: (self.tried[k].misses, self.tried[k].step_ms[1]))
+
+
+def _keys(plan: BucketingPlan) -> Iterable[tuple[str, str]]:
+    """Groups and kinds of which something could be merged."""
+    yield from ((tb.group_name(b.members[0]), b.kind) for b in plan.buckets)
+    yield from ((u.group, u.kind) for u in plan.alone)
 
 
 def _copied(graph: fx.Graph, plan: BucketingPlan) -> tuple[fx.Graph, BucketingPlan]:

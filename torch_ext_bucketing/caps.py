@@ -34,7 +34,7 @@ from .tags import KINDS, Kind, is_bucket, kind_of, member_count, tag_of
 __all__ = ["Cap", "CapMb", "Eligible", "plan_by_cap"]
 
 Cap: TypeAlias = float | Callable[[int], float]
-CapMb: TypeAlias = Cap | Mapping[str, Cap] | None
+CapMb: TypeAlias = Cap | Mapping[str, Cap] | Mapping[tuple[str, str], Cap] | None
 Eligible: TypeAlias = Literal["tag", "structure"] | Callable[[fx.Node], bool]
 
 _MIB = 1024 * 1024
@@ -56,8 +56,9 @@ def plan_by_cap(
         graph: in topological order.
         cap_mb: in MiB, counted as the larger of a member's input and output: a number, a callable
             of the bucket's index within its bucket key (0, 1, ...), or either per process group
-            name. None, and a group that the mapping lacks: what saturates the network of a group
-            of that size, by torch's own estimate. A member above the cap is a bucket of its own.
+            name, or per group name and kind. None, and what the mapping lacks: what saturates the
+            network of a group of that size, by torch's own estimate. A member above the cap is a
+            bucket of its own.
         kinds: what is bucketed; others are left alone without a word.
         eligible: ``"tag"``: collectives with a tag, those that serve parameters. ``"structure"``:
             those that torch takes for FSDP's by their place in the graph. Or a callable of the
@@ -257,7 +258,8 @@ class _Planner:
     def _cap_of(self, start: fx.Node) -> Callable[[int], int]:
         cap: Any = self._cap_mb
         if isinstance(cap, Mapping):
-            cap = cap.get(tb.group_name(start))
+            group = tb.group_name(start)
+            cap = cap.get((group, kind_of(start)), cap.get(group))
         if cap is None:
             size = tb.group_size(start)
             if size not in self._default:
@@ -283,7 +285,9 @@ def _check(cap_mb: CapMb, kinds: Collection[Kind], max_node_span: int | None) ->
         raise ValueError(
             f"max_node_span must be a number of nodes of at least 0, or None, got {max_node_span!r}"
         )
-    caps = cap_mb.items() if isinstance(cap_mb, Mapping) else [("", cap_mb)]
+    caps: list[tuple[Any, Any]] = (
+        list(cap_mb.items()) if isinstance(cap_mb, Mapping) else [("", cap_mb)]
+    )
     for group, cap in caps:
         if cap is not None and not callable(cap):
             _check_cap(cap, f"cap_mb of group {group}" if group else "cap_mb")

@@ -174,7 +174,8 @@ class ScheduleReport:
         misses: by how much bounds are missed, as parts of them added up; 0: all are kept.
         chosen: which of the orders tried was taken.
         alternatives: all of them: name, step in ms, peak in bytes.
-        caps_mb: byte cap in MiB per process group, where they were chosen here.
+        caps_mb: byte cap in MiB per process group and kind, such as ``"0 all_gather"``, where caps
+            were chosen here.
         cap_alternatives: all that were tried: the caps, step in ms, peak in bytes, misses.
         notes: what was asked for and does not apply to this graph.
         warnings: the bounds that are not kept, or why the graph kept its order.

@@ -125,7 +125,7 @@ def schedule_text(report: ScheduleReport) -> str:
         ),
     ]
     if report.caps_mb:
-        caps = ", ".join(f"{cap:g} on group {group}" for group, cap in report.caps_mb)
+        caps = ", ".join(f"{cap:g} for {name}" for name, cap in report.caps_mb)
         rows.append(("byte cap, MiB", "", "", f"{caps}, of {len(report.cap_alternatives)} tried"))
     return "\n".join([*_aligned(rows, right=(1, 2)), *report.notes, *report.warnings]) + "\n"
 

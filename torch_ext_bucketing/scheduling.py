@@ -185,14 +185,16 @@ def schedule_model(
 
     def attempt(name: str, order: Sequence[int], timeline: Timeline | None = None) -> _Try:
         timeline = timeline or Timeline.of(model, order)
-        run = 0 if most is None else max(0, timeline.longest_run - max(most, forced)) / most
+        long = 0 if most is None else max(0, timeline.longest_run - max(most, forced)) / most
         over = max(0, timeline.peak_bytes - limit) / limit
         # Memory that nobody asked to bound is weighed, too, but no bound is missed by it.
-        return _Try(name, order, timeline, (run + over,))
+        return _Try(name, order, timeline, (long + over,))
 
     tries = [attempt("as given", range(len(model)), given)]
     under, notes = _places_under(model, settings.overlap)
-    for name, options in _candidates(settings, limit, most, under, quick):
+    # A run that dependencies force anyway is no reason to hold others back.
+    run = None if most is None else max(most, forced)
+    for name, options in _candidates(settings, limit, run, under, quick):
         tries.append(attempt(name, list_schedule(model, options)))
     if settings.overlap is None:
         # Without overlap an order is touched only where it misses a bound.
@@ -212,7 +214,7 @@ def schedule_model(
         longest_run=(given.longest_run, reached.longest_run),
         max_run=most,
         forced_run=forced,
-        misses=best.misses[0],
+        misses=best.misses[0] + (0 if most is None else max(0, forced - most) / most),
         chosen=best.options,
         alternatives=tuple((t.options, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
         notes=tuple(notes),
