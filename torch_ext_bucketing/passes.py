@@ -134,6 +134,7 @@ _SOURCES = (
     "_dynamo_inputs",
     "_inductor_order",
     "_merge_traces",
+    "_record",
     "_torch_bucketing",
     "auto_cap",
     "buckets",
