@@ -1,19 +1,20 @@
 """What torch would do over and over when it merges a bucket, done once.
 
-The one place that touches ``bucketing._trace`` and ``bucketing.NodeSource``.
+The one place that touches ``bucketing._trace``, ``NodeSource`` and ``_sort_bucket_region``.
 
 torch merges a bucket by tracing a small function on its members' fake tensors and copying the
 traced nodes into the graph. Most of the time goes into the tracing, and a model has few different
 buckets, repeated layer after layer. Within :func:`shared_traces` the tracing is :mod:`._record`'s,
 and the second bucket of the same function, shapes and dtypes takes the first one's nodes; only the
-fake tensors are made anew, by running the nodes in the fake mode, so that no two buckets share a
-storage::
+fake tensors are made anew, so that no two buckets share a storage::
 
     a1, b1 -> trace -> nodes -> copy          a2, b2 -> (the same nodes, own values) -> copy
 
 torch also writes into every new node where it comes from, one record per member, made anew for each
 pair: in a bucket of ``n`` members ``O(n * n)`` equal records, or half of the time for ``n = 90``.
 Here every member has one.
+
+And it sorts what lies between each bucket and its inputs. One sort after all buckets does the same.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ._record import record
 
@@ -39,19 +41,31 @@ _Trace = Callable[[Callable[..., Any], Any], fx.GraphModule]
 
 @contextlib.contextmanager
 def shared_traces() -> Iterator[None]:
-    """While this lasts, torch's merge functions trace each kind of bucket once, and say once where
-    a member comes from. Within another one the traces are the other one's."""
+    """While this lasts, torch's merge functions trace each kind of bucket once, say once where a
+    member comes from, and leave the sorting to the caller. Within another one the traces are the
+    other one's."""
     from torch._inductor.fx_passes import bucketing
 
-    trace, source = bucketing._trace, bucketing.NodeSource
-    if isinstance(trace, _Traces):
+    if isinstance(bucketing._trace, _Traces):
         yield
         return
-    bucketing._trace, bucketing.NodeSource = _Traces(trace), _Sources(source)
+    stand_ins = {
+        "_trace": _Traces(bucketing._trace),
+        "NodeSource": _Sources(bucketing.NodeSource),
+        "_sort_bucket_region": _leave_unsorted,
+    }
+    originals = {name: getattr(bucketing, name) for name in stand_ins if hasattr(bucketing, name)}
+    for name in originals:
+        setattr(bucketing, name, stand_ins[name])
     try:
         yield
     finally:
-        bucketing._trace, bucketing.NodeSource = trace, source
+        for name, original in originals.items():
+            setattr(bucketing, name, original)
+
+
+def _leave_unsorted(*region: Any) -> None:
+    """Stands in for ``bucketing._sort_bucket_region``."""
 
 
 class _Sources:
@@ -85,11 +99,13 @@ class _Traces:
 
     def __call__(self, function: Callable[..., Any], inputs: Any) -> fx.GraphModule:
         flat, spec = pytree.tree_flatten(inputs)
-        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+        tensors = [value for value in flat if isinstance(value, FakeTensor)]
         described = [_describe(value) for value in flat]
         # A trace tells its inputs apart by identity: with one tensor twice it is another trace.
         if None in described or len({id(t) for t in tensors}) < len(tensors):
             return self._trace(function, inputs)
+        if len({t.untyped_storage()._cdata for t in tensors}) < len(tensors):
+            return self._recorded(function, inputs)  # what lies in whose storage is its own affair
         key = (function, spec, *described)
         known = self._known.get(key)
         if known is None:
@@ -111,22 +127,41 @@ def _describe(value: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _renew_values(graph: fx.Graph, tensors: list[torch.Tensor]) -> None:
-    """Run a traced graph on other fake tensors and leave the results in ``meta["val"]``."""
-    assert isinstance(tensors[0], FakeTensor)
-    values: dict[fx.Node, Any] = {}
+def _renew_values(graph: fx.Graph, tensors: Sequence[FakeTensor]) -> None:
+    """Give a traced graph's ``meta["val"]`` other inputs and storages of its own.
+
+    The layouts are the same, so nothing has to be computed: what lay in one storage does so again,
+    and what lay in an input's lies in the new input's.
+    """
+    mode = tensors[0].fake_mode
+    storages: dict[int, torch.UntypedStorage] = {}
+    new: dict[int, FakeTensor] = {}  # by the id of the old one, of which a node may be a copy
     inputs = iter(tensors)
-    with tensors[0].fake_mode:
+
+    def renewed(old: Any) -> Any:
+        if isinstance(old, (list, tuple)):
+            return type(old)(map(renewed, old))
+        if not isinstance(old, FakeTensor):
+            return old
+        found = new.get(id(old))
+        if found is None:
+            storage = old.untyped_storage()
+            mine = storages.get(storage._cdata)
+            if mine is None:
+                mine = storages[storage._cdata] = torch.UntypedStorage(
+                    storage.nbytes(), device="meta"
+                )
+            meta = torch.empty(0, dtype=old.dtype, device="meta")
+            meta.set_(mine, old.storage_offset(), old.shape, old.stride())
+            found = new[id(old)] = FakeTensor(mode, meta, old.device)
+        return found
+
+    with torch.no_grad(), _disable_current_modes():
         for node in graph.nodes:
-            if node.op == "placeholder":
-                # Only tensors are used by the traced nodes; other inputs are constants in them.
-                values[node] = (
-                    next(inputs) if isinstance(node.meta.get("val"), torch.Tensor) else None
-                )
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                node.meta["val"] = values[node] = node.target(*args, **kwargs)
-            elif node.op != "output":
-                raise AssertionError(
-                    f"unexpected {node.op} in the trace of a bucket: {node.format_node()}"
-                )
+            val = node.meta.get("val")
+            if node.op == "placeholder" and isinstance(val, FakeTensor):
+                fresh = next(inputs)
+                storages[val.untyped_storage()._cdata] = fresh.untyped_storage()
+                node.meta["val"] = new[id(val)] = fresh
+            elif val is not None:
+                node.meta["val"] = renewed(val)
