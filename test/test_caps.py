@@ -18,6 +18,7 @@ from collective_graphs import (
     GROUP_FILTER,
     MAX_SPAN,
     NON_ADJACENT,
+    reduce_scatter,
     run_all_ranks,
     trace,
     under_hash_seeds,
@@ -245,6 +246,30 @@ def test_a_dependent_member_is_named():
     assert plan.alone[0].detail == f"{names[1]} needs the result of {names[0]}"
 
 
+def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
+    """Five times three products and a reduction, which no cap and no span keeps apart."""
+
+    def step(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        x, out = inputs[0], []
+        for w in inputs[1:]:
+            x = x @ w @ w @ w
+            out.append(reduce_scatter(x, dist.group.WORLD))
+        return out
+
+    gm = trace(step, *(torch.randn(8, 8) for _ in range(6)))
+
+    def planned(run: int | None) -> tuple[list[int], list[str]]:
+        plan = plan_by_cap(gm.graph, 1.0, eligible=everything, max_compute_run=run)
+        closed = [*(b.closed_by for b in plan.buckets), *(a.closed_by for a in plan.alone)]
+        assert all("compute nodes" in b.detail for b in plan.buckets if b.closed_by == "run")
+        return [len(b.members) for b in plan.buckets], closed
+
+    assert planned(None) == ([5], ["end"])
+    assert planned(15) == ([5], ["end"])
+    assert planned(8) == ([2, 2], ["run", "run", "end"])
+    assert planned(2) == ([], ["run"] * 4 + ["end"]), "what can't be kept is kept as well as can be"
+
+
 # -- writes ---------------------------------------------------------------------------------------
 
 
@@ -391,6 +416,8 @@ def test_group_names_that_are_nodes():
         ({"eligible": "names"}, "eligible must be"),
         ({"max_node_span": -1}, "max_node_span"),
         ({"max_node_span": True}, "max_node_span"),
+        ({"max_compute_run": 0}, "max_compute_run must be at least 1"),
+        ({"max_compute_run": 2.5}, "max_compute_run must be a number"),
     ],
 )
 def test_bad_arguments(options, match):

@@ -589,6 +589,22 @@ def test_the_memory_bound_decides_over_speed():
     assert report.misses == 0
 
 
+def test_buckets_are_closed_by_the_run_bound_where_it_decides():
+    """Layers of three products: a cap for all of a layer's reductions, or each on its own, would be
+    too many products or too many buckets."""
+    gm = backward_graph(layers=6, products=3)
+    cap = 64 * DIM * DIM * 4 / 2**20
+    bounds = [Overlap(), CapComputeRun(8), PeakMemory(ratio=10)]
+    plan, report = choose_caps(
+        gm.graph, bounds, caps_mb=[cap], eligible=lambda start: True, machine=machine(2.0)
+    )
+    assert report.misses == 0
+    assert report.longest_run[1] <= 8
+    assert plan.buckets
+    assert {b.closed_by for b in plan.buckets} <= {"run", "end"}
+    assert [c for caps, *_ in report.cap_alternatives for _, c in caps] == [cap]
+
+
 # --- after bucketing -----------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from ._merge_traces import shared_traces
 from .buckets import BucketingPlan, apply_plan
 from .caps import plan_by_cap
 from .cost import H100, Machine
+from .memory import CapComputeRun
 from .report import ScheduleReport
 from .scheduling import Policy, model_of, peak_bytes, schedule_model
 from .tags import Kind
@@ -30,6 +31,8 @@ CAPS_MB = (8.0, 25.0, 80.0, 500.0)
 """MiB. 25 is DDP's default bucket, 500 the ceiling of torch's own estimate."""
 
 _SMALLEST_MB = 0.1
+_LARGEST_MB = 2000.0
+"""The bound of torch's overlap-preserving bucketer."""
 
 _Caps: TypeAlias = tuple[tuple[tuple[str, str], float], ...]
 
@@ -38,7 +41,7 @@ def choose_caps(
     graph: fx.Graph,
     policies: Policy | Iterable[Policy],
     *,
-    caps_mb: Sequence[float] = CAPS_MB,
+    caps_mb: Sequence[float] | None = None,
     kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
     machine: Machine = H100,
     reference_bytes: int | None = None,
@@ -50,7 +53,8 @@ def choose_caps(
     Args:
         graph: as of :func:`.caps.plan_by_cap`.
         policies: as of :func:`.scheduling.schedule`.
-        caps_mb: what to try, ascending, in MiB. Where all miss a bound, smaller ones are tried.
+        caps_mb: what to try, ascending, in MiB; None tries :data:`CAPS_MB`, and more where the
+            largest of them is the best. Where all miss a bound, smaller ones are tried.
         kinds: what is bucketed.
         machine: what the cost model times nodes for.
         reference_bytes: see :func:`.scheduling.schedule`; None: the peak of ``graph``.
@@ -64,6 +68,8 @@ def choose_caps(
         ValueError: ``caps_mb`` is empty, or holds something else than positive numbers.
         Exception: what :func:`.caps.plan_by_cap` raises.
     """
+    largest = _LARGEST_MB if caps_mb is None else 0.0
+    caps_mb = CAPS_MB if caps_mb is None else caps_mb
     if not caps_mb:
         raise ValueError("caps_mb is empty: give at least one cap in MiB")
     policies = tuple(policies) if isinstance(policies, Iterable) else (policies,)
@@ -78,6 +84,10 @@ def choose_caps(
         while search.tried[search.best()].misses and ladder[0] > _SMALLEST_MB:
             ladder.insert(0, ladder[0] / 4)
             search.attempt(ladder[0])
+        # A large model, whose parameters are larger than all of these.
+        while _top(search.best()) == ladder[-1] < largest:
+            ladder.append(min(4 * ladder[-1], largest))
+            search.attempt(ladder[-1])
         for key, _ in search.best():
             caps = dict(search.best())
             at = ladder.index(caps[key])
@@ -85,7 +95,7 @@ def choose_caps(
                 if 0 <= near < len(ladder):
                     search.attempt({**caps, key: ladder[near]})
     caps_found = search.best()
-    plan = search.plan(dict(caps_found) or ladder[0])
+    plan = search.plan(dict(caps_found) or ladder[0], search.max_run[caps_found])
     named = tuple((f"{group} {kind}", cap) for (group, kind), cap in caps_found)
     alternatives = tuple(
         (tuple((f"{g} {k}", c) for (g, k), c in caps), r.step_ms[1], r.peak_bytes[1], r.misses)
@@ -108,19 +118,34 @@ class _Search:
         options: dict[str, Any],
     ) -> None:
         self.tried: dict[_Caps, ScheduleReport] = {}
+        self.max_run: dict[_Caps, int | None] = {}
         self._graph = graph
         self._policies = policies
+        runs = [p.max_consecutive for p in policies if isinstance(p, CapComputeRun)]
+        self._max_run = runs[0] if runs else None
         self._machine = machine
         self._reference = reference_bytes
         self._options = {"kinds": kinds, **options}
         self._known: dict[tuple[Any, ...], ScheduleReport] = {}
 
-    def plan(self, caps: Any) -> BucketingPlan:
+    def plan(self, caps: Any, max_run: int | None = None) -> BucketingPlan:
         """The plan for the graph itself."""
-        return plan_by_cap(self._graph, caps, **self._options)
+        return plan_by_cap(self._graph, caps, max_compute_run=max_run, **self._options)
 
     def attempt(self, caps: dict[tuple[str, str], float] | float) -> None:
-        plan = self.plan(caps)
+        """Try caps; where they miss a bound, and one on runs is set, also with buckets that are
+        closed by it."""
+        name, report = self._outcome(caps, None)
+        self.tried[name], self.max_run[name] = report, None
+        if report.misses and self._max_run is not None:
+            _, bounded = self._outcome(caps, self._max_run)
+            if _rank(bounded) < _rank(report):
+                self.tried[name], self.max_run[name] = bounded, self._max_run
+
+    def _outcome(
+        self, caps: dict[tuple[str, str], float] | float, max_run: int | None
+    ) -> tuple[_Caps, ScheduleReport]:
+        plan = self.plan(caps, max_run)
         keys = dict.fromkeys(_keys(plan))
         name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in keys)
         members = tuple(b.members for b in plan.buckets)
@@ -129,10 +154,18 @@ class _Search:
             apply_plan(copy, copied)
             model = model_of(copy, self._machine)
             self._known[members], _ = schedule_model(model, self._policies, self._reference, True)
-        self.tried[name] = self._known[members]
+        return name, self._known[members]
 
     def best(self) -> _Caps:
-        return min(self.tried, key=lambda k: (self.tried[k].misses, self.tried[k].step_ms[1]))
+        return min(self.tried, key=lambda k: _rank(self.tried[k]))
+
+
+def _top(caps: _Caps) -> float:
+    return max((cap for _, cap in caps), default=0.0)
+
+
+def _rank(report: ScheduleReport) -> tuple[float, float]:
+    return report.misses, report.step_ms[1]
 
 
 def _keys(plan: BucketingPlan) -> Iterable[tuple[str, str]]:

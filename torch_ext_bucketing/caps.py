@@ -7,6 +7,7 @@ which their results are needed, and one bucket is open at a time. It is closed
 
 - by ``"bytes"``: the next member would exceed the cap;
 - by the ``"span"``: it would be too far away in graph order;
+- by the ``"run"``: a reduce-scatter would leave too many compute nodes behind the one before;
 - by a ``"dependency"``: it needs the bucket or is needed by it, directly or by way of buckets
   planned before, or a write to a tensor stands between them;
 - by the ``"end"``: there is no next member.
@@ -27,6 +28,7 @@ import torch.fx as fx
 from . import _torch_bucketing as tb
 from .buckets import Bucket, BucketingPlan, unmergeable
 from .contraction import Contraction
+from .dependencies import is_compute
 from .groups import GroupFilter, chosen_groups
 from .report import ClosedBy, Unmerged
 from .tags import KINDS, Kind, is_bucket, kind_of, member_count, tag_of
@@ -48,6 +50,7 @@ def plan_by_cap(
     eligible: Eligible = "tag",
     group_filter: GroupFilter | None = None,
     max_node_span: int | None = None,
+    max_compute_run: int | None = None,
     non_adjacent: bool = True,
 ) -> BucketingPlan:
     """Buckets filled in wait order up to a byte cap. Reads the graph only.
@@ -68,6 +71,9 @@ def plan_by_cap(
             None buckets all. A graph without such gathers is not filtered, as in torch.
         max_node_span: bound on the distance in graph order between a bucket's first and last
             member, in nodes.
+        max_compute_run: bound on the compute nodes (see :mod:`.dependencies`), in graph order, that
+            a bucket of reduce-scatters has to wait for after the one before of its bucket key; see
+            :class:`.memory.CapComputeRun`.
         non_adjacent: False merges only members whose waits follow each other among the eligible
             waits of one kind; the bucket index then starts at 0 at each such run.
 
@@ -76,14 +82,21 @@ def plan_by_cap(
 
     Raises:
         ValueError: an unknown kind or ``eligible``, a cap that is no positive number, a negative
-            span, or a graph that is not in topological order.
+            span, a run below 1, or a graph that is not in topological order.
         RuntimeError: ``group_filter`` failed; a symbolic size has no hint (torch's own error).
         Exception: what ``eligible`` or a cap callable raises.
     """
     _check(cap_mb, kinds, max_node_span)
+    if max_compute_run is not None and (
+        not isinstance(max_compute_run, int) or isinstance(max_compute_run, bool)
+    ):
+        raise ValueError(f"max_compute_run must be a number of nodes, got {max_compute_run!r}")
+    if max_compute_run is not None and max_compute_run < 1:
+        raise ValueError(f"max_compute_run must be at least 1, got {max_compute_run!r}")
     candidates = _candidates(graph, kinds, eligible)
     scopes = _scopes(candidates.gathers, group_filter)
-    planner = _Planner(Contraction(graph), cap_mb, max_node_span)
+    run_bound = None if max_compute_run is None else _RunBound(graph, max_compute_run)
+    planner = _Planner(Contraction(graph), cap_mb, max_node_span, run_bound)
     for groups in scopes:
         for kind in KINDS:
             members = [
@@ -182,13 +195,41 @@ def _runs(members: list[fx.Node], non_adjacent: bool) -> list[list[fx.Node]]:
     return list(runs.values())
 
 
+class _RunBound:
+    """How many compute nodes a bucket of reduce-scatters would leave behind the one before."""
+
+    def __init__(self, graph: fx.Graph, most: int) -> None:
+        self.most = most
+        self._reached: dict[fx.Node, int] = {}
+        count = 0
+        for node in graph.nodes:
+            needed = (self._reached[n] for n in node.all_input_nodes)
+            self._reached[node] = max(needed, default=0)
+            if is_compute(node):
+                count += 1
+                self._reached[node] = count
+
+    def reached(self, start: fx.Node) -> int:
+        """Compute nodes in graph order up to the last one that ``start`` needs. Where it stands
+        itself says less: a sort may have put all reduce-scatters at the end."""
+        return self._reached[start]
+
+
 class _Planner:
-    def __init__(self, contracted: Contraction, cap_mb: CapMb, max_span: int | None) -> None:
+    def __init__(
+        self,
+        contracted: Contraction,
+        cap_mb: CapMb,
+        max_span: int | None,
+        run_bound: _RunBound | None,
+    ) -> None:
         self.contracted = contracted
         self.buckets: list[Bucket] = []
         self.alone: list[tuple[int, Unmerged]] = []
         self._cap_mb = cap_mb
         self._max_span = max_span
+        self._run_bound = run_bound
+        self._reached = 0  # compute nodes before the last member of the bucket before
         self._default: dict[int, float] = {}
 
     def fill(self, kind: Kind, starts: list[fx.Node]) -> None:
@@ -196,7 +237,7 @@ class _Planner:
         cap_of = self._cap_of(starts[0])
         index, cap = 0, cap_of(0)
         members: list[fx.Node] = []
-        filled = 0
+        filled = self._reached = 0
         for start in starts:
             nbytes = tb.wire_bytes(start)
             if members:
@@ -217,6 +258,11 @@ class _Planner:
     ) -> tuple[ClosedBy | None, str]:
         if filled + nbytes > cap:
             return "bytes", f"with {start.name}: {filled + nbytes} bytes, above the cap of {cap}"
+        bound = self._run_bound
+        if bound is not None and kind_of(start) == "reduce_scatter":
+            run = bound.reached(start) - self._reached
+            if run > bound.most:
+                return "run", f"with {start.name}: {run} compute nodes since the bucket before"
         refusal = self.contracted.try_add(start, self._max_span)
         if refusal is None:
             return None, ""
@@ -235,6 +281,8 @@ class _Planner:
     ) -> None:
         span = self.contracted.span
         self.contracted.close()
+        if self._run_bound is not None:
+            self._reached = max(map(self._run_bound.reached, members))
         position = self.contracted.position
         if len(members) > 1:
             ordered = tuple(sorted(members, key=position))

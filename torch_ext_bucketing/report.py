@@ -17,7 +17,7 @@ __all__ = [
     "Unmerged",
 ]
 
-ClosedBy = Literal["bytes", "span", "dependency", "end"]
+ClosedBy = Literal["bytes", "span", "run", "dependency", "end"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class BucketReport:
         members: in the order of their bytes.
         span: distance in graph order between the first and the last member before merging, in
             nodes.
-        closed_by: what kept the next candidate out: the byte cap, the span bound, a dependency (or
-            a write to a tensor), or ``"end"``: there was none.
+        closed_by: what kept the next candidate out: the byte cap, the span bound, the bound on
+            compute runs, a dependency (or a write to a tensor), or ``"end"``: there was none.
         detail: which candidate, and why, in words.
         wire_bytes: what the members count against the byte cap: per member the larger of its input
             and its output; None where no cap was kept.

@@ -248,7 +248,7 @@ def _candidates(
     ways += [(w, 2 * overlap.depth, True) for w in windows if overlap.depth]
     ways += [(w, overlap.depth, False) for w in windows[:1]]
     if quick:
-        ways = [(w, overlap.depth, True) for w in windows[:3:2]]
+        ways = [(w, overlap.depth, True) for w in windows[:3:2]] + ways[-1:]
     for window, depth, deadlines in ways:
         yield (
             f"window {window}, depth {depth}{', by deadline' if deadlines else ''}",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from .auto_cap import CAPS_MB, choose_caps
+from .auto_cap import choose_caps
 from .cost import H100, Machine
 from .passes import Compilation, GraphLike, GraphPass, Stage, apply_and_report, stable_settings
 from .report import GraphReport, ScheduleReport
@@ -71,7 +71,7 @@ class BucketAndSchedule(Schedule):
 
     Args:
         policies: as of :class:`Schedule`.
-        caps_mb: the caps to try, in MiB.
+        caps_mb: the caps to try, in MiB; see :func:`.auto_cap.choose_caps`.
         kinds: what is bucketed.
         payload_order: as of ``BucketByCap``.
         machine: as of :class:`Schedule`.
@@ -82,14 +82,14 @@ class BucketAndSchedule(Schedule):
         self,
         policies: Policy | Iterable[Policy],
         *,
-        caps_mb: Collection[float] = CAPS_MB,
+        caps_mb: Collection[float] | None = None,
         kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
         payload_order: Callable[[fx.Node], Any] | None = None,
         machine: Machine = H100,
         **options: Any,
     ) -> None:
         super().__init__(policies, machine)
-        self.caps_mb = tuple(caps_mb)
+        self.caps_mb = None if caps_mb is None else tuple(caps_mb)
         self.options = {"kinds": tuple(kinds), **options}
         self.payload_key = payload_order
         self.last_buckets: GraphReport | None = None
