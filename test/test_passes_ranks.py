@@ -144,6 +144,56 @@ def test_inductor_equals_inductor_without_buckets(tmp_path):
     on_ranks(_inductor_equals_inductor_without_buckets, tmp_path)
 
 
+def _reductions_on_their_own_groups(rank, mode):
+    from torch_ext_bucketing.passes import backend
+    from torch_ext_bucketing.separate_groups import SeparateGroups
+
+    where, module = mesh(mode), model()
+    from torch_ext_bucketing.simple_fsdp import data_parallel
+
+    module = data_parallel(module, where, mode, reduce_dtype=torch.float32)
+    expected = gradients(module, module, rank)
+    separate = SeparateGroups(where, ["reduce_scatter", "all_reduce"])
+    assert len(separate.twins) == where.ndim
+    for dim in range(where.ndim):
+        twin = separate.twins[where.get_group(dim).group_name]
+        group = torch.distributed.distributed_c10d._resolve_process_group(twin)
+        assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(
+            where.get_group(dim)
+        )
+    b = backend("aot_eager", [separate, *bucketing_passes(True)])
+    compiled = torch.compile(module, backend=b)
+    for _ in range(2):
+        assert_equal(gradients(compiled, module, rank), expected)
+    groups = {kind: set() for kind in KINDS}
+    for graph in b.last_report().graphs:
+        for bucket in graph.buckets:
+            groups[bucket.kind].add(bucket.group)
+    shard_group = where.get_group(where.ndim - 1).group_name
+    assert groups["all_gather"] == {shard_group}
+    assert groups["reduce_scatter"] == {separate.twins[shard_group]}
+    if mode == "hybrid_shard":
+        assert groups["all_reduce"] == {separate.twins[where.get_group(0).group_name]}
+
+
+@pytest.mark.parametrize(("mode", "world"), [("fully_shard", 2), ("hybrid_shard", 4)])
+def test_reductions_on_their_own_groups(tmp_path, mode, world):
+    on_ranks(_reductions_on_their_own_groups, tmp_path, mode, world=world)
+
+
+def test_separate_groups_names_what_is_wrong(fake_world):
+    from torch_ext_bucketing.separate_groups import SeparateGroups
+
+    flat = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    for options, match in (
+        ({"dims": ["tp"]}, r"1 dimension\(s\) and none 'tp'; its names are dp"),
+        ({"dims": [1]}, "none 1"),
+        ({"kinds": ["broadcast"]}, "kinds must be some of"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            SeparateGroups(flat, **options)
+
+
 def _uncompiled_equals_fsdp2(rank, mode, param_dtype, reduce_dtype):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

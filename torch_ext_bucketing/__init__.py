@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .ring import RingTopology, init_ring_process_group, register_ring_backend
     from .scheduling import BoundNotKeptWarning, peak_bytes, schedule
     from .scheduling_passes import BucketAndSchedule, Schedule
+    from .separate_groups import SeparateGroups
     from .simple_fsdp import data_parallel
     from .tags import Tag, set_tag, tag_joint_graph, tag_of
 
@@ -62,6 +63,7 @@ __all__ = [
     "RingTopology",
     "Schedule",
     "ScheduleReport",
+    "SeparateGroups",
     "Tag",
     "TagParameters",
     "backend",
@@ -104,6 +106,7 @@ _HOME = {
     "ring": ("RingTopology", "init_ring_process_group", "register_ring_backend"),
     "scheduling": ("BoundNotKeptWarning", "peak_bytes", "schedule"),
     "scheduling_passes": ("BucketAndSchedule", "Schedule"),
+    "separate_groups": ("SeparateGroups",),
     "simple_fsdp": ("data_parallel",),
     "tags": ("Tag", "set_tag", "tag_joint_graph", "tag_of"),
 }

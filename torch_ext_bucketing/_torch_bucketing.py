@@ -33,6 +33,7 @@ __all__ = [
     "payload_inputs",
     "reduce_op",
     "require_payload_order_hook",
+    "set_group_name",
     "size_hint",
     "sort_topologically",
     "wire_bytes",
@@ -83,6 +84,15 @@ def group_name(start: fx.Node) -> str:
 
     position = {"all_gather": 2, "all_reduce": 2}.get(str(kind_of(start)), 3)
     return str(_resolve_group_name(start.args[position]))
+
+
+def set_group_name(start: fx.Node, name: str) -> None:
+    """Let a collective run on another process group of the same ranks."""
+    position = {"all_gather": 2, "all_reduce": 2}.get(str(kind_of(start)), 3)
+    if position < len(start.args):
+        start.update_arg(position, name)
+    else:
+        start.update_kwarg("group_name", name)
 
 
 def group_size(start: fx.Node) -> int:
