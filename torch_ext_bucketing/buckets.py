@@ -20,6 +20,7 @@ from ._merge_traces import shared_traces
 from .contraction import Contraction
 from .report import BucketReport, ClosedBy, PayloadMember, Unmerged
 from .tags import KINDS, Kind, Tag, is_bucket, kind_of, set_member_tags, tag_of
+from .writes import written_roots
 
 __all__ = [
     "Bucket",
@@ -149,6 +150,7 @@ def plan_units(
     duplicates: list[tuple[fx.Node, fx.Node]] = []
     first_gather: dict[tuple[Any, ...], fx.Node] = {}
     contracted = Contraction(graph)
+    written = written_roots(list(graph.nodes))
     for start in graph.nodes:
         kind = kind_of(start)
         if kind is None or kind not in kinds:
@@ -166,7 +168,7 @@ def plan_units(
         if why:
             left.append((start.name, why))
             continue
-        if kind == "all_gather":
+        if kind == "all_gather" and start not in written:
             same = (start.target, *_gathered(start))
             earlier = first_gather.setdefault(same, start)
             if earlier is not start:

@@ -11,7 +11,7 @@ import operator
 import torch
 import torch.fx as fx
 
-__all__ = ["aliases_of", "unordered_writes", "written_values"]
+__all__ = ["aliases_of", "unordered_writes", "written_roots", "written_values"]
 
 
 def unordered_writes(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -39,6 +39,17 @@ def unordered_writes(nodes: list[fx.Node]) -> list[fx.Node]:
             for root in roots.get(value, ())
         )
     ]
+
+
+def written_roots(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The nodes whose memory a later node writes to, if only by way of a view.
+
+    Args:
+        nodes: of one graph, in topological order.
+    """
+    written = [v for n in nodes for v in written_values(n)]
+    roots = aliases_of(nodes)[0] if written else {}
+    return {root for value in written for root in roots.get(value, ())}
 
 
 def _is_ordered(write: fx.Node, aliases: list[fx.Node], position: dict[fx.Node, int]) -> bool:
