@@ -14,6 +14,7 @@ from .timeline import Model
 __all__ = ["CapComputeRun", "PeakMemory", "forced_run"]
 
 _GIB = 2**30
+_ALL = 2**63  # bytes: more than any graph needs
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class PeakMemory:
             reordering.
 
     Raises:
-        ValueError: not exactly one of them, or one that is not positive.
+        ValueError: not exactly one of them, or one that is no positive number.
     """
 
     gib: float | None = None
@@ -63,15 +64,17 @@ class PeakMemory:
             raise ValueError(
                 f"give either gib or ratio, got gib={self.gib!r} and ratio={self.ratio!r}"
             )
-        if isinstance(given[0], bool) or not 0 < given[0] < float("inf"):
+        bound = given[0]
+        number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
+        if not number or not 0 < bound < float("inf"):
             raise ValueError(f"the bound must be a positive number, got {given[0]!r}")
 
     def limit_bytes(self, reference: int) -> int:
         """The bound in bytes, for a graph whose peak was ``reference`` bytes."""
         if self.gib is not None:
-            return int(self.gib * _GIB)
+            return int(min(self.gib * _GIB, _ALL))
         assert self.ratio is not None
-        return int(self.ratio * reference)
+        return int(min(self.ratio * reference, _ALL))
 
 
 def forced_run(model: Model) -> int:

@@ -186,7 +186,7 @@ def schedule_model(
     def attempt(name: str, order: Sequence[int], timeline: Timeline | None = None) -> _Try:
         timeline = timeline or Timeline.of(model, order)
         long = 0 if most is None else max(0, timeline.longest_run - max(most, forced)) / most
-        over = max(0, timeline.peak_bytes - limit) / limit
+        over = max(0, timeline.peak_bytes - limit) / max(1, limit)
         # Memory that nobody asked to bound is weighed, too, but no bound is missed by it.
         return _Try(name, order, timeline, (long + over,))
 
@@ -335,6 +335,10 @@ def _run_end(model: Model, timeline: Timeline) -> str:
 
 
 def _reorder(graph: fx.Graph, dependencies: Dependencies, order: Sequence[int]) -> None:
-    output = graph.output_node()
     for i in order:
-        output.prepend(dependencies.nodes[i])
+        node = dependencies.nodes[i]
+        last = next(iter(reversed(graph.nodes)))
+        if last.op == "output":
+            last.prepend(node)
+        else:  # a graph in the making
+            last.append(node)
