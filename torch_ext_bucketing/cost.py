@@ -44,7 +44,9 @@ class Machine:
             the last one extrapolated by bandwidth. What the table lacks is torch's estimate.
 
     Raises:
-        ValueError: a rate that is not positive, or an empty series of measurements.
+        ValueError: a rate that is no positive number, a time that is none of at least 0, or a
+            series of measurements that is empty or holds something else than bytes above 0 and
+            times.
     """
 
     name: str = "machine"
@@ -57,11 +59,25 @@ class Machine:
     def __post_init__(self) -> None:
         rates = {**self.flops, "other_flops": self.other_flops, "bandwidth": self.bandwidth}
         for name, rate in rates.items():
-            if not rate > 0:
+            if not _is_number(rate) or not rate > 0:
                 raise ValueError(f"{name} must be a positive rate per second, got {rate!r}")
+        if not _is_number(self.kernel_ms) or not 0 <= self.kernel_ms < math.inf:
+            raise ValueError(f"kernel_ms must be a time of at least 0, got {self.kernel_ms!r}")
         for key, series in self.collectives.items():
             if not series:
                 raise ValueError(f"collectives[{key!r}] has no measurement")
+            for point in series:
+                pair = isinstance(point, (tuple, list)) and len(point) == 2
+                if not pair or not all(map(_is_number, point)) or not _is_measurement(*point):
+                    raise ValueError(f"collectives[{key!r}]: {point!r} is no (bytes above 0, ms)")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_measurement(nbytes: float, ms: float) -> bool:
+    return 0 < nbytes < math.inf and 0 <= ms < math.inf
 
 
 H100 = Machine(

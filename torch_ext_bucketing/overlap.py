@@ -49,6 +49,7 @@ class Overlap:
             whose computation it is launched, as in ``{"layers.4": "layers.3"}``.
 
     Raises:
+        TypeError: ``prefetch_under`` is no mapping of names to names.
         ValueError: a negative or fractional number.
     """
 
@@ -60,6 +61,11 @@ class Overlap:
     def __post_init__(self) -> None:
         for name in ("depth", "window", "max_prefetch"):
             _check_count(name, getattr(self, name))
+        under = self.prefetch_under
+        if not isinstance(under, Mapping) or not all(
+            isinstance(name, str) for name in (*under, *under.values())
+        ):
+            raise TypeError(f"prefetch_under must map names to names, got {under!r}")
 
 
 def _check_count(name: str, number: int) -> None:

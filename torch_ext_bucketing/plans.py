@@ -302,7 +302,8 @@ def _expand(path: str, known: dict[str, nn.Module]) -> list[str]:
     return found
 
 
-def _expand_ranges(component: str, path: str) -> list[str]:
+def _expand_ranges(component: str, path: str) -> Iterator[str]:
+    """One by one: the first number that no module has ends a range that is too long."""
     match = _RANGE.search(component)
     if match is None:
         if "[" in component or "]" in component:
@@ -310,14 +311,16 @@ def _expand_ranges(component: str, path: str) -> list[str]:
                 f"plan: {path!r} has a malformed range: write [a-b] with two numbers, as in "
                 "layers.[0-5]"
             )
-        return [component]
+        yield component
+        return
     first, last = int(match[1]), int(match[2])
     if first > last:
         raise ValueError(
             f"plan: the range {match[0]} in {path!r} is reversed: write [{last}-{first}]"
         )
-    head, tails = component[: match.start()], _expand_ranges(component[match.end() :], path)
-    return [f"{head}{number}{tail}" for number in range(first, last + 1) for tail in tails]
+    for number in range(first, last + 1):
+        for tail in _expand_ranges(component[match.end() :], path):
+            yield f"{component[: match.start()]}{number}{tail}"
 
 
 def _children(prefix: str, text: str, path: str, known: dict[str, nn.Module]) -> list[str]:

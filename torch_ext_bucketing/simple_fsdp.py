@@ -57,17 +57,28 @@ def data_parallel(
         ``model``.
 
     Raises:
-        ValueError: an unknown mode, a mesh of another number of dimensions, or a parameter that is
-            a ``DTensor`` already.
+        TypeError: ``mesh`` is no device mesh, or a dtype is none.
+        ValueError: an unknown mode, a mesh of another number of dimensions, a parameter that is
+            a ``DTensor`` already, or a scalar to be sharded. The model is as it was.
     """
     if mode not in ("fully_shard", "hybrid_shard", "replicate"):
         raise ValueError(f"mode must be 'fully_shard', 'hybrid_shard' or 'replicate', got {mode!r}")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}")
+    for dtype in (param_dtype, reduce_dtype):
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"param_dtype and reduce_dtype must be torch dtypes, got {dtype!r}")
     dims = 2 if mode == "hybrid_shard" else 1
     if mesh.ndim != dims:
         raise ValueError(f"mode {mode!r} needs a {dims}-D mesh, got {mesh.ndim} dimensions")
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise ValueError(f"parameter {name} is a DTensor already; shard a model once")
+        if not param.ndim and mode != "replicate":
+            raise ValueError(
+                f"parameter {name} is a scalar, which can't be sharded (nor by eager FSDP2): make "
+                "it a tensor of one element"
+            )
 
     placements: list[Any] = {
         "fully_shard": [Shard(0)],

@@ -125,7 +125,7 @@ class Tag:
         fqns: canonical FQNs of the parameters in it; more than one for fused weights.
 
     Raises:
-        ValueError: an unknown kind, or no FQN.
+        ValueError: an unknown kind, no FQN, or one that is no string.
     """
 
     kind: Kind
@@ -134,7 +134,7 @@ class Tag:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
-        if isinstance(self.fqns, str) or not self.fqns:
+        if isinstance(self.fqns, str) or not all(isinstance(f, str) for f in self.fqns or (0,)):
             raise ValueError(f"fqns must be a non-empty tuple of names, got {self.fqns!r}")
         object.__setattr__(self, "fqns", tuple(self.fqns))
 
