@@ -20,6 +20,7 @@ from .tags import Kind, kind_of
 
 __all__ = [
     "bucket_key",
+    "configured_payload_key",
     "default_cap_mb",
     "fsdp_starts",
     "group_name",
@@ -36,6 +37,7 @@ __all__ = [
     "set_group_name",
     "size_hint",
     "sort_topologically",
+    "waited_for",
     "wire_bytes",
 ]
 
@@ -57,8 +59,13 @@ def require_payload_order_hook() -> None:
         require_hooks()
 
 
+def configured_payload_key() -> Callable[[fx.Node], Any] | None:
+    """The user's ``bucket_payload_order_key``; None if it is unset or torch has no such entry."""
+    return getattr(inductor_config.aten_distributed_optimizations, "bucket_payload_order_key", None)
+
+
 def _payload_order(key: Callable[[fx.Node], Any] | None) -> AbstractContextManager[Any]:
-    if key is None:
+    if key is None and configured_payload_key() is None:
         return nullcontext()
     return inductor_config.patch({PAYLOAD_ORDER_ENTRY: key})
 
@@ -83,7 +90,11 @@ def group_name(start: fx.Node) -> str:
     from torch._inductor.fx_passes.bucketing import _resolve_group_name
 
     position = {"all_gather": 2, "all_reduce": 2}.get(str(kind_of(start)), 3)
-    return str(_resolve_group_name(start.args[position]))
+    return str(_resolve_group_name(_argument(start, position, "group_name")))
+
+
+def _argument(start: fx.Node, position: int, name: str) -> Any:
+    return start.args[position] if position < len(start.args) else start.kwargs[name]
 
 
 def set_group_name(start: fx.Node, name: str) -> None:
@@ -99,9 +110,9 @@ def group_size(start: fx.Node) -> int:
     """Number of ranks in a collective's process group."""
     kind = kind_of(start)
     if kind == "all_gather":
-        return int(start.args[1])  # type: ignore[arg-type]
+        return int(_argument(start, 1, "group_size"))
     if kind == "reduce_scatter":
-        return int(start.args[2])  # type: ignore[arg-type]
+        return int(_argument(start, 2, "group_size"))
     return group_size_of(group_name(start))
 
 
@@ -128,7 +139,7 @@ def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
 
 def reduce_op(start: fx.Node) -> str | None:
     """``"avg"``, ``"sum"``, ...; None for a gather."""
-    return None if kind_of(start) == "all_gather" else str(start.args[1])
+    return None if kind_of(start) == "all_gather" else str(_argument(start, 1, "reduce_op"))
 
 
 def default_cap_mb(size: int) -> float:
@@ -230,6 +241,11 @@ def is_wait(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is _c10d.wait_tensor.default
 
 
+def waited_for(wait: fx.Node) -> fx.Node | None:
+    """What a wait waits for."""
+    return next(iter(wait.all_input_nodes), None)
+
+
 def merge(
     graph: fx.Graph,
     kind: Kind,
@@ -239,6 +255,8 @@ def merge(
     payload_key: Callable[[fx.Node], Any] | None,
 ) -> list[fx.Node]:
     """Replace ``members`` (in graph order) by one collective.
+
+    ``payload_key`` alone decides about the payload; None is graph order, whatever is configured.
 
     Returns:
         The new nodes, in graph order.

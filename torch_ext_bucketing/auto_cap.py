@@ -17,8 +17,8 @@ import torch.fx as fx
 
 from . import _torch_bucketing as tb
 from ._merge_traces import shared_traces
-from .buckets import BucketingPlan, apply_plan
-from .caps import plan_by_cap
+from .buckets import BucketingPlan, merge_buckets
+from .caps import check_cap, plan_by_cap
 from .cost import H100, Machine
 from .memory import CapComputeRun
 from .report import ScheduleReport
@@ -72,6 +72,8 @@ def choose_caps(
     caps_mb = CAPS_MB if caps_mb is None else caps_mb
     if not caps_mb:
         raise ValueError("caps_mb is empty: give at least one cap in MiB")
+    for cap in caps_mb:
+        check_cap(cap, "each of caps_mb")
     policies = tuple(policies) if isinstance(policies, Iterable) else (policies,)
     if reference_bytes is None:
         reference_bytes = peak_bytes(graph)
@@ -151,7 +153,7 @@ class _Search:
         members = tuple(b.members for b in plan.buckets)
         if members not in self._known:
             copy, copied = _copied(self._graph, plan)
-            apply_plan(copy, copied)
+            merge_buckets(copy, copied)
             model = model_of(copy, self._machine)
             self._known[members], _ = schedule_model(model, self._policies, self._reference, True)
         return name, self._known[members]

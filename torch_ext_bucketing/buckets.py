@@ -6,6 +6,7 @@ never merges into a cycle, nor across a write to a tensor (see :mod:`.contractio
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,7 +19,9 @@ import torch.fx as fx
 from . import _torch_bucketing as tb
 from ._merge_traces import shared_traces
 from .contraction import Contraction
+from .hook_guard import reading_only
 from .report import BucketReport, ClosedBy, PayloadMember, Unmerged
+from .snapshot import unchanged_on_error
 from .tags import KINDS, Kind, Tag, is_bucket, kind_of, set_member_tags, tag_of
 from .writes import written_roots
 
@@ -29,6 +32,7 @@ __all__ = [
     "UnitIndex",
     "apply_plan",
     "count_collectives",
+    "merge_buckets",
     "plan_units",
     "unmergeable",
 ]
@@ -101,8 +105,12 @@ class UnitIndex:
     Args:
         order_or_plan: an object with ``units`` (tuples of parameter or of module FQNs), or the
             tuples themselves. A module's name covers the parameters below it that no longer name
-            covers; ``""`` is the root.
+            covers; ``""`` is the root. A name that no parameter has covers none.
         aliases: ``(other FQN, FQN in units)`` of shared parameters.
+
+    Raises:
+        TypeError: the units are a string, or a name is none.
+        ValueError: one name in two units.
     """
 
     def __init__(
@@ -111,10 +119,17 @@ class UnitIndex:
         aliases: Iterable[tuple[str, str]] = (),
     ) -> None:
         units = order_or_plan.units if isinstance(order_or_plan, HasUnits) else order_or_plan
+        if isinstance(units, str):
+            raise TypeError(f"units must be a sequence of sequences of FQNs, got {units!r}")
         self._unit: dict[str, int] = {}
         for index, unit in enumerate(units):
             for fqn in (unit,) if isinstance(unit, str) else unit:
-                self._unit.setdefault(fqn, index)
+                if not isinstance(fqn, str):
+                    raise TypeError(f"unit {index}: an FQN must be a string, got {fqn!r}")
+                if self._unit.setdefault(fqn, index) != index:
+                    raise ValueError(
+                        f"{fqn!r} is in two units, {self._unit[fqn]} and {index}: name it in one"
+                    )
         self._aliases = dict(aliases or getattr(order_or_plan, "aliases", ()))
 
     def unit_of(self, fqn: str) -> int | None:
@@ -143,6 +158,9 @@ def plan_units(
         graph: a graph whose collectives carry tags.
         units: which parameter is in which unit.
         kinds: what is bucketed; others are left alone without a word.
+
+    Raises:
+        ValueError: the graph is not in topological order.
     """
     uncovered: dict[str, None] = {}
     left: list[tuple[str, str]] = []
@@ -238,16 +256,34 @@ def apply_plan(
     Args:
         graph: the graph that the plan was made for, unchanged since.
         plan: what to merge.
-        payload_key: ascending key of a member's bytes; None leaves torch's own choice.
+        payload_key: ascending key of a member's bytes; a bucket with a member whose key is None
+            keeps graph order as a whole. None takes torch's ``bucket_payload_order_key``. It is
+            called once per member, before anything changes, and may only read the graph.
 
     Returns:
         One report per bucket, in graph order.
 
     Raises:
         HooksError: ``payload_key`` is given, but this torch has no payload-order hook.
-        Exception: whatever ``payload_key`` raises, before the graph is touched.
+        RuntimeError: the key failed at a node, its keys for one bucket have no order, or it changed
+            the graph or communicated; or, torch's own, a symbolic size has no hint.
+        Exception: what torch raises where it can't merge. Then, too, the graph is as it was.
     """
-    keys = _checked_keys(plan, payload_key)
+    keys = _payload_keys(graph, plan, payload_key)
+    with unchanged_on_error(graph):
+        return merge_buckets(graph, plan, keys)
+
+
+def merge_buckets(
+    graph: fx.Graph, plan: BucketingPlan, keys: Mapping[fx.Node, Any] | None = None
+) -> list[BucketReport]:
+    """:func:`apply_plan` with keys at hand, and without a way back.
+
+    Args:
+        graph: as of :func:`apply_plan`.
+        plan: as of :func:`apply_plan`.
+        keys: every member's key; None packs in graph order.
+    """
     for duplicate, original in plan.duplicates:
         _reuse_gather(duplicate, original)
     position = {node: i for i, node in enumerate(graph.nodes)}
@@ -264,20 +300,38 @@ def apply_plan(
     return sorted(reports, key=lambda r: place[r.node])
 
 
-def _checked_keys(
-    plan: BucketingPlan, payload_key: PayloadKey | None
+def _payload_keys(
+    graph: fx.Graph, plan: BucketingPlan, payload_key: PayloadKey | None
 ) -> Mapping[fx.Node, Any] | None:
     """Every member's key, computed and compared before anything changes."""
-    if payload_key is None:
+    if payload_key is not None:
+        tb.require_payload_order_hook()
+    key_of, name = payload_key, "payload_order"
+    if key_of is None:
+        key_of, name = tb.configured_payload_key(), "bucket_payload_order_key"
+    if key_of is None:
         return None
-    tb.require_payload_order_hook()
     keys: dict[fx.Node, Any] = {}
-    for bucket in plan.buckets:
-        mine = {m: payload_key(m) for m in bucket.members}
-        if all(k is not None for k in mine.values()):
-            sorted(mine.values())
-        keys.update(mine)
+    with reading_only(graph, name):
+        for bucket in plan.buckets:
+            for member in bucket.members:
+                try:
+                    keys[member] = key_of(member)
+                except Exception as error:
+                    raise RuntimeError(f"{name} failed at {member.format_node()}") from error
+            _check_order(name, {m: keys[m] for m in bucket.members})
     return keys
+
+
+def _check_order(name: str, keys: Mapping[fx.Node, Any]) -> None:
+    known = [k for k in keys.values() if k is not None]
+    try:
+        known.sort()
+        if not all(a < b or a == b for a, b in itertools.pairwise(known)):
+            raise TypeError("keys without a total order, such as NaN")
+    except Exception as error:
+        said = ", ".join(f"{node.name}: {key!r}" for node, key in keys.items())
+        raise RuntimeError(f"{name}: the keys of a bucket can't be sorted: {said}") from error
 
 
 def _apply_bucket(
@@ -293,11 +347,9 @@ def _apply_bucket(
             by_input.setdefault(value, []).append(member)
     group, size, op = tb.group_name(first), tb.group_size(first), tb.reduce_op(first)
 
-    key: PayloadKey | None = None
+    key: PayloadKey | None = None  # never a half-sorted bucket
     if keys is not None and all(keys[m] is not None for m in bucket.members):
         key = keys.__getitem__
-    elif keys is not None:  # never a half-sorted bucket
-        key = _no_key
     insert_before = first if bucket.kind == "all_gather" else last.next
     new_nodes = tb.merge(
         graph, bucket.kind, bucket.members, insert_before=insert_before, payload_key=key
@@ -367,10 +419,6 @@ def _hoist_inputs(bucket: Bucket, position: dict[fx.Node, int]) -> None:
             position[node] = limit
 
 
-def _no_key(start: fx.Node) -> None:
-    return None
-
-
 def _unit_of(tag: Tag, units: UnitIndex) -> tuple[int | None, str]:
     found = {fqn: units.unit_of(fqn) for fqn in tag.fqns}
     missing = [fqn for fqn, unit in found.items() if unit is None]
@@ -385,12 +433,26 @@ def unmergeable(start: fx.Node) -> str:
     """Why a collective can't be a member of any bucket; empty if it can."""
     if start.target is torch.ops._c10d_functional.all_reduce_.default:
         return "it works in place"
-    if not isinstance(start.meta.get("val"), torch.Tensor):
+    result = start.meta.get("val")
+    if not isinstance(result, torch.Tensor):
         return "its shape is unknown (no meta['val'])"
     if "out" in start.kwargs or is_bucket(start):
         return "it is a bucket already"
     if len(start.users) != 1 or not tb.is_wait(next(iter(start.users))):
         return "its result is used by other nodes than one wait"
+    # What torch's merging takes for granted:
+    if start.kwargs or next(iter(start.users)).kwargs:
+        return "its arguments are given by keyword"
+    value = start.all_input_nodes[0].meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return "the shape of its input is unknown (no meta['val'])"
+    kind = kind_of(start)
+    if kind != "all_reduce" and not value.ndim:
+        return "its input has no dimension"
+    if kind == "reduce_scatter" and isinstance(value.shape[0], int):
+        size = tb.group_size(start)
+        if value.shape[0] % size:
+            return f"its input's {value.shape[0]} rows can't be divided among {size} ranks"
     return ""
 
 

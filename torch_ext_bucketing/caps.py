@@ -19,6 +19,7 @@ buckets for the same settings; writes, and members that are buckets already, tor
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -30,16 +31,18 @@ from .buckets import Bucket, BucketingPlan, unmergeable
 from .contraction import Contraction
 from .dependencies import is_compute
 from .groups import GroupFilter, chosen_groups
+from .hook_guard import reading_only
 from .report import ClosedBy, Unmerged
 from .tags import KINDS, Kind, is_bucket, kind_of, member_count, tag_of
 
-__all__ = ["Cap", "CapMb", "Eligible", "plan_by_cap"]
+__all__ = ["Cap", "CapMb", "Eligible", "check_cap", "plan_by_cap"]
 
 Cap: TypeAlias = float | Callable[[int], float]
 CapMb: TypeAlias = Cap | Mapping[str, Cap] | Mapping[tuple[str, str], Cap] | None
 Eligible: TypeAlias = Literal["tag", "structure"] | Callable[[fx.Node], bool]
 
 _MIB = 1024 * 1024
+_ALL = 2**63  # bytes: more than any bucket has
 
 
 def plan_by_cap(
@@ -81,22 +84,35 @@ def plan_by_cap(
         A plan whose ``buckets`` and ``alone`` say why they were closed.
 
     Raises:
+        TypeError: ``group_filter`` is no callable.
         ValueError: an unknown kind or ``eligible``, a cap that is no positive number, a negative
             span, a run below 1, or a graph that is not in topological order.
-        RuntimeError: ``group_filter`` failed; a symbolic size has no hint (torch's own error).
-        Exception: what ``eligible`` or a cap callable raises.
+        RuntimeError: ``eligible``, ``group_filter`` or a cap callable failed (the cause is
+            chained), changed the graph or communicated; a symbolic size has no hint (torch's own).
     """
-    _check(cap_mb, kinds, max_node_span)
-    if max_compute_run is not None and (
-        not isinstance(max_compute_run, int) or isinstance(max_compute_run, bool)
-    ):
-        raise ValueError(f"max_compute_run must be a number of nodes, got {max_compute_run!r}")
-    if max_compute_run is not None and max_compute_run < 1:
-        raise ValueError(f"max_compute_run must be at least 1, got {max_compute_run!r}")
-    candidates = _candidates(graph, kinds, eligible)
-    scopes = _scopes(candidates.gathers, group_filter)
-    run_bound = None if max_compute_run is None else _RunBound(graph, max_compute_run)
-    planner = _Planner(Contraction(graph), cap_mb, max_node_span, run_bound)
+    _check(cap_mb, kinds, max_node_span, max_compute_run)
+    if group_filter is not None and not callable(group_filter):
+        raise TypeError(f"group_filter must be a callable or None, got {group_filter!r}")
+    hooks = {"eligible": eligible, "group_filter": group_filter, "cap_mb": cap_mb}
+    given = [
+        name
+        for name, hook in hooks.items()
+        if any(map(callable, hook.values() if isinstance(hook, Mapping) else (hook,)))
+    ]
+    with reading_only(graph, " or ".join(given)) if given else contextlib.nullcontext():
+        candidates = _candidates(graph, kinds, eligible)
+        scopes = _scopes(candidates.gathers, group_filter)
+        run_bound = None if max_compute_run is None else _RunBound(graph, max_compute_run)
+        planner = _Planner(Contraction(graph), cap_mb, max_node_span, run_bound)
+        return _plan(candidates, scopes, planner, non_adjacent)
+
+
+def _plan(
+    candidates: _Candidates,
+    scopes: list[tuple[str, ...] | None],
+    planner: _Planner,
+    non_adjacent: bool,
+) -> BucketingPlan:
     for groups in scopes:
         for kind in KINDS:
             members = [
@@ -139,7 +155,7 @@ def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) ->
         is_eligible = tb.fsdp_starts(graph).__contains__
         otherwise = "it is no collective of FSDP by its place in the graph"
     elif callable(eligible):
-        is_eligible = eligible
+        is_eligible = _asking(eligible)
         otherwise = "it is not eligible"
     else:
         raise ValueError(f"eligible must be 'tag', 'structure' or a callable, got {eligible!r}")
@@ -164,12 +180,22 @@ def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) ->
                 ours[node] = kind
                 found.starts.append(node)
                 found.group[node] = tb.group_name(node)
-        elif node.op == "call_function" and tb.is_wait(node):
-            start = node.args[0]
-            mine = ours.get(start)  # type: ignore[arg-type]
-            if mine is not None:
-                found.in_wait_order[mine].append(start)  # type: ignore[arg-type]
+        elif tb.is_wait(node):
+            start = tb.waited_for(node)
+            mine = None if start is None else ours.get(start)
+            if start is not None and mine is not None:
+                found.in_wait_order[mine].append(start)
     return found
+
+
+def _asking(eligible: Callable[[fx.Node], Any]) -> Callable[[fx.Node], bool]:
+    def ask(start: fx.Node) -> bool:
+        try:
+            return bool(eligible(start))
+        except Exception as error:
+            raise RuntimeError(f"eligible failed at {start.format_node()}") from error
+
+    return ask
 
 
 def _scopes(
@@ -313,17 +339,24 @@ class _Planner:
             if size not in self._default:
                 self._default[size] = tb.default_cap_mb(size)
             cap = self._default[size]
-        given = cap if callable(cap) else lambda index: cap
 
         def cap_bytes(index: int) -> int:
-            value = given(index)
-            _check_cap(value, f"the cap of bucket {index}")
-            return int(value * _MIB)
+            value = cap
+            if callable(cap):
+                try:
+                    value = cap(index)
+                except Exception as error:
+                    where = f"bucket {index} of the {kind_of(start)} group {tb.group_name(start)}"
+                    raise RuntimeError(f"cap_mb failed for {where}") from error
+            check_cap(value, f"the cap of bucket {index}")
+            return int(min(value * _MIB, _ALL))
 
         return cap_bytes
 
 
-def _check(cap_mb: CapMb, kinds: Collection[Kind], max_node_span: int | None) -> None:
+def _check(
+    cap_mb: CapMb, kinds: Collection[Kind], max_node_span: int | None, max_run: int | None
+) -> None:
     unknown = [k for k in kinds if k not in KINDS]
     if isinstance(kinds, str) or unknown:
         raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
@@ -333,14 +366,19 @@ def _check(cap_mb: CapMb, kinds: Collection[Kind], max_node_span: int | None) ->
         raise ValueError(
             f"max_node_span must be a number of nodes of at least 0, or None, got {max_node_span!r}"
         )
+    if max_run is not None and (not isinstance(max_run, int) or isinstance(max_run, bool)):
+        raise ValueError(f"max_compute_run must be a number of nodes, got {max_run!r}")
+    if max_run is not None and max_run < 1:
+        raise ValueError(f"max_compute_run must be at least 1, got {max_run!r}")
     caps: list[tuple[Any, Any]] = (
         list(cap_mb.items()) if isinstance(cap_mb, Mapping) else [("", cap_mb)]
     )
     for group, cap in caps:
         if cap is not None and not callable(cap):
-            _check_cap(cap, f"cap_mb of group {group}" if group else "cap_mb")
+            check_cap(cap, f"cap_mb of group {group}" if group else "cap_mb")
 
 
-def _check_cap(cap: Any, what: str) -> None:
+def check_cap(cap: Any, what: str) -> None:
+    """Raise a ValueError about ``what`` unless ``cap`` is a positive number."""
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
         raise ValueError(f"{what} must be a positive number of MiB, got {cap!r}")

@@ -60,8 +60,8 @@ def started_by(wait: fx.Node) -> fx.Node | None:
     """The collective that ``wait`` waits for; None if ``wait`` is no wait of one."""
     if not tb.is_wait(wait):
         return None
-    start = wait.args[0]
-    return start if isinstance(start, fx.Node) and is_collective(start) else None
+    start = tb.waited_for(wait)
+    return start if start is not None and is_collective(start) else None
 
 
 def is_view(node: fx.Node) -> bool:
@@ -114,17 +114,15 @@ class Dependencies:
         self.index: dict[fx.Node, int] = {n: i for i, n in enumerate(self.nodes)}
         self.group: dict[int, str] = {}
         needs: list[dict[int, None]] = []
-        fixed = {n for n in everything if n.op in ("placeholder", "get_attr")}
-        for i, node in enumerate(self.nodes):
-            mine: dict[int, None] = {}
+        before: set[fx.Node] = set()
+        for node in everything:
             for arg in node.all_input_nodes:
-                at = self.index.get(arg)
-                if at is None and arg in fixed:
-                    continue
-                if at is None or at >= i:
+                if arg not in before:
                     raise ValueError(f"{node.name} stands before its input {arg.name}")
-                mine[at] = None
-            needs.append(mine)
+            before.add(node)
+            if node in self.index:
+                found = (self.index.get(arg) for arg in node.all_input_nodes)
+                needs.append(dict.fromkeys(at for at in found if at is not None))
         self._order_writes(everything, needs)
         self._order_chains(needs)
         self.needs: list[list[int]] = [sorted(mine) for mine in needs]

@@ -144,12 +144,14 @@ _SOURCES = (
     "dependencies",
     "fqns",
     "groups",
+    "hook_guard",
     "list_schedule",
     "liveness",
     "memory",
     "overlap",
     "passes",
     "scheduling",
+    "snapshot",
     "tags",
     "timeline",
     "writes",
@@ -203,13 +205,19 @@ class ReshardAfterForward(GraphPass):
 
     Args:
         keep: FQNs of parameters or modules that stay gathered until backward, as eager FSDP2 keeps
-            its root's.
+            its root's. A name that no parameter has keeps none.
+
+    Raises:
+        TypeError: ``keep`` is a string, or holds something else than strings.
     """
 
     stage: Stage = "joint"
 
     def __init__(self, keep: Iterable[str] = ()) -> None:
+        if isinstance(keep, str):
+            raise TypeError(f"keep must be a list of FQNs, got the string {keep!r}")
         self.keep = tuple(keep)
+        UnitIndex([self.keep])
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         kept = UnitIndex([self.keep])
@@ -237,8 +245,9 @@ class BucketUnits(GraphPass):
             ``bucket_payload_order_key`` is set.
 
     Raises:
-        TypeError: ``payload_order`` is True, but ``order_or_plan`` can't be called.
-        ValueError: an unknown kind.
+        TypeError: ``payload_order`` is True, but ``order_or_plan`` can't be called; or it is
+            neither True, False nor a callable; or a unit's name is no string.
+        ValueError: an unknown kind, or one name in two units.
     """
 
     stage: Stage = "forward_backward"
@@ -252,14 +261,21 @@ class BucketUnits(GraphPass):
         unknown = [k for k in kinds if k not in KINDS]
         if isinstance(kinds, str) or unknown:
             raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
+        if not isinstance(payload_order, bool) and not callable(payload_order):
+            raise TypeError(
+                f"payload_order must be True, False or a callable of a node, got {payload_order!r}"
+            )
         if payload_order is True and not callable(order_or_plan):
             raise TypeError(
                 f"payload_order=True needs an order that can be called with a node, got "
                 f"{type(order_or_plan).__name__}; pass the order as payload_order="
             )
         units = order_or_plan.units if isinstance(order_or_plan, HasUnits) else order_or_plan
+        if isinstance(units, str):
+            raise TypeError(f"units must be a sequence of units, got the string {units!r}")
         self.units = tuple((u,) if isinstance(u, str) else tuple(u) for u in units)
         self.aliases = tuple(getattr(order_or_plan, "aliases", ()))
+        UnitIndex(self.units, self.aliases)  # bad names are known before anything is compiled
         self.kinds = tuple(k for k in KINDS if k in kinds)
         self.last_report: GraphReport | None = None
         self.payload_key: Callable[[fx.Node], Any] | None = None
@@ -365,7 +381,8 @@ def bucket_graph(
     Raises:
         TypeError: an unknown option.
         ValueError: a bad option.
-        Exception: what planning or ``payload_order`` raises; the graph is as it was then.
+        Exception: what :func:`.caps.plan_by_cap` and :func:`.buckets.apply_plan` raise; then the
+            graph is as it was.
     """
     by_cap = BucketByCap(cap_mb, payload_order=payload_order, **options)
     by_cap(gm)
@@ -569,7 +586,8 @@ def stable_settings(value: Any) -> Any:
     if callable(getattr(value, "uuid", None)):
         return value.uuid()
     if isinstance(value, dict):
-        return tuple(sorted((k, stable_settings(v)) for k, v in value.items()))
+        items = [(k, stable_settings(v)) for k, v in value.items()]
+        return tuple(sorted(items, key=lambda item: repr(item[0])))
     if callable(value):
         raise _NoUuidError
     return value

@@ -76,6 +76,11 @@ class BucketAndSchedule(Schedule):
         payload_order: as of ``BucketByCap``.
         machine: as of :class:`Schedule`.
         options: ``eligible``, ``group_filter`` and ``max_node_span`` of :func:`.caps.plan_by_cap`.
+
+    Raises:
+        TypeError: as of :class:`Schedule`; ``payload_order`` is no callable; an unknown option.
+        ValueError: as of :class:`Schedule`; no cap, or one that is no positive number; or what an
+            option may not be.
     """
 
     def __init__(
@@ -89,7 +94,17 @@ class BucketAndSchedule(Schedule):
         **options: Any,
     ) -> None:
         super().__init__(policies, machine)
+        if payload_order is not None and not callable(payload_order):
+            raise TypeError(
+                f"payload_order must be a callable of a node or None, got {payload_order!r}"
+            )
         self.caps_mb = None if caps_mb is None else tuple(caps_mb)
+        empty = fx.Graph()
+        empty.output(())
+        # Bad options are known before anything is compiled.
+        choose_caps(
+            empty, self.policies, caps_mb=self.caps_mb, machine=machine, kinds=kinds, **options
+        )
         self.options = {"kinds": tuple(kinds), **options}
         self.payload_key = payload_order
         self.last_buckets: GraphReport | None = None

@@ -1,0 +1,746 @@
+"""Odd graphs, bad hooks and bad arguments: the right result, or a clear error and the graph as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from collective_graphs import (
+    C10D,
+    GROUP_FILTER,
+    MAX_SPAN,
+    NON_ADJACENT,
+    PAYLOAD_ORDER,
+    all_gather,
+    reduce_scatter,
+    run_all_ranks,
+    trace,
+)
+from odd_graphs import CAN_RUN, ODD, tagged, world
+from torch._inductor import config
+from torch._inductor.fx_passes import bucketing, fsdp
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing import _torch_bucketing as tb
+from torch_ext_bucketing.buckets import UnitIndex, apply_plan, plan_units
+from torch_ext_bucketing.passes import Compilation, GraphPass
+from torch_ext_bucketing.snapshot import Snapshot, unchanged_on_error
+from torch_ext_bucketing.tags import KINDS, kind_of
+
+pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
+KIND_NAMES = tuple(KINDS)
+
+
+@pytest.fixture(autouse=True)
+def _world(fake_world: int) -> int:
+    return fake_world
+
+
+def described(gm: fx.GraphModule) -> list[Any]:
+    """Node for node: call, arguments, users, value and other metadata."""
+    return [
+        (n.name, n.op, n.target, str(n.args), str(n.kwargs), [u.name for u in n.users])
+        + (id(n.meta.get("val")), sorted(n.meta), str(n.meta.get("custom")))
+        for n in gm.graph.nodes
+    ]
+
+
+def run_pass(p: GraphPass, gm: fx.GraphModule) -> Any:
+    compilation = Compilation()
+    p.prepare(gm, compilation)
+    p(gm, compilation)
+    return getattr(p, "last_buckets", getattr(p, "last_report", None))
+
+
+BUCKETERS: dict[str, Callable[..., Any]] = {
+    "BucketUnits": lambda gm, **k: run_pass(teb.BucketUnits([["m"]], KIND_NAMES, **k), gm),
+    "BucketByCap": lambda gm, **k: run_pass(teb.BucketByCap(1.0, **k), gm),
+    "bucket_graph": lambda gm, **k: teb.bucket_graph(gm, **{"cap_mb": 1.0, **k}),
+    "BucketAndSchedule": lambda gm, **k: run_pass(
+        teb.BucketAndSchedule(
+            [teb.Overlap(), teb.PeakMemory(gib=1)], **{"kinds": KIND_NAMES, **k}
+        ),
+        gm,
+    ),
+}
+FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
+    **BUCKETERS,
+    "by structure": lambda gm: teb.bucket_graph(
+        gm, eligible="structure", group_filter=teb.primary_group, non_adjacent=False
+    ),
+    "Overlap": lambda gm: teb.schedule(gm, teb.Overlap()),
+    "CapComputeRun": lambda gm: teb.schedule(gm, teb.CapComputeRun(1)),
+    "PeakMemory": lambda gm: teb.schedule(gm, teb.PeakMemory(ratio=0.5)),
+    "Schedule": lambda gm: run_pass(teb.Schedule(teb.Overlap()), gm),
+    "peak_bytes": teb.peak_bytes,
+    "tag_joint_graph": teb.tag_joint_graph,
+    "TagParameters": lambda gm: run_pass(teb.TagParameters(), gm),
+    "ReshardAfterForward": lambda gm: run_pass(teb.ReshardAfterForward(), gm),
+}
+PLANNERS = (*BUCKETERS, "by structure", "peak_bytes")
+# What raises, of the functions in PLANNERS; scheduling says the same in a warning.
+RAISES = {
+    "unhinted_sizes": (RuntimeError, "Could not extract optimization hint"),
+    "out_of_order": (ValueError, "stands before its input"),
+}
+
+
+def inputs_of(gm: fx.GraphModule) -> list[list[torch.Tensor]]:
+    values = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+    return [
+        [
+            (torch.arange(float(v.numel())) + 3 * rank + i).view(v.shape)
+            for i, v in enumerate(values)
+        ]
+        for rank in range(2)
+    ]
+
+
+def same_values(got: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> bool:
+    return all(
+        torch.equal(g, e)
+        for mine, theirs in zip(got, expected, strict=True)
+        for g, e in zip(mine, theirs, strict=True)
+    )
+
+
+# -- odd graphs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", ODD)
+def test_odd_graphs(name, function):
+    gm = tagged(ODD[name]())
+    before = described(gm)
+    expected = run_all_ranks(gm, inputs_of(gm)) if name in CAN_RUN else None
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        if name in RAISES and function in PLANNERS:
+            error, match = RAISES[name]
+            with pytest.raises(error, match=match):
+                FUNCTIONS[function](gm)
+            assert described(gm) == before
+            return
+        report = FUNCTIONS[function](gm)
+    said = [str(w.message) for w in warned if w.category is teb.BoundNotKeptWarning]
+    if name in RAISES:
+        assert all(RAISES[name][1] in text for text in said)
+        if function != "ReshardAfterForward":  # which only marks nodes
+            assert described(gm) == before
+        return
+    assert not any("keeps its order" in text for text in said), said
+    gm.graph.lint()
+    if expected is not None:
+        assert same_values(run_all_ranks(gm, inputs_of(gm)), expected)
+    for method in ("to_text", "summary"):
+        if hasattr(report, method):
+            assert isinstance(getattr(report, method)(), str)
+    if hasattr(report, "to_json"):
+        json.loads(report.to_json())
+
+
+def why_left(name: str) -> set[str]:
+    report = teb.bucket_graph(tagged(ODD[name]()), 1.0)
+    return {reason for _, reason in report.left_alone}
+
+
+def test_odd_collectives_are_left_alone_with_a_reason():
+    assert why_left("two_waits_on_a_start") == {
+        "its result is used by other nodes than one wait",
+    }
+    assert why_left("no_wait") == why_left("two_waits_on_a_start")
+    assert why_left("scalars_gathered") == {"its input has no dimension"}
+    assert why_left("rows_that_can_not_be_divided") == {
+        "its input's 3 rows can't be divided among 2 ranks",
+        "its input's 5 rows can't be divided among 2 ranks",
+    }
+    assert why_left("reduced_in_place") == {"it works in place"}
+    assert why_left("no_metadata") == {"its shape is unknown (no meta['val'])"}
+    assert why_left("inputs_without_metadata") == {
+        "the shape of its input is unknown (no meta['val'])"
+    }
+    assert why_left("arguments_by_keyword") == {"its arguments are given by keyword"}
+
+
+def test_a_gather_whose_result_is_written_to_is_not_shared():
+    gm = tagged(ODD["gathered_value_written"]())
+    plan = plan_units(gm.graph, UnitIndex([["m"]]))
+    assert plan.duplicates == ()
+
+
+def test_a_graph_without_output_can_be_scheduled():
+    gm = tagged(ODD["no_output"]())
+    names = sorted(n.name for n in gm.graph.nodes)
+    report = teb.schedule(gm, teb.Overlap(depth=2))
+    assert report.order
+    assert sorted(n.name for n in gm.graph.nodes) == names
+    gm.graph.lint()
+
+
+def test_one_gather_that_can_not_be_merged_costs_no_other_bucket():
+    """torch's merging fails at scalars; the gathers of a dimension merge all the same."""
+    report = teb.bucket_graph(tagged(ODD["scalars_gathered"]()), 1.0)
+    assert [len(b.members) for b in report.buckets] == [2]
+
+
+# -- going back -----------------------------------------------------------------------------------
+
+
+def gathers_and_scatters() -> fx.GraphModule:
+    """Two units with a gather bucket and a scatter bucket each."""
+
+    def step(*xs):
+        full = [all_gather(x, world()) for x in xs]
+        return [reduce_scatter(f * 2, world()) for f in full]
+
+    gm = trace(step, *(torch.zeros(n) for n in (2, 4, 6, 8)))
+    for start in gm.graph.nodes:
+        kind = kind_of(start)
+        if kind is not None:
+            unit = "ab"[start.all_input_nodes[0].meta["val"].numel() > (4 if "gat" in kind else 8)]
+            teb.set_tag(start, teb.Tag(kind, (f"m.{unit}.{start.name}",)))
+    return gm
+
+
+UNITS = [["m.a"], ["m.b"]]
+
+
+def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
+    gm = gathers_and_scatters()
+    before, nodes = described(gm), list(gm.graph.nodes)
+    plan = plan_units(gm.graph, UnitIndex(UNITS))
+    assert len(plan.buckets) == 4
+    merge, calls = tb.merge, []
+
+    def fails_late(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 4:
+            raise MemoryError("no more")
+        return merge(*args, **kwargs)
+
+    monkeypatch.setattr(tb, "merge", fails_late)
+    with pytest.raises(MemoryError, match="no more"):
+        apply_plan(gm.graph, plan)
+    assert described(gm) == before
+    assert [n.op for n in gm.graph.nodes] == [n.op for n in nodes]
+    gm.graph.lint()
+    gm.recompile()
+    monkeypatch.undo()
+    # Nothing is lost: the same again, and now it works.
+    assert len(apply_plan(gm.graph, plan_units(gm.graph, UnitIndex(UNITS)))) == 4
+    gm.graph.lint()
+
+
+CHANGES: dict[str, Callable[[fx.Graph], None]] = {
+    "a node more": lambda g: _insert(g),
+    "a node less": lambda g: _erase(g),
+    "another place": lambda g: g.output_node().prepend(next(n for n in g.nodes if kind_of(n))),
+    "other arguments": lambda g: _swap(g),
+    "another target": lambda g: setattr(_sum(g), "target", torch.ops.aten.sub.Tensor),
+    "another name": lambda g: setattr(_sum(g), "name", "stranger"),
+}
+
+
+def _insert(graph: fx.Graph) -> None:
+    first = next(n for n in graph.nodes if kind_of(n))
+    with graph.inserting_before(first):
+        new = graph.call_function(torch.ops.aten.neg.default, (first.args[0],))
+    first.replace_input_with(first.args[0], new)
+
+
+def _sum(graph: fx.Graph) -> fx.Node:
+    return next(n for n in graph.nodes if n.target is torch.ops.aten.mul.Tensor)
+
+
+def _erase(graph: fx.Graph) -> None:
+    node = _sum(graph)
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+
+
+def _swap(graph: fx.Graph) -> None:
+    first, second = graph.find_nodes(op="placeholder")[:2]
+    (user,) = second.users
+    user.replace_input_with(second, first)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_snapshots_see_and_undo_every_change(change):
+    gm = gathers_and_scatters()
+    before = described(gm)
+    snapshot = Snapshot(gm.graph)
+    assert snapshot.difference() == ""
+    CHANGES[change](gm.graph)
+    assert snapshot.difference()
+    assert described(gm) != before
+    snapshot.restore()
+    assert described(gm) == before
+    gm.graph.lint()
+
+
+def test_all_changes_at_once_are_undone_and_the_error_goes_on():
+    gm = gathers_and_scatters()
+    before = described(gm)
+
+    def changes_and_fails() -> None:
+        with unchanged_on_error(gm.graph):
+            for change in CHANGES.values():
+                change(gm.graph)
+            raise KeyError("first this, then that")
+
+    with pytest.raises(KeyError, match="first this"):
+        changes_and_fails()
+    assert described(gm) == before
+
+
+# -- hooks: payload order -------------------------------------------------------------------------
+
+
+def collective(start: fx.Node) -> int:
+    dist.all_reduce(torch.ones(1))
+    return 0
+
+
+def functional(start: fx.Node) -> int:
+    return int(C10D.wait_tensor(C10D.all_reduce(torch.ones(1), "sum", "0")))
+
+
+BAD_KEYS: dict[str, tuple[Callable[[fx.Node], Any], str]] = {
+    "raises": (lambda n: {}["nothing"], "failed at .*call_function"),
+    "raises late": (lambda n: 1 / (n.target is C10D.all_gather_into_tensor.default), "failed at"),
+    "NaN": (lambda n: math.nan, "(can't be sorted|with keys).*nan"),
+    "mixed types": (lambda n: n.name if n.name[-1].isdigit() else 1, "(can't be sorted|with keys)"),
+    "complex": (lambda n: 1j, "(can't be sorted|with keys)"),
+    "no order": (lambda n: object(), "(can't be sorted|with keys)"),
+}
+HARMLESS_KEYS: dict[str, Callable[[fx.Node], Any]] = {
+    "None": lambda n: None,
+    "some None": lambda n: None if n.name[-1].isdigit() else 1,
+    "huge": lambda n: 10**400,
+    "infinite": lambda n: math.inf,
+    "writes metadata": lambda n: n.meta.__setitem__("seen", True),
+}
+WANT = [["a", "a"], ["a", "a"], ["b", "b"], ["b", "b"]]
+
+
+def configured(gm: fx.GraphModule, payload_order: Any) -> Any:
+    """Set in torch's config, and followed by this package's passes."""
+    with config.patch({PAYLOAD_ORDER: payload_order}):
+        return BUCKETERS["bucket_graph"](gm)
+
+
+KEY_ROADS = {**BUCKETERS, "configured": configured}
+
+
+@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("bad", BAD_KEYS)
+def test_bad_payload_keys(road, bad):
+    gm = gathers_and_scatters()
+    before, nodes = described(gm), list(gm.graph.nodes)
+    key, match = BAD_KEYS[bad]
+    name = "bucket_payload_order_key" if road == "configured" else "payload_order"
+    with pytest.raises(RuntimeError, match=f"{name}.*{match}"):
+        KEY_ROADS[road](gm, payload_order=key)
+    assert described(gm) == before
+    assert list(gm.graph.nodes) == nodes
+
+
+@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("harmless", HARMLESS_KEYS)
+def test_harmless_payload_keys_keep_graph_order(road, harmless):
+    plain, hooked = gathers_and_scatters(), gathers_and_scatters()
+    BUCKETERS["bucket_graph" if road == "configured" else road](plain)
+    KEY_ROADS[road](hooked, payload_order=HARMLESS_KEYS[harmless])
+    assert str(hooked.graph) == str(plain.graph)
+
+
+@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_payload_keys_that_change_the_graph(road, change):
+    gm = gathers_and_scatters()
+    before = described(gm)
+    changed: list[fx.Node] = []
+
+    def key(start: fx.Node) -> int:
+        if not changed:
+            changed.append(start)
+            CHANGES[change](start.graph)
+        return 0
+
+    with pytest.raises(RuntimeError, match=r"payload_order.* changed the graph \(.*was put back"):
+        KEY_ROADS[road](gm, payload_order=key)
+    assert changed
+    assert described(gm) == before
+
+
+@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("key", [collective, functional])
+def test_payload_keys_that_communicate(road, key):
+    gm = gathers_and_scatters()
+    before = described(gm)
+    with pytest.raises(RuntimeError, match=r"payload_order.* failed at") as caught:
+        KEY_ROADS[road](gm, payload_order=key)
+    assert "called the collective" in str(caught.value.__cause__)
+    assert described(gm) == before
+
+
+def test_choosing_caps_asks_the_configured_key_about_the_graph_itself():
+    gm = gathers_and_scatters()
+    rank = {n: -i for i, n in enumerate(gm.graph.nodes)}
+    with config.patch({PAYLOAD_ORDER: rank.__getitem__}):
+        report = BUCKETERS["BucketAndSchedule"](gm)
+    names = [[m.fqns[0] for m in b.members] for b in report.buckets]
+    assert names
+    assert all(len(n) > 1 for n in names)
+
+
+def torchs_passes(gm: fx.GraphModule) -> None:
+    fsdp.pre_bucket_fsdp_collectives(gm, "custom_ops", 100.0)
+
+
+@pytest.mark.parametrize("bad", BAD_KEYS)
+@pytest.mark.parametrize("merge", [torchs_passes, bucketing.bucket_reduce_scatter])
+def test_bad_payload_keys_in_torchs_passes(bad, merge):
+    gm = gathers_and_scatters()
+    before, nodes = described(gm), list(gm.graph.nodes)
+    key, match = BAD_KEYS[bad]
+    with (
+        config.patch({PAYLOAD_ORDER: key}),
+        pytest.raises(RuntimeError, match=f"bucket_payload_order_key (failed at|.*{match})"),
+    ):
+        merge(gm) if merge is torchs_passes else merge(gm, lambda i: 1.0)
+    assert described(gm) == before
+    assert list(gm.graph.nodes) == nodes
+
+
+# -- hooks: group filter, caps, eligibility -------------------------------------------------------
+
+
+def clears(counts: Any) -> Any:
+    counts.clear()
+    return []
+
+
+def sets(counts: Any) -> Any:
+    counts["9"] = 3
+    return ["9"]
+
+
+def communicates(counts: Any) -> Any:
+    dist.barrier()
+    return list(counts)
+
+
+BAD_FILTERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "raises": (lambda c: 1 / 0, "division by zero"),
+    "raises late": (lambda c: (1 / 0 for _ in c), "division by zero"),
+    "NaN": (lambda c: math.nan, "not iterable"),
+    "None": (lambda c: None, "not iterable"),
+    "a string": (lambda c: "0", "str"),
+    "mixed types": (lambda c: ["0", 1, None], "none of the groups"),
+    "NaN inside": (lambda c: [math.nan], "none of the groups"),
+    "unhashable": (lambda c: [["0"]], "unhashable"),
+    "very many": (lambda c: map(str, range(10**5)), "none of the groups"),
+    "mutates": (clears, "clear"),
+    "assigns": (sets, "item assignment"),
+}
+FILTER_ROADS = {name: f for name, f in BUCKETERS.items() if name != "BucketUnits"}
+
+
+@pytest.mark.parametrize("bad", BAD_FILTERS)
+def test_bad_group_filters(bad):
+    group_filter, match = BAD_FILTERS[bad]
+    for road in FILTER_ROADS:
+        gm = gathers_and_scatters()
+        before, nodes = described(gm), list(gm.graph.nodes)
+        with pytest.raises(RuntimeError, match=r"group_filter failed on groups \{'0': 4\}") as own:
+            FILTER_ROADS[road](gm, group_filter=group_filter)
+        assert match in str(own.value.__cause__), road
+        assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
+    for merge in (torchs_passes, fsdp.bucket_fsdp_reduce_scatter, fsdp.bucket_fsdp_all_gather):
+        gm = gathers_and_scatters()
+        before, nodes = described(gm), list(gm.graph.nodes)
+        with (
+            config.patch({GROUP_FILTER: group_filter}),
+            pytest.raises(RuntimeError, match=r"fsdp_group_filter failed on groups") as torchs,
+        ):
+            merge(gm)
+        assert match in str(torchs.value.__cause__), merge
+        assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
+
+
+@pytest.mark.parametrize("road", FILTER_ROADS)
+def test_group_filters_that_communicate_or_change_the_graph(road):
+    gm = gathers_and_scatters()
+    before = described(gm)
+    with pytest.raises(RuntimeError, match="group_filter failed on groups") as caught:
+        FILTER_ROADS[road](gm, group_filter=communicates)
+    assert "called the collective c10d.barrier" in str(caught.value.__cause__)
+    assert described(gm) == before
+
+    def changes(counts: Any) -> Any:
+        _erase(gm.graph)
+        return list(counts)
+
+    with pytest.raises(RuntimeError, match="group_filter changed the graph"):
+        FILTER_ROADS[road](gm, group_filter=changes)
+    assert described(gm) == before
+    assert FILTER_ROADS[road](gm, group_filter=lambda counts: ()).buckets == ()
+    assert described(gm) == before
+
+
+BAD_CAPS: dict[str, tuple[Any, type[Exception], str]] = {
+    "raises": (lambda i: 1 / 0, RuntimeError, r"cap_mb failed for bucket 0 of the all_gather"),
+    "raises late": (lambda i: 1 / (1 - i) * 1e-6, RuntimeError, r"cap_mb failed for bucket 1"),
+    "NaN": (lambda i: math.nan, ValueError, "the cap of bucket 0 must be a positive"),
+    "None": (lambda i: None, ValueError, "the cap of bucket 0"),
+    "a string": (lambda i: "25", ValueError, "the cap of bucket 0"),
+    "infinite": (lambda i: math.inf, ValueError, "the cap of bucket 0"),
+    "True": (lambda i: True, ValueError, "the cap of bucket 0"),
+    "collective": (lambda i: collective(None), RuntimeError, "cap_mb failed"),
+    "in a mapping": ({"0": lambda i: -1.0}, ValueError, "the cap of bucket 0"),
+    "NaN in a mapping": ({("0", "all_gather"): math.nan}, ValueError, "cap_mb of group"),
+    "zero": (0, ValueError, "cap_mb must be a positive"),
+    "text": ("25", ValueError, "cap_mb must be a positive"),
+    "a list": ([25.0], ValueError, "cap_mb must be a positive"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_CAPS)
+def test_bad_caps(bad):
+    cap, error, match = BAD_CAPS[bad]
+    gm = gathers_and_scatters()
+    before, nodes = described(gm), list(gm.graph.nodes)
+    with pytest.raises(error, match=match):
+        teb.bucket_graph(gm, cap)
+    with pytest.raises(error, match=match):
+        teb.plan_by_cap(gm.graph, cap)
+    assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
+
+
+@pytest.mark.parametrize("cap", [1e308, 10**400, 1e-300, {"unheard of": 1.0}, {}])
+def test_caps_of_any_size(cap):
+    gm = gathers_and_scatters()
+    report = teb.bucket_graph(gm, cap)
+    assert bool(report.buckets) == (cap != 1e-300)
+    gm.graph.lint()
+
+
+@pytest.mark.parametrize("road", FILTER_ROADS)
+def test_eligibility_that_fails(road):
+    gm = gathers_and_scatters()
+    before = described(gm)
+    with pytest.raises(RuntimeError, match=r"eligible failed at .*all_gather_into_tensor"):
+        FILTER_ROADS[road](gm, eligible=lambda n: {}[n])
+    with pytest.raises(RuntimeError, match="eligible failed at"):  # no truth value
+        FILTER_ROADS[road](gm, eligible=lambda n: torch.ones(2))
+    with pytest.raises(RuntimeError, match="eligible changed the graph"):
+        FILTER_ROADS[road](gm, eligible=lambda n: _insert(n.graph) or True)
+    assert described(gm) == before
+    assert FILTER_ROADS[road](gm, eligible=lambda n: None).buckets == ()
+    assert described(gm) == before
+
+
+@pytest.mark.parametrize("span", [-1, 0, 10**30])
+def test_torchs_span_of_any_size(span):
+    gm = gathers_and_scatters()
+    with config.patch({NON_ADJACENT: True, MAX_SPAN: span}):
+        torchs_passes(gm)
+    gm.graph.lint()
+    merged = sum(kind_of(n) is not None for n in gm.graph.nodes)
+    assert merged == (8 if span < 1 else 2)
+
+
+# -- plans ----------------------------------------------------------------------------------------
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        self.norm = torch.nn.LayerNorm(4)
+
+
+BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    # Unknown and overlapping names.
+    "unknown module": (
+        lambda: teb.manual_plan(["layer.0"], Blocks()),
+        ValueError,
+        "no module 'layer'; did you mean 'layers",
+    ),
+    "unknown number": (
+        lambda: teb.manual_plan(["layers.[0-3]"], Blocks()),
+        ValueError,
+        r"no module 'layers\.3'",
+    ),
+    "a very long range": (
+        lambda: teb.manual_plan(["layers.[0-99999999999999]"], Blocks()),
+        ValueError,
+        r"no module 'layers\.3'",
+    ),
+    "twice in a plan": (
+        lambda: teb.manual_plan(["layers.[0-2]", "norm+layers.1"], Blocks()),
+        ValueError,
+        "'layers.1' is in two buckets",
+    ),
+    "outer before inner": (
+        lambda: teb.manual_plan(["layers", "layers.1"], Blocks()),
+        ValueError,
+        "'layers.1' lies inside the earlier 'layers'",
+    ),
+    "BucketPlan, twice": (
+        lambda: teb.BucketPlan("manual", (("a",), ("a", "b"))),
+        ValueError,
+        "'a' is in two buckets",
+    ),
+    "BucketPlan of another model": (
+        lambda: teb.BucketPlan("manual", (("head",),)).uncovered(Blocks()),
+        ValueError,
+        "no module is named 'head'",
+    ),
+    "order, unknown unit": (
+        lambda: teb.FSDPParamOrder.from_model(Blocks(), ["layers.7"]),
+        ValueError,
+        "no module is named 'layers.7'",
+    ),
+    "order, twice": (
+        lambda: teb.FSDPParamOrder.from_model(Blocks(), ["layers.0", "layers.0"]),
+        ValueError,
+        "'layers.0' is listed twice",
+    ),
+    "order, one FQN twice": (
+        lambda: teb.FSDPParamOrder.from_fqns([["a", "b"], ["b"]]),
+        ValueError,
+        "'b' is listed twice",
+    ),
+    "order, alias of nothing": (
+        lambda: teb.FSDPParamOrder.from_fqns(["a"], aliases={"b": "c"}),
+        ValueError,
+        "'b' stands for 'c', which is in no payload",
+    ),
+    "units, twice": (
+        lambda: teb.BucketUnits([["a", "b"], ["b"]]),
+        ValueError,
+        "'b' is in two units, 0 and 1",
+    ),
+    "units, a string": (lambda: teb.BucketUnits("layers.0"), TypeError, "got the string"),
+    "units, a number": (lambda: teb.BucketUnits([["a", 3]]), TypeError, "must be a string, got 3"),
+    "keep, a string": (lambda: teb.ReshardAfterForward("head"), TypeError, "got the string 'head'"),
+    "keep, a number": (lambda: teb.ReshardAfterForward([1]), TypeError, "must be a string, got 1"),
+    # Other arguments.
+    "payload_order": (
+        lambda: teb.BucketUnits([["a"]], payload_order="name"),
+        TypeError,
+        "True, False or a callable",
+    ),
+    "tag without names": (lambda: teb.Tag("all_gather", (None,)), ValueError, "tuple of names"),
+    "prefetch under": (
+        lambda: teb.Overlap(prefetch_under=["a"]),
+        TypeError,
+        "prefetch_under must map names",
+    ),
+    "memory, text": (lambda: teb.PeakMemory(gib="4"), ValueError, "a positive number, got '4'"),
+    "memory, NaN": (lambda: teb.PeakMemory(ratio=math.nan), ValueError, "a positive number"),
+    "machine, text": (
+        lambda: teb.Machine(bandwidth="fast"),
+        ValueError,
+        "bandwidth must be a positive",
+    ),
+    "machine, time": (
+        lambda: teb.Machine(kernel_ms=math.nan),
+        ValueError,
+        "kernel_ms must be a time",
+    ),
+    "machine, table": (
+        lambda: teb.Machine(collectives={("all_gather", 2): [(0, 1.0)]}),
+        ValueError,
+        r"\(0, 1.0\) is no \(bytes above 0, ms\)",
+    ),
+    "group_filter": (
+        lambda: teb.BucketByCap(group_filter="0"),
+        TypeError,
+        "group_filter must be a callable",
+    ),
+    "caps": (
+        lambda: teb.BucketAndSchedule([], caps_mb=()),
+        ValueError,
+        "caps_mb is empty",
+    ),
+    "caps, text": (
+        lambda: teb.BucketAndSchedule([], caps_mb=("x",)),
+        ValueError,
+        "each of caps_mb must be a positive number",
+    ),
+    "unknown option": (
+        lambda: teb.BucketAndSchedule([], eligibel="tag"),
+        TypeError,
+        "eligibel",
+    ),
+    "payload order of a schedule": (
+        lambda: teb.BucketAndSchedule([], payload_order=3),
+        TypeError,
+        "payload_order must be a callable",
+    ),
+    "kinds": (lambda: teb.BucketByCap(kinds=["gather"]), ValueError, "kinds must be some of"),
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS)
+def test_bad_calls(call):
+    function, error, match = BAD_CALLS[call]
+    with pytest.raises(error, match=match):
+        function()
+
+
+def test_units_that_no_parameter_has_are_no_units():
+    """A misspelt unit shows as parameters that no unit covers, which are warned about by name."""
+    gm = gathers_and_scatters()
+    before = described(gm)
+    buckets = teb.BucketUnits([["m.c"], ["m.b.nothing"]])
+    with pytest.warns(UserWarning, match="8 parameter.s. are in no unit.*m.a.all_gather"):
+        run_pass(buckets, gm)
+    assert described(gm) == before
+    assert len(buckets.last_report.uncovered) == 8
+
+
+def test_caps_by_group_and_by_kind_can_be_mixed():
+    pass_ = teb.BucketByCap({"0": 1.0, ("0", "all_gather"): 2.0})
+    assert pass_.uuid() == teb.BucketByCap({("0", "all_gather"): 2.0, "0": 1.0}).uuid()
+    report = run_pass(pass_, gathers_and_scatters())
+    assert {(b.kind, b.cap_bytes) for b in report.buckets} == {
+        ("all_gather", 2 * 2**20),
+        ("reduce_scatter", 2**20),
+    }
+
+
+@pytest.mark.parametrize("policy", [teb.PeakMemory(gib=1e308), teb.PeakMemory(ratio=1e308)])
+def test_memory_bounds_of_any_size(policy):
+    gm = gathers_and_scatters()
+    assert teb.schedule(gm, policy).misses == 0
+    small = teb.PeakMemory(gib=1e-300)
+    with pytest.warns(teb.BoundNotKeptWarning, match="PeakMemory: .* above the bound"):
+        assert teb.schedule(gm, small).misses > 0
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard"])
+def test_scalars_are_not_sharded_and_nothing_else_is_then(mode):
+    model = Blocks()
+    model.scale = torch.nn.Parameter(torch.tensor(1.0))
+    names = [n for n, _ in model.named_parameters()]
+    mesh = init_device_mesh("cpu", (2,) if mode == "fully_shard" else (1, 2))
+    with pytest.raises(ValueError, match="parameter scale is a scalar"):
+        teb.data_parallel(model, mesh, mode)
+    for bad in ({"param_dtype": "bf16"}, {"reduce_dtype": 16}):
+        with pytest.raises(TypeError, match="must be torch dtypes"):
+            teb.data_parallel(model, mesh, mode, **bad)
+    with pytest.raises(TypeError, match="must be a DeviceMesh"):
+        teb.data_parallel(model, None, mode)
+    assert [n for n, _ in model.named_parameters()] == names
