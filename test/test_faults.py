@@ -65,9 +65,7 @@ BUCKETERS: dict[str, Callable[..., Any]] = {
     "BucketByCap": lambda gm, **k: run_pass(teb.BucketByCap(1.0, **k), gm),
     "bucket_graph": lambda gm, **k: teb.bucket_graph(gm, **{"cap_mb": 1.0, **k}),
     "BucketAndSchedule": lambda gm, **k: run_pass(
-        teb.BucketAndSchedule(
-            [teb.Overlap(), teb.PeakMemory(gib=1)], **{"kinds": KIND_NAMES, **k}
-        ),
+        teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(gib=1)], **{"kinds": KIND_NAMES, **k}),
         gm,
     ),
 }
