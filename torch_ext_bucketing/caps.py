@@ -100,10 +100,10 @@ def plan_by_cap(
         if any(map(callable, hook.values() if isinstance(hook, Mapping) else (hook,)))
     ]
     with reading_only(graph, " or ".join(given)) if given else contextlib.nullcontext():
-        candidates = _candidates(graph, kinds, eligible)
-        scopes = _scopes(candidates.gathers, group_filter)
         run_bound = None if max_compute_run is None else _RunBound(graph, max_compute_run)
         planner = _Planner(Contraction(graph), cap_mb, max_node_span, run_bound)
+        candidates = _candidates(graph, kinds, eligible)
+        scopes = _scopes(candidates.gathers, group_filter)
         return _plan(candidates, scopes, planner, non_adjacent)
 
 

@@ -22,7 +22,7 @@ from . import _torch_bucketing as tb
 from .dependencies import is_collective, is_compute, is_view
 from .tags import kind_of
 
-__all__ = ["H100", "Costs", "Machine"]
+__all__ = ["H100", "Costs", "Machine", "check_machine"]
 
 Table = Mapping[tuple[str, int], Sequence[tuple[int, float]]]
 
@@ -44,6 +44,7 @@ class Machine:
             the last one extrapolated by bandwidth. What the table lacks is torch's estimate.
 
     Raises:
+        TypeError: ``flops`` or ``collectives`` is no mapping.
         ValueError: a rate that is no positive number, a time that is none of at least 0, or a
             series of measurements that is empty or holds something else than bytes above 0 and
             times.
@@ -57,6 +58,9 @@ class Machine:
     collectives: Table = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, mapping in (("flops", self.flops), ("collectives", self.collectives)):
+            if not isinstance(mapping, Mapping):
+                raise TypeError(f"{name} must be a mapping, got {mapping!r}")
         rates = {**self.flops, "other_flops": self.other_flops, "bandwidth": self.bandwidth}
         for name, rate in rates.items():
             if not _is_number(rate) or not rate > 0:
@@ -88,6 +92,12 @@ H100 = Machine(
     bandwidth=2.7e12,
 )
 """The default machine."""
+
+
+def check_machine(machine: object) -> None:
+    """Raise a TypeError unless ``machine`` is one."""
+    if not isinstance(machine, Machine):
+        raise TypeError(f"machine must be a Machine, such as H100, got {machine!r}")
 
 
 class Costs:

@@ -24,13 +24,15 @@ def canonical_fqn(fqn: str) -> str:
     `a._orig_mod.b` is `a.b` (see `WRAPPER_ATTRIBUTES`) and `a.parametrizations.weight.original`,
     where `torch.nn.utils.parametrize` moves a parameter, is `a.weight`. A parametrization that
     keeps several tensors (`original0`, `original1`: weight norm) has no single parameter to name:
-    those stay.
+    those stay. What is no string is a TypeError.
 
     >>> canonical_fqn("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight")
     'layers.0.wq.weight'
     >>> canonical_fqn("wq.parametrizations.weight.original")
     'wq.weight'
     """
+    if not isinstance(fqn, str):
+        raise TypeError(f"an FQN must be a string, got {fqn!r}")
     parts = [part for part in fqn.split(".") if part not in WRAPPER_ATTRIBUTES]
     if len(parts) >= 3 and parts[-3] == "parametrizations" and parts[-1] == "original":
         parts[-3:] = [parts[-2]]

@@ -110,11 +110,17 @@ class FSDPParamOrder:
             fqns: A list of payloads, each a list of parameter FQNs, or a flat list: one payload.
                 Wrappers' names in them are dropped (`fqns.canonical_fqn`).
             aliases: Other FQN to FQN in `fqns`, for shared parameters.
+
+        Raises:
+            TypeError: `fqns` is a string or mixes FQNs and lists, or `aliases` is no mapping.
+            ValueError: as of the class.
         """
         if isinstance(fqns, str):
             raise TypeError(
                 f"fqns must be a list of FQNs, or a list of such lists, got the string {fqns!r}"
             )
+        if aliases is not None and not isinstance(aliases, Mapping):
+            raise TypeError(f"aliases must map FQNs to FQNs, got {aliases!r}")
         items = list(fqns)
         flat = [isinstance(item, str) for item in items]
         if any(flat) and not all(flat):

@@ -39,6 +39,7 @@ class BucketPlan:
     Iterating gives the units, so a plan can be passed wherever a list of units is taken.
 
     Raises:
+        TypeError: a name is no string.
         ValueError: an unknown mode or kind, no kind, a plan by modules without units, a plan of
             mode "none" or "auto" with units, an empty unit, or a module in two units.
     """

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import torch.fx as fx
 
-from .cost import H100, Costs, Machine
+from .cost import H100, Costs, Machine, check_machine
 from .dependencies import Dependencies
 from .list_schedule import Options, first_uses, list_schedule
 from .liveness import Liveness
@@ -72,10 +72,14 @@ def schedule(
         What was reached. A bound that is missed is also a ``BoundNotKeptWarning``.
 
     Raises:
-        TypeError: something in ``policy`` is no policy.
-        ValueError: two policies of one class.
+        TypeError: something in ``policy`` is no policy, or ``machine`` is none.
+        ValueError: two policies of one class, or ``reference_bytes`` is no number of bytes.
     """
     settings = Settings.of(policy)
+    check_machine(machine)
+    number = isinstance(reference_bytes, int) and not isinstance(reference_bytes, bool)
+    if reference_bytes is not None and (not number or reference_bytes < 0):
+        raise ValueError(f"reference_bytes must be a number of bytes, got {reference_bytes!r}")
     graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
     try:
         model = model_of(graph, machine, donated)

@@ -12,7 +12,7 @@ from typing import Any
 import torch.fx as fx
 
 from .auto_cap import choose_caps
-from .cost import H100, Machine
+from .cost import H100, Machine, check_machine
 from .passes import Compilation, GraphLike, GraphPass, Stage, apply_and_report, stable_settings
 from .report import GraphReport, ScheduleReport
 from .scheduling import Policy, Settings, peak_bytes, schedule
@@ -32,7 +32,7 @@ class Schedule(GraphPass):
         machine: what the cost model times nodes for.
 
     Raises:
-        TypeError: something in ``policies`` is no policy.
+        TypeError: something in ``policies`` is no policy, or ``machine`` is none.
         ValueError: two policies of one class.
     """
 
@@ -44,6 +44,7 @@ class Schedule(GraphPass):
         self.machine = machine
         self.last_report: ScheduleReport | None = None
         Settings.of(self.policies)
+        check_machine(machine)
 
     def prepare(self, graph: GraphLike, compilation: Compilation) -> None:
         """Note the peak of the graph before it is bucketed."""

@@ -275,6 +275,7 @@ def tag_joint_graph(
             ``custom["module_fqn"]`` or ``nn_module_stack`` and nothing better.
 
     Raises:
+        TypeError: ``fqn_of`` or ``grad_fqns`` gives something else than names and None.
         ValueError: the output's descriptors, or ``grad_fqns``, don't match its flattened values in
             number. The graph is untouched then.
     """

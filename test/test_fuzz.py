@@ -1,0 +1,54 @@
+"""A bounded run of ``test/fuzz.py``; see there for what an example is and how to repeat one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import fuzz
+import pytest
+import torch.distributed as dist
+
+import torch_ext_bucketing as teb
+
+EXAMPLES, SEED = 600, 20_000
+
+# What an example calls by another name than its own, and what only describes results.
+ELSEWHERE = {
+    "reports": {"CompileReport", "GraphReport", "ScheduleReport", "RingTopology"},
+    "plans": {"BucketPlan", "make_plan", "manual_plan", "transformer_block_plan"},
+    "backend": {"PrefetchDepth"},
+    "groups": {
+        "primary_group",
+        "hooks_status",
+        "require_hooks",
+        "register_ring_backend",
+        "init_ring_process_group",
+    },
+    "set_tag": {"Tag", "tag_of"},
+    "schedule": {"Overlap", "CapComputeRun", "PeakMemory", "Machine"},
+}
+NOT_CALLED = {"BoundNotKeptWarning", "GraphPass", "H100", "HooksError", "HooksWarning"}
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    fuzz.start_world()
+    yield
+    dist.destroy_process_group()
+
+
+def test_every_public_name_is_called():
+    called = set(fuzz.CALLS) | {name for names in ELSEWHERE.values() for name in names}
+    assert set(teb.__all__) - NOT_CALLED <= called
+
+
+def test_a_bounded_run(two_ranks, capsys):
+    begin = time.perf_counter()
+    found = fuzz.run(EXAMPLES, SEED)
+    with capsys.disabled():
+        print("\n" + fuzz.summary(found, time.perf_counter() - begin))
+    assert found.total() == EXAMPLES
+    for name in fuzz.CALLS:  # each call was made, and most of them also with values that are good
+        assert any(called == name for called, _ in found), name
+    assert sum(count for (_, end), count in found.items() if end == "ok") > EXAMPLES / 2
