@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import random
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -342,6 +346,195 @@ def test_killed_at_every_operation(tiny, tmp_path: Path, name: str) -> None:
         assert snapshot(torch_dir) == pristine, at
     assert at > 20
     assert sorted(seen) == ["applied", "interrupted", "not applied"]
+
+
+@pytest.mark.parametrize("name", ["apply", "revert"])
+def test_killed_again_while_finishing(tiny, tmp_path: Path, name: str) -> None:
+    """A kill, and another one in the command that finishes or undoes it, each at any operation."""
+    torch_dir, edited = tiny
+    pristine = snapshot(torch_dir)
+    original = {path: text(torch_dir, path) for path in TOUCHED}
+    if name == "revert":
+        install.apply(torch_dir)
+    keep = tmp_path / "keep"
+    shutil.copytree(torch_dir, keep, symlinks=True)
+    order = [CONFIG, BUCKETING, FSDP, CODECACHE]
+    rng = random.Random(name)
+    seen: set[str] = set()
+    for _ in range(25):
+        shutil.rmtree(torch_dir)
+        shutil.copytree(keep, torch_dir, symlinks=True)
+        killed(getattr(install, name), torch_dir, rng.randrange(1, 160 if name == "apply" else 80))
+        killed(rng.choice((install.apply, install.revert)), torch_dir, rng.randrange(1, 80))
+        sides = [text(torch_dir, path) == edited[path] for path in order]
+        assert all(
+            s or text(torch_dir, p) == original[p] for s, p in zip(sides, order, strict=True)
+        )
+        assert sides == sorted(sides, reverse=True)
+        expected = "applied" if all(sides) else "interrupted" if any(sides) else "not applied"
+        assert state(torch_dir) == expected
+        seen.add(expected)
+        install.apply(torch_dir)
+        assert {path: text(torch_dir, path) for path in TOUCHED} == edited
+        assert state(torch_dir) == "applied"
+        install.revert(torch_dir)
+        assert snapshot(torch_dir) == pristine
+    assert sorted(seen) == ["applied", "interrupted", "not applied"]
+
+
+def killed(command, torch_dir: Path, at: int) -> None:
+    """Run a command in a process that ends at its ``at``-th operation, if it has so many."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException), pytest.MonkeyPatch.context() as patch:
+            Fault(patch, at, None)
+            command(torch_dir)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, 77)
+
+
+def in_child(function) -> str:
+    """Call ``function`` in a forked process; what it returned or raised, as text."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = str(function())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def test_the_disk_is_full_in_the_middle_of_a_file(torch_dir: Path, edited: dict[str, str]) -> None:
+    """A real write of a part of the bytes: no file may grow beyond a limit, as on a full disk."""
+    original = snapshot(torch_dir)
+    largest = max(len(text.encode()) for text in edited.values())
+
+    def limited(limit: int, command=install.apply):
+        def run() -> str:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            return command(torch_dir)
+
+        return run
+
+    for limit in (0, 100, 5000, largest // 2, largest - 1):
+        said = in_child(limited(limit))
+        assert said.startswith("WriteError: torch can't be changed (File too large"), said
+        assert state(torch_dir) == "not applied"
+        assert snapshot(torch_dir) == original
+    install.apply(torch_dir)
+    patched = snapshot(torch_dir)
+    for limit in (0, 100, largest // 2):
+        said = in_child(limited(limit, install.revert))
+        assert said.startswith("WriteError: torch can't be changed (File too large"), said
+        assert state(torch_dir) == "applied"
+        assert snapshot(torch_dir) == patched
+    assert "patched already" in in_child(limited(largest + 1))
+    install.revert(torch_dir)
+    assert snapshot(torch_dir) == original
+
+
+@pytest.mark.parametrize("where", ["torch", "torch/_inductor", "torch/_inductor/fx_passes"])
+def test_directories_that_one_may_only_read(
+    torch_dir: Path, edited: dict[str, str], where: str
+) -> None:
+    """As somebody who owns nothing here: a torch that the administrator installed."""
+    if os.geteuid():
+        pytest.skip("only root can become somebody else; test_read_only_directory is run instead")
+    os.chmod(torch_dir.parent / BUCKETING, 0o644)
+    original = snapshot(torch_dir)
+    folders = [torch_dir, *(p for p in torch_dir.rglob("*") if p.is_dir())]
+    above = [p for p in torch_dir.parents if p.owner() == torch_dir.owner()]
+
+    def as_nobody(command):
+        def run() -> str:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            return command(torch_dir)
+
+        return run
+
+    modes = {p: p.stat().st_mode for p in (*folders, *above)}
+    # Everything can be written but one directory; what leads here can be passed.
+    for folder in folders:
+        os.chmod(folder, 0o777)
+    for folder in above:
+        os.chmod(folder, modes[folder] | 0o555)
+    os.chmod(torch_dir.parent / where, 0o555)
+    try:
+        said = in_child(as_nobody(install.apply))
+        assert said.startswith("WriteError: torch can't be changed (Permission denied"), said
+        assert "is not patched" in in_child(as_nobody(lambda d: install.status(d).message))
+        assert not (torch_dir / STATE_DIR).exists()
+        os.chmod(torch_dir.parent / where, 0o777)
+        install.apply(torch_dir)
+        patched = {path: text(torch_dir, path) for path in TOUCHED}
+        os.chmod(torch_dir.parent / where, 0o555)
+        said = in_child(as_nobody(install.revert))
+        assert said.startswith("WriteError: torch can't be changed (Permission denied"), said
+        assert {path: text(torch_dir, path) for path in TOUCHED} == patched == edited
+        # It tells the truth to those, too, who may not change anything.
+        assert "is patched with series" in in_child(as_nobody(lambda d: install.status(d).message))
+        install.revert(torch_dir)
+    finally:
+        for folder, mode in modes.items():
+            os.chmod(folder, mode)
+    assert snapshot(torch_dir) == original
+
+
+def test_processes_that_race_and_are_killed(tiny) -> None:
+    """Four processes apply, revert and look, over and over; some are killed at a random moment."""
+    torch_dir, edited = tiny
+    pristine = snapshot(torch_dir)
+    original = {path: text(torch_dir, path) for path in TOUCHED}
+    rng = random.Random(0)
+    order = [CONFIG, BUCKETING, FSDP, CODECACHE]
+
+    def works(seed: int) -> None:
+        choose = random.Random(seed)
+        for _ in range(1000):
+            command = choose.choice((install.apply, install.revert, install.status))
+            with contextlib.suppress(NotAppliedError):
+                command(torch_dir)
+
+    for number in range(12):
+        children = []
+        for i in range(4):
+            child = os.fork()
+            if child == 0:
+                try:
+                    works(10 * number + i)
+                except BaseException as error:
+                    os.write(2, f"{type(error).__name__}: {error}\n".encode())
+                    os._exit(1)
+                os._exit(0)
+            children.append(child)
+        time.sleep(rng.uniform(0.05, 0.3))
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert set(ends) <= {0, -signal.SIGKILL}, ends
+        sides = [text(torch_dir, path) == edited[path] for path in order]
+        assert all(
+            s or text(torch_dir, p) == original[p] for s, p in zip(sides, order, strict=True)
+        )
+        assert sides == sorted(sides, reverse=True)
+        expected = "applied" if all(sides) else "interrupted" if any(sides) else "not applied"
+        assert state(torch_dir) == expected
+        if number % 2:
+            install.apply(torch_dir)
+            assert state(torch_dir) == "applied"
+    install.apply(torch_dir)
+    install.revert(torch_dir)
+    assert snapshot(torch_dir) == pristine
 
 
 def test_read_only_directory(torch_dir: Path, edited: dict[str, str]) -> None:
