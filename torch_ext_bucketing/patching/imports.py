@@ -52,7 +52,7 @@ class HooksStatus:
         series: the patch series in use, such as ``"2.15"``; ``None`` unless in memory or on disk.
         digest: SHA-256 over the patched sources, equal in memory and on disk; ``None`` otherwise.
             Inductor's own cache keys hash torch's files on disk, so they see a series that was
-            applied on disk but not one in memory: whoever keys a cache adds this.
+            applied on disk but not one in memory, which gives Inductor's config an entry for it.
         reason: why there are none; ``None`` where there are.
     """
 
@@ -210,15 +210,37 @@ def _in_memory(tree: TorchTree) -> HooksStatus:
     # Only what can be imported: a checkout's tests have no part in a running process.
     runtime = TorchTree(tree.torch_dir, tree.version, is_checkout=False)
     changes = runtime.apply(series)
-    served = _compile(runtime, series, changes)
     digest = source_digest({path: sha256(change.after) for path, change in changes.items()})
+    served = _compile(runtime, series, changes, digest)
     status = HooksStatus("in memory", tree.version, series.name, digest)
     _install(PatchedFinder(served, status))
     return status
 
 
+_INSTALL = b"\ninstall_config_module("
+
+
+def _with_digest(config_source: bytes, digest: str) -> bytes:
+    """The config module's source with one entry more, for the keys of Inductor's graph caches.
+
+    They hold the config, private entries included, and a hash of torch's files on disk. In memory
+    those are not the sources that run, and graphs made under another series would be found.
+
+    Raises:
+        SeriesError: the module does not end as config modules do.
+    """
+    head, call, tail = config_source.rpartition(_INSTALL)
+    if not call:
+        raise SeriesError(f"{CONFIG_PATH} has no line {_INSTALL.decode().strip()}...)")
+    entry = (
+        "# The patched sources that this process runs, for the keys of graph caches.\n"
+        f'_torch_ext_bucketing_sources: str = "{digest}"\n'
+    )
+    return head + b"\n" + entry.encode() + call + tail
+
+
 def _compile(
-    tree: TorchTree, series: Series, changes: Mapping[str, FileChange]
+    tree: TorchTree, series: Series, changes: Mapping[str, FileChange], digest: str
 ) -> dict[str, _Served]:
     served = {}
     for path, change in changes.items():
@@ -228,13 +250,14 @@ def _compile(
             raise SeriesError(f"series {series.name} changes {path}, which can't be done in memory")
         name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         filename = str(tree.path(path))
+        after = _with_digest(change.after, digest) if path == CONFIG_PATH else change.after
         try:
-            code = compile(change.after, filename, "exec", dont_inherit=True)
+            code = compile(after, filename, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise SeriesError(
                 f"series {series.name} gives a {path} that does not compile: {error}"
             ) from None
-        served[name] = _Served(name, filename, change.before, change.after, code)
+        served[name] = _Served(name, filename, change.before, after, code)
     return served
 
 
