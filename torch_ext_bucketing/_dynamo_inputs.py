@@ -21,7 +21,7 @@ from torch._guards import TracingContext
 from . import _descriptors
 from .fqns import canonical_fqn
 
-__all__ = ["input_fqns", "module_path", "source_fqn", "traced_input_fqns"]
+__all__ = ["input_fqns", "module_path", "source_fqn", "traced_fqns", "traced_input_fqns"]
 
 _STEP = re.compile(
     r"""\._(?P<table>modules|parameters|buffers)\[(?P<q>['"])(?P<key>.+?)(?P=q)\]"""
@@ -67,15 +67,7 @@ def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
     inputs. The list is believed only when it has as many tensors as the joint graph has, all of
     the same shape; the result is empty otherwise.
     """
-    context = TracingContext.try_get()
-    shape_env = getattr(getattr(context, "fake_mode", None), "shape_env", None)
-    sources: dict[str, Any] = {}
-    for tracked in getattr(shape_env, "tracked_fakes", None) or ():
-        if isinstance(tracked.fake, torch.Tensor):
-            sources.setdefault(_name(tracked.source), tracked)
-    # A DTensor's local tensor is listed beside it.
-    whole = [t for n, t in sources.items() if n.rpartition("._local_tensor")[0] not in sources]
-
+    whole = _traced_tensors()
     inputs: dict[int, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
         index = _descriptors.plain_index(_descriptors.base_input(node.meta.get("desc")))
@@ -92,6 +84,23 @@ def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
         if fqn is not None:
             fqns[index] = canonical_fqn(fqn)
     return fqns
+
+
+def traced_fqns() -> tuple[str | None, ...]:
+    """The FQNs of the tensors that Dynamo met in the compile that runs now, in its order; None for
+    what is no parameter, and nothing at all outside a compile."""
+    return tuple(source_fqn(tracked.source) for tracked in _traced_tensors())
+
+
+def _traced_tensors() -> list[Any]:
+    context = TracingContext.try_get()
+    shape_env = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    sources: dict[str, Any] = {}
+    for tracked in getattr(shape_env, "tracked_fakes", None) or ():
+        if isinstance(tracked.fake, torch.Tensor):
+            sources.setdefault(_name(tracked.source), tracked)
+    # A DTensor's local tensor is listed beside it.
+    return [t for n, t in sources.items() if n.rpartition("._local_tensor")[0] not in sources]
 
 
 def source_fqn(source: Any) -> str | None:

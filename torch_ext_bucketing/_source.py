@@ -1,4 +1,4 @@
-"""A digest of source code, for the `uuid()` of objects that Inductor keys its caches by.
+"""Digests of source code, for the `uuid()` of objects that Inductor keys its caches by.
 
 A cache key made of a hook's fields alone goes on hitting after the hook's code was changed.
 Upstream answers this by hashing the files of a custom pass
@@ -11,6 +11,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import pkgutil
+import sys
+from pathlib import Path
 
 
 @functools.cache
@@ -23,9 +26,7 @@ def source_digest(*module_names: str) -> str:
     """
     digest = hashlib.sha256()
     for name in module_names:
-        spec = importlib.util.find_spec(name)
-        get_source = getattr(spec and spec.loader, "get_source", None)
-        source = get_source(name) if get_source is not None else None
+        source = _source_of(name)
         if source is None:
             raise RuntimeError(
                 f"the source of module {name!r} can't be read, so no stable uuid can be made of "
@@ -34,3 +35,46 @@ def source_digest(*module_names: str) -> str:
             )
         digest.update(f"{name}\0{len(source)}\0{source}".encode())
     return digest.hexdigest()
+
+
+def package_digest() -> str:
+    """The digest of all modules of this package, those of its subpackages excepted (what
+    ``patching`` does to torch has a digest of its own).
+
+    It is that of the sources as they were when this module was imported: an edit while a process
+    runs changes what is on disk, not what runs.
+
+    Raises:
+        RuntimeError: as of :func:`source_digest`.
+    """
+    if isinstance(_PACKAGE, RuntimeError):
+        raise _PACKAGE
+    return _PACKAGE
+
+
+def _source_of(name: str) -> str | None:
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    if module is not None and spec is None:  # a script, which has a file only
+        try:
+            return Path(module.__file__).read_text(encoding="utf-8")  # type: ignore
+        except (AttributeError, OSError, TypeError, UnicodeDecodeError):
+            return None
+    try:
+        spec = spec or importlib.util.find_spec(name)
+        get_source = getattr(spec and spec.loader, "get_source", None)
+        return None if spec is None or get_source is None else get_source(spec.name)
+    except (ImportError, OSError, ValueError):
+        return None
+
+
+def _package() -> str | RuntimeError:
+    package = sys.modules[__package__]
+    found = pkgutil.iter_modules(package.__path__, f"{__package__}.")
+    try:
+        return source_digest(__package__, *sorted(m.name for m in found if not m.ispkg))
+    except RuntimeError as error:
+        return error
+
+
+_PACKAGE = _package()

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 
@@ -121,6 +122,15 @@ def group_size_of(group: str) -> int:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return int(_resolve_process_group(group).size())  # type: ignore[arg-type]
+
+
+def group_sizes() -> tuple[tuple[str, int], ...]:
+    """Names and numbers of ranks of all process groups that this rank knows, sorted."""
+    if not dist.is_available() or not dist.is_initialized():
+        return ()
+    from torch.distributed.distributed_c10d import _world
+
+    return tuple(sorted((name, group.size()) for group, name in _world.pg_names.items()))
 
 
 def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:

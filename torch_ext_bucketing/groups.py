@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
-from ._source import source_digest
+from ._source import package_digest
 
 __all__ = ["GroupFilter", "PrimaryGroup", "chosen_groups", "primary_group"]
 
@@ -29,7 +29,7 @@ class PrimaryGroup:
 
     def uuid(self) -> str:
         """Equal in every process, for Inductor's caches."""
-        return hashlib.sha256(f"PrimaryGroup\0{source_digest(__name__)}".encode()).hexdigest()
+        return hashlib.sha256(f"PrimaryGroup\0{package_digest()}".encode()).hexdigest()
 
     def __repr__(self) -> str:
         return "primary_group"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn as nn
 
 from . import tags
-from ._source import source_digest
+from ._source import package_digest
 from .fqns import canonical_fqn, canonical_modules, nearest_names, parameter_names
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class FSDPParamOrder:
         the key change.
         """
         contents = json.dumps([_VERSION, self.units, self.aliases, self.reduce_units])
-        return hashlib.sha256(f"{_sources()}\0{contents}".encode()).hexdigest()
+        return hashlib.sha256(f"{package_digest()}\0{contents}".encode()).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the cached lookup tables: caches may compare pickles.
@@ -397,12 +397,6 @@ def _visit(roots: list[nn.Module], stop: Mapping[nn.Module, str]) -> list[nn.Mod
     for root in roots:
         visit(root)
     return order
-
-
-@functools.cache
-def _sources() -> str:
-    package = __name__.rpartition(".")[0]
-    return source_digest(__name__, f"{package}.fqns", f"{package}.tags")
 
 
 # What was warned about, so that one compile (or a thousand) of one model says it once.

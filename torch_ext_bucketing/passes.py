@@ -11,7 +11,6 @@ passes know nothing of what compiles the graph afterwards.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,8 +22,10 @@ import torch.fx as fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import _aot, _dynamo_inputs
+from . import _torch_bucketing as tb
+from ._cache_key import NoUuidError, describe, digest, hash_sources, log_no_uuid, sources_of
 from ._inductor_order import pin_order
-from ._source import source_digest
+from ._source import package_digest
 from .buckets import (
     BucketingPlan,
     HasUnits,
@@ -108,54 +109,35 @@ class GraphPass(CustomGraphPass):
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         """Run on ``graph``. ``compilation`` is None where the pass was set as a config hook."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        hash_sources(cls)
+
     def uuid(self) -> str | None:
         """Equal for equal settings and equal source code, in any process: a cache key.
 
         None, which keeps Inductor's caches away, where a setting is a plain function: neither its
-        name nor its address says what it does. Give it a ``uuid()`` to be cached.
+        name nor its address says what it does. Give it a ``uuid()`` to be cached. The reason is
+        logged as a warning.
+
+        The code is this package and the modules of the pass's own classes; what those import from
+        elsewhere is not looked at.
         """
-        try:
-            settings = repr(self.settings())
-        except _NoUuidError:
-            return None
-        sources = source_digest(*(f"{__package__}.{name}" for name in _SOURCES))
-        code = source_digest(type(self).__module__)
         name = f"{type(self).__module__}.{type(self).__qualname__}"
-        return _digest(name, sources, code, settings)
+        try:
+            settings = repr(describe(self.settings()))
+            sources = sources_of(type(self))
+        except NoUuidError as error:
+            log_no_uuid(name, error)
+            return None
+        # Byte caps and costs depend on sizes of groups, and an all-reduce's is not in the graph.
+        groups = repr(tb.group_sizes())
+        return digest(name, package_digest(), *sources, settings, groups)
 
     def settings(self) -> tuple[Any, ...]:
-        """What decides the pass's result, with a ``repr`` that is the same in every process."""
+        """What decides the pass's result: plain values, containers and dataclasses of them, and
+        objects with a ``uuid()``. A subclass adds what it adds."""
         return ()
-
-
-_SOURCES = (
-    "_aot",
-    "_descriptors",
-    "_dynamo_inputs",
-    "_inductor_order",
-    "_merge_traces",
-    "_record",
-    "_torch_bucketing",
-    "auto_cap",
-    "buckets",
-    "caps",
-    "contraction",
-    "cost",
-    "dependencies",
-    "fqns",
-    "groups",
-    "hook_guard",
-    "list_schedule",
-    "liveness",
-    "memory",
-    "overlap",
-    "passes",
-    "scheduling",
-    "snapshot",
-    "tags",
-    "timeline",
-    "writes",
-)
 
 
 class TagParameters(GraphPass):
@@ -189,9 +171,11 @@ class TagParameters(GraphPass):
             compilation.report.unnamed = tuple((u.node, u.reason) for u in self.last_report.unnamed)
 
     def settings(self) -> tuple[Any, ...]:
-        """The names of the model's parameters, which are what a tag can say."""
+        """The names of the model's parameters, and of the inputs of the graph that is being
+        compiled, which are what a tag can say. Cache keys hold no names themselves: two graphs
+        that differ in nothing else would have one."""
         names = [] if self.model is None else [n for n, _ in self.model.named_parameters()]
-        return (tuple(names), stable_settings(self.fqn_of))
+        return (names, self.fqn_of, _dynamo_inputs.traced_fqns())
 
 
 class ReshardAfterForward(GraphPass):
@@ -294,7 +278,7 @@ class BucketUnits(GraphPass):
 
     def settings(self) -> tuple[Any, ...]:
         """Units, kinds and the payload order's own identity."""
-        return (self.units, self.aliases, self.kinds, stable_settings(self.payload_key))
+        return (self.units, self.aliases, self.kinds, self.payload_key)
 
 
 class BucketByCap(GraphPass):
@@ -356,10 +340,10 @@ class BucketByCap(GraphPass):
 
     def settings(self) -> tuple[Any, ...]:
         """The options, and the payload order's own identity."""
-        return (
-            *(stable_settings(v) for v in self.options.values()),
-            stable_settings(self.payload_key),
-        )
+        caps = self.options["cap_mb"]
+        if isinstance(caps, Mapping):
+            caps = sorted(caps.items(), key=repr)
+        return ({**self.options, "cap_mb": caps}, self.payload_key)
 
 
 def bucket_graph(
@@ -464,8 +448,13 @@ class PassManager:
 
     def uuid(self) -> str | None:
         """Of all passes in order; None where one has none."""
-        uuids = [p.uuid() for p in (*self.joint, *self.forward_backward)]
-        return None if None in uuids else _digest(*map(str, uuids))
+        passes = (*self.joint, *self.forward_backward)
+        uuids = [p.uuid() for p in passes]
+        for p, uuid in zip(passes, uuids, strict=True):
+            if not uuid and not isinstance(p, GraphPass):  # ours have said why themselves
+                reason = NoUuidError(f"its uuid() returned {uuid!r}")
+                log_no_uuid(f"{type(p).__module__}.{type(p).__qualname__}", reason)
+        return digest(*map(str, uuids)) if all(uuids) else None
 
 
 class BucketingBackend:
@@ -537,8 +526,8 @@ class _InductorPass(CustomGraphPass):
 
     def uuid(self) -> str | None:
         passes = self._passes.uuid()
-        fqns = repr(stable_settings(self._compilation.input_fqns))
-        return None if passes is None else _digest(passes, self._stage, fqns)
+        fqns = repr(describe(self._compilation.input_fqns))
+        return None if passes is None else digest(passes, self._stage, fqns)
 
 
 def backend(
@@ -571,23 +560,3 @@ def backend(
 
 def _graph_of(graph: GraphLike) -> fx.Graph:
     return graph.graph if isinstance(graph, fx.GraphModule) else graph
-
-
-class _NoUuidError(Exception):
-    """A setting that no text can stand for."""
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def stable_settings(value: Any) -> Any:
-    """Something with a ``repr`` that is equal in every process for equal behaviour."""
-    if callable(getattr(value, "uuid", None)):
-        return value.uuid()
-    if isinstance(value, dict):
-        items = [(k, stable_settings(v)) for k, v in value.items()]
-        return tuple(sorted(items, key=lambda item: repr(item[0])))
-    if callable(value):
-        raise _NoUuidError
-    return value

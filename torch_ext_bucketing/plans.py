@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch.nn as nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from ._source import source_digest
+from ._source import package_digest
 from .fqns import WRAPPER_ATTRIBUTES, canonical_fqn, canonical_modules, nearest_names
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -160,9 +160,7 @@ class BucketPlan:
     def uuid(self) -> str:
         """A name (hex) of the plan for Inductor's caches: equal plans have it in every process."""
         contents = json.dumps([_VERSION, self.mode, self.units, self.kinds, self.head, self.cover])
-        package = __name__.rpartition(".")[0]
-        sources = source_digest(__name__, f"{package}.fqns")
-        return hashlib.sha256(f"{sources}\0{contents}".encode()).hexdigest()
+        return hashlib.sha256(f"{package_digest()}\0{contents}".encode()).hexdigest()
 
 
 def make_plan(

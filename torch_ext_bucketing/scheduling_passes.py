@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from .auto_cap import choose_caps
 from .cost import H100, Machine, check_machine
-from .passes import Compilation, GraphLike, GraphPass, Stage, apply_and_report, stable_settings
+from .passes import Compilation, GraphLike, GraphPass, Stage, apply_and_report
 from .report import GraphReport, ScheduleReport
 from .scheduling import Policy, Settings, peak_bytes, schedule
 from .tags import Kind
@@ -63,7 +63,7 @@ class Schedule(GraphPass):
 
     def settings(self) -> tuple[Any, ...]:
         """Policies and machine."""
-        return (repr(self.policies), repr(self.machine))
+        return (self.policies, self.machine)
 
 
 class BucketAndSchedule(Schedule):
@@ -131,9 +131,4 @@ class BucketAndSchedule(Schedule):
 
     def settings(self) -> tuple[Any, ...]:
         """Everything that was given."""
-        return (
-            *super().settings(),
-            self.caps_mb,
-            *(stable_settings(v) for v in self.options.values()),
-            stable_settings(self.payload_key),
-        )
+        return (*super().settings(), self.caps_mb, self.options, self.payload_key)
