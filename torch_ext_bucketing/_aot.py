@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _descriptors
 
-__all__ = ["compile_aot", "compile_inductor", "mark_recompute", "stage_of"]
+__all__ = [
+    "check_passes_run_here",
+    "compile_aot",
+    "compile_inductor",
+    "mark_recompute",
+    "stage_of",
+]
 
 # The partitioner saves a node at the border of two checkpointed regions, which it tells apart by
 # this number; a number above all others keeps that rule away from our nodes.
@@ -50,6 +57,24 @@ def _is_tangent(node: fx.Node) -> bool:
     if desc is not None:
         return bool(_descriptors.is_tangent(desc))
     return "tangents" in str(node.target)
+
+
+def check_passes_run_here() -> None:
+    """To be called where Inductor compiles.
+
+    Raises:
+        RuntimeError: Inductor is set to run graph passes in another process. Torch sends it the
+            config without custom passes and without hooks that are callables, so that nothing, or
+            something else than was asked for, would be bucketed there, and nobody told.
+    """
+    compile_fx = sys.modules.get("torch._inductor.compile_fx")
+    if getattr(getattr(compile_fx, "fx_compile_mode", None), "name", None) == "SUBPROCESS":
+        raise RuntimeError(
+            "TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS runs graph passes in a process to which "
+            "torch sends neither custom passes nor hooks that are callables, so collectives would "
+            "not be bucketed as set; unset it. (Processes that compile kernels are another matter: "
+            "torch._inductor.config.worker_start_method.)"
+        )
 
 
 def compile_aot(
@@ -119,11 +144,15 @@ def compile_inductor(
     - torch's own bucketing is off: it would merge our buckets with each other.
     - ``max_compute_pre_fetch=prefetch`` where torch's overlap scheduling is enabled and the user
       has set no depth.
+
+    Raises:
+        RuntimeError: see :func:`check_passes_run_here`.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
+    check_passes_run_here()
     patches = {
         **(options or {}),
         "joint_custom_post_pass": (

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.fx as fx
+from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import _aot, _dynamo_inputs
@@ -164,6 +165,8 @@ class TagParameters(GraphPass):
         fqn_of = self.fqn_of
         if fqn_of is None and compilation is not None:
             fqn_of = compilation.input_fqns
+        if compilation is None and TracingContext.try_get() is not None:
+            _aot.check_passes_run_here()
         if fqn_of is None:
             fqn_of = _dynamo_inputs.traced_input_fqns(_graph_of(graph))
         self.last_report = tag_joint_graph(graph, fqn_of, model=self.model)

@@ -8,7 +8,8 @@ are updated where they are (see ``live``).
 Child processes need nothing of their own. Those that run user code (``torchrun``, ``spawn``) import
 this package as their parent did. Inductor's compile workers compile kernel sources and run no FX
 passes, which is where the hooks act. (The exception, ``TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS``,
-runs FX passes in a process that imports only torch; it needs ``patch apply``.)
+runs FX passes in a process that imports only torch and refuses a config with the hooks' entries;
+after ``patch apply`` it takes those that are plain values. Callables torch does not send there.)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import threading
 import warnings
@@ -214,9 +216,18 @@ def _in_memory(tree: TorchTree) -> HooksStatus:
     served = _compile(runtime, series, changes, digest)
     status = HooksStatus("in memory", tree.version, series.name, digest)
     _install(PatchedFinder(served, status))
+    if "SUBPROCESS" in os.environ.get(_COMPILE_MODE, "").upper():
+        warnings.warn(
+            f"{_COMPILE_MODE}=SUBPROCESS compiles graphs in a process without the hooks, where "
+            f"every compile will fail ('bucket_non_adjacent does not exist'). Unset it, or "
+            f"{_HOW_TO_DISK}",
+            HooksWarning,
+            stacklevel=5,
+        )
     return status
 
 
+_COMPILE_MODE = "TORCHINDUCTOR_FX_COMPILE_MODE"
 _INSTALL = b"\ninstall_config_module("
 
 
