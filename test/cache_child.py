@@ -1,0 +1,212 @@
+"""A process of test_caches.py: compiles small models and says what Inductor's caches did.
+
+    python cache_child.py NAME [NAME ...]
+
+Prints a line of JSON for each name: hits, misses and bypasses of both caches, digests of the code
+that ran (forward, backward) and what was logged; for the name --workers what the processes of
+Inductor's compile workers have. Under torchrun the ranks form a gloo group of
+two, otherwise the process is rank 0 of a fake group of two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from sharded_models import shard_by_parametrization
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_ext_bucketing as teb
+
+AB = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
+BA = teb.FSDPParamOrder.from_fqns([["b.weight", "a.weight"]])
+ENTRIES = "aten_distributed_optimizations."
+
+
+class Pair(nn.Module):
+    """Two layers of one size: turned round, its graphs are the same but for the names."""
+
+    def __init__(self, turned: bool = False) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+        self.b = nn.Linear(8, 8, bias=False)
+        self.turned = turned
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(self.b(x)) if self.turned else self.b(self.a(x))
+
+
+class PassOfAScript(teb.BucketUnits):
+    """Adds nothing, and is defined where no import finds it."""
+
+
+def by_backend(make):
+    return lambda: (Pair(), teb.backend("inductor", [make()]), {})
+
+
+def by_config(key, turned=False, tags=True, **entries):
+    """torch's own bucketing, under config hooks alone."""
+
+    def setup():
+        model = Pair(turned)
+        settings = {
+            "bucket_all_gathers_fx": "fsdp",
+            "bucket_reduce_scatters_fx": "fsdp",
+            ENTRIES + "bucket_non_adjacent": True,
+            **{ENTRIES + name: value for name, value in entries.items()},
+        }
+        if tags:
+            settings["joint_custom_post_pass"] = teb.TagParameters(model)
+        if key is not None:
+            settings[ENTRIES + "bucket_payload_order_key"] = key()
+        return model, "inductor", settings
+
+    return setup
+
+
+def from_hooks(name, *args):
+    """An object of the module that the test edits."""
+    import hooks
+
+    value = getattr(hooks, name)
+    return value(*args) if isinstance(value, type) else value
+
+
+SETUPS = {
+    "backend": by_backend(lambda: teb.BucketUnits(AB, payload_order=True)),
+    "backend, other order": by_backend(lambda: teb.BucketUnits(BA, payload_order=True)),
+    "backend, by cap": by_backend(lambda: teb.BucketByCap(1.0, payload_order=AB)),
+    "backend, other cap": by_backend(lambda: teb.BucketByCap(1.5, payload_order=AB)),
+    "backend, scheduled": by_backend(lambda: teb.BucketAndSchedule(teb.Overlap())),
+    "backend, other depth": by_backend(lambda: teb.BucketAndSchedule(teb.Overlap(depth=2))),
+    "backend, lambda": by_backend(lambda: teb.BucketUnits(AB, payload_order=lambda start: 0)),
+    "backend, pass of a script": by_backend(lambda: PassOfAScript(AB, payload_order=True)),
+    "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
+    "config": by_config(lambda: AB),
+    "config, other order": by_config(lambda: BA),
+    "config, model turned": by_config(lambda: AB, turned=True),
+    "config, span": by_config(lambda: AB, bucket_max_node_span=100),
+    "config, filter": by_config(lambda: AB, fsdp_group_filter=teb.primary_group),
+    "config, lambda": by_config(lambda: lambda start: 0),
+    "config, lambda filter": by_config(lambda: AB, fsdp_group_filter=lambda counts: list(counts)),
+    "config, values only": by_config(None, tags=False),
+    "config, function": by_config(lambda: from_hooks("by_name")),
+    "config, own uuid": by_config(lambda: from_hooks("ByName")),
+}
+
+
+@contextlib.contextmanager
+def codes_run():
+    """Digests of the wrapper code that Inductor loads, made anew or from a cache."""
+    from torch._inductor.codecache import PyCodeCache
+
+    digests: list[str] = []
+    load = PyCodeCache.load_by_key_path
+
+    def spy(key, path, *args, **kwargs):
+        with open(path, encoding="utf-8") as file:
+            # Comments count the graphs of the process.
+            text = "".join(line for line in file if not line.lstrip().startswith("#"))
+        digests.append(hashlib.sha256(text.encode()).hexdigest()[:12])
+        return load(key, path, *args, **kwargs)
+
+    PyCodeCache.load_by_key_path = spy
+    try:
+        yield digests
+    finally:
+        PyCodeCache.load_by_key_path = load
+
+
+class Log(logging.Handler):
+    """Keeps the messages that say why a cache is bypassed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "ypass" in record.getMessage():
+            self.messages.append(f"{record.levelname} {record.name}: {record.getMessage()}")
+
+
+def run(name: str, mesh) -> dict[str, object]:
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    counters.clear()
+    log = Log()
+    names = ("torch._inductor.codecache", "torch._functorch._aot_autograd.autograd_cache")
+    loggers = [logging.getLogger(n) for n in (*names, "torch_ext_bucketing")]
+    for logger in loggers:
+        logger.addHandler(log)
+        if logger.level in (logging.NOTSET, logging.WARNING):
+            logger.setLevel(logging.INFO)
+    model, compiler, settings = SETUPS[name]()
+    shard_by_parametrization(model, mesh)
+    error = ""
+    with config.patch(settings), codes_run() as codes:
+        try:
+            torch.compile(model, backend=compiler)(torch.ones(4, 8)).sum().backward()
+        except torch._dynamo.exc.BackendCompilerFailed as failed:
+            error = str(failed)
+    for logger in loggers:
+        logger.removeHandler(log)
+    inductor, aot = counters["inductor"], counters["aot_autograd"]
+    states = ("hit", "miss", "bypass")
+    return {
+        "name": name,
+        "graphs": {s: inductor[f"fxgraph_cache_{s}"] for s in states},
+        "aot": {s: aot[f"autograd_cache_{s}"] for s in states},
+        "codes": codes,
+        "log": log.messages,
+        "error": error,
+        "hooks": str(teb.hooks_status()),
+        "file": teb.__file__,
+    }
+
+
+def worker_hooks() -> dict[str, str]:
+    """What a process of each kind of compile worker has."""
+    from torch._inductor import async_compile, config
+
+    found = {}
+    for method in ("subprocess", "fork", "spawn"):
+        with config.patch(worker_start_method=method, compile_threads=2):
+            pool = async_compile.AsyncCompile.process_pool()
+            found[method] = str(pool.submit(teb.hooks_status).result(timeout=120))
+            async_compile.shutdown_compile_workers()
+    return found
+
+
+def main(names: list[str]) -> None:
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    for name in names:
+        if name == "--workers":
+            result = {"name": name, "workers": worker_hooks(), "hooks": str(teb.hooks_status())}
+        else:
+            result = run(name, mesh)
+        # One write, so that lines of two ranks don't mix.
+        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
+    if "RANK" in os.environ:
+        dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,498 @@
+"""Inductor's FX graph cache and the AOTAutograd cache, warm and cold, across processes.
+
+All processes share one cache directory, in which a first one finds nothing. Between them the files
+of a checkout of the package, of its patch series and of a user's hooks are edited.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from patching_trees import MINOR, ROOT, copy_package, needs_unpatched_torch
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing import _cache_key
+from torch_ext_bucketing.passes import PassManager
+
+CHILD = Path(__file__).parent / "cache_child.py"
+LIMIT_S = 400
+
+HOOKS = """
+from torch._inductor.custom_graph_pass import get_hash_for_files
+from torch_ext_bucketing import BucketUnits, tag_of
+
+def by_name(start):
+    return 1 * ord(tag_of(start).fqns[0][0])
+
+class ByName:
+    def __call__(self, start):
+        return by_name(start)
+
+    def uuid(self):
+        return get_hash_for_files((__file__,))
+
+class OwnPass(BucketUnits):
+    def __call__(self, graph, compilation=None):
+        if 1 > 0:
+            super().__call__(graph, compilation)
+"""
+EDITED_HOOKS = HOOKS.replace("1 *", "-1 *").replace("1 > 0", "-1 > 0")
+
+HIT, MISS, BYPASS = (
+    {s: 2 * (s == state) for s in ("hit", "miss", "bypass")} for state in ("hit", "miss", "bypass")
+)
+
+
+class Checkout:
+    """A copy of the package with its patches, a user's module and a cache directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = copy_package(folder / "checkout")
+        shutil.copytree(ROOT / "torch_patches", self.folder / "torch_patches")
+        self.cache = folder / "cache"
+        self.hooks = self.folder / "hooks.py"
+        self.hooks.write_text(HOOKS)
+
+    def command(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCH_", "TORCHINDUCTOR"))}
+        env |= {
+            "PYTHONPATH": os.pathsep.join([str(self.folder), str(CHILD.parent)]),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.cache),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env=env,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+
+    def run(self, *names: str) -> dict[str, dict[str, Any]]:
+        """Results by name, of a new process."""
+        done = self.command(str(CHILD), *names)
+        assert done.returncode == 0, done.stderr[-6000:]
+        results = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [r["name"] for r in results] == list(names)
+        assert not any(r.get("error") for r in results), results
+        assert all(Path(r.get("file", self.folder)).is_relative_to(self.folder) for r in results)
+        return {r["name"]: r for r in results}
+
+    def edit(self, path: Path, old: str, new: str) -> None:
+        text = path.read_text(encoding="utf-8")
+        assert text.count(old) == 1, (path, text.count(old))
+        path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+CACHED = (
+    "backend",
+    "config",
+    "config, values only",
+    "config, own uuid",
+    "backend, own pass",
+    "backend, pass of a script",
+)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    return Checkout(tmp_path_factory.mktemp("caches"))
+
+
+@pytest.fixture(scope="module")
+def cold(checkout: Checkout) -> dict[str, dict[str, Any]]:
+    """The first process. What every later one is compared with."""
+    return checkout.run(*CACHED, "config, function")
+
+
+def assert_state(result: dict[str, Any], graphs: dict[str, int]) -> None:
+    """Both graphs of a step, and the whole of it in the AOTAutograd cache."""
+    aot = {state: count // 2 for state, count in graphs.items()}
+    assert (result["graphs"], result["aot"]) == (graphs, aot), result
+
+
+def test_cold_processes_miss(cold: dict[str, dict[str, Any]]):
+    for name in CACHED:
+        assert_state(cold[name], MISS)
+        assert len(cold[name]["codes"]) == 2, cold[name]
+
+
+@pytest.fixture(scope="module")
+def warm(checkout: Checkout, cold: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A second process: the same settings again, then others."""
+    return checkout.run(
+        *cold,
+        "backend, other order",
+        "backend, by cap",
+        "backend, other cap",
+        "backend, scheduled",
+        "backend, other depth",
+        "config, other order",
+        "config, model turned",
+        "config, span",
+        "config, filter",
+        "backend, lambda",
+        "config, lambda",
+        "config, lambda filter",
+        "--workers",
+    )
+
+
+def test_same_settings_hit_in_a_new_process(warm, cold):
+    for name in CACHED:
+        assert_state(warm[name], HIT)
+        assert warm[name]["codes"] == cold[name]["codes"]
+        assert not warm[name]["log"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "backend, other order",
+        "backend, by cap",
+        "backend, other cap",
+        "backend, scheduled",
+        "backend, other depth",
+        "config, other order",
+        "config, model turned",
+        "config, span",
+        "config, filter",
+    ],
+)
+def test_other_settings_miss(warm, name):
+    assert_state(warm[name], MISS)
+
+
+def test_another_order_makes_other_code(warm, cold):
+    for way in ("backend", "config"):
+        forward, backward = warm[f"{way}, other order"]["codes"]
+        assert forward != cold[way]["codes"][0]
+        assert backward != cold[way]["codes"][1]
+    # A model whose layers are turned round has the same graphs, under other names.
+    assert warm["config, model turned"]["codes"] == warm["config, other order"]["codes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("backend, lambda", "torch_ext_bucketing.passes.BucketUnits: <lambda>"),
+        ("config, lambda", "bucket_payload_order_key has no uuid()"),
+        ("config, lambda filter", "fsdp_group_filter has no uuid()"),
+        ("config, function", "bucket_payload_order_key has no uuid()"),
+    ],
+)
+def test_plain_functions_bypass_with_a_reason(warm, name, reason):
+    assert_state(warm[name], BYPASS)
+    assert any(reason in line for line in warm[name]["log"]), warm[name]["log"]
+    lines = [line for line in warm[name]["log"] if "torch_ext_bucketing" in line]
+    if name.startswith("backend"):
+        # Torch says only that a pass is unsupported, and on a level that is not shown.
+        (line,) = lines
+        assert line.startswith("WARNING")
+        assert "cache_child.py:" in line
+        assert "give it a uuid() to be cached" in line
+
+
+def test_edited_hooks_do_not_get_the_old_graph(checkout, cold):
+    checkout.hooks.write_text(EDITED_HOOKS)
+    try:
+        now = checkout.run("config, own uuid", "backend, own pass", "config, function", "backend")
+    finally:
+        checkout.hooks.write_text(HOOKS)
+    assert_state(now["config, own uuid"], MISS)
+    assert_state(now["backend, own pass"], MISS)
+    assert_state(now["config, function"], BYPASS)
+    for name in ("config, own uuid", "backend, own pass", "config, function"):
+        for was, code in zip(cold[name]["codes"], now[name]["codes"], strict=True):
+            assert was != code, name
+    assert_state(now["backend"], HIT)
+
+
+def test_an_edited_package_misses(checkout, cold):
+    module = checkout.folder / "torch_ext_bucketing" / "caps.py"
+    checkout.edit(module, "_MIB = 1024 * 1024\n", "_MIB = 1024 * 1024 \n")
+    try:
+        now = checkout.run("backend", "config", "config, values only")
+    finally:
+        checkout.edit(module, "_MIB = 1024 * 1024 \n", "_MIB = 1024 * 1024\n")
+    for name in ("backend", "config"):
+        assert_state(now[name], MISS)
+        assert now[name]["codes"] == cold[name]["codes"]
+    # No code of the package had a part in these.
+    assert_state(now["config, values only"], HIT)
+
+
+@needs_unpatched_torch
+def test_an_edited_patch_series_misses(checkout, cold):
+    (patch,) = (checkout.folder / "torch_patches" / MINOR).glob("0003-*.patch")
+    line = "+        # Merging another kind before may have left users ahead of their inputs.\n"
+    checkout.edit(patch, line, line.replace("may have left", "might have left"))
+    try:
+        now = checkout.run("backend", "config", "config, values only")
+    finally:
+        checkout.edit(patch, line.replace("may have left", "might have left"), line)
+    assert len({now["backend"]["hooks"], cold["backend"]["hooks"]}) == 2
+    for name, result in now.items():
+        assert_state(result, MISS)
+        assert result["codes"] == cold[name]["codes"]
+
+
+def test_workers_have_the_hooks(warm, cold):
+    hooks = cold["backend"]["hooks"]
+    assert "state='none'" not in hooks
+    assert warm["--workers"]["workers"] == dict.fromkeys(("subprocess", "fork", "spawn"), hooks)
+
+
+def test_torchrun_children_have_the_hooks(checkout, cold):
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = checkout.command(*run, str(CHILD), "backend", "config")
+    assert done.returncode == 0, done.stderr[-6000:]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sorted(r["name"] for r in results) == ["backend"] * 2 + ["config"] * 2
+    for result in results:
+        assert result["hooks"] == cold["backend"]["hooks"]
+        assert result["codes"] == cold[result["name"]]["codes"]
+
+
+def test_compiling_in_a_subprocess_is_refused(checkout, tmp_path):
+    mode = "TORCHINDUCTOR_FX_COMPILE_MODE"
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # what is cached needs no compile
+    done = checkout.command(str(CHILD), "backend", "config", **{mode: "SUBPROCESS"}, **cache)
+    for result in map(json.loads, done.stdout.splitlines()):
+        assert f"RuntimeError: {mode}=SUBPROCESS runs graph passes in" in result["error"], result
+    if "in memory" in str(teb.hooks_status()):
+        assert f"HooksWarning: {mode}=SUBPROCESS compiles graphs" in done.stderr
+    assert done.stdout.count("\n") == 2, done.stderr[-6000:]
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+ORDER = teb.FSDPParamOrder.from_fqns([["a", "b"], ["c"]])
+OTHER = teb.FSDPParamOrder.from_fqns([["b", "a"], ["c"]])
+
+
+class Plain:
+    """An object that nothing is known of."""
+
+
+def _machine(**changes: Any) -> teb.Machine:
+    return teb.Machine(**{"flops": {"bfloat16": 1e12}, **changes})
+
+
+# For every parameter of every pass another value than in the first row.
+PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
+    teb.TagParameters: (
+        {"model": torch.nn.Linear(1, 1), "fqn_of": {0: "a"}},
+        {"model": torch.nn.Linear(1, 1, bias=False), "fqn_of": {0: "b"}},
+    ),
+    teb.ReshardAfterForward: ({"keep": ()}, {"keep": ("a",)}),
+    teb.BucketUnits: (
+        {"order_or_plan": ORDER, "kinds": ("all_gather",), "payload_order": True},
+        {"order_or_plan": OTHER, "kinds": ("reduce_scatter",), "payload_order": False},
+    ),
+    teb.BucketByCap: (
+        {
+            "cap_mb": {("g", "all_gather"): 1.0, "h": 2.0},
+            "kinds": ("all_gather",),
+            "eligible": "tag",
+            "group_filter": None,
+            "max_node_span": None,
+            "non_adjacent": True,
+            "payload_order": ORDER,
+        },
+        {
+            "cap_mb": {("g", "all_gather"): 1.5, "h": 2.0},
+            "kinds": ("all_reduce",),
+            "eligible": "structure",
+            "group_filter": teb.primary_group,
+            "max_node_span": 3,
+            "non_adjacent": False,
+            "payload_order": OTHER,
+        },
+    ),
+    teb.Schedule: (
+        {"policies": (teb.Overlap(),), "machine": _machine()},
+        {"policies": (teb.Overlap(), teb.CapComputeRun()), "machine": _machine(name="another")},
+    ),
+    teb.BucketAndSchedule: (
+        {
+            "policies": teb.Overlap(),
+            "caps_mb": (8.0,),
+            "kinds": ("all_gather",),
+            "payload_order": None,
+            "machine": _machine(),
+            "options": {"max_node_span": None},
+        },
+        {
+            "policies": teb.Overlap(depth=3),
+            "caps_mb": (8.0, 9.0),
+            "kinds": ("reduce_scatter",),
+            "payload_order": ORDER,
+            "machine": _machine(kernel_ms=1.0),
+            "options": {"max_node_span": 4},
+        },
+    ),
+}
+
+
+def _made(cls: type, values: dict[str, Any]) -> Any:
+    values = {**values, **values.get("options", {})}
+    values.pop("options", None)
+    return cls(**values)
+
+
+def test_every_parameter_of_every_pass_is_listed():
+    passes = {v for v in vars(teb).values() if inspect.isclass(v)} | {
+        getattr(teb, n) for n in teb.__all__ if inspect.isclass(getattr(teb, n))
+    }
+    passes = {c for c in passes if issubclass(c, teb.GraphPass) and c is not teb.GraphPass}
+    assert passes == set(PARAMETERS)
+    for cls, rows in PARAMETERS.items():
+        for row in rows:
+            assert set(row) == set(inspect.signature(cls).parameters)
+
+
+@pytest.mark.parametrize("cls", PARAMETERS)
+def test_every_parameter_counts(cls):
+    first, second = PARAMETERS[cls]
+    uuid = _made(cls, first).uuid()
+    assert uuid
+    assert uuid == _made(cls, first).uuid()
+    for name, value in second.items():
+        assert _made(cls, {**first, name: value}).uuid() not in (None, uuid), name
+
+
+POLICIES = [
+    (teb.Overlap, {"depth": 2, "window": 3, "max_prefetch": 4, "prefetch_under": {"a": "b"}}),
+    (teb.CapComputeRun, {"max_consecutive": 3}),
+    (teb.PeakMemory, {"gib": 1.0, "ratio": 2.0}),
+    (
+        teb.Machine,
+        {
+            "name": "other",
+            "flops": {"float32": 1.0},
+            "other_flops": 1.0,
+            "bandwidth": 1.0,
+            "kernel_ms": 1.0,
+            "collectives": {("all_gather", 2): [(1, 0.5)]},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("cls", "values"), POLICIES)
+def test_every_field_of_a_policy_counts(cls, values):
+    assert set(values) == set(inspect.signature(cls).parameters)
+
+    def uuid(**changes):
+        value = cls(**changes)
+        if cls is teb.Machine:
+            return teb.Schedule((), value).uuid()
+        return teb.Schedule(value).uuid()
+
+    alike = [{}] if cls is not teb.PeakMemory else [{"gib": 2.0}]
+    uuids = [uuid(**v) for v in alike] + [uuid(**{n: v}) for n, v in values.items()]
+    assert None not in uuids
+    assert len(set(uuids)) == len(uuids)
+
+
+def test_what_has_no_uuid(caplog):
+    class NoUuid:
+        def __call__(self, start):
+            return 0
+
+        def uuid(self):
+            return None
+
+    class Foreign:
+        stage = "joint"
+
+        def __call__(self, graph):
+            pass
+
+        def uuid(self):
+            return None
+
+    class OfANotebook(teb.ReshardAfterForward):
+        __module__ = "no_such_module"
+
+    _cache_key._said.clear()
+    with caplog.at_level(logging.WARNING, "torch_ext_bucketing"):
+        assert teb.BucketUnits(ORDER, payload_order=NoUuid()).uuid() is None
+        assert "NoUuid.uuid() returned None" in caplog.messages[-1]
+        assert PassManager([Foreign()]).uuid() is None
+        assert "Foreign: its uuid() returned None" in caplog.messages[-1]
+        assert OfANotebook().uuid() is None
+        assert (
+            "the source of no_such_module, which defines it, can't be read" in caplog.messages[-1]
+        )
+        assert teb.BucketAndSchedule((), eligible=len).uuid() is None
+        assert "builtin_function_or_method is a plain callable" in caplog.messages[-1]
+        said = len(caplog.messages)
+        assert said == 4
+        assert teb.BucketUnits(ORDER, payload_order=NoUuid()).uuid() is None
+        assert len(caplog.messages) == said, "said once"
+    with pytest.raises(_cache_key.NoUuidError, match="is no plain value"):
+        _cache_key.describe({"a": [Plain()]})
+    with pytest.raises(_cache_key.NoUuidError, match="is a class"):
+        _cache_key.describe(Plain)
+
+
+def test_group_sizes_count():
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def uuid(world: int) -> str | None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        try:
+            return teb.BucketByCap(kinds=("all_reduce",)).uuid()
+        finally:
+            dist.destroy_process_group()
+
+    assert uuid(4) == uuid(4) != uuid(8)
+
+
+def test_every_module_of_the_package_counts(tmp_path: Path):
+    """Also those of tomorrow: there is no list of them."""
+    package = copy_package(tmp_path) / "torch_ext_bucketing"
+    # Torch is not needed for it.
+    (package / "__init__.py").write_text("")
+    code = """
+    import importlib, pathlib, sys
+    from torch_ext_bucketing import _source
+    package = pathlib.Path(sys.argv[1])
+    modules = sorted(package.glob("*.py"))
+    assert len(modules) > 30, len(modules)
+    digests = [_source.package_digest()]
+    for module in modules:
+        text = module.read_text()
+        module.write_text(text + "# edited\\n")
+        assert _source.package_digest() == digests[0], "an edit changes what a process runs"
+        digests.append(importlib.reload(_source).package_digest())
+        module.write_text(text)
+        assert importlib.reload(_source).package_digest() == digests[0], module
+    assert len(set(digests)) == len(modules) + 1
+    assert "torch" not in sys.modules
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(package)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
