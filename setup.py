@@ -61,7 +61,7 @@ setup(
     package_data={"torch_ext_bucketing": ["py.typed"]},
     install_requires=["torch>=2.13"],
     extras_require={
-        "test": ["expecttest", "hypothesis", "pytest", "numpy"],
+        "test": ["expecttest", "hypothesis", "pytest", "numpy", "ruff"],
         "dev": ["ruff", "mypy"],
         # For explain --plot.
         "plot": ["matplotlib"],
