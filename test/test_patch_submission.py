@@ -20,6 +20,7 @@ import pytest
 from patching_trees import MINOR, ROOT, TORCH_DIR, needs_unpatched_torch
 
 from torch_ext_bucketing.patching import HOOK_ENTRIES, hooks_status
+from torch_ext_bucketing.patching.series import list_series
 
 PATCHES = ROOT / "torch_patches"
 TEST_FILE = "test/distributed/test_bucketing_hooks.py"
@@ -41,6 +42,14 @@ def touched(folder: Path) -> list[str]:
     return sorted(set(re.findall(r"^\+\+\+ b/(.+)$", text, re.MULTILINE)))
 
 
+def test_notes_beside_the_series_are_not_read():
+    assert (PATCHES / "MAINTAINING.md").is_file()
+    assert (SERIES[-1] / "COVER_LETTER.md").is_file()
+    assert [s.name for s in reversed(list_series(PATCHES))] == [f.name for f in SERIES]
+    for series in list_series(PATCHES):
+        assert len(series.patches) == 3
+
+
 def test_every_series_has_one_commit_per_hook():
     for folder in SERIES:
         patches = patches_of(folder)
@@ -53,6 +62,12 @@ def test_every_series_has_one_commit_per_hook():
             assert text.startswith(f"From {'0' * 40} "), (folder, number)
             assert f"Subject: [PATCH {number}/3] [inductor] " in text, (folder, number)
             assert not re.search(r"^\+.*[ \t]$", text, re.MULTILINE), (folder, number)
+
+
+def number_of_tests(path: Path) -> int:
+    number = len(re.findall(r"^    def test_", path.read_text(encoding="utf-8"), re.MULTILINE))
+    assert number > 5
+    return number
 
 
 # -- commit by commit ------------------------------------------------------------------------------
@@ -174,8 +189,7 @@ def test_each_commit_imports_and_passes_its_tests(repository: Path, number: int)
             for p in patches_of(series_folder())[:number]
         )
     )
-    names = re.findall(r"^    def test_", test.read_text(), re.MULTILINE)
-    assert f"Ran {len(names)} tests" in done.stderr, done.stderr[-400:]
+    assert f"Ran {number_of_tests(test)} tests" in done.stderr, done.stderr[-400:]
     assert "skipped" not in done.stderr
 
 
@@ -201,7 +215,7 @@ def test_tests_pass_with_the_hooks_in_memory(tmp_path: Path):
         timeout=600,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    assert "Ran 20 tests" in run.stderr, run.stderr[-400:]
+    assert f"Ran {number_of_tests(tmp_path / TEST_FILE)} tests" in run.stderr, run.stderr[-400:]
 
 
 # -- style -----------------------------------------------------------------------------------------
