@@ -59,7 +59,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["torch_ext_bucketing", "torch_ext_bucketing.*"]),
     package_data={"torch_ext_bucketing": ["py.typed"]},
-    install_requires=["torch>=2.13"],
+    install_requires=["torch>=2.11"],
     extras_require={
         "test": ["expecttest", "hypothesis", "pytest", "numpy", "ruff"],
         "dev": ["ruff", "mypy"],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.fx as fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _descriptors
@@ -150,19 +151,12 @@ def compile_inductor(
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
     check_passes_run_here()
     patches = {
         **(options or {}),
-        "joint_custom_post_pass": (
-            *get_custom_graph_passes(config.joint_custom_post_pass),
-            joint,
-        ),
-        "post_grad_custom_post_pass": (
-            *get_custom_graph_passes(config.post_grad_custom_post_pass),
-            post_grad,
-        ),
+        "joint_custom_post_pass": _in_turn(config.joint_custom_post_pass, joint),
+        "post_grad_custom_post_pass": _in_turn(config.post_grad_custom_post_pass, post_grad),
         "allow_buffer_reuse": False,
         "bucket_all_gathers_fx": "none",
         "bucket_reduce_scatters_fx": "none",
@@ -177,3 +171,27 @@ def compile_inductor(
     if prefetch is not None and overlaps and given is None:
         patches["aten_distributed_optimizations.max_compute_pre_fetch"] = prefetch
     return compile_fx(gm, example_inputs, config_patches=patches)
+
+
+def _in_turn(given: Any, ours: CustomGraphPass) -> Any:
+    """A config value that runs the passes that the user has set, then ours."""
+    try:
+        from torch._inductor.custom_graph_pass import get_custom_graph_passes
+    except ImportError:  # torch 2.11 takes one pass
+        return ours if given is None else _InTurn(given, ours)
+    return (*get_custom_graph_passes(given), ours)
+
+
+class _InTurn(CustomGraphPass):
+    """Two passes as one. Without a uuid where one has none, so that nothing is cached then."""
+
+    def __init__(self, first: Callable[[fx.Graph], None], second: CustomGraphPass) -> None:
+        self.passes = (first, second)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for one in self.passes:
+            one(graph)
+
+    def uuid(self) -> Any:
+        uuids = [p.uuid() if hasattr(p, "uuid") else None for p in self.passes]
+        return None if None in uuids else repr(uuids)

@@ -1,6 +1,6 @@
 """AOTAutograd's input and output descriptors: the one place that knows their classes.
 
-They are ``torch._functorch._aot_autograd.descriptors`` in torch 2.13 to 2.15.
+They are ``torch._functorch._aot_autograd.descriptors`` in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 torch merges a list of starts into one collective over a packed buffer and packs them in the order
 of the list, or by ``aten_distributed_optimizations.bucket_payload_order_key`` where torch has that
 config entry.
+
+What torch 2.11 lacks: group names are plain strings there, buckets have no configured mode and no
+estimated byte cap, and a bucket of gathers is put behind its last member wherever it was asked for.
 """
 
 from __future__ import annotations
@@ -79,7 +82,8 @@ def bucket_key(start: fx.Node) -> tuple[Any, ...]:
     """
     from torch._inductor.fx_passes import bucketing
 
-    mode = bucketing._default_bucket_mode()
+    default_mode = getattr(bucketing, "_default_bucket_mode", None)
+    mode = "default" if default_mode is None else default_mode()
     return (kind_of(start), bucketing.bucket_key(start, mode))
 
 
@@ -88,10 +92,13 @@ def group_name(start: fx.Node) -> str:
 
     Takes all-to-alls as well, which are never bucketed.
     """
-    from torch._inductor.fx_passes.bucketing import _resolve_group_name
+    from torch._inductor.fx_passes import bucketing
 
     position = {"all_gather": 2, "all_reduce": 2}.get(str(kind_of(start)), 3)
-    return str(_resolve_group_name(_argument(start, position, "group_name")))
+    name = _argument(start, position, "group_name")
+    if isinstance(name, str):
+        return name
+    return str(getattr(bucketing, "_resolve_group_name", str)(name))
 
 
 def _argument(start: fx.Node, position: int, name: str) -> Any:
@@ -157,9 +164,15 @@ def default_cap_mb(size: int) -> float:
 
     From torch's bandwidth profiles of the interconnect, between the floor and the ceiling in
     ``aten_distributed_optimizations.pre_bucketing_fsdp_collectives_{min,max}_bucket_cap_mb``;
-    its ``..._bucket_cap_mb`` overrides all that.
+    its ``..._bucket_cap_mb`` overrides all that. torch 2.11 estimates nothing; there it is the
+    default cap of its bucketing passes, whatever the size.
     """
-    from torch._inductor.fx_passes.fsdp import compute_pre_bucket_cap_mb
+    try:
+        from torch._inductor.fx_passes.fsdp import compute_pre_bucket_cap_mb
+    except ImportError:
+        from torch._inductor.fx_passes.bucketing import bucket_cap_mb_by_bucket_idx_default
+
+        return float(bucket_cap_mb_by_bucket_idx_default(0))
 
     override = getattr(
         inductor_config.aten_distributed_optimizations,
@@ -173,10 +186,15 @@ def size_hint(size: Any, context: str) -> int:
     """A size as an integer: itself, or the hint of a symbolic one.
 
     Raises:
-        RuntimeError: torch's own, for a symbolic size without a hint.
+        RuntimeError: for a symbolic size without a hint.
     """
-    from torch._inductor.fx_passes.bucketing import _hint_int_or_raise
-
+    try:
+        from torch._inductor.fx_passes.bucketing import _hint_int_or_raise
+    except ImportError:
+        hint = size if isinstance(size, int) else size.node.hint
+        if not isinstance(hint, int):
+            raise RuntimeError(f"{context} needs a size with a hint, got {size}") from None
+        return hint
     return int(_hint_int_or_raise(size, context=context))
 
 
@@ -184,13 +202,12 @@ def wire_bytes(start: fx.Node) -> int:
     """What a collective counts against a byte cap: the larger of its input and its output.
 
     Raises:
-        RuntimeError: torch's own, for a symbolic size without a hint.
+        RuntimeError: for a symbolic size without a hint.
     """
-    from torch._inductor.fx_passes.bucketing import _size_bytes_hint_or_raise
-
     return max(
-        int(_size_bytes_hint_or_raise(value.meta["val"], context=f"collective bucket {what} size"))
-        for value, what in ((start, "output"), (start.all_input_nodes[0], "input"))
+        size_hint(node.meta["val"].numel(), f"collective bucket {what} size")
+        * node.meta["val"].element_size()
+        for node, what in ((start, "output"), (start.all_input_nodes[0], "input"))
     )
 
 
@@ -278,9 +295,27 @@ def merge(
         "reduce_scatter": bucketing.merge_reduce_scatter_bucket,
         "all_reduce": bucketing.merge_all_reduce_bucket,
     }[kind]
+    anchor = None
+    if kind == "all_gather" and insert_before is not None:
+        anchor = _kept_before(insert_before, members)
     with _payload_order(payload_key):
         new_nodes, replacements = function(graph, list(members), insert_before=insert_before)
+    if anchor is not None and new_nodes[0].prev is not anchor:
+        for node in new_nodes:  # torch 2.11 takes insert_before and does not read it
+            anchor.append(node)
+            anchor = node
     return [*new_nodes, *_keep_strides(graph, replacements)]
+
+
+def _kept_before(node: fx.Node, members: Sequence[fx.Node]) -> fx.Node:
+    """The last node before ``node`` that outlives the merge: no member, wait or cast of one."""
+    gone: dict[Any, None] = dict.fromkeys(n for m in members for n in (m, *m.users, m.args[0]))
+    for member in members:
+        gone.pop(member_input(member), None)
+    before = node.prev
+    while before in gone:
+        before = before.prev
+    return before
 
 
 def _keep_strides(graph: fx.Graph, replacements: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
@@ -343,7 +378,8 @@ def packed_values(start: fx.Node) -> list[fx.Node]:
 def payload_inputs(new_nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """The values that a bucket packs, in the order of their bytes, read from the merged graph.
 
-    torch packs with ``cat`` (default mode) or with one custom op that takes the list::
+    torch packs with ``cat`` (default mode) or with one custom op that takes the list, and torch
+    2.11 packs gathers with ``_foreach_copy_``::
 
         a -> reshape \\                                   a \\
                       cat -> ... -> start       or           _pre_bucket_* -> ... -> start
@@ -354,8 +390,9 @@ def payload_inputs(new_nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """
     inside = dict.fromkeys(new_nodes)
     for node in new_nodes:
-        if node.target in (_aten.cat.default, *_packing_ops()):
-            packed: Any = node.args[0]
+        if node.target in (_aten.cat.default, _aten._foreach_copy_.default, *_packing_ops()):
+            copies = node.target is _aten._foreach_copy_.default
+            packed: Any = node.args[1 if copies else 0]
             return [_behind_views(value, inside) for value in packed]
     start = next((n for n in new_nodes if kind_of(n) is not None), None)
     if start is not None:  # one member needs no cat
