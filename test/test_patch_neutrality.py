@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._inductor.fx_passes import fsdp
 
 from torch_ext_bucketing.patching import hooks_status
 
 HERE = Path(__file__).parent
+HAS_PRE_BUCKETING = hasattr(fsdp, "pre_bucket_fsdp_collectives")
 
 
 def graphs(*flags: str) -> dict[str, Any]:
@@ -36,8 +38,10 @@ def test_unset_hooks_change_nothing():
     assert (plain.pop("hooks"), patched.pop("hooks")) == (False, True)
     assert plain.keys() == patched.keys()
     assert len(plain) >= 9 * 8
-    failed = [name for name, nodes in plain.items() if isinstance(nodes[0], str)]
-    assert len(failed) < len(plain) / 4, failed
+    failed = {name: nodes for name, nodes in plain.items() if isinstance(nodes[0], str)}
+    # torch 2.11 has no pre-bucketing, and its overlap scheduler takes no option for it.
+    lacking = [n for n in failed if n.endswith("/pre_bucket")] if not HAS_PRE_BUCKETING else []
+    assert len(failed) - len(lacking) < len(plain) / 4, failed
     bucketed = sum("bucket" in json.dumps(nodes) for nodes in plain.values())
     assert bucketed > len(plain) / 2
     for name in plain:

@@ -226,6 +226,10 @@ def test_same_plan_under_any_hash_seed():
     assert any(buckets for plan in outputs[0] for buckets in plan.values())
 
 
+@pytest.mark.skipif(
+    not hasattr(bucketing, "_resolve_group_name"),
+    reason=f"torch {torch.__version__} names groups by strings alone",
+)
 def test_group_names_that_are_graph_nodes():
     """Graphs compiled on one rank name the group by a node; it is resolved where keys are made."""
     gm = trace(

@@ -25,6 +25,12 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
+needs_pre_bucketing = pytest.mark.skipif(
+    not hasattr(fsdp, "pre_bucket_fsdp_collectives"),
+    reason=f"torch {torch.__version__} has no pre-bucketing and no FSDP groups to filter",
+)
+
+
 @pytest.fixture(autouse=True)
 def groups() -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -104,6 +110,7 @@ def two_groups(groups):
     return trace(fn, *(torch.zeros(n) for n in (1, 2, 3, 4)))
 
 
+@needs_pre_bucketing
 def test_group_filter(groups):
     gm = two_groups(groups)
     with config.patch({GROUP_FILTER: lambda counts: [groups[1].group_name]}):
@@ -196,6 +203,7 @@ def forward(self, arg0_1, arg1_1, arg2_1, arg3_1, arg4_1, arg5_1):
     )
 
 
+@needs_pre_bucketing
 def test_all_hooks_together(groups):
     gm = interleaved(groups)
     hooks = {
