@@ -365,6 +365,9 @@ def _plan_config(module: ModuleType, before: bytes, after: bytes) -> list[Action
         namespace["_config"] = entries
         namespace["_compile_ignored_keys"] = ignored
         # The module caches its hash and its dict per context; new variables are empty in each.
+        # torch 2.11 has one cached hash and a flag.
+        if "_is_dirty" in namespace:
+            namespace["_is_dirty"] = True
         for name, value in list(namespace.items()):
             if isinstance(value, contextvars.ContextVar):
                 default = contextvars.Context().run(value.get)
@@ -391,12 +394,16 @@ def _redefine(entry: Any, was: dict[str, Any], now: dict[str, Any]) -> Action:
     def commit() -> None:
         for key in now:
             setattr(entry, key, now[key])
-        stored = entry.user_override.get()
+        override = entry.user_override
+        per_context = isinstance(override, contextvars.ContextVar)  # a plain value in torch 2.11
+        stored = override.get() if per_context else override
         old, new = was["default"], now["default"]
         if type(stored) is list and isinstance(old, list) and isinstance(new, list):
             kept = [item for item in stored if item in new or item not in old]
-            entry.user_override.set(
-                list(new) if stored == old else kept + [x for x in new if x not in kept + old]
-            )
+            changed = list(new) if stored == old else kept + [x for x in new if x not in kept + old]
+            if per_context:
+                override.set(changed)
+            else:
+                entry.user_override = changed
 
     return commit
