@@ -63,9 +63,10 @@ class Llama(ParityModel):
 
     def __init__(self, layers: int, dim: int = 64) -> None:
         super().__init__()
+        hidden = dim * 3 // 2
         decoder = Transformer(
             ModelConfig(
-                vocab=VOCAB, dim=dim, layers=layers, heads=4, kv_heads=2, hidden=96, max_seq=SEQ
+                vocab=VOCAB, dim=dim, layers=layers, heads=4, kv_heads=2, hidden=hidden, max_seq=SEQ
             )
         )
         self.embed, self.layers, self.norm = decoder.embed, decoder.blocks, decoder.norm
@@ -291,7 +292,7 @@ class Uneven(ParityModel):
         return self.norm(x).flatten(0, 1)
 
 
-MODELS: dict[str, Callable[[int], ParityModel]] = {
+MODELS: dict[str, Callable[..., ParityModel]] = {
     "llama": Llama,
     "moe": Moe,
     "vit": Vit,
@@ -303,12 +304,14 @@ def build(
     name: str,
     *,
     layers: int = 1,
+    dim: int | None = None,
     seed: int = 0,
     chunks: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> ParityModel:
-    """A model of ``layers`` blocks, its weights equal bit for bit for equal arguments."""
-    model = MODELS[name](layers)
+    """A model of ``layers`` blocks, its weights equal bit for bit for equal arguments; ``dim``
+    None takes the model's own width."""
+    model = MODELS[name](layers) if dim is None else MODELS[name](layers, dim)
     model.chunks = chunks
     generator = torch.Generator().manual_seed(seed)
     for fqn, parameter in model.named_parameters():

@@ -164,10 +164,12 @@ def run_cells(rank: Rank, cells: Sequence[Cell], steps: int, layers: int) -> Non
         dist.destroy_process_group()
 
 
-def _model(reference: Reference, layers: int, mesh: DeviceMesh) -> tuple[ParityModel, DeviceMesh]:
-    """The model, and the mesh that its data parallelism runs over."""
+def _model(
+    reference: Reference, layers: int, mesh: DeviceMesh, dim: int | None = None
+) -> tuple[ParityModel, DeviceMesh]:
+    """The model on the mesh's device, and the mesh that its data parallelism runs over."""
     chunks = LOSS_CHUNKS if reference.parallelism == "fsdp+chunked_loss" else 1
-    model = build(reference.model, layers=layers, chunks=chunks)
+    model = build(reference.model, layers=layers, dim=dim, chunks=chunks).to(mesh.device_type)
     if reference.parallelism != "fsdp+tp":
         return model, mesh
     assert isinstance(model, Llama)
@@ -188,7 +190,25 @@ def _eager(
     reference: Reference, mesh: DeviceMesh, steps: int, layers: int
 ) -> tuple[RunReport, list[Payload]]:
     start = time.perf_counter()
-    model, mesh = _model(reference, layers, mesh)
+    model, payloads = eager_model(reference, mesh, layers)
+    report = RunReport()
+    _train(model, model, report, steps, _shard_of_data(reference))
+    report.seconds = time.perf_counter() - start
+    return report, payloads
+
+
+def eager_model(
+    reference: Reference, mesh: DeviceMesh, layers: int, dim: int | None = None
+) -> tuple[ParityModel, list[Payload]]:
+    """Eager FSDP2, on the mesh's device, and what its collectives carry.
+
+    Args:
+        reference: says which model, in which parallelism.
+        mesh: of the shape that ``reference`` asks for.
+        layers: number of blocks.
+        dim: width of the model; None for its own.
+    """
+    model, mesh = _model(reference, layers, mesh, dim)
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[reference.reduce_dtype],
         reduce_dtype=DTYPES[reference.reduce_dtype],
@@ -198,11 +218,24 @@ def _eager(
     for name in unit_names(reference.model, model):
         fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policy)
     order = FSDPParamOrder.from_fsdp(model)
-    payloads = eager_payloads(model, order, reference)
-    report = RunReport()
-    _train(model, model, report, steps, _shard_of_data(reference))
-    report.seconds = time.perf_counter() - start
-    return report, payloads
+    return model, eager_payloads(model, order, reference)
+
+
+def compilable_model(
+    reference: Reference, mesh: DeviceMesh, layers: int, dim: int | None = None
+) -> tuple[ParityModel, FSDPParamOrder]:
+    """SimpleFSDP, one collective per parameter, and FSDP2's order; arguments as of
+    :func:`eager_model`."""
+    model, mesh = _model(reference, layers, mesh, dim)
+    order = FSDPParamOrder.from_model(model, units=unit_names(reference.model, model))
+    data_parallel(
+        model,
+        mesh,
+        "hybrid_shard" if reference.parallelism == "hsdp" else "fully_shard",
+        param_dtype=DTYPES[reference.reduce_dtype],
+        reduce_dtype=DTYPES[reference.reduce_dtype],
+    )
+    return model, order
 
 
 @dataclass(frozen=True)
@@ -217,17 +250,7 @@ class _Job:
     payloads: Sequence[Payload]
 
     def model_and_order(self) -> tuple[ParityModel, FSDPParamOrder]:
-        """SimpleFSDP, one collective per parameter."""
-        model, mesh = _model(self.reference, self.layers, self.mesh)
-        order = FSDPParamOrder.from_model(model, units=unit_names(self.reference.model, model))
-        data_parallel(
-            model,
-            mesh,
-            "hybrid_shard" if self.reference.parallelism == "hsdp" else "fully_shard",
-            param_dtype=DTYPES[self.reference.reduce_dtype],
-            reduce_dtype=DTYPES[self.reference.reduce_dtype],
-        )
-        return model, order
+        return compilable_model(self.reference, self.mesh, self.layers)
 
     def train(self, model: nn.Module, compiler: BucketingBackend, *, control: bool) -> RunReport:
         """Compile and train, to the first difference from eager if ``control``."""
@@ -235,7 +258,7 @@ class _Job:
         start = time.perf_counter()
         forward = torch.compile(model, backend=compiler, fullgraph=True)
         report = self.continue_training(model, forward, control=control)
-        report.layout_differences = _compare_layout(compiler, self.payloads)
+        report.layout_differences = compare_layout(compiler, self.payloads)
         report.seconds = time.perf_counter() - start
         return report
 
@@ -254,34 +277,38 @@ class _Job:
         return report
 
 
-def _bucket(order: FSDPParamOrder, ordered: bool) -> BucketUnits:
+def bucket_units(order: FSDPParamOrder, ordered: bool) -> BucketUnits:
+    """One collective per unit, kind and group, its payload in FSDP2's order if ``ordered``."""
     # All kinds: HSDP's all-reduces run over the same buffers as its reduce-scatters.
     return BucketUnits(order, kinds=KINDS, payload_order=ordered)
 
 
-def _reshard(order: FSDPParamOrder) -> ReshardAfterForward:
+def reshard(order: FSDPParamOrder) -> ReshardAfterForward:
+    """Gather again in backward as eager FSDP2 does."""
     # fully_shard leaves the root's parameters gathered between forward and backward.
     return ReshardAfterForward(keep=order.units[-1])
 
 
 def _inductor(job: _Job, ordered: bool) -> RunReport:
     model, order = job.model_and_order()
-    compiler = backend("inductor", passes=[_reshard(order), _bucket(order, ordered)], model=model)
+    compiler = backend(
+        "inductor", passes=[reshard(order), bucket_units(order, ordered)], model=model
+    )
     return job.train(model, compiler, control=not ordered)
 
 
 def _aot_eager(job: _Job) -> dict[str, RunReport]:
     model, order = job.model_and_order()
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    twin = GraphOrderTwin(_bucket(order, False))
+    twin = GraphOrderTwin(bucket_units(order, False))
     compiler = backend(
-        twin.compile, passes=[_reshard(order), twin, _bucket(order, True)], model=model
+        twin.compile, passes=[reshard(order), twin, bucket_units(order, True)], model=model
     )
     torch._dynamo.reset()
     clock = time.perf_counter()
     forward = torch.compile(model, backend=compiler, fullgraph=True)
     ours = job.continue_training(model, forward)
-    ours.layout_differences = _compare_layout(compiler, job.payloads)
+    ours.layout_differences = compare_layout(compiler, job.payloads)
     ours.seconds = time.perf_counter() - clock
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -349,7 +376,12 @@ def eager_payloads(model: nn.Module, order: FSDPParamOrder, reference: Reference
     return payloads
 
 
-def _compare_layout(compiler: BucketingBackend, eager: Sequence[Payload]) -> list[str]:
+def compare_layout(compiler: BucketingBackend, eager: Sequence[Payload]) -> list[str]:
+    """In words, where the buckets of the one compile differ from eager FSDP2's payloads.
+
+    Raises:
+        RuntimeError: it was not compiled exactly once.
+    """
     if len(compiler.reports) != 1:
         raise RuntimeError(f"compiled {len(compiler.reports)} times instead of once")
     report = compiler.last_report()

@@ -238,8 +238,8 @@ def digest(model: nn.Module) -> str:
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """A copy of a CPU tensor's bytes, without NumPy, which torch does not require."""
-    tensor = tensor.detach().contiguous()
+    """A copy of a tensor's bytes, without NumPy, which torch does not require."""
+    tensor = tensor.detach().cpu().contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
