@@ -298,8 +298,15 @@ def merge(
     anchor = None
     if kind == "all_gather" and insert_before is not None:
         anchor = _kept_before(insert_before, members)
+    more: dict[str, Any] = {}
+    if kind == "all_gather" and not hasattr(bucketing, "_default_bucket_mode"):
+        # torch 2.11's default packs with _foreach_copy_ into views of the buffer, which Inductor
+        # does not see as a write to it where that operator is a fallback.
+        more["mode"] = "custom_ops"
     with _payload_order(payload_key):
-        new_nodes, replacements = function(graph, list(members), insert_before=insert_before)
+        new_nodes, replacements = function(
+            graph, list(members), insert_before=insert_before, **more
+        )
     if anchor is not None and new_nodes[0].prev is not anchor:
         for node in new_nodes:  # torch 2.11 takes insert_before and does not read it
             anchor.append(node)
@@ -378,8 +385,7 @@ def packed_values(start: fx.Node) -> list[fx.Node]:
 def payload_inputs(new_nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """The values that a bucket packs, in the order of their bytes, read from the merged graph.
 
-    torch packs with ``cat`` (default mode) or with one custom op that takes the list, and torch
-    2.11 packs gathers with ``_foreach_copy_``::
+    torch packs with ``cat`` (default mode) or with one custom op that takes the list::
 
         a -> reshape \\                                   a \\
                       cat -> ... -> start       or           _pre_bucket_* -> ... -> start
@@ -390,9 +396,8 @@ def payload_inputs(new_nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """
     inside = dict.fromkeys(new_nodes)
     for node in new_nodes:
-        if node.target in (_aten.cat.default, _aten._foreach_copy_.default, *_packing_ops()):
-            copies = node.target is _aten._foreach_copy_.default
-            packed: Any = node.args[1 if copies else 0]
+        if node.target in (_aten.cat.default, *_packing_ops()):
+            packed: Any = node.args[0]
             return [_behind_views(value, inside) for value in packed]
     start = next((n for n in new_nodes if kind_of(n) is not None), None)
     if start is not None:  # one member needs no cat
