@@ -23,7 +23,14 @@ import torch.fx as fx
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.nccl_cells import Key, Settings, TimedReport, in_order, nccl_environment
+from benchmarks.nccl_cells import (
+    WARMUP_STEPS,
+    Key,
+    Settings,
+    TimedReport,
+    in_order,
+    nccl_environment,
+)
 from benchmarks.parity_models import batch_of
 from benchmarks.parity_ranks import (
     aten_kernels,
@@ -158,8 +165,7 @@ class _Runs:
             if key.parallelism not in self.eager:
                 for run in ("eager", "eager_again"):
                     self._reported(Key(key.ranks, key.parallelism, "-", run))
-            late = time.monotonic() - self.began > self.settings.soft_s
-            if key.run != "ours" and self._any_rank(late):
+            if key.run != "ours" and self._any_rank(self._late()):
                 self.rank.send(("end", key, "out of time"))
                 continue
             report = self._reported(key)
@@ -171,6 +177,9 @@ class _Runs:
                 again = Key(key.ranks, key.parallelism, key.backend, "aten_kernels")
                 with aten_kernels():
                     self._reported(again)
+
+    def _late(self) -> bool:
+        return time.monotonic() - self.began > self.settings.soft_s
 
     def _any_rank(self, mine: bool) -> bool:
         """Whether it holds on some rank; all ranks get the same answer, at about the same time."""
@@ -203,7 +212,7 @@ class _Runs:
         model, payloads = eager_model(
             key.reference, self._mesh(key), self.settings.layers, self.settings.dim
         )
-        report = self._train(model, model, self.settings.steps, before)
+        report = self._train(model, model, before, proof=key.run == "eager")
         self.eager.setdefault(key.parallelism, (report, payloads))
         return report
 
@@ -218,18 +227,19 @@ class _Runs:
         compiler = backend(key.backend, passes=passes, model=model)  # type: ignore[arg-type]
         forward = torch.compile(model, backend=compiler, fullgraph=True)
         proof = key.run in ("ours", "aten_kernels")
-        report = self._train(
-            model, forward, settings.steps if proof else settings.timed_steps, before
-        )
+        report = self._train(model, forward, before, proof=proof)
         report.collectives = count.counts
         if proof:
             report.layout_differences = compare_layout(compiler, self.eager[key.parallelism][1])
         return report
 
     def _train(
-        self, model: nn.Module, forward: Callable[..., torch.Tensor], steps: int, before: int
+        self, model: nn.Module, forward: Callable[..., torch.Tensor], before: int, *, proof: bool
     ) -> TimedReport:
         report = TimedReport()
+        steps = self.settings.steps if proof else self.settings.timed_steps
+        enough = steps if proof else WARMUP_STEPS + 1
+        began_run: float | None = None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
         for step in range(steps):
             batch = batch_of(step, self.rank.rank, size=self.settings.batch)
@@ -237,12 +247,18 @@ class _Runs:
             if step == min(1, steps - 1) and self.device.type == "cuda":
                 # What compiling allocates is no memory of a step.
                 torch.cuda.reset_peak_memory_stats(self.device)
-            self._any_rank(False)  # so that no run pays for another one's stragglers
+            # This is a barrier as well: no run pays for another one's stragglers.
+            spent = 0.0 if began_run is None else time.monotonic() - began_run
+            slow = spent > self.settings.run_s or self._late()
+            if self._any_rank(slow and step >= enough):
+                break
+            if step == 1:
+                began_run = time.monotonic()
             with contextlib.ExitStack() as stack:
                 if step and forward is not model:
                     # What a later step compiled would be under other settings, and timed.
                     stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
-                elif forward is model and step == steps - 1:
+                elif forward is model:
                     report.collectives = stack.enter_context(count_calls())
                 began = time.perf_counter()
                 loss = forward(tokens, targets)
