@@ -1,0 +1,232 @@
+"""A real training run on CPU ranks over gloo, in several ways side by side.
+
+    python -m benchmarks.train                                  2 and 4 ranks, both backends
+    python -m benchmarks.train --ranks 2 --backend aot_eager --steps 10 --json out.json
+
+The demo's model, larger. The ways:
+
+- ``eager``: eager FSDP2, ``fully_shard`` per block, then the root;
+- ``unbucketed``: compiled, one collective per parameter;
+- ``torch``: compiled, with the buckets that torch makes by itself (``bucket_all_gathers_fx``,
+  ``bucket_reduce_scatters_fx``), no hook set and torch's default cap;
+- ``units``: ours, one bucket per unit of FSDP2 in its payload order, then ``Schedule(Overlap())``;
+- ``cap``: ours, buckets up to 25 MiB, then ``Schedule(Overlap())``;
+- ``auto``: ours, ``BucketAndSchedule(Overlap())``, caps chosen on a cost model.
+
+All compiled ways free gathered parameters after forward, but for the root's, as FSDP2 does. Every
+round takes one step of each way on the same ranks; ratios are medians over the rounds, in brackets
+the interval that holds the median at 95%. Memory is what a rank's resident memory grows by at most
+during a step; parameters and optimizer state, alike in all ways, are not in it. Equal means equal
+bits on every rank.
+
+Exit status: 0, or 1 if ``units`` under ``aot_eager`` misses eager's weights by a bit, a loss is far
+from eager's, or a rank failed; times decide nothing. 2 for bad options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
+from torch_ext_bucketing.demo.settings import Settings
+from torch_ext_bucketing.demo.table import columns
+
+from .train_ways import BACKENDS, OURS, WAYS, RankReport, Training, combine, problems
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    backends = tuple(b for b in BACKENDS if args.backend in (b, "both"))
+    ways = tuple(name for name in WAYS if name == "eager" or name in args.ways)
+    trainings = [
+        Training(ranks, backend, ways, args.steps, args.layers, args.dim, args.batch, args.seq)
+        for backend in backends
+        for ranks in args.ranks
+    ]
+    try:
+        for t in trainings:  # bad sizes are known before the first of them runs
+            Settings(ranks=t.ranks, nodes=1, steps=t.rounds, layers=t.layers, dim=t.dim)
+    except ValueError as error:
+        parser.error(str(error))
+    document: dict[str, Any] = {
+        "command": " ".join(
+            ["python -m benchmarks.train", *(sys.argv[1:] if argv is None else argv)]
+        ),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "python": platform.python_version(),
+        "cells": [],
+    }
+    deadline = time.monotonic() + args.timeout
+    failed = False
+    for training in trainings:
+        try:
+            result = run(training, max(1.0, deadline - time.monotonic()))
+        except RankError as error:
+            print(f"train: {training.ranks} ranks, {training.backend}: {error}", file=sys.stderr)
+            failed = True
+            continue
+        found = problems(result)
+        failed = failed or bool(found)
+        document["cells"].append({**result, "problems": found})
+        if args.json is not None:
+            args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(render(document))
+    return 1 if failed else 0
+
+
+def run(training: Training, timeout_s: float) -> dict[str, Any]:
+    """One group of ranks from start to end.
+
+    Raises:
+        RankError: a rank failed, or the time limit passed.
+    """
+    start = time.monotonic()
+
+    def on_message(rank: int, message: tuple[Any, Any]) -> None:
+        if rank == 0:
+            what, value = message
+            text = f"{what}: first step {value:.1f} s" if isinstance(what, str) else ""
+            text = text or (f"round {what} of {value}" if what % 5 == 0 else "")
+            if text:
+                now = time.monotonic() - start
+                name = f"{training.ranks} ranks, {training.backend}"
+                print(f"[{now:5.0f} s] {name}: {text}", file=sys.stderr, flush=True)
+
+    reports = run_ranks(
+        _train_rank,
+        training.ranks,
+        training,
+        timeout_s=timeout_s,
+        # Inductor would start a pool of processes per rank, which is for Triton only.
+        environment={"TORCH_WARM_POOL": "0"},
+        on_message=on_message,
+    )
+    return combine(training, reports)
+
+
+def _train_rank(rank: Rank, training: Training) -> RankReport:
+    # Imported by the ranks alone: this process never needs torch.
+    from .train_ranks import train_rank
+
+    return train_rank(rank, training)
+
+
+def render(document: dict[str, Any]) -> str:
+    """The tables, and what they say."""
+    cells = document["cells"]
+    versions = ", ".join(dict.fromkeys(cell["torch"] for cell in cells)) or "?"
+    parts = [
+        f"{document['date']}, torch {versions}, Python {document['python']}\n"
+        f"command: {document['command']}"
+    ]
+    parts += [_table(cell) for cell in cells]
+    return "\n\n".join(parts)
+
+
+def _table(cell: dict[str, Any]) -> str:
+    head = ["", "step", "/ eager", "", "/ torch's", "", "collectives", "step", "loss", "", "", ""]
+    below = ["", "ms", "median", "95%", "median", "95%", "per step", "MiB"]
+    below += ["last", "gap", "equal", "weights equal"]
+    rows = [head, below]
+    for name, way in cell["results"].items():
+        rows.append(
+            [
+                WAYS[name],
+                f"{way['step_ms']:.0f}",
+                *_ratio(way["to_eager"]),
+                *_ratio(way["to_torch"]),
+                _counts(way["collectives"]),
+                f"{way['step_mib']:.0f}",
+                f"{way['last_loss']:.4f}",
+                f"{way['largest_loss_difference']:.2g}",
+                f"{way['steps_with_equal_loss']} of {cell['steps']}",
+                f"{way['steps_with_equal_weights']} of {cell['steps']}",
+            ]
+        )
+    title = (
+        f"{cell['ranks']} ranks, {cell['backend']}: {cell['weights']:,} weights in "
+        f"{cell['tensors']} parameters, blocks: {cell['layers']}, width {cell['dim']}, "
+        f"{cell['batch']} x {cell['seq']} bytes of text per rank and step, "
+        f"{cell['rounds']} timed steps of each way"
+    )
+    lines = [title, "", columns(rows), ""]
+    order = cell["compiled_by_time"]
+    if order:
+        lines.append("compiled, fastest first: " + ", ".join(order))
+    mine = [name for name in order if name in OURS]
+    others = [name for name in order if name not in OURS]
+    if mine and others:
+        fast = "is" if cell["fastest_compiled_is_ours"] else "is NOT"
+        lines.append(f"ours {fast} the fastest of the compiled ones")
+    return "\n".join([*lines, *(f"FAILED: {text}" for text in cell["problems"])])
+
+
+def _ratio(ratio: dict[str, float] | None) -> tuple[str, str]:
+    if ratio is None:
+        return "", ""
+    return f"{ratio['median']:.2f}", f"{ratio['low']:.2f}-{ratio['high']:.2f}"
+
+
+def _counts(collectives: dict[str, int]) -> str:
+    short = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
+    return " ".join(f"{number} {short[kind]}" for kind, number in collectives.items())
+
+
+def _ranks(given: str) -> list[int]:
+    return [int(part) for part in given.split(",")]
+
+
+def _ways(given: str) -> list[str]:
+    names = [part.strip() for part in given.split(",")]
+    unknown = [name for name in names if name not in WAYS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(WAYS)}")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = Training(2, "aot_eager")
+
+    def number(name: str, value: int, text: str) -> None:
+        parser.add_argument(
+            f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: {value})"
+        )
+
+    parser.add_argument("--ranks", type=_ranks, default=[2, 4], metavar="LIST", help="default: 2,4")
+    parser.add_argument(
+        "--backend", choices=(*BACKENDS, "both"), default="both", help="default: both"
+    )
+    parser.add_argument(
+        "--ways",
+        type=_ways,
+        default=list(WAYS),
+        metavar="LIST",
+        help=f"beside eager (default: {','.join(WAYS)})",
+    )
+    number("steps", default.rounds, "timed steps of each way")
+    number("layers", default.layers, "transformer blocks")
+    number("dim", default.dim, "model width, a multiple of 64")
+    number("batch", default.batch, "sequences per rank and step")
+    number("seq", default.seq, "bytes of text per sequence")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every table")
+    parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="for all")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""What each rank of ``benchmarks/train.py`` does: the same training in several ways, side by side.
+
+All ways start from the same weights and see the same text. The first steps of each way compile and
+warm up; then every round takes one step of each way, in an order that turns by one from round to
+round, so that whatever else the machine does hits all ways alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+import torch.fx as fx
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.train_ways import WARMUP_STEPS, RankReport, Training, WayReport
+from torch_ext_bucketing.demo import text
+from torch_ext_bucketing.demo.model import Transformer
+from torch_ext_bucketing.demo.ranks import Rank
+from torch_ext_bucketing.demo.settings import Settings
+from torch_ext_bucketing.demo.train import (
+    PARAM_DTYPE,
+    REDUCE_DTYPES,
+    digest,
+    eager_run,
+    model_config,
+)
+from torch_ext_bucketing.order import FSDPParamOrder
+from torch_ext_bucketing.overlap import Overlap
+from torch_ext_bucketing.passes import (
+    BucketByCap,
+    BucketUnits,
+    Compilation,
+    GraphLike,
+    GraphPass,
+    ReshardAfterForward,
+    Stage,
+    TagParameters,
+    backend,
+)
+from torch_ext_bucketing.scheduling_passes import BucketAndSchedule, Schedule
+from torch_ext_bucketing.simple_fsdp import data_parallel
+from torch_ext_bucketing.tags import Kind
+
+CAP_MB = 25.0
+MEMORY_STEPS = 3
+
+
+class TorchBuckets(GraphPass):
+    """torch's own bucketing of FSDP's collectives with torch's defaults and no hook set, as
+    Inductor does it with :data:`TORCH_BUCKETS`, for graphs that Inductor does not see."""
+
+    stage: Stage = "forward_backward"
+
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+        """Bucket ``graph``, a ``GraphModule``."""
+        from torch._inductor.fx_passes.fsdp import (
+            bucket_fsdp_all_gather,
+            bucket_fsdp_reduce_scatter,
+        )
+        from torch._inductor.pattern_matcher import stable_topological_sort
+
+        assert isinstance(graph, fx.GraphModule)
+        bucket_fsdp_reduce_scatter(graph)
+        bucket_fsdp_all_gather(graph)
+        stable_topological_sort(graph.graph)
+
+
+TORCH_BUCKETS = {"bucket_all_gathers_fx": "only_fsdp", "bucket_reduce_scatters_fx": "fsdp"}
+
+
+@dataclass
+class Way:
+    """One way to train."""
+
+    model: Transformer
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    report: WayReport
+
+
+def train_rank(rank: Rank, training: Training) -> RankReport:
+    """Entry point of a rank. Sends ``(way, seconds of the first step)`` and ``(round, rounds)``."""
+    torch.set_num_threads(1)
+    # A schedule may miss a bound that nobody set, on a machine that this is not.
+    warnings.simplefilter("ignore")
+    inductor_config.compile_threads = 2
+    # Every way is to be compiled, and by its own settings.
+    inductor_config.fx_graph_cache = False
+    functorch_config.enable_autograd_cache = False
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(rank.store_path, rank.world_size),
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=rank.timeout,
+    )
+    try:
+        return _train(rank, training, init_device_mesh("cpu", (rank.world_size,)))
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
+    settings = Settings(
+        ranks=training.ranks,
+        nodes=1,
+        layers=training.layers,
+        dim=training.dim,
+        batch=training.batch,
+        seq=training.seq,
+        reduce_dtype=training.reduce_dtype,
+    )
+    ways = {name: make_way(name, training, settings, mesh) for name in training.ways}
+    names = list(ways)
+    steps = iter(range(WARMUP_STEPS + training.rounds + 1 + MEMORY_STEPS))
+
+    def each_once(take: Callable[[Way, torch.Tensor, torch.Tensor], None], first: int) -> None:
+        tokens, targets = text.batch(
+            next(steps), rank.rank, size=training.batch, seq=training.seq, seed=settings.seed
+        )
+        for name in names[first:] + names[:first]:
+            take(ways[name], tokens, targets)
+
+    for step in range(WARMUP_STEPS):
+        each_once(_step, 0)
+        if step == 0:
+            for name, way in ways.items():
+                way.report.first_step_s = way.report.step_ms[0] / 1e3
+                rank.send((name, way.report.first_step_s))
+    for way in ways.values():
+        way.report.step_ms.clear()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for done in range(training.rounds):
+            each_once(_step, done % len(names))
+            rank.send((done + 1, training.rounds))
+        timed = {name: list(way.report.step_ms) for name, way in ways.items()}
+        each_once(_counted_step, 0)
+        _return_memory_at_once()
+        for _ in range(MEMORY_STEPS):
+            each_once(_measured_step, 0)
+    for name, way in ways.items():
+        way.report.step_ms = timed[name]
+    sizes = [p.numel() for p in ways[names[0]].model.parameters()]
+    return RankReport(
+        {name: way.report for name, way in ways.items()}, sum(sizes), len(sizes), torch.__version__
+    )
+
+
+def make_way(name: str, training: Training, settings: Settings, mesh: DeviceMesh) -> Way:
+    """The model, sharded, and how it is run."""
+    if name == "eager":
+        run = eager_run(settings, mesh)
+        return Way(run.module, run.forward, run.optimizer, WayReport())
+    model = Transformer(model_config(settings), seed=settings.seed, dtype=PARAM_DTYPE)
+    order = FSDPParamOrder.from_model(model, units=model.unit_names())
+    data_parallel(
+        model, mesh, param_dtype=PARAM_DTYPE, reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype]
+    )
+    # fully_shard leaves the root's parameters gathered between forward and backward.
+    reshard = ReshardAfterForward(keep=order.units[-1])
+    kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter")
+    passes: Mapping[str, list[GraphPass]] = {
+        "unbucketed": [],
+        "torch": [TorchBuckets()],
+        "units": [BucketUnits(order, payload_order=True), Schedule([Overlap()])],
+        "cap": [BucketByCap(CAP_MB, kinds=kinds, payload_order=order), Schedule([Overlap()])],
+        "auto": [BucketAndSchedule([Overlap()], payload_order=order)],
+    }
+    forward: Any
+    if training.backend == "inductor" and name in ("unbucketed", "torch"):
+        # As without the package; only what is recomputed is the same as in all other ways.
+        options = {"joint_custom_post_pass": (TagParameters(model), reshard)}
+        forward = torch.compile(
+            model,
+            fullgraph=True,
+            options={**options, **(TORCH_BUCKETS if name == "torch" else {})},  # type: ignore[dict-item]
+        )
+    else:
+        compiler = backend(training.backend, passes=[reshard, *passes[name]], model=model)
+        forward = torch.compile(model, backend=compiler, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, foreach=True)
+    return Way(model, forward, optimizer, WayReport())
+
+
+def _step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+    dist.barrier()  # so that no way pays for another one's stragglers
+    start = time.perf_counter()
+    loss = F.cross_entropy(way.forward(tokens).float().flatten(0, 1), targets.flatten())
+    loss.backward()
+    way.optimizer.step()
+    way.optimizer.zero_grad()
+    way.report.step_ms.append((time.perf_counter() - start) * 1e3)
+    way.report.loss.append(loss.item())
+    way.report.digests.append(digest(way.model))
+
+
+_CALLS = {
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::allreduce_coalesced_": "all_reduce",
+}
+"""What the process group is called through, from eager and from compiled code."""
+
+
+def _counted_step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        _step(way, tokens, targets)
+    found: Counter[str] = Counter()
+    for event in profile.key_averages():
+        if event.key in _CALLS:
+            found[_CALLS[event.key]] += event.count
+    way.report.collectives = dict(sorted(found.items()))
+
+
+def _measured_step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+    gc.collect()
+    _trim()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is resident now
+    before = _status_bytes("VmRSS")
+    _step(way, tokens, targets)
+    grown = _status_bytes("VmHWM") - before
+    if grown > way.report.step_bytes:
+        way.report.rest_bytes, way.report.step_bytes = before, grown
+
+
+def _return_memory_at_once() -> None:
+    """Let the allocator give all but small blocks back as soon as they are freed, from here on:
+    otherwise one way's step runs in what another's has left."""
+    m_mmap_threshold = -3  # as glibc's malloc.h has it
+    ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16)
+
+
+def _trim() -> None:
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}; memory is measured on Linux alone")
