@@ -35,6 +35,7 @@ __all__ = [
     "merge",
     "nccl_estimate_ms",
     "packed_values",
+    "packing_ops",
     "payload_inputs",
     "reduce_op",
     "require_payload_order_hook",
@@ -396,7 +397,7 @@ def payload_inputs(new_nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """
     inside = dict.fromkeys(new_nodes)
     for node in new_nodes:
-        if node.target in (_aten.cat.default, *_packing_ops()):
+        if node.target in (_aten.cat.default, *packing_ops()):
             packed: Any = node.args[0]
             return [_behind_views(value, inside) for value in packed]
     start = next((n for n in new_nodes if kind_of(n) is not None), None)
@@ -405,7 +406,10 @@ def payload_inputs(new_nodes: Sequence[fx.Node]) -> list[fx.Node]:
     raise LookupError(f"no packing op among {', '.join(n.name for n in new_nodes)}")
 
 
-def _packing_ops() -> tuple[Any, ...]:
+def packing_ops() -> tuple[Any, ...]:
+    """torch's custom operators that pack the list of values given to them."""
+    from torch._inductor.fx_passes import bucketing  # noqa: F401  (registers them)
+
     ops = torch.ops.bucketing
     return (ops._pre_bucket_all_gather.default, ops._pre_bucket_reduce_scatter.default)
 

@@ -73,7 +73,7 @@ def plan_by_cap(
             order; only collectives of the groups that it returns are bucketed, group by group.
             None buckets all. A graph without such gathers is not filtered, as in torch.
         max_node_span: bound on the distance in graph order between a bucket's first and last
-            member, in nodes.
+            member, in nodes that every rank has (see :mod:`.uneven`).
         max_compute_run: bound on the compute nodes (see :mod:`.dependencies`), in graph order, that
             a bucket of reduce-scatters has to wait for after the one before of its bucket key; see
             :class:`.memory.CapComputeRun`.

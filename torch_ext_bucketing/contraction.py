@@ -23,11 +23,13 @@ a later topological sort does with the rest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch.fx as fx
 
 from .tags import kind_of
+from .uneven import shard_side
 from .writes import unordered_writes
 
 __all__ = ["Contraction", "Refusal"]
@@ -67,7 +69,7 @@ class Contraction:
         self._position: list[int] = []
         self._epoch: list[int] = []  # number of unordered writes before it
         self._writes = unordered_writes(nodes)
-        self._project(nodes)
+        self._project(nodes, shard_side(graph).lacking)
 
         self._merged = 0  # members of closed buckets that need other starts
         self._bucket_of: dict[int, _Planned] = {}
@@ -79,14 +81,16 @@ class Contraction:
         self._first = self._last = 0
         self._open_epoch = 0
 
-    def _project(self, nodes: list[fx.Node]) -> None:
+    def _project(self, nodes: list[fx.Node], lacking: Mapping[fx.Node, None]) -> None:
         writes = dict.fromkeys(self._writes)
         needs: dict[fx.Node, int] = {}
         uses: dict[fx.Node, int] = {}
         epoch = 0
-        for position, node in enumerate(nodes):
+        position = -1
+        for node in nodes:
             if node.op == "output":
                 continue
+            position += node not in lacking
             mask = 0
             for arg in node.all_input_nodes:
                 left = uses.get(arg)
@@ -120,7 +124,7 @@ class Contraction:
                 needs[node] = mask
 
     def position(self, start: fx.Node) -> int:
-        """Place of ``start`` among all nodes of the graph, from 0."""
+        """Place of ``start`` among the nodes of the graph that every rank has, from 0."""
         return self._position[self._index[start]]
 
     def open(self, start: fx.Node) -> None:
@@ -140,7 +144,7 @@ class Contraction:
         Args:
             start: a start that is not in the open bucket.
             max_span: bound on the distance in graph order between the bucket's first and last
-                member, in nodes.
+                member, in nodes that every rank has (see :mod:`.uneven`).
 
         Returns:
             None if it joined, else what forbids it. A start that must not join for both reasons

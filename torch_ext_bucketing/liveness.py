@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from . import _aot
 from . import _torch_bucketing as tb
 from .dependencies import Dependencies, is_collective, is_view, started_by
+from .uneven import shard_side
 from .writes import written_values
 
 __all__ = ["LiveBytes", "Liveness", "donated_by_autograd"]
@@ -40,10 +41,11 @@ class Liveness:
         donated: whether an input is freed at its last use; None: :func:`donated_by_autograd`.
 
     Attributes:
-        size: bytes of each storage.
+        size: bytes of each storage; 0 for what :mod:`.uneven` leaves out.
         allocates: per node, the storages that are new with it.
         touches: per node, the storages that must be live while it runs.
         at_start: bytes of the inputs and constants.
+        shard_side: what :mod:`.uneven` leaves out.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Liveness:
         self._ids: dict[Any, int] = {}
         self._of_node: dict[fx.Node, tuple[int, ...]] = {}
         self.kept: dict[int, None] = {}
+        self.shard_side = shard_side(graph)
         seen: dict[int, None] = {}
         for node in graph.nodes:
             if node.op == "output":
@@ -107,7 +110,8 @@ class Liveness:
             at = self._ids.get(storage._cdata)
             if at is None:
                 at = self._ids[storage._cdata] = len(self.size)
-                self.size.append(tb.size_hint(storage.nbytes(), "the estimate of live memory"))
+                nbytes = tb.size_hint(storage.nbytes(), "the estimate of live memory")
+                self.size.append(0 if node in self.shard_side.nodes else nbytes)
             found[at] = None
         return tuple(found)
 

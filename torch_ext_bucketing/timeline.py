@@ -33,7 +33,7 @@ class Model:
         dependencies: of the same graph; made when None.
 
     Attributes:
-        ms: time on the node's stream.
+        ms: time on the node's stream; 0 for what :mod:`.uneven` leaves out.
         group: process group of a collective, or None.
         start_of: for a wait, the place of its collective, or -1.
         compute: whether it is a compute node.
@@ -52,7 +52,8 @@ class Model:
         self.dependencies = dependencies or Dependencies(graph)
         self.liveness = liveness or Liveness(graph, self.dependencies)
         nodes = self.dependencies.nodes
-        self.ms = [costs(n) for n in nodes]
+        free = self.liveness.shard_side.nodes
+        self.ms = [0.0 if n in free else costs(n) for n in nodes]
         self.group = [self.dependencies.group.get(i) for i in range(len(nodes))]
         self.start_of = [
             -1 if (s := started_by(n)) is None else self.dependencies.index[s] for n in nodes

@@ -1,0 +1,135 @@
+"""Ranks whose shards differ in size make the same plan and launch in the same order."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from sharded_models import TwoBlocks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torch_ext_bucketing import contraction, liveness
+from torch_ext_bucketing.auto_cap import choose_caps
+from torch_ext_bucketing.buckets import apply_plan
+from torch_ext_bucketing.caps import plan_by_cap
+from torch_ext_bucketing.memory import CapComputeRun, PeakMemory
+from torch_ext_bucketing.overlap import Overlap
+from torch_ext_bucketing.passes import ReshardAfterForward, backend
+from torch_ext_bucketing.scheduling import peak_bytes, schedule
+from torch_ext_bucketing.simple_fsdp import data_parallel
+from torch_ext_bucketing.tags import kind_of, member_tags, tag_of
+from torch_ext_bucketing.uneven import ShardSide, shard_side
+
+WORLD = 2
+SPANS = range(2, 40)
+
+
+def graphs(rank, **sizes):
+    """Forward and backward of a model as one rank sees them, not bucketed, by stage."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+    try:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = TwoBlocks(**sizes)
+        data_parallel(model, init_device_mesh("cpu", (WORLD,)), param_dtype=torch.bfloat16)
+        kept = []
+
+        def keep(gm, inputs):
+            kept.append(copy.deepcopy(gm))
+            return gm
+
+        compiled = torch.compile(model, backend=backend(keep, [ReshardAfterForward()]))
+        compiled(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+        return kept
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def uneven():
+    return [graphs(rank, dim=9, vocabulary=13) for rank in range(WORLD)]
+
+
+@pytest.fixture(scope="module")
+def even():
+    return [graphs(rank, dim=8, vocabulary=12) for rank in range(WORLD)]
+
+
+@pytest.fixture(autouse=True)
+def group():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    yield
+    dist.destroy_process_group()
+
+
+def names(start: fx.Node):
+    tags = [t for t in (*member_tags(start), tag_of(start)) if t is not None]
+    return kind_of(start), tuple(dict.fromkeys(f for t in tags for f in t.fqns))
+
+
+def members(plan):
+    return [(b.kind, tuple(names(m) for m in b.members), b.span) for b in plan.buckets]
+
+
+def spans(gm):
+    return [members(plan_by_cap(gm.graph, 1.0, max_node_span=span)) for span in SPANS]
+
+
+def launches(gm):
+    """Schedules of buckets of several sizes, under several bounds: what they say, and in which
+    order the collectives come."""
+    found = []
+    bounds = [
+        [Overlap()],
+        [Overlap(depth=2, window=4), PeakMemory(ratio=1.0)],
+        [Overlap(depth=0, window=0), PeakMemory(ratio=1.3), CapComputeRun(1)],
+        [PeakMemory(ratio=1.0)],
+    ]
+    for cap in (0.0002, 0.0005, 0.002):
+        for policies in bounds:
+            mine = copy.deepcopy(gm)
+            reference = peak_bytes(mine)
+            apply_plan(mine.graph, plan_by_cap(mine.graph, cap))
+            report = schedule(mine, policies, reference_bytes=reference)
+            order = [names(n) for n in mine.graph.nodes if kind_of(n)]
+            found.append((report.chosen, report.step_ms, report.peak_bytes, order))
+    plan, search = choose_caps(gm.graph, bounds[1], caps_mb=(0.0002, 0.0005, 0.002))
+    return [*found, (members(plan), search.caps_mb)]
+
+
+def test_spans(uneven):
+    for first, second in zip(*uneven, strict=True):
+        assert len(first.graph.nodes) < len(second.graph.nodes)  # the ranks' graphs do differ
+        assert spans(first) == spans(second)
+
+
+def test_schedules(uneven):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some bounds can't be kept
+        for first, second in zip(*uneven, strict=True):
+            assert launches(first) == launches(second)
+
+
+def test_plans_would_differ_otherwise(uneven, monkeypatch):
+    for module in (contraction, liveness):
+        monkeypatch.setattr(module, "shard_side", lambda graph: ShardSide())
+    assert any(spans(first) != spans(second) for first, second in zip(*uneven, strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert any(launches(a) != launches(b) for a, b in zip(*uneven, strict=True))
+
+
+def test_nothing_is_left_out_of_even_graphs(even, uneven):
+    for gm in (*even[0], *even[1]):
+        assert shard_side(gm.graph) == ShardSide()
+    for rank, stages in enumerate(uneven):
+        for gm in stages:
+            side = shard_side(gm.graph)
+            assert side.nodes
+            assert bool(side.lacking) == (rank == 1)
+            assert not any(kind_of(n) for n in side.nodes)
