@@ -31,6 +31,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": " ".join(
             ["python -m benchmarks.train", *(sys.argv[1:] if argv is None else argv)]
         ),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": _now(),
         "python": platform.python_version(),
-        "cells": [],
+        "cells": _finished(args.json) if args.resume else [],
     }
     deadline = time.monotonic() + args.timeout
     failed = False
     for training in trainings:
+        settings = asdict(training)
+        if any(
+            all(cell[name] == _plain(value) for name, value in settings.items())
+            for cell in document["cells"]
+        ):
+            continue
         try:
             result = run(training, max(1.0, deadline - time.monotonic()))
         except RankError as error:
@@ -77,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         found = problems(result)
         failed = failed or bool(found)
-        document["cells"].append({**result, "problems": found})
+        document["cells"].append({**result, "problems": found, "date": _now()})
         if args.json is not None:
             args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(render(document))
@@ -112,6 +119,22 @@ def run(training: Training, timeout_s: float) -> dict[str, Any]:
         on_message=on_message,
     )
     return combine(training, reports)
+
+
+def _finished(path: Path | None) -> list[dict[str, Any]]:
+    """The tables of an earlier run."""
+    if path is None or not path.exists():
+        return []
+    cells: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return cells
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _train_rank(rank: Rank, training: Training) -> RankReport:
@@ -157,7 +180,7 @@ def _table(cell: dict[str, Any]) -> str:
         f"{cell['ranks']} ranks, {cell['backend']}: {cell['weights']:,} weights in "
         f"{cell['tensors']} parameters, blocks: {cell['layers']}, width {cell['dim']}, "
         f"{cell['batch']} x {cell['seq']} bytes of text per rank and step, "
-        f"{cell['rounds']} timed steps of each way"
+        f"{cell['rounds']} timed steps of each way, {cell['date']}"
     )
     lines = [title, "", columns(rows), ""]
     order = cell["compiled_by_time"]
@@ -224,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     number("batch", default.batch, "sequences per rank and step")
     number("seq", default.seq, "bytes of text per sequence")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every table")
+    parser.add_argument("--resume", action="store_true", help="keep the tables in --json's file")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="for all")
     return parser
 
