@@ -15,6 +15,7 @@ from .patching import HooksError, HooksWarning, hooks_status, require_hooks
 from .patching import ensure_hooks as _ensure_hooks
 
 if TYPE_CHECKING:
+    from .agreement import AgreementError, PlanMismatchError, RankMissingError, agree
     from .caps import plan_by_cap
     from .cost import H100, Machine
     from .groups import primary_group
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "H100",
+    "AgreementError",
     "BoundNotKeptWarning",
     "BucketAndSchedule",
     "BucketByCap",
@@ -58,7 +60,9 @@ __all__ = [
     "Machine",
     "Overlap",
     "PeakMemory",
+    "PlanMismatchError",
     "PrefetchDepth",
+    "RankMissingError",
     "ReshardAfterForward",
     "RingTopology",
     "Schedule",
@@ -66,6 +70,7 @@ __all__ = [
     "SeparateGroups",
     "Tag",
     "TagParameters",
+    "agree",
     "backend",
     "bucket_graph",
     "data_parallel",
@@ -86,6 +91,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "agreement": ("AgreementError", "PlanMismatchError", "RankMissingError", "agree"),
     "caps": ("plan_by_cap",),
     "groups": ("primary_group",),
     "order": ("FSDPParamOrder",),

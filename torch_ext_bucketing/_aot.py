@@ -83,14 +83,15 @@ def compile_aot(
     example_inputs: Sequence[Any],
     *,
     joint: Callable[[fx.GraphModule], None],
-    each: Callable[[fx.GraphModule], None],
+    each: Callable[[fx.GraphModule], Callable[[Callable[..., Any]], Callable[..., Any]]],
     compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None,
 ) -> Callable[..., Any]:
     """AOTAutograd with the default partitioner.
 
     Args:
         joint: run on the joint graph, and on an inference graph.
-        each: run on the forward, the backward and the inference graph.
+        each: run on the forward, the backward and the inference graph; what it returns gets what
+            was compiled of it, and returns what will run in its place.
         compiler: gets each of them afterwards; None runs them as they are.
     """
     from torch._dynamo.backends.common import aot_autograd
@@ -104,12 +105,13 @@ def compile_aot(
         return default_partition(joint_gm, inputs, **kwargs)
 
     def finish(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        each(graph)
+        wrap = each(graph)
         graph.recompile()
         if compiler is None:
-            return boxed_nop(graph, inputs)  # type: ignore[arg-type]
+            return wrap(boxed_nop(graph, inputs))  # type: ignore[arg-type]
         compiled = compiler(graph, inputs)
-        return compiled if getattr(compiled, "_boxed_call", False) else make_boxed_func(compiled)
+        boxed = getattr(compiled, "_boxed_call", False)
+        return wrap(compiled if boxed else make_boxed_func(compiled))
 
     def finish_inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         joint(graph)

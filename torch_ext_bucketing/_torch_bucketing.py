@@ -23,7 +23,9 @@ from torch._inductor import config as inductor_config
 from .tags import Kind, kind_of
 
 __all__ = [
+    "argument",
     "bucket_key",
+    "collective_group",
     "configured_payload_key",
     "default_cap_mb",
     "fsdp_starts",
@@ -95,33 +97,49 @@ def group_name(start: fx.Node) -> str:
     """
     from torch._inductor.fx_passes import bucketing
 
-    position = {"all_gather": 2, "all_reduce": 2}.get(str(kind_of(start)), 3)
-    name = _argument(start, position, "group_name")
+    name = argument(start, "group_name")
     if isinstance(name, str):
         return name
     return str(getattr(bucketing, "_resolve_group_name", str)(name))
 
 
-def _argument(start: fx.Node, position: int, name: str) -> Any:
-    return start.args[position] if position < len(start.args) else start.kwargs[name]
-
-
 def set_group_name(start: fx.Node, name: str) -> None:
     """Let a collective run on another process group of the same ranks."""
-    position = {"all_gather": 2, "all_reduce": 2}.get(str(kind_of(start)), 3)
-    if position < len(start.args):
-        start.update_arg(position, name)
-    else:
+    if "group_name" in start.kwargs:
         start.update_kwarg("group_name", name)
+    else:
+        start.update_arg(start.args.index(argument(start, "group_name")), name)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument of that name in a call of an operator; None where there is none."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if name in node.kwargs:
+        return node.kwargs[name]
+    names = [a.name for a in target._schema.arguments if not a.kwarg_only]
+    at = names.index(name) if name in names else len(node.args)
+    return node.args[at] if at < len(node.args) else None
+
+
+def collective_group(node: fx.Node) -> str | None:
+    """The name of the process group of any functional collective, those included that are never
+    bucketed; None for other nodes, and where the group is a node of the graph."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "_c10d_functional":
+        return None
+    group = argument(node, "group_name")
+    return group if isinstance(group, str) else None
 
 
 def group_size(start: fx.Node) -> int:
     """Number of ranks in a collective's process group."""
     kind = kind_of(start)
     if kind == "all_gather":
-        return int(_argument(start, 1, "group_size"))
+        return int(argument(start, "group_size"))
     if kind == "reduce_scatter":
-        return int(_argument(start, 2, "group_size"))
+        return int(argument(start, "group_size"))
     return group_size_of(group_name(start))
 
 
@@ -157,7 +175,7 @@ def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
 
 def reduce_op(start: fx.Node) -> str | None:
     """``"avg"``, ``"sum"``, ...; None for a gather."""
-    return None if kind_of(start) == "all_gather" else str(_argument(start, 1, "reduce_op"))
+    return None if kind_of(start) == "all_gather" else str(argument(start, "reduce_op"))
 
 
 def default_cap_mb(size: int) -> float:

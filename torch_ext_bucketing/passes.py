@@ -15,6 +15,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -22,11 +23,13 @@ import torch.fx as fx
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from . import _aot, _dynamo_inputs
+from . import _agree_op, _aot, _dynamo_inputs
 from . import _torch_bucketing as tb
 from ._cache_key import NoUuidError, describe, digest, hash_sources, log_no_uuid, sources_of
 from ._inductor_order import pin_order
+from ._process_groups import default_group
 from ._source import package_digest
+from .agreement import before_first_run
 from .buckets import (
     BucketingPlan,
     HasUnits,
@@ -38,6 +41,7 @@ from .buckets import (
 )
 from .caps import CapMb, Eligible, plan_by_cap
 from .groups import GroupFilter
+from .launches import GraphPlan, plan_of
 from .overlap import DEFAULT_PREFETCH, PrefetchDepth
 from .report import CompileReport, GraphReport
 from .report_text import emit
@@ -469,6 +473,8 @@ class BucketingBackend:
         passes: Iterable[GraphPass],
         model: torch.nn.Module | None,
         prefetch: PrefetchDepth | None = None,
+        agree: bool = True,
+        agree_timeout: timedelta | None = None,
     ) -> None:
         if not callable(compiler) and compiler not in ("aot_eager", "inductor"):
             raise ValueError(
@@ -476,7 +482,13 @@ class BucketingBackend:
             )
         self.compiler = compiler
         self.model = model
+        if agree_timeout is not None and not isinstance(agree_timeout, timedelta):
+            raise TypeError(f"agree_timeout must be a datetime.timedelta, got {agree_timeout!r}")
+        if agree_timeout is not None and agree_timeout <= timedelta():
+            raise ValueError(f"agree_timeout must be positive, got {agree_timeout}")
         self.prefetch = prefetch
+        self.agree = agree
+        self.agree_timeout = agree_timeout
         self.passes = PassManager(passes, model)
         self.reports: list[CompileReport] = []
 
@@ -486,20 +498,31 @@ class BucketingBackend:
         """Compile ``gm``, as Dynamo asks for it."""
         compilation = Compilation(_dynamo_inputs.input_fqns(gm, example_inputs, self.model))
         self.reports.append(compilation.report)
+        group = default_group()
+        agrees = self.agree and group is not None and group.size() > 1
         if self.compiler == "inductor":
+            agreement = _Agreement(self.agree_timeout) if agrees else None
             return _aot.compile_inductor(
                 gm,
                 example_inputs,
                 joint=_InductorPass(self.passes, "joint", compilation),
-                post_grad=_InductorPass(self.passes, "forward_backward", compilation),
+                post_grad=_InductorPass(self.passes, "forward_backward", compilation, agreement),
                 options=kwargs.get("options"),
                 prefetch=None if self.prefetch is None else self.prefetch.compute_nodes,
             )
+
+        def each(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+            plan_after = _run_each(self.passes, graph, compilation)
+            if not agrees:
+                return lambda compiled: compiled
+            plan = plan_after()
+            return lambda compiled: before_first_run(compiled, plan, self.agree_timeout)
+
         return _aot.compile_aot(
             gm,
             example_inputs,
             joint=lambda graph: self.passes.run("joint", graph, compilation),
-            each=lambda graph: self.passes.run("forward_backward", graph, compilation),
+            each=each,
             compiler=None if self.compiler == "aot_eager" else self.compiler,  # type: ignore[arg-type]
         )
 
@@ -514,23 +537,54 @@ class BucketingBackend:
         return self.reports[-1]
 
 
+@dataclass(frozen=True)
+class _Agreement:
+    """That ranks compare their plans, and how long they wait for each other."""
+
+    timeout: timedelta | None
+
+
 class _InductorPass(CustomGraphPass):
     """One stage of one compile as a config hook of Inductor."""
 
-    def __init__(self, passes: PassManager, stage: Stage, compilation: Compilation) -> None:
+    def __init__(
+        self,
+        passes: PassManager,
+        stage: Stage,
+        compilation: Compilation,
+        agreement: _Agreement | None = None,
+    ) -> None:
         self._passes = passes
         self._stage = stage
         self._compilation = compilation
+        self._agreement = agreement
 
     def __call__(self, graph: fx.Graph) -> None:
-        self._passes.run(self._stage, graph, self._compilation)
-        if self._stage == "forward_backward" and self._passes.orders:
-            pin_order(graph)
+        if self._stage == "joint":
+            self._passes.run("joint", graph, self._compilation)
+            return
+        plan_after = _run_each(self._passes, graph, self._compilation)
+        before = None
+        first = None if self._agreement is None else _agree_op.first_collective(graph)
+        if self._agreement is not None and first is not None:
+            before = (_agree_op.insert(first, plan_after(), self._agreement.timeout), first)
+        pin_order(graph, interleaving=self._passes.orders, before=before)
 
     def uuid(self) -> str | None:
         passes = self._passes.uuid()
         fqns = repr(describe(self._compilation.input_fqns))
-        return None if passes is None else digest(passes, self._stage, fqns)
+        agreement = repr(self._agreement)
+        return None if passes is None else digest(passes, self._stage, fqns, agreement)
+
+
+def _run_each(
+    passes: PassManager, graph: GraphLike, compilation: Compilation
+) -> Callable[[], GraphPlan]:
+    """Run the forward/backward passes; returns what tells the plan of the graph after them."""
+    g, done = _graph_of(graph), len(compilation.report.graphs)
+    passes.run("forward_backward", graph, compilation)
+    buckets = [b for report in compilation.report.graphs[done:] for b in report.buckets]
+    return lambda: plan_of(g, _aot.stage_of(g), buckets)
 
 
 def backend(
@@ -538,6 +592,8 @@ def backend(
     passes: Iterable[GraphPass] = (),
     model: torch.nn.Module | None = None,
     prefetch: PrefetchDepth | None = DEFAULT_PREFETCH,
+    agree: bool = True,
+    agree_timeout: timedelta | None = None,
 ) -> BucketingBackend:
     """A backend for ``torch.compile`` that runs ``passes``.
 
@@ -553,12 +609,21 @@ def backend(
             submodules are compiled one by one.
         prefetch: for ``"inductor"`` with torch's overlap scheduling enabled; None leaves the depth
             to torch.
+        agree: before a graph's first collective runs for the first time, the ranks of each of its
+            process groups compare their plans (:mod:`.agreement`). Nothing is done where there is
+            no process group, or one with a single rank.
+        agree_timeout: how long a rank waits for the others then, their compile times included;
+            None takes the time limit of each process group.
 
     Raises:
-        TypeError: something in ``passes`` is no pass.
-        ValueError: an unknown ``compiler``.
+        TypeError: something in ``passes`` is no pass; ``agree_timeout`` is no ``timedelta``.
+        ValueError: an unknown ``compiler``; ``agree_timeout`` is not positive.
+
+    What is compiled raises, on every rank:
+        PlanMismatchError: the ranks have different plans.
+        RankMissingError: a rank did not come to compare them in time.
     """
-    return BucketingBackend(compiler, passes, model, prefetch)
+    return BucketingBackend(compiler, passes, model, prefetch, agree, agree_timeout)
 
 
 def _graph_of(graph: GraphLike) -> fx.Graph:
