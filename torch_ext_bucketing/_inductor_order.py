@@ -17,30 +17,17 @@ from .dependencies import is_collective, is_compute, started_by
 __all__ = ["pin_order"]
 
 
-def pin_order(
-    graph: fx.Graph, *, interleaving: bool = True, before: tuple[fx.Node, fx.Node] | None = None
-) -> int:
+def pin_order(graph: fx.Graph) -> int:
     """Let Inductor keep the graph's order of collectives, waits and compute nodes.
 
     Args:
         graph: of a ``GraphModule`` (wrapped nodes become submodules of it), in the order to keep.
-        interleaving: False keeps ``before`` alone.
-        before: a node that has no data for another one, and that node, which must come after it.
 
     Returns:
         The number of nodes that were wrapped.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 
-    wanted = _interleaving(graph) if interleaving else {}
-    if before is not None:
-        wanted.setdefault(before[1], OrderedSet()).add(before[0])
-    in_order = {n: wanted[n] for n in graph.nodes if n in wanted}
-    preserve_node_ordering(graph, in_order)
-    return len(in_order)
-
-
-def _interleaving(graph: fx.Graph) -> dict[fx.Node, OrderedSet[fx.Node]]:
     wanted: dict[fx.Node, OrderedSet[fx.Node]] = {}
     compute: fx.Node | None = None
     since: list[fx.Node] = []  # collectives and waits since then
@@ -54,4 +41,5 @@ def _interleaving(graph: fx.Graph) -> dict[fx.Node, OrderedSet[fx.Node]]:
             if before and before[0] not in node.all_input_nodes:
                 wanted[node] = OrderedSet(before)
             since = [node]
-    return wanted
+    preserve_node_ordering(graph, wanted)
+    return len(wanted)

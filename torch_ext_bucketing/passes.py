@@ -564,11 +564,10 @@ class _InductorPass(CustomGraphPass):
             self._passes.run("joint", graph, self._compilation)
             return
         plan_after = _run_each(self._passes, graph, self._compilation)
-        before = None
-        first = None if self._agreement is None else _agree_op.first_collective(graph)
-        if self._agreement is not None and first is not None:
-            before = (_agree_op.insert(first, plan_after(), self._agreement.timeout), first)
-        pin_order(graph, interleaving=self._passes.orders, before=before)
+        if self._agreement is not None:
+            _agree_op.insert(graph, plan_after(), self._agreement.timeout)
+        if self._passes.orders:
+            pin_order(graph)
 
     def uuid(self) -> str | None:
         passes = self._passes.uuid()
