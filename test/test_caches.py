@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from patching_trees import MINOR, ROOT, copy_package, needs_unpatched_torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing import _cache_key
@@ -359,7 +360,7 @@ def test_every_parameter_of_every_pass_is_listed():
         getattr(teb, n) for n in teb.__all__ if inspect.isclass(getattr(teb, n))
     }
     passes = {c for c in passes if issubclass(c, teb.GraphPass) and c is not teb.GraphPass}
-    assert passes == set(PARAMETERS)
+    assert passes == {*PARAMETERS, teb.SeparateGroups}  # which has a test of its own
     for cls, rows in PARAMETERS.items():
         for row in rows:
             assert set(row) == set(inspect.signature(cls).parameters)
@@ -373,6 +374,22 @@ def test_every_parameter_counts(cls):
     assert uuid == _made(cls, first).uuid()
     for name, value in second.items():
         assert _made(cls, {**first, name: value}).uuid() not in (None, uuid), name
+
+
+def test_the_groups_that_reductions_move_to_count(fake_world):
+    """Their names stand in the graph, and each object creates its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    made = [
+        teb.SeparateGroups(mesh),
+        teb.SeparateGroups(mesh),
+        teb.SeparateGroups(mesh, dims=["shard"]),
+    ]
+    made.append(teb.SeparateGroups(mesh, kinds=("all_gather",)))
+    made[-1].twins = made[0].twins
+    uuids = [m.uuid() for m in made]
+    assert None not in uuids
+    assert len(set(uuids)) == len(uuids)
+    assert uuids == [m.uuid() for m in made]
 
 
 POLICIES = [
