@@ -253,8 +253,8 @@ def problems(results: Mapping[Key, RunResult], keys: Sequence[Key], steps: int) 
 def render(header: Mapping[str, Any], results: Mapping[Key, RunResult]) -> str:
     """The table: one block per number of ranks and parallelism."""
     rows = [
-        ["run", "backend", "ranks", "", "collectives", "equal to", "first", "loss", "step"],
-        ["", "", "", "", "AG+RS+AR", "eager", "difference", "", "ms"],
+        ["run", "backend", "ranks", "", "collectives", "equal to", "first", "last", "step"],
+        ["", "", "", "", "AG+RS+AR", "eager", "difference", "loss", "ms"],
     ]
     rows[0] += ["/", "peak"]
     rows[1] += ["eager", "MiB"]
