@@ -28,6 +28,7 @@ from collective_graphs import C10D, run_all_ranks
 from random_graphs import WORLD, Builder
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.buckets import BucketingPlan
@@ -445,8 +446,6 @@ def _groups(e: Example) -> Any:
 
 
 def _data_parallel(e: Example) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", e.rng.choice(((WORLD,), (1, WORLD))))
     if e.rng.random() < 0.3:
         e.model.scale = nn.Parameter(torch.zeros(e.rng.choice(((), (0,), (3,)))))
@@ -462,6 +461,12 @@ def _data_parallel(e: Example) -> Any:
     except ERRORS:
         assert [n for n, _ in e.model.named_parameters()] == names
         raise
+
+
+def _separate_groups(e: Example) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    dims = e.v.pick(None, ["dp"], [0], [1], ["tp"], [])
+    _run_pass(e, teb.SeparateGroups(mesh, e.v.kinds(), dims))
 
 
 CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
@@ -500,6 +505,8 @@ CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
     "backend": (3, _backend),
     "groups": (1, _groups),
     "data_parallel": (2, _data_parallel),
+    "agree": (2, lambda e: teb.agree(e.gm)),
+    "SeparateGroups": (2, _separate_groups),
 }
 # May leave an order or tags behind: what they do is told by the graph's values.
 READS_ONLY = ("plan_by_cap", "peak_bytes")
