@@ -1,4 +1,5 @@
-"""Which input of a Dynamo graph is which parameter: the one place that reads Dynamo's sources.
+"""Which input of a Dynamo graph is which parameter, and which compile it is: the one place that
+reads Dynamo's sources and numbers.
 
 Two sources of truth, the better first:
 
@@ -16,12 +17,19 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._guards import TracingContext
+from torch._guards import CompileContext, TracingContext
 
 from . import _descriptors
 from .fqns import canonical_fqn
 
-__all__ = ["input_fqns", "module_path", "source_fqn", "traced_fqns", "traced_input_fqns"]
+__all__ = [
+    "input_fqns",
+    "is_first_compile",
+    "module_path",
+    "source_fqn",
+    "traced_fqns",
+    "traced_input_fqns",
+]
 
 _STEP = re.compile(
     r"""\._(?P<table>modules|parameters|buffers)\[(?P<q>['"])(?P<key>.+?)(?P=q)\]"""
@@ -29,6 +37,12 @@ _STEP = re.compile(
     r"""|\[(?P<index>\d+)\]"""
 )
 _ROOT = re.compile(r"""^(?:L\[['"]\w+['"]\]|G\[['"]\w+['"]\])""")
+
+
+def is_first_compile() -> bool:
+    """Whether the frame that Dynamo compiles now was not compiled before; True without Dynamo."""
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is None or compile_id.frame_compile_id in (None, 0)
 
 
 def input_fqns(

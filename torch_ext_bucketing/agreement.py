@@ -10,10 +10,13 @@ raises :class:`PlanMismatchError`; where a rank does not come, those that wait r
 A plan travels with its graph and is compared when that runs, not when it is compiled: a graph from
 one of Inductor's caches is compared like any other, with ranks that compiled theirs.
 
-What is compared with what: the n-th *different* plan that a rank runs on a process group with the
-n-th of the others. Ranks run their collectives on a group in the same order, so they meet new plans
-in the same order, too. A plan that was agreed on is not compared again, so a rank may compile a
-graph again (for another batch size) while the others don't, as long as the plan stays the same.
+What is compared with what: ranks run their collectives on a group in the same order, so they meet
+new plans in the same order, and the n-th comparison of one rank belongs to the n-th of the others.
+Two things call for a comparison: a frame that Dynamo compiles for the first time, as it does on
+every rank of one program; and a plan that was not agreed on before. So a rank may compile a frame
+*again* (for another batch size, say) while the others don't, as long as the plan stays the same.
+Where the ranks' programs break into different frames, the comparison can't tell that from different
+plans; switch it off there.
 
 The exchange goes through the store of the default process group, not through collectives: there is
 nothing that could mix with those of the training, and a rank that waits can say for whom. Each rank
@@ -25,6 +28,7 @@ other groups, as a mesh of several dimensions has.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
@@ -51,6 +55,7 @@ __all__ = [
     "agree",
     "agree_on_encoded",
     "agree_on_plan",
+    "as_fresh_frame",
     "before_first_run",
 ]
 
@@ -98,37 +103,67 @@ def agree(
     """
     g = graph.graph if isinstance(graph, fx.GraphModule) else graph
     buckets = () if report is None else report.buckets
-    agree_on_plan(plan_of(g, stage_of(g), buckets), timeout)
+    agree_on_plan(plan_of(g, stage_of(g), buckets), timeout, fresh=True)
 
 
 def before_first_run(
-    compiled: Callable[..., Any], plan: GraphPlan, timeout: timedelta | None
+    compiled: Callable[..., Any], plan: GraphPlan, timeout: timedelta | None, fresh: bool
 ) -> Callable[..., Any]:
     """``compiled``, with the plan agreed on before it runs; a plan without collectives, or one for
-    which there is no other rank, costs nothing but a call."""
+    which there is no other rank, costs nothing but a call.
+
+    Args:
+        fresh: see :func:`agree_on_plan`; for its first run alone.
+    """
     if not plan.groups:
         return compiled
     digest = plan.digest()
 
     def run(*args: Any) -> Any:
-        if digest not in _agreed().plans:
-            agree_on_plan(plan, timeout)
+        nonlocal fresh
+        if fresh or digest not in _agreed().plans:
+            agree_on_plan(plan, timeout, fresh)
+            fresh = False
         return compiled(*args)
 
     run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
     return run
 
 
-def agree_on_plan(plan: GraphPlan, timeout: timedelta | None = None) -> None:
+def as_fresh_frame(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``, with the comparisons in its first run made as for a fresh frame.
+
+    For graphs whose plan is an operator in them, which can't know who runs them.
+    """
+    first = True
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if not first:
+            return compiled(*args, **kwargs)
+        first = False
+        _running.fresh = True
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            _running.fresh = False
+
+    return run
+
+
+def agree_on_plan(plan: GraphPlan, timeout: timedelta | None = None, fresh: bool = False) -> None:
     """Compare ``plan`` with the other ranks of its groups; see :func:`agree`.
 
-    A plan that was agreed on before in this process returns at once.
+    Args:
+        fresh: compare it even if it was agreed on before in this process, and after a forward graph
+            also its backward graph. Otherwise such a plan returns at once.
     """
     agreed = _agreed()
     digest = plan.digest()
-    if digest in agreed.plans:
+    if digest in agreed.plans and not fresh:
         return
-    exchanges = agreed.begin(plan, timeout)
+    exchanges = agreed.begin(plan, timeout, fresh)
     if exchanges:
         _run(exchanges)
     agreed.keep(digest, exchanges)
@@ -136,8 +171,17 @@ def agree_on_plan(plan: GraphPlan, timeout: timedelta | None = None) -> None:
 
 def agree_on_encoded(digest: str, text: str, timeout: timedelta | None) -> None:
     """:func:`agree_on_plan` for ``GraphPlan.digest()`` and ``GraphPlan.encode()`` of a plan."""
-    if digest not in _agreed().plans:
-        agree_on_plan(GraphPlan.decode(text), timeout)
+    if _running.fresh or digest not in _agreed().plans:
+        agree_on_plan(GraphPlan.decode(text), timeout, _running.fresh)
+
+
+class _Running(threading.local):
+    """Whether this thread runs a frame for the first time."""
+
+    fresh = False
+
+
+_running = _Running()
 
 
 # ---------------------------------------------------------------- what was agreed on
@@ -160,7 +204,8 @@ class _Agreed:
     rounds: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, plan: GraphPlan, timeout: timedelta | None) -> list[_Exchange]:
+    def begin(self, plan: GraphPlan, timeout: timedelta | None, fresh: bool) -> list[_Exchange]:
+        """The comparisons that ``plan`` calls for."""
         exchanges = []
         environment = _environment()
         for group_plan in plan.groups:
@@ -171,7 +216,15 @@ class _Agreed:
                 continue
             version = _Version(environment, plan.stage, group_plan)
             with self.lock:
-                if version.digest in self.versions.get(group_plan.group, ()):
+                known = self.versions.setdefault(group_plan.group, set())
+                if fresh and plan.stage == "backward":
+                    known.discard(version.digest)
+                elif fresh:
+                    # All of them, and so the backward graph's, too: this group's other ranks run
+                    # the same frame, and forget the same.
+                    known.clear()
+                    self.plans.clear()
+                if version.digest in known:
                     continue
                 number = self.rounds.get(group_plan.group, 0) + 1
                 self.rounds[group_plan.group] = number
@@ -343,7 +396,7 @@ class _Exchange:
         names = _ranks_text(missing)
         return (
             f"{waited} to compare {what} (plan {self.number} there), and {names} did not come. "
-            "Nothing of this graph was sent. A rank that does not come has failed or was killed "
+            "The graph was stopped. A rank that does not come has failed or was killed "
             "(look at its own output), is still compiling (raise agree_timeout), or goes on "
             "with a graph that it compiled before, because only some ranks compiled anew"
         )
@@ -448,7 +501,7 @@ def _mismatch_text(
     stages = dict.fromkeys(v.stage for _, v in versions)
     lines = [
         f"the ranks of process group {plan.group!r} ({size} ranks) have {len(versions)} different "
-        f"bucket plans for their {' / '.join(stages)} graph. Nothing of it was sent."
+        f"bucket plans for their {' / '.join(stages)} graph. It was stopped."
     ]
     environments = dict.fromkeys(v.environment for _, v in versions)
     if len(environments) > 1:
@@ -481,7 +534,7 @@ def _launches_text(versions: Sequence[tuple[list[int], _Version]], at: int) -> l
     for launch, ranks in ranks_of.items():
         text = "no such collective" if launch is None else launch.to_text(place or 0)
         lines.append(f"  {_ranks_text(sorted(ranks))}: {text}")
-    if place is not None:
+    if place is not None and len({launch.kind for launch in ranks_of if launch}) == 1:
         lines.append(f"  (their members differ from number {place + 1} on)")
     return lines
 

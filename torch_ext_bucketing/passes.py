@@ -29,7 +29,7 @@ from ._cache_key import NoUuidError, describe, digest, hash_sources, log_no_uuid
 from ._inductor_order import pin_order
 from ._process_groups import default_group
 from ._source import package_digest
-from .agreement import before_first_run
+from .agreement import as_fresh_frame, before_first_run
 from .buckets import (
     BucketingPlan,
     HasUnits,
@@ -500,9 +500,10 @@ class BucketingBackend:
         self.reports.append(compilation.report)
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
+        fresh = _dynamo_inputs.is_first_compile()
         if self.compiler == "inductor":
             agreement = _Agreement(self.agree_timeout) if agrees else None
-            return _aot.compile_inductor(
+            compiled = _aot.compile_inductor(
                 gm,
                 example_inputs,
                 joint=_InductorPass(self.passes, "joint", compilation),
@@ -510,13 +511,14 @@ class BucketingBackend:
                 options=kwargs.get("options"),
                 prefetch=None if self.prefetch is None else self.prefetch.compute_nodes,
             )
+            return as_fresh_frame(compiled) if agrees and fresh else compiled
 
         def each(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             plan_after = _run_each(self.passes, graph, compilation)
             if not agrees:
-                return lambda compiled: compiled
+                return lambda run: run
             plan = plan_after()
-            return lambda compiled: before_first_run(compiled, plan, self.agree_timeout)
+            return lambda run: before_first_run(run, plan, self.agree_timeout, fresh)
 
         return _aot.compile_aot(
             gm,

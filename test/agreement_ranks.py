@@ -1,0 +1,275 @@
+"""What the ranks of ``test_agreement`` run, each as a process of its own:
+
+``python agreement_ranks.py FUNCTION RANK WORLD FOLDER``. Results go to ``FOLDER/result<rank>.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from sharded_models import TwoBlocks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing import agreement
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+SOON = timedelta(seconds=60)
+
+
+class Backwards:
+    """An order the other way round, for the given kinds."""
+
+    def __init__(self, order, kinds=KINDS):
+        self.order = order
+        self.kinds = kinds
+
+    def __call__(self, start):
+        key = self.order(start)
+        if key is None or not any(kind in str(start.target) for kind in self.kinds):
+            return key
+        return tuple(-k for k in key)
+
+    def uuid(self):
+        return f"backwards {self.kinds} {self.order.uuid()}"
+
+
+class Die(teb.GraphPass):
+    """Ends the process in the middle of compiling."""
+
+    stage = "forward_backward"
+
+    def __call__(self, graph, compilation=None):
+        os._exit(7)
+
+
+class OtherBlocks(TwoBlocks):
+    """The same parameters, used the other way round."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.head(x)
+
+
+class Tiny(nn.Module):
+    """Two parameters, for what has to go through Inductor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def sharded(model, mode="fully_shard"):
+    world = dist.get_world_size()
+    if mode == "hybrid_shard":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+    return teb.data_parallel(model, mesh, mode)
+
+
+def two_blocks(mode="fully_shard", model=TwoBlocks):
+    torch.manual_seed(0)
+    return sharded(model(dim=9, vocabulary=13), mode)
+
+
+def fsdp_order(model=TwoBlocks, units=("layers.0", "layers.1", "")):
+    return teb.FSDPParamOrder.from_model(model(), list(units))
+
+
+def tokens(rows=2):
+    return torch.arange(4 * rows).add(dist.get_rank()).remainder(13).view(rows, 4)
+
+
+def step(compiled, x):
+    compiled(x).float().logsumexp(-1).mean().backward()
+
+
+def gradients(model):
+    found = {}
+    for name, p in model.named_parameters():
+        grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        found[name] = grad.flatten().tolist()
+        p.grad = None
+    return found
+
+
+def outcome(function):
+    """``[error type, message, seconds]``; the type is None where nothing was raised."""
+    started = time.perf_counter()
+    try:
+        function()
+    except Exception as error:
+        return [type(error).__name__, str(error), time.perf_counter() - started]
+    return [None, "", time.perf_counter() - started]
+
+
+def disagree(rank):
+    """Cases one after the other, in one pair of processes: a failed comparison breaks nothing."""
+    second = rank == 1
+    order = fsdp_order()
+    results = {}
+
+    def case(name, passes, model=None, **options):
+        torch._dynamo.reset()
+        module = two_blocks() if model is None else model
+        backend = teb.backend("aot_eager", passes, agree_timeout=SOON, **options)
+        compiled = torch.compile(module, backend=backend, dynamic=False)
+        results[name] = outcome(lambda: step(compiled, tokens()))
+        return module, compiled, backend
+
+    before = agreement.groups.default_store().num_keys()
+    same = [teb.BucketUnits(order, payload_order=True), teb.ReshardAfterForward()]
+    module, compiled, backend = case("same", same)
+    expected = gradients(module)
+    dist.barrier()
+    results["keys left"] = agreement.groups.default_store().num_keys() - before
+
+    # A plan is compared once: without a store, a second step and a second compile would fail.
+    store, agreement.groups.default_store = agreement.groups.default_store, None
+    results["second step"] = outcome(lambda: step(compiled, tokens()))
+    results["recompiled by one"] = outcome(lambda: step(compiled, tokens(3 if second else 2)))
+    results["compiles"] = len(backend.reports)
+    agreement.groups.default_store = store
+
+    case("other model", same, two_blocks(model=OtherBlocks if second else TwoBlocks))
+    hook = Backwards(order) if second else order
+    case("other hook", [teb.BucketUnits(order, payload_order=hook)])
+    units = [["layers.0"], ["layers.1", "head"]] if second else [["layers.0"], ["layers.1"]]
+    case("other plan", [teb.BucketUnits(units, payload_order=order)])
+    overlap = [teb.Schedule([teb.Overlap()])] if second else []
+    case("other schedule", [*same, *overlap])
+    case("no buckets", [] if second else same)
+
+    # What comes of it without a comparison: the bytes of one parameter as those of another.
+    module, _, _ = case("off", [teb.BucketUnits(order, payload_order=hook)], agree=False)
+    found = gradients(module)
+    results["mixed"] = any(
+        not torch.allclose(torch.tensor(found[n]), torch.tensor(expected[n])) for n in expected
+    )
+    return results
+
+
+def in_another_group(rank):
+    """Ranks 2 and 3 shard together, and differ in their reduce-scatters."""
+    order = fsdp_order()
+    hook = Backwards(order, ("reduce_scatter",)) if rank == 3 else order
+    module = two_blocks(mode="hybrid_shard")
+    passes = [teb.BucketUnits(order, KINDS, payload_order=hook)]
+    compiled = torch.compile(module, backend=teb.backend("aot_eager", passes, agree_timeout=SOON))
+    return {"backward": outcome(lambda: step(compiled, tokens()))}
+
+
+def dies(rank):
+    """Rank 1 dies while it compiles."""
+    order = fsdp_order()
+    passes = [teb.BucketUnits(order), *([Die()] if rank == 1 else [])]
+    backend = teb.backend("aot_eager", passes, agree_timeout=timedelta(seconds=2))
+    compiled = torch.compile(two_blocks(), backend=backend)
+    return {"step": outcome(lambda: step(compiled, tokens()))}
+
+
+def store_dies(rank):
+    """Rank 0 hosts the store, and dies while it compiles."""
+    order = fsdp_order()
+    passes = [teb.BucketUnits(order), *([Die()] if rank == 0 else [])]
+    compiled = torch.compile(
+        two_blocks(), backend=teb.backend("aot_eager", passes, agree_timeout=SOON)
+    )
+    return {"step": outcome(lambda: step(compiled, tokens()))}
+
+
+def same_model(rank):
+    """For ranks whose packages differ."""
+    passes = [teb.BucketUnits(fsdp_order(), payload_order=True)]
+    compiled = torch.compile(
+        two_blocks(), backend=teb.backend("aot_eager", passes, agree_timeout=SOON)
+    )
+    return {"step": outcome(lambda: step(compiled, tokens()))}
+
+
+def _inductor(hook, order):
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = sharded(Tiny())
+    backend = teb.backend(
+        "inductor", [teb.BucketUnits(order, payload_order=hook)], agree_timeout=SOON
+    )
+    compiled = torch.compile(module, backend=backend)
+    x = torch.arange(12.0).view(2, 6).add(dist.get_rank())
+    codes = []
+
+    def run():
+        codes.extend(run_and_get_code(lambda: step(compiled, x))[1])
+
+    result = outcome(run)
+    calls = [
+        re.findall(r"torch\.ops\.(?:torch_ext_bucketing|_c10d_functional)\.(\w+)\.default\(", code)
+        for code in codes
+    ]
+    found = gradients(module) if result[0] is None else {}
+    graphs = len(backend.last_report().graphs)
+    return {"outcome": result, "gradients": found, "graphs": graphs, "calls": calls}
+
+
+def inductor(rank):
+    order = fsdp_order(Tiny, [""])
+    return {"same": _inductor(order, order)}
+
+
+def inductor_then_other(rank):
+    """Rank 1 has another hook the second time."""
+    order = fsdp_order(Tiny, [""])
+    results = {"same": _inductor(order, order)}
+    results["other"] = _inductor(Backwards(order) if rank == 1 else order, order)
+    return results
+
+
+def _tcp_store(folder, rank, world):
+    """Hosted by rank 0, which tells its port in a file."""
+    port = Path(folder) / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world, True, wait_for_workers=False)
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
+        return store
+    while not port.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()), world, False)
+
+
+def main():
+    name, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    if name == "store_dies":
+        store = _tcp_store(folder, rank, world)
+    else:
+        store = dist.FileStore(str(Path(folder) / "store"), world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=90)
+    )
+    result = globals()[name](rank)
+    (Path(folder) / f"result{rank}.json").write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the group, and abort a process that ends by itself
+
+
+if __name__ == "__main__":
+    main()

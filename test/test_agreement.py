@@ -1,0 +1,255 @@
+"""Ranks compare their plans: real ranks that agree, differ, die and have caches."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from collective_graphs import all_gather, all_reduce, trace
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing import agreement
+from torch_ext_bucketing.launches import GraphPlan, GroupPlan, Launch, Member, plan_of
+
+HERE = Path(__file__).parent
+PACKAGE = Path(teb.__file__).parent
+LIMIT_S = 300
+
+
+def on_ranks(folder, function, world=2, environments=None, may_die=()):
+    """Run a function of ``agreement_ranks`` on ranks; their results by rank, None of one that died.
+
+    Fails after ``LIMIT_S`` seconds, and leaves no process behind.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    processes, logs = [], [folder / f"log{rank}" for rank in range(world)]
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        for rank in range(world):
+            own = {} if environments is None else environments[rank]
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(PACKAGE.parent),
+                **own,
+            }
+            command = [sys.executable, str(HERE / "agreement_ranks.py"), function]
+            with logs[rank].open("w") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [*command, str(rank), str(world), str(folder)],
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        codes = [p.wait(max(0.1, deadline - time.monotonic())) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    bad = [r for r, code in enumerate(codes) if code != 0 and r not in may_die]
+    assert not bad, "\n".join(logs[r].read_text()[-3000:] for r in bad)
+    results = [folder / f"result{rank}.json" for rank in range(world)]
+    return [json.loads(r.read_text()) if r.exists() else None for r in results]
+
+
+def test_ranks_that_disagree(tmp_path):
+    ranks = on_ranks(tmp_path, "disagree")
+    for result in ranks:
+        for case in ("same", "second step", "recompiled by one", "off"):
+            assert result[case][0] is None, result[case]
+        assert result["keys left"] == 0
+        for case in ("other model", "other hook", "other plan", "other schedule", "no buckets"):
+            assert result[case][0] == "PlanMismatchError", (case, result[case])
+            assert "group '0' (2 ranks)" in result[case][1]
+    assert [r["compiles"] for r in ranks] == [1, 2]
+    # Without a comparison nothing is raised, and the gradients are wrong.
+    assert all(r["mixed"] for r in ranks)
+    # Every rank says the same, with both versions.
+    for case in ("other model", "other hook", "other plan", "other schedule", "no buckets"):
+        assert ranks[0][case][1] == ranks[1][case][1]
+
+    def lines(case):
+        return [line.strip() for line in ranks[0][case][1].splitlines()]
+
+    hook = lines("other hook")
+    assert hook[1] == "The first to differ is collective 1 of 3 on this group:"
+    assert hook[2:5] == [
+        "rank 0: all_gather float32, bucket of 2: embedding.weight at byte 0, 252 bytes float32; "
+        "head.weight at byte 252, 252 bytes float32",
+        "rank 1: all_gather float32, bucket of 2: head.weight at byte 0, 252 bytes float32; "
+        "embedding.weight at byte 252, 252 bytes float32",
+        "(their members differ from number 1 on)",
+    ]
+    model = lines("other model")
+    assert model[1] == "The first to differ is collective 2 of 3 on this group:"
+    for rank in (0, 1):
+        assert model[2 + rank].startswith(
+            f"rank {rank}: all_gather float32, bucket of 4: layers.{rank}.w1.weight at byte 0"
+        )
+    assert "rank 1: all_gather float32, embedding.weight at byte 0" in lines("no buckets")[3]
+    # Scheduling changes no bucket here, but the order in which they are launched.
+    schedule = lines("other schedule")
+    assert "backward graph" in schedule[0]
+    kinds = {line.split(": ")[1].split()[0] for line in schedule[2:4]}
+    assert kinds == {"all_gather", "reduce_scatter"}
+
+
+def test_a_mismatch_reaches_the_other_groups_of_a_mesh(tmp_path):
+    ranks = on_ranks(tmp_path, "in_another_group", world=4)
+    for result in ranks:
+        error, text, _ = result["backward"]
+        assert error == "PlanMismatchError", text
+        assert "rank 2: reduce_scatter" in text
+        assert "rank 3: reduce_scatter" in text
+
+
+def test_a_rank_that_dies_while_it_compiles(tmp_path):
+    alive, dead = on_ranks(tmp_path, "dies", may_die=(1,))
+    assert dead is None
+    error, text, seconds = alive["step"]
+    assert error == "RankMissingError", text
+    assert "rank 0 waited 2 s to compare the forward graph's bucket plan" in text
+    assert "rank 1 did not come" in text
+    assert seconds < 60
+
+
+def test_the_rank_that_hosts_the_store_dies(tmp_path):
+    dead, alive = on_ranks(tmp_path, "store_dies", may_die=(0,))
+    assert dead is None
+    error, text, _ = alive["step"]
+    assert error == "AgreementError", text
+    assert "the process that hosts it, rank 0" in text
+
+
+def edited_package(folder):
+    """A copy of the package whose patch series has one comment more."""
+    shutil.copytree(PACKAGE, folder / "torch_ext_bucketing")
+    patches = PACKAGE.parent / "torch_patches"
+    copied = shutil.copytree(
+        patches if patches.is_dir() else PACKAGE / "_torch_patches", folder / "torch_patches"
+    )
+    minor = re.match(r"\d+\.\d+", torch.__version__)[0]
+    for patch in sorted((copied / minor).glob("0*.patch")):
+        path = ""
+        lines = patch.read_text().split("\n")
+        for number, line in enumerate(lines):
+            path = line[6:] if line.startswith("+++ b/") else path
+            if path.startswith("torch/_inductor/") and re.match(r"\+ +# ", line):
+                lines[number] += " (edited)"
+                patch.write_text("\n".join(lines))
+                return folder
+    raise AssertionError("no series adds a comment to torch/_inductor")
+
+
+def test_another_patch_level(tmp_path):
+    other = edited_package(tmp_path / "package")
+    ranks = on_ranks(tmp_path, "same_model", environments=[{}, {"PYTHONPATH": str(other)}])
+    for result in ranks:
+        error, text, _ = result["step"]
+        assert error == "PlanMismatchError", text
+        said = re.findall(r"rank (\d): torch (\S+), hooks patch series (\S+) (\w{12})$", text, re.M)
+        assert [s[0] for s in said] == ["0", "1"]
+        assert said[0][1:3] == said[1][1:3]
+        assert said[0][3] != said[1][3]
+        assert "Their buckets are the same, but not the code that packs them." in text
+
+
+def test_a_warm_cache_and_a_cold_one(tmp_path):
+    def environments(second):
+        return [
+            {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+            for cache in ("cache0", second)
+        ]
+
+    cold = on_ranks(tmp_path / "one", "inductor", environments=environments("cache1"))
+    for result in cold:
+        assert result["same"]["outcome"][0] is None, result["same"]["outcome"]
+        # The comparison comes before every collective, in forward and in backward.
+        forward, backward = result["same"]["calls"]
+        assert forward[0] == backward[0] == "agree"
+        assert len(forward) > 2
+        assert len(backward) > 2
+    warm = on_ranks(
+        tmp_path / "two", "inductor_then_other", environments=environments("cache-of-rank1")
+    )
+    # Rank 0 was served from a cache, so that no pass of ours ran there; rank 1 compiled.
+    assert [r["same"]["graphs"] for r in warm] == [0, 2]
+    for before, after in zip(cold, warm, strict=True):
+        assert after["same"]["outcome"][0] is None, after["same"]["outcome"]
+        assert after["same"]["gradients"] == before["same"]["gradients"]
+    assert [r["other"]["graphs"] for r in warm] == [0, 1]
+    for result in warm:
+        error, text, _ = result["other"]["outcome"]
+        assert error == "PlanMismatchError", text
+        assert "bucket of 2: linear.weight at byte" in text
+
+
+# ---------------------------------------------------------------- without ranks
+
+
+def plan(*members, group="0", kind="all_gather"):
+    launch = Launch(kind, None, "float32", len(members) > 1, tuple(members))
+    return GroupPlan(group, (launch,))
+
+
+def test_a_plan_survives_its_encoding():
+    first = plan(Member(("a", "b"), 0, 16, "float32"), Member(("c",), 16, 4, "float32"))
+    second = GroupPlan("1", (Launch("all_to_all_single", None, "int64", False),))
+    whole = GraphPlan("backward", (first, second))
+    assert GraphPlan.decode(whole.encode()) == whole
+    assert whole.digest() != GraphPlan("backward", (second, first)).digest()
+
+
+def test_a_plan_has_what_ranks_must_share(fake_world):
+    group = torch.distributed.group.WORLD
+
+    def function(x, y):
+        return all_gather(x, group), all_reduce(y, group, "avg")
+
+    plans = [
+        plan_of(trace(function, torch.zeros(n, 2), torch.zeros(3)).graph, "forward") for n in (2, 5)
+    ]
+    assert [str(launch.to_text()) for launch in plans[0].groups[0].launches] == [
+        "all_gather float32, of no parameter",
+        "all_reduce avg float32, of no parameter",
+    ]
+    assert plans[0] == plans[1]  # sizes of what serves no parameter may differ between ranks
+
+
+def test_without_other_ranks_nothing_is_exchanged(fake_world, monkeypatch):
+    def no_store():
+        raise AssertionError("asked for the store")
+
+    monkeypatch.setattr(agreement.groups, "default_store", no_store)
+    group = torch.distributed.group.WORLD
+    teb.agree(trace(lambda x: all_gather(x, group), torch.zeros(2, 2)))
+
+
+def test_a_message_shows_no_more_of_a_large_bucket_than_differs():
+    members = [Member((f"layers.{i}.weight",), 8 * i, 8, "float32") for i in range(300)]
+    swapped = [*members[:200], members[201], members[200], *members[202:]]
+    versions = [
+        ([0, 1, 2, 5], agreement._Version("torch", "forward", plan(*members))),
+        ([4], agreement._Version("torch", "forward", plan(*swapped))),
+    ]
+    text = agreement._mismatch_text(versions, [3], 6)
+    assert "ranks 0-2, 5: all_gather float32, bucket of 300: ...; layers.198.weight" in text
+    assert "(their members differ from number 201 on)" in text
+    assert "Not heard of yet: rank 3." in text
+    assert len(text) < 1500
+
+
+@pytest.mark.parametrize("bad", [5, -1, "10 s"])
+def test_a_bad_timeout(bad):
+    with pytest.raises(TypeError, match="agree_timeout must be a"):
+        teb.backend("aot_eager", agree_timeout=bad)
