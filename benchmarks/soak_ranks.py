@@ -1,0 +1,354 @@
+"""What each rank of ``benchmarks/soak.py`` does: case after case, against eager FSDP2, in one
+process, whose memory must stay flat."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import random
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.soak_cases import Case, coarser, random_case
+from benchmarks.soak_models import DTYPES, batch, build, tied
+from torch_ext_bucketing._fsdp2 import REDUCES_BY_GRAD_DTYPE
+from torch_ext_bucketing.demo.ranks import Rank
+from torch_ext_bucketing.demo.results import Member, Payload
+from torch_ext_bucketing.demo.train import digest, start_rank
+from torch_ext_bucketing.fqns import canonical_fqn
+from torch_ext_bucketing.memory import CapComputeRun, PeakMemory
+from torch_ext_bucketing.order import FSDPParamOrder
+from torch_ext_bucketing.overlap import Overlap
+from torch_ext_bucketing.passes import (
+    BucketByCap,
+    BucketUnits,
+    GraphPass,
+    ReshardAfterForward,
+    backend,
+)
+from torch_ext_bucketing.report import BucketReport, CompileReport
+from torch_ext_bucketing.ring import RingTopology
+from torch_ext_bucketing.scheduling_passes import BucketAndSchedule, Schedule
+from torch_ext_bucketing.simple_fsdp import data_parallel
+
+_BOUNDS: dict[str, Callable[..., Any]] = {
+    "Overlap": Overlap,
+    "PeakMemory": PeakMemory,
+    "CapComputeRun": CapComputeRun,
+}
+
+
+@dataclass(frozen=True)
+class Soak:
+    """What to run.
+
+    Attributes:
+        models: number of cases.
+        steps: optimizer steps of each.
+        seed: of all cases.
+        first: number of the first case.
+        minutes: no case starts after so many.
+        inductor_every: every so many cases one is for Inductor; 0: none.
+        wrong_order: the control: pack buckets in the reverse of FSDP2's order.
+    """
+
+    models: int
+    steps: int
+    seed: int
+    first: int
+    minutes: float
+    inductor_every: int
+    wrong_order: bool
+
+
+@dataclass
+class CaseReport:
+    """One case on one rank.
+
+    Attributes:
+        index: the case's number.
+        text: the case in words.
+        steps: that were trained.
+        buckets: that were merged, in all graphs.
+        collectives: before and after bucketing.
+        mismatches: in words.
+        kept_alive: what of the case was still referred to after it.
+        rss_bytes: resident memory after it.
+        seconds: what it took.
+    """
+
+    index: int
+    text: str
+    steps: int = 0
+    buckets: int = 0
+    collectives: tuple[int, int] = (0, 0)
+    mismatches: list[str] = field(default_factory=list)
+    kept_alive: list[str] = field(default_factory=list)
+    rss_bytes: int = 0
+    seconds: float = 0.0
+
+
+class ReversedOrder:
+    """An order that is wrong on purpose."""
+
+    def __init__(self, order: FSDPParamOrder) -> None:
+        self._order = order
+
+    def __call__(self, start: fx.Node) -> Any:
+        key = self._order(start)
+        return None if key is None else tuple(-part for part in key)
+
+    def uuid(self) -> str:
+        """A cache key, as hooks have it."""
+        return f"reversed {self._order.uuid()}"
+
+
+def soak_rank(rank: Rank, soak: Soak) -> None:
+    """Entry point of a rank. Sends ``("start", text)`` and a :class:`CaseReport` of each case."""
+    warnings.simplefilter("ignore")  # bounds that can't be kept are part of the cases
+    topology = RingTopology(
+        ranks_per_node=rank.world_size // 2, nodes=2, channels=4, chunk_bytes=16
+    )
+    start_rank(rank, topology)
+    deadline = time.monotonic() + 60 * soak.minutes
+    try:
+        mesh = init_device_mesh("cpu", (rank.world_size,))
+        for index in range(soak.first, soak.first + soak.models):
+            late = torch.tensor([int(time.monotonic() > deadline)])
+            dist.broadcast(late, 0)  # all ranks stop before the same case
+            if late.item():
+                break
+            case = random_case(soak.seed, index, soak.inductor_every)
+            rank.send(("start", case.text))
+            rank.send(_one_case(case, soak, mesh, rank.rank))
+    finally:
+        dist.destroy_process_group()
+
+
+def _one_case(case: Case, soak: Soak, mesh: DeviceMesh, rank: int) -> CaseReport:
+    clock = time.perf_counter()
+    report = CaseReport(case.index, case.text, soak.steps)
+    watched = _run_case(case, soak, mesh, rank, report)
+    torch._dynamo.reset()
+    gc.collect()
+    report.kept_alive = [what for what, reference in watched.items() if reference() is not None]
+    ctypes.CDLL(None).malloc_trim(0)
+    report.rss_bytes = _resident_bytes()
+    report.seconds = time.perf_counter() - clock
+    return report
+
+
+def _run_case(
+    case: Case, soak: Soak, mesh: DeviceMesh, rank: int, report: CaseReport
+) -> dict[str, weakref.ref[Any]]:
+    eager, units = build(case)
+    kept_dtype = DTYPES[case.store_dtype]
+    param_dtype = None if case.param_dtype is None else DTYPES[case.param_dtype]
+    reduce_dtype = None if case.reduce_dtype is None else DTYPES[case.reduce_dtype]
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
+    for unit in units:
+        modules = [
+            eager.get_submodule(name) for name in ([unit] if isinstance(unit, str) else unit)
+        ]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=case.reshard,
+        )
+    real_order = FSDPParamOrder.from_fsdp(eager)
+    expected = _train(case, eager, eager, soak.steps, rank)
+
+    model, _ = build(case)
+    order = FSDPParamOrder.from_model(model, units=units)
+    if order != real_order:
+        report.mismatches.append(f"from_model gives {order.units}, FSDP2 has {real_order.units}")
+    shared = tied(model)
+    if shared:
+        # One reduction per use, where eager FSDP2 adds up first: equal bits are promised to the
+        # same model uncompiled.
+        plain, _ = build(case)
+        data_parallel(plain, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        per_use = _train(case, plain, plain, soak.steps, rank)
+        _compare(report, "per-use reductions", per_use, expected, exact=False)
+        expected = per_use
+    data_parallel(model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    key: Any = ReversedOrder(order) if soak.wrong_order else order
+    compiler = backend(case.backend, passes=_passes(case, order, key), model=model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=compiler, fullgraph=True)
+    found = _train(case, model, compiled, soak.steps, rank)
+    if len(compiler.reports) != 1:
+        raise RuntimeError(f"case {case.text}: compiled {len(compiler.reports)} times")
+    # Among more than two ranks the place in the buffer decides the order of addition.
+    ordered = case.policy in ("units", "units_scheduled", "none")
+    exact = case.backend == "aot_eager" and (ordered or dist.get_world_size() == 2)
+    _compare(report, case.policy, found, expected, exact)
+    last = compiler.last_report()
+    gather_dtype = param_dtype or kept_dtype
+    if reduce_dtype is None:
+        reduce_dtype = kept_dtype if REDUCES_BY_GRAD_DTYPE else gather_dtype
+    layout = _Layout(eager, order, gather_dtype, reduce_dtype, mesh.size())
+    report.mismatches += _layout_mismatches(case, last, layout, exact_places=not shared)
+    report.buckets = len(last.buckets)
+    before, after = last.collectives_before, last.collectives_after
+    report.collectives = (sum(before.values()), sum(after.values()))
+    return {"the compiled model": weakref.ref(model), "the backend": weakref.ref(compiler)}
+
+
+def _passes(case: Case, order: FSDPParamOrder, key: Any) -> list[GraphPass]:
+    options = dict(case.options)
+    bounds = [_BOUNDS[name](**given) for name, given in options.pop("bounds", ())]
+    ordered = options.pop("payload_order", True)
+    passes: list[GraphPass] = [ReshardAfterForward()] if case.reshard else []
+    if case.policy.startswith("units"):
+        passes.append(BucketUnits(order, payload_order=key))
+    elif case.policy == "coarse_units":
+        plan = coarser([tuple(u) for u in order.units], random.Random(case.unit_seed))
+        passes.append(BucketUnits(plan, payload_order=key))
+    elif case.policy.startswith("cap"):
+        kinds: Any = ("all_gather", "reduce_scatter")
+        passes.append(BucketByCap(kinds=kinds, payload_order=key if ordered else None, **options))
+    elif case.policy == "auto":
+        return [
+            *passes,
+            BucketAndSchedule(bounds, payload_order=key if ordered else None, **options),
+        ]
+    return [*passes, Schedule(bounds)] if bounds else passes
+
+
+@dataclass
+class _Run:
+    loss: list[float]
+    digests: list[str]
+
+
+def _train(
+    case: Case,
+    model: nn.Module,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    steps: int,
+    rank: int,
+) -> _Run:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    run = _Run([], [])
+    for step in range(steps):
+        tokens, targets = batch(case, step, rank)
+        stance = "default" if step == 0 or forward is model else "fail_on_recompile"
+        with torch.compiler.set_stance(stance):
+            logits = forward(tokens)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.loss.append(loss.item())
+        run.digests.append(digest(model))
+    return run
+
+
+def _compare(report: CaseReport, what: str, mine: _Run, theirs: _Run, exact: bool) -> None:
+    for step, (a, b) in enumerate(zip(mine.digests, theirs.digests, strict=True), 1):
+        if exact and a != b:
+            report.mismatches.append(f"{what}: weights differ after step {step}")
+            break
+    for step, (x, y) in enumerate(zip(mine.loss, theirs.loss, strict=True), 1):
+        if (exact and x != y) or not math.isclose(x, y, rel_tol=0.05):
+            report.mismatches.append(f"{what}: loss {x!r} for {y!r} at step {step}")
+            break
+
+
+class _Layout:
+    """Where eager FSDP2 puts each parameter, per kind."""
+
+    def __init__(
+        self,
+        eager: nn.Module,
+        order: FSDPParamOrder,
+        gather_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        ranks: int,
+    ) -> None:
+        parameters = {canonical_fqn(name): p for name, p in eager.named_parameters()}
+        self.payloads: list[Payload] = []
+        self.aliases = dict(order.aliases)
+        self.position: dict[tuple[str, str], int] = {}
+        reduced = order.reduce_units or order.units
+        for kind, units, dtype in (
+            ("all_gather", order.units, gather_dtype),
+            ("reduce_scatter", reduced, reduce_dtype),
+        ):
+            for unit in units:
+                members, offset = [], 0
+                for fqn in unit:
+                    self.position[kind, fqn] = len(self.position)
+                    parameter = parameters[fqn]
+                    if kind == "reduce_scatter" and not parameter.requires_grad:
+                        continue
+                    rows = -(-parameter.shape[0] // ranks)
+                    nbytes = rows * parameter.shape[1:].numel() * dtype.itemsize
+                    members.append(Member(fqn, offset, nbytes))
+                    offset += nbytes
+                self.payloads.append(Payload(kind, tuple(members)))
+
+
+def _layout_mismatches(
+    case: Case, report: CompileReport, layout: _Layout, exact_places: bool
+) -> list[str]:
+    if case.policy == "none" or not case.options.get("payload_order", True):
+        return []
+    found = []
+    for bucket in report.buckets:
+        names = [layout.aliases.get(m.fqns[0], m.fqns[0]) for m in bucket.members]
+        places = [layout.position[bucket.kind, name] for name in names]
+        if places != sorted(places):
+            found.append(f"{_named(bucket)}: members are not in eager FSDP2's order")
+    if not case.policy.startswith("units") or not exact_places or found:
+        return found
+    theirs = {
+        (p.kind, tuple((m.fqn, m.offset, m.nbytes) for m in p.members))
+        for p in layout.payloads
+        if len(p.members) > 1
+    }
+    mine = {
+        (b.kind, tuple((m.fqns[0], m.offset, m.nbytes) for m in b.members))
+        for graph in report.graphs
+        for b in graph.buckets
+        # Backward gathers again only what backward reads.
+        if not (graph.stage == "backward" and b.kind == "all_gather")
+    }
+    found += [f"{kind} of {m[0][0]}, ...: not among the buckets" for kind, m in theirs - mine]
+    found += [f"{kind} of {m[0][0]}, ...: no unit of eager FSDP2" for kind, m in mine - theirs]
+    return found
+
+
+def _named(bucket: BucketReport) -> str:
+    return f"{bucket.kind} of {', '.join(m.fqns[0] for m in bucket.members[:4])}"
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def slope(values: Sequence[float]) -> float:
+    """Growth per value, by least squares; 0 for fewer than two."""
+    n = len(values)
+    if n < 2:
+        return 0.0
+    middle, mean = (n - 1) / 2, sum(values) / n
+    above = sum((i - middle) * (v - mean) for i, v in enumerate(values))
+    return above / sum((i - middle) ** 2 for i in range(n))
