@@ -10,13 +10,17 @@ import os
 import re
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from collective_graphs import C10D
 from sharded_models import TwoBlocks
+from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -63,15 +67,18 @@ class OtherBlocks(TwoBlocks):
         return self.head(x)
 
 
-class Tiny(nn.Module):
-    """Two parameters, for what has to go through Inductor."""
+class Plain(nn.Module):
+    """Shards of two parameters, gathered by hand: with no DTensor in it, torch 2.13 caches it."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(6, 5)
+        self.weight = nn.Parameter(torch.ones(3, 6))
+        self.bias = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
-        return self.linear(x)
+        weight = all_gather_tensor_autograd(self.weight, 0, dist.group.WORLD)
+        bias = all_gather_tensor_autograd(self.bias, 0, dist.group.WORLD)
+        return nn.functional.linear(x, weight, bias)
 
 
 def sharded(model, mode="fully_shard"):
@@ -88,8 +95,8 @@ def two_blocks(mode="fully_shard", model=TwoBlocks):
     return sharded(model(dim=9, vocabulary=13), mode)
 
 
-def fsdp_order(model=TwoBlocks, units=("layers.0", "layers.1", "")):
-    return teb.FSDPParamOrder.from_model(model(), list(units))
+def fsdp_order():
+    return teb.FSDPParamOrder.from_model(TwoBlocks(), ["layers.0", "layers.1", ""])
 
 
 def tokens(rows=2):
@@ -176,22 +183,19 @@ def in_another_group(rank):
 
 
 def dies(rank):
-    """Rank 1 dies while it compiles."""
+    """Rank 2 dies while it compiles; then rank 0, which hosts the store."""
     order = fsdp_order()
-    passes = [teb.BucketUnits(order), *([Die()] if rank == 1 else [])]
+    passes = [teb.BucketUnits(order), *([Die()] if rank == 2 else [])]
     backend = teb.backend("aot_eager", passes, agree_timeout=timedelta(seconds=2))
     compiled = torch.compile(two_blocks(), backend=backend)
-    return {"step": outcome(lambda: step(compiled, tokens()))}
-
-
-def store_dies(rank):
-    """Rank 0 hosts the store, and dies while it compiles."""
-    order = fsdp_order()
-    passes = [teb.BucketUnits(order), *([Die()] if rank == 0 else [])]
-    compiled = torch.compile(
-        two_blocks(), backend=teb.backend("aot_eager", passes, agree_timeout=SOON)
-    )
-    return {"step": outcome(lambda: step(compiled, tokens()))}
+    results = {"step": outcome(lambda: step(compiled, tokens()))}
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(C10D.all_reduce.default, (x, "sum", "0")))
+    if rank == 0:
+        os._exit(7)
+    results["agree"] = outcome(lambda: teb.agree(graph, timeout=SOON))
+    return results
 
 
 def same_model(rank):
@@ -204,11 +208,9 @@ def same_model(rank):
 
 
 def _inductor(hook, order):
-    from torch._inductor.utils import run_and_get_code
-
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module = sharded(Tiny())
+    module = Plain()
     backend = teb.backend(
         "inductor", [teb.BucketUnits(order, payload_order=hook)], agree_timeout=SOON
     )
@@ -230,15 +232,12 @@ def _inductor(hook, order):
 
 
 def inductor(rank):
-    order = fsdp_order(Tiny, [""])
-    return {"same": _inductor(order, order)}
-
-
-def inductor_then_other(rank):
-    """Rank 1 has another hook the second time."""
-    order = fsdp_order(Tiny, [""])
-    results = {"same": _inductor(order, order)}
-    results["other"] = _inductor(Backwards(order) if rank == 1 else order, order)
+    """All compile; then rank 1 has lost its cache; then it has another hook, too."""
+    order = teb.FSDPParamOrder.from_fqns(["weight", "bias"])
+    results = {"cold": _inductor(order, order)}
+    for name, hook in (("warm", order), ("other", Backwards(order))):
+        with fresh_cache() if rank == 1 else nullcontext():
+            results[name] = _inductor(hook if rank == 1 else order, order)
     return results
 
 
@@ -258,7 +257,7 @@ def _tcp_store(folder, rank, world):
 def main():
     name, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
-    if name == "store_dies":
+    if name == "dies":
         store = _tcp_store(folder, rank, world)
     else:
         store = dist.FileStore(str(Path(folder) / "store"), world)

@@ -28,6 +28,7 @@ other groups, as a mesh of several dimensions has.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -339,6 +340,10 @@ class _Exchange:
     def count(self, name: str) -> int:
         return int(self.store.add(self.key(name), 1))
 
+    def seen(self) -> int:
+        """How many ranks know that it failed."""
+        return int(self.store.add(self.key("seen"), 0))
+
     def arrive(self) -> None:
         digest = self.version.digest
         if not self.has(f"text/{digest}"):
@@ -441,8 +446,11 @@ def _meet(exchanges: Sequence[_Exchange]) -> AgreementError | None:
         for exchange in exchanges:
             exchange.confirm()
         _all(exchanges, "done")
-        for exchange in exchanges:
-            exchange.leave()
+        with contextlib.suppress(
+            RuntimeError
+        ):  # whoever hosts the store may have gone on and ended
+            for exchange in exchanges:
+                exchange.leave()
     except _FailedError as failed:
         return _error(failed, exchanges)
     return None
@@ -460,15 +468,15 @@ def _all(exchanges: Sequence[_Exchange], name: str) -> None:
 
 def _error(failed: _FailedError, exchanges: Sequence[_Exchange]) -> AgreementError:
     text = failed.text or failed.exchange.mismatch_text()
-    for other in exchanges:
-        other.fail(failed.why, text)
-    deadline = time.monotonic() + _LINGER_S
-    expected = {id(e): len(e.ranks) - len(e.missing()) for e in exchanges}
-    for each in exchanges:
-        each.count("seen")
-    _poll(
-        lambda: all(e.store.add(e.key("seen"), 0) >= expected[id(e)] for e in exchanges), deadline
-    )
+    # The store may go away from here on: with this rank's reason to fail, nothing is lost by that.
+    with contextlib.suppress(RuntimeError):
+        for other in exchanges:
+            other.fail(failed.why, text)
+        deadline = time.monotonic() + _LINGER_S
+        expected = {id(e): len(e.ranks) - len(e.missing()) for e in exchanges}
+        for each in exchanges:
+            each.count("seen")
+        _poll(lambda: all(e.seen() >= expected[id(e)] for e in exchanges), deadline)
     return PlanMismatchError(text) if failed.why == "plan" else RankMissingError(text)
 
 
