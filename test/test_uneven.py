@@ -17,6 +17,7 @@ from torch_ext_bucketing import contraction, liveness
 from torch_ext_bucketing.auto_cap import choose_caps
 from torch_ext_bucketing.buckets import apply_plan
 from torch_ext_bucketing.caps import plan_by_cap
+from torch_ext_bucketing.dependencies import Dependencies
 from torch_ext_bucketing.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.overlap import Overlap
 from torch_ext_bucketing.passes import ReshardAfterForward, backend
@@ -80,6 +81,13 @@ def spans(gm):
     return [members(plan_by_cap(gm.graph, 1.0, max_node_span=span)) for span in SPANS]
 
 
+def nbytes(nodes):
+    """Each storage once."""
+    values = [n.meta["val"] for n in nodes]
+    storages = [v.untyped_storage() for v in values if isinstance(v, torch.Tensor)]
+    return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+
 def launches(gm):
     """Schedules of buckets of several sizes, under several bounds: what they say, and in which
     order the collectives come."""
@@ -113,6 +121,21 @@ def test_schedules(uneven):
         warnings.simplefilter("ignore")  # some bounds can't be kept
         for first, second in zip(*uneven, strict=True):
             assert launches(first) == launches(second)
+
+
+def test_shards_count_as_many_bytes_as_the_largest_ranks(uneven):
+    """Inputs and results take what they really take on rank 0, which has most rows."""
+    for stages in zip(*uneven, strict=True):
+        found = []
+        for gm in stages:
+            counted = liveness.Liveness(gm.graph, Dependencies(gm.graph))
+            kept = sum(counted.size[s] for s in counted.kept)
+            found.append((counted.at_start, kept, counted.peak(range(len(counted.touches)))))
+        assert found[0] == found[1]
+        graph = stages[0].graph
+        at_start, kept, _ = found[0]
+        assert at_start == nbytes(n for n in graph.nodes if n.op == "placeholder" and n.users)
+        assert kept >= nbytes(graph.output_node().all_input_nodes) > 0
 
 
 def test_plans_would_differ_otherwise(uneven, monkeypatch):

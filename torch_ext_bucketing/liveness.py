@@ -41,11 +41,11 @@ class Liveness:
         donated: whether an input is freed at its last use; None: :func:`donated_by_autograd`.
 
     Attributes:
-        size: bytes of each storage; 0 for what :mod:`.uneven` leaves out.
+        size: bytes of each storage; of shards that are not everywhere as large, see :mod:`.uneven`.
         allocates: per node, the storages that are new with it.
         touches: per node, the storages that must be live while it runs.
         at_start: bytes of the inputs and constants.
-        shard_side: what :mod:`.uneven` leaves out.
+        shard_side: what :mod:`.uneven` finds.
     """
 
     def __init__(
@@ -110,8 +110,11 @@ class Liveness:
             at = self._ids.get(storage._cdata)
             if at is None:
                 at = self._ids[storage._cdata] = len(self.size)
-                nbytes = tb.size_hint(storage.nbytes(), "the estimate of live memory")
-                self.size.append(0 if node in self.shard_side.nodes else nbytes)
+                if node in self.shard_side.nodes:
+                    nbytes = self.shard_side.elements.get(node, 0) * value.itemsize
+                else:
+                    nbytes = tb.size_hint(storage.nbytes(), "the estimate of live memory")
+                self.size.append(nbytes)
             found[at] = None
         return tuple(found)
 

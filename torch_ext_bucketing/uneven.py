@@ -7,10 +7,11 @@ The last ranks have fewer rows, or none, fill up before they gather and cut off 
 
 After merging the differences are larger: torch casts while it packs, but not where a pad stands in
 between. All ranks must decide alike all the same. So in a graph with such parameters, and in no
-other, nothing is decided from what a rank does with its own shards alone: it takes no time, its
-bytes do not count, and pads and cuts do not count as nodes. Whether a graph is one of these shows
-alike on every rank: gathered parameters are cut, and gradients are filled up before they are
-reduced, on all of them.
+other, nothing is decided from what a rank does with its own shards alone: it takes no time, pads
+and cuts do not count as nodes, and a shard counts as many bytes as the largest rank's, which are
+those of the rows after the pad and before the cut. Copies on the way into a gather count nothing.
+Whether a graph is one of these shows alike on every rank: gathered parameters are cut, and
+gradients are filled up before they are reduced, on all of them.
 """
 
 from __future__ import annotations
@@ -48,10 +49,13 @@ class ShardSide:
         nodes: those that only handle this rank's shards, inputs of the graph included: what stands
             before gathers without computation, and behind reductions up to the outputs.
         lacking: the pads and cuts among them, which some ranks have and others lack.
+        elements: per node, how many the largest rank has of its parameter or its gradient. Without
+            an entry: what not every rank copies, and inputs that nothing uses.
     """
 
     nodes: dict[fx.Node, None] = field(default_factory=dict)
     lacking: dict[fx.Node, None] = field(default_factory=dict)
+    elements: dict[fx.Node, int] = field(default_factory=dict)
 
 
 def shard_side(graph: fx.Graph) -> ShardSide:
@@ -85,7 +89,43 @@ def shard_side(graph: fx.Graph) -> ShardSide:
     # What a gather writes to is as large on every rank, and larger than a shard.
     buffers = dict.fromkeys(n.kwargs.get("out") for n in starts)
     found = {n: None for n in nodes if ours[n] and n not in buffers}
-    return ShardSide(found, {n: None for n in found if _is_pad(n) or _is_cut(n)})
+    lacking = {n: None for n in found if _is_pad(n) or _is_cut(n)}
+    return ShardSide(found, lacking, _parameters(found) | _gradients(found, reduced))
+
+
+def _parameters(ours: dict[fx.Node, None]) -> dict[fx.Node, int]:
+    """Elements of each input at its largest on the way to where it is packed or gathered."""
+    largest: dict[fx.Node, int] = {}
+    for node in reversed(ours):
+        onwards = (user for user in node.users if _is_pad(user) or _one_to_one(user))
+        largest[node] = max([_elements(node), *(largest.get(user, 0) for user in onwards)])
+    return {n: largest[n] for n in ours if n.op in ("placeholder", "get_attr") and n.users}
+
+
+def _gradients(ours: dict[fx.Node, None], reduced: dict[fx.Node, None]) -> dict[fx.Node, int]:
+    """Elements of each gradient before it is cut."""
+    whole: dict[fx.Node, int] = {}
+    for node in ours:
+        if node in reduced:
+            whole[node] = _elements(node)
+            if _is_cut(node) or _one_to_one(node):
+                source = node.all_input_nodes[0]
+                whole[node] = whole.get(source) or _elements(source)
+    return whole
+
+
+def _one_to_one(node: fx.Node) -> bool:
+    """Whether ``node`` has the elements of its one input, in another shape or dtype."""
+    if len(node.all_input_nodes) != 1 or not (is_view(node) or node.target in _COPIES):
+        return False
+    return _elements(node) == _elements(node.all_input_nodes[0])
+
+
+def _elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return tb.size_hint(value.numel(), "the estimate of live memory")
 
 
 def _is_uneven(start: fx.Node) -> bool:
