@@ -47,11 +47,11 @@ class PassOfAScript(teb.BucketUnits):
     """Adds nothing, and is defined where no import finds it."""
 
 
-def by_backend(make):
-    return lambda: (Pair(), teb.backend("inductor", [make()]), {})
+def by_backend(make, **settings):
+    return lambda: (Pair(), teb.backend("inductor", [make()]), settings)
 
 
-def by_config(key, turned=False, tags=True, **entries):
+def by_config(key, turned=False, tags=True, mode="default", **entries):
     """torch's own bucketing, under config hooks alone."""
 
     def setup():
@@ -59,6 +59,8 @@ def by_config(key, turned=False, tags=True, **entries):
         settings = {
             "bucket_all_gathers_fx": "fsdp",
             "bucket_reduce_scatters_fx": "fsdp",
+            "bucket_all_gathers_bucket_mode": mode,
+            "bucket_reduce_scatters_bucket_mode": mode,
             ENTRIES + "bucket_non_adjacent": True,
             **{ENTRIES + name: value for name, value in entries.items()},
         }
@@ -69,6 +71,14 @@ def by_config(key, turned=False, tags=True, **entries):
         return model, "inductor", settings
 
     return setup
+
+
+def custom_ops():
+    """Let our passes pack with torch's own operators, as on torch 2.11 they do anyway."""
+    from torch._inductor import config
+
+    entry = ENTRIES + "bucket_mode"
+    return {entry: "custom_ops"} if hasattr(config, entry) else {}
 
 
 def from_hooks(name, *args):
@@ -89,7 +99,14 @@ SETUPS = {
     "backend, lambda": by_backend(lambda: teb.BucketUnits(AB, payload_order=lambda start: 0)),
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB, payload_order=True)),
     "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
+    "backend, custom ops": by_backend(
+        lambda: teb.BucketUnits(AB, payload_order=True), **custom_ops()
+    ),
     "config": by_config(lambda: AB),
+    "config, custom ops": by_config(lambda: AB, mode="custom_ops"),
+    "config, custom ops, filter only": by_config(
+        None, tags=False, fsdp_group_filter=teb.primary_group, mode="custom_ops"
+    ),
     "config, other order": by_config(lambda: BA),
     "config, model turned": by_config(lambda: AB, turned=True),
     "config, span": by_config(lambda: AB, bucket_max_node_span=100),

@@ -107,6 +107,9 @@ CACHED = (
     "backend, pass of a script",
 )
 
+# Torch registers these operators when its bucketing is imported, which a hit does not do.
+CUSTOM_OPS = ("backend, custom ops", "config, custom ops", "config, custom ops, filter only")
+
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
@@ -116,7 +119,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 @pytest.fixture(scope="module")
 def cold(checkout: Checkout) -> dict[str, dict[str, Any]]:
     """The first process. What every later one is compared with."""
-    return checkout.run(*CACHED, "config, function")
+    return checkout.run(*CACHED, *CUSTOM_OPS, "config, function")
 
 
 def assert_state(result: dict[str, Any], graphs: dict[str, int]) -> None:
@@ -135,7 +138,8 @@ def test_cold_processes_miss(cold: dict[str, dict[str, Any]]):
 def warm(checkout: Checkout, cold: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """A second process: the same settings again, then others."""
     return checkout.run(
-        *cold,
+        *CACHED,
+        "config, function",
         "backend, other order",
         "backend, by cap",
         "backend, other cap",
@@ -157,6 +161,13 @@ def test_same_settings_hit_in_a_new_process(warm, cold):
         assert_state(warm[name], HIT)
         assert warm[name]["codes"] == cold[name]["codes"]
         assert not warm[name]["log"]
+
+
+@pytest.mark.parametrize("name", CUSTOM_OPS)
+def test_code_from_a_cache_finds_the_operators_that_it_calls(checkout, cold, name):
+    result = checkout.run(name)[name]
+    assert_state(result, HIT)
+    assert result["codes"] == cold[name]["codes"]
 
 
 @pytest.mark.parametrize(

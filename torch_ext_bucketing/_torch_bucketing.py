@@ -40,6 +40,7 @@ __all__ = [
     "packing_ops",
     "payload_inputs",
     "reduce_op",
+    "register_ops",
     "require_payload_order_hook",
     "set_group_name",
     "size_hint",
@@ -52,6 +53,16 @@ PAYLOAD_ORDER_ENTRY = "aten_distributed_optimizations.bucket_payload_order_key"
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
+
+
+def register_ops() -> None:
+    """Register ``torch.ops.bucketing``, which torch does when its bucketing is first imported.
+
+    What Inductor made of a graph bucketed in mode ``custom_ops`` calls them, also where it comes
+    from a cache and no bucketing has run in the process. Every ``uuid()`` of this package, which is
+    what a cache is asked with, calls this first.
+    """
+    from torch._inductor.fx_passes import bucketing  # noqa: F401
 
 
 def require_payload_order_hook() -> None:
@@ -426,7 +437,7 @@ def payload_inputs(new_nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 def packing_ops() -> tuple[Any, ...]:
     """torch's custom operators that pack the list of values given to them."""
-    from torch._inductor.fx_passes import bucketing  # noqa: F401  (registers them)
+    register_ops()
 
     ops = torch.ops.bucketing
     return (ops._pre_bucket_all_gather.default, ops._pre_bucket_reduce_scatter.default)

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
+from . import _torch_bucketing as tb
 from ._source import package_digest
 
 __all__ = ["GroupFilter", "PrimaryGroup", "chosen_groups", "primary_group"]
@@ -29,6 +30,7 @@ class PrimaryGroup:
 
     def uuid(self) -> str:
         """Equal in every process, for Inductor's caches."""
+        tb.register_ops()
         return hashlib.sha256(f"PrimaryGroup\0{package_digest()}".encode()).hexdigest()
 
     def __repr__(self) -> str:

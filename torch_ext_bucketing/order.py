@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
 
+from . import _torch_bucketing as tb
 from . import tags
 from ._source import package_digest
 from .fqns import canonical_fqn, canonical_modules, nearest_names, parameter_names
@@ -266,6 +267,7 @@ class FSDPParamOrder:
         The same in every process for equal contents, another one when the contents or the code of
         the key change.
         """
+        tb.register_ops()
         contents = json.dumps([_VERSION, self.units, self.aliases, self.reduce_units])
         return hashlib.sha256(f"{package_digest()}\0{contents}".encode()).hexdigest()
 

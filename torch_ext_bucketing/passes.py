@@ -128,6 +128,7 @@ class GraphPass(CustomGraphPass):
         The code is this package and the modules of the pass's own classes; what those import from
         elsewhere is not looked at.
         """
+        tb.register_ops()
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         try:
             settings = repr(describe(self.settings()))
