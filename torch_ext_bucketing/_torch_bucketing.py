@@ -106,11 +106,11 @@ def group_name(start: fx.Node) -> str:
 
     Takes all-to-alls as well, which are never bucketed.
     """
-    from torch._inductor.fx_passes import bucketing
-
     name = argument(start, "group_name")
     if isinstance(name, str):
         return name
+    from torch._inductor.fx_passes import bucketing
+
     return str(getattr(bucketing, "_resolve_group_name", str)(name))
 
 

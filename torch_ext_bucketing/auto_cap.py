@@ -2,9 +2,11 @@
 
 Large buckets make few collectives, which need little time on the wire; small ones start earlier,
 hold less memory and leave less communication at the ends of a graph. Which is better depends on
-the graph, and planning is cheap: every cap is planned, merged and scheduled on a copy of the graph.
-First all get the same cap, then each process group's gathers and reductions in turn try the caps
-next to it.
+the graph, so caps are planned, merged and scheduled on copies of the graph. First all get the same
+cap, then each process group's gathers and reductions in turn try the caps next to it.
+
+Planning is cheap, the rest is not. So no plan is merged whose collectives alone keep a process
+group busy for longer than the best step so far takes; those that need least come first.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from typing import Any, TypeAlias
 import torch.fx as fx
 
 from . import _torch_bucketing as tb
+from ._gc import paused_gc
 from ._merge_traces import shared_traces
 from .buckets import BucketingPlan, merge_buckets
 from .caps import check_cap, plan_by_cap
-from .cost import H100, Machine
+from .cost import H100, Costs, Machine
+from .dependencies import is_collective
 from .memory import CapComputeRun
 from .report import ScheduleReport
 from .scheduling import Policy, model_of, peak_bytes, schedule_model
@@ -54,7 +58,8 @@ def choose_caps(
         graph: as of :func:`.caps.plan_by_cap`.
         policies: as of :func:`.scheduling.schedule`.
         caps_mb: what to try, ascending, in MiB; None tries :data:`CAPS_MB`, and more where the
-            largest of them is the best. Where all miss a bound, smaller ones are tried.
+            largest of them is the best. Where all miss a bound, smaller ones are tried. Those
+            that can't be faster than another are passed over.
         kinds: what is bucketed.
         machine: what the cost model times nodes for.
         reference_bytes: see :func:`.scheduling.schedule`; None: the peak of ``graph``.
@@ -80,7 +85,7 @@ def choose_caps(
     search = _Search(graph, policies, machine, reference_bytes, kinds, options)
     ladder = [float(c) for c in caps_mb]
     with shared_traces():
-        for cap in ladder:
+        for cap in sorted(ladder, key=search.busiest_ms):
             search.attempt(cap)
         # A small model, or a hard bound.
         while search.tried[search.best()].misses and ladder[0] > _SMALLEST_MB:
@@ -125,38 +130,66 @@ class _Search:
         self._policies = policies
         runs = [p.max_consecutive for p in policies if isinstance(p, CapComputeRun)]
         self._max_run = runs[0] if runs else None
-        self._machine = machine
+        self._costs = Costs(machine)
+        self._groups = {n: tb.group_name(n) for n in graph.nodes if is_collective(n)}
         self._reference = reference_bytes
         self._options = {"kinds": kinds, **options}
+        self._plans: dict[str, BucketingPlan] = {}
         self._known: dict[tuple[Any, ...], ScheduleReport] = {}
 
     def plan(self, caps: Any, max_run: int | None = None) -> BucketingPlan:
         """The plan for the graph itself."""
-        return plan_by_cap(self._graph, caps, max_compute_run=max_run, **self._options)
+        name = repr((caps, max_run))
+        if name not in self._plans:
+            plan = plan_by_cap(self._graph, caps, max_compute_run=max_run, **self._options)
+            self._plans[name] = plan
+        return self._plans[name]
 
     def attempt(self, caps: dict[tuple[str, str], float] | float) -> None:
-        """Try caps; where they miss a bound, and one on runs is set, also with buckets that are
-        closed by it."""
-        name, report = self._outcome(caps, None)
-        self.tried[name], self.max_run[name] = report, None
-        if report.misses and self._max_run is not None:
-            _, bounded = self._outcome(caps, self._max_run)
-            if _rank(bounded) < _rank(report):
-                self.tried[name], self.max_run[name] = bounded, self._max_run
+        """Try caps: where a bound on runs is set, with buckets that are closed by it, and without
+        only while nothing keeps the bounds."""
+        plan = self.plan(caps, self._max_run)
+        name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in _keys(plan))
+        if name in self.tried or self._too_slow(plan):
+            return
+        self.tried[name], self.max_run[name] = self._outcome(plan), self._max_run
+        if self.tried[self.best()].misses and self._max_run is not None:
+            free = self._outcome(self.plan(caps))
+            if _rank(free) < _rank(self.tried[name]):
+                self.tried[name], self.max_run[name] = free, None
 
-    def _outcome(
-        self, caps: dict[tuple[str, str], float] | float, max_run: int | None
-    ) -> tuple[_Caps, ScheduleReport]:
-        plan = self.plan(caps, max_run)
-        keys = dict.fromkeys(_keys(plan))
-        name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in keys)
+    def busiest_ms(self, caps: dict[tuple[str, str], float] | float) -> float:
+        """The time that the collectives of the busiest process group take: no step is faster."""
+        return self._busiest_ms(self.plan(caps, self._max_run))
+
+    def _busiest_ms(self, plan: BucketingPlan) -> float:
+        busy = dict.fromkeys(self._groups.values(), 0.0)
+        merged = {m for b in plan.buckets for m in b.members}
+        for start, group in self._groups.items():
+            if start not in merged:
+                busy[group] += self._costs(start)
+        for bucket in plan.buckets:
+            first = bucket.members[0]
+            nbytes = sum(map(self._costs.collective_bytes, bucket.members))
+            busy[self._groups[first]] += self._costs.collective(first, nbytes)
+        return max(busy.values(), default=0.0)
+
+    def _too_slow(self, plan: BucketingPlan) -> bool:
+        if not self.tried:
+            return False
+        best = self.tried[self.best()]
+        return not best.misses and self._busiest_ms(plan) >= best.step_ms[1]
+
+    def _outcome(self, plan: BucketingPlan) -> ScheduleReport:
         members = tuple(b.members for b in plan.buckets)
         if members not in self._known:
-            copy, copied = _copied(self._graph, plan)
-            merge_buckets(copy, copied)
-            model = model_of(copy, self._machine)
-            self._known[members], _ = schedule_model(model, self._policies, self._reference, True)
-        return name, self._known[members]
+            with paused_gc():  # for one copy of the graph at a time: they are cycles themselves
+                copy, copied = _copied(self._graph, plan)
+                merge_buckets(copy, copied)
+                model = model_of(copy, self._costs)
+                report, _ = schedule_model(model, self._policies, self._reference, quick=True)
+            self._known[members] = report
+        return self._known[members]
 
     def best(self) -> _Caps:
         return min(self.tried, key=lambda k: _rank(self.tried[k]))
@@ -172,8 +205,8 @@ def _rank(report: ScheduleReport) -> tuple[float, float]:
 
 def _keys(plan: BucketingPlan) -> Iterable[tuple[str, str]]:
     """Groups and kinds of which something could be merged."""
-    yield from ((tb.group_name(b.members[0]), b.kind) for b in plan.buckets)
-    yield from ((u.group, u.kind) for u in plan.alone)
+    merged = [(tb.group_name(b.members[0]), b.kind) for b in plan.buckets]
+    return dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.alone)])
 
 
 def _copied(graph: fx.Graph, plan: BucketingPlan) -> tuple[fx.Graph, BucketingPlan]:

@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 
 from . import _torch_bucketing as tb
+from ._gc import paused_gc
 from ._merge_traces import shared_traces
 from .contraction import Contraction
 from .hook_guard import reading_only
@@ -270,7 +271,7 @@ def apply_plan(
         Exception: what torch raises where it can't merge. Then, too, the graph is as it was.
     """
     keys = _payload_keys(graph, plan, payload_key)
-    with unchanged_on_error(graph):
+    with paused_gc(), unchanged_on_error(graph):
         return merge_buckets(graph, plan, keys)
 
 

@@ -135,12 +135,7 @@ class Costs:
     def collective(self, node: fx.Node, nbytes: int | None = None) -> float:
         """Milliseconds of a collective; ``nbytes``: as if it moved so many, input and output."""
         if nbytes is None:
-            nbytes = sum(map(_bytes, _tensors(node.meta.get("val")))) + sum(
-                _bytes(t)
-                for a in node.all_input_nodes
-                if a is not node.kwargs.get("out")
-                for t in _tensors(a.meta.get("val"))
-            )
+            nbytes = self.collective_bytes(node)
         group = tb.group_name(node)
         key = (node.target, group, nbytes)
         if key not in self._known:
@@ -150,6 +145,16 @@ class Costs:
                 _interpolated(series, nbytes) if series else tb.nccl_estimate_ms(node, nbytes)
             )
         return self._known[key]
+
+    @staticmethod
+    def collective_bytes(node: fx.Node) -> int:
+        """What a collective moves: its input and its output."""
+        return sum(map(_bytes, _tensors(node.meta.get("val")))) + sum(
+            _bytes(t)
+            for a in node.all_input_nodes
+            if a is not node.kwargs.get("out")
+            for t in _tensors(a.meta.get("val"))
+        )
 
 
 def _interpolated(series: Sequence[tuple[int, float]], nbytes: int) -> float:
@@ -165,6 +170,8 @@ def _interpolated(series: Sequence[tuple[int, float]], nbytes: int) -> float:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
     return [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
 
 

@@ -93,9 +93,10 @@ class Liveness:
                 self.uses[s] += 1
 
     def _storages(self, node: fx.Node) -> tuple[int, ...]:
+        val = node.meta.get("val")
         values = [
             v
-            for v in pytree.tree_leaves(node.meta.get("val"))
+            for v in ([val] if isinstance(val, torch.Tensor) else pytree.tree_leaves(val))
             if isinstance(v, torch.Tensor) and v.device.type != "meta"
         ]
         returned = _returned_input(node)

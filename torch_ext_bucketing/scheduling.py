@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 import torch.fx as fx
 
+from ._gc import paused_gc
 from .cost import H100, Costs, Machine, check_machine
 from .dependencies import Dependencies
 from .list_schedule import Options, first_uses, list_schedule
@@ -82,8 +83,9 @@ def schedule(
         raise ValueError(f"reference_bytes must be a number of bytes, got {reference_bytes!r}")
     graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
     try:
-        model = model_of(graph, machine, donated)
-        report, order = schedule_model(model, settings, reference_bytes)
+        with paused_gc():
+            model = model_of(graph, machine, donated)
+            report, order = schedule_model(model, settings, reference_bytes)
         if not model.dependencies.is_order(order):
             raise AssertionError("the order breaks a dependency")
         _reorder(graph, model.dependencies, order)
@@ -100,17 +102,18 @@ def schedule(
 
 def model_of(
     graph: fx.Graph,
-    machine: Machine = H100,
+    machine: Machine | Costs = H100,
     donated: Callable[[fx.Node], bool] | None = None,
 ) -> Model:
-    """A graph with costs, dependencies and live bytes.
+    """A graph with costs, dependencies and live bytes. ``machine``: costs of one may be shared.
 
     Raises:
         ValueError: the graph is not in topological order.
         RuntimeError: torch's own, for a symbolic size without a hint.
     """
     dependencies = Dependencies(graph)
-    return Model(graph, Costs(machine), Liveness(graph, dependencies, donated), dependencies)
+    costs = machine if isinstance(machine, Costs) else Costs(machine)
+    return Model(graph, costs, Liveness(graph, dependencies, donated), dependencies)
 
 
 def peak_bytes(
