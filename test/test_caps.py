@@ -30,6 +30,7 @@ from random_graphs import WORLD, Builder, layered_graph, random_graph, real_inpu
 from torch._inductor import config
 from torch._inductor.fx_passes import bucketing, fsdp
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch_features import needs_pre_bucketing
 
 from torch_ext_bucketing import _torch_bucketing as tb
 from torch_ext_bucketing.buckets import Bucket, BucketingPlan, apply_plan
@@ -183,6 +184,7 @@ def test_merging_computes_the_same(seed, size, cap, writes):
     assert not {r.node for r in reports} & {m.name for b in again.buckets for m in b.members}
 
 
+@needs_pre_bucketing
 @pytest.mark.parametrize("cap", [300, 1000, 10**6])
 def test_torchs_pass_with_the_hooks_merges_the_same(cap):
     """All kinds, only the primary group: torch's own pre-bucketing against plan and apply."""
@@ -332,6 +334,7 @@ def test_primary_group_has_the_most_gathers():
     assert not again.buckets
 
 
+@needs_pre_bucketing
 def test_primary_group_works_as_torchs_hook():
     gm = gathers_on("1", "0", "0")
     with config.patch({"aten_distributed_optimizations.fsdp_group_filter": primary_group}):
@@ -363,6 +366,7 @@ def test_each_group_has_its_own_cap(monkeypatch):
     assert asked == [WORLD]
 
 
+@needs_pre_bucketing
 def test_the_default_cap_is_torchs_own():
     assert tb.default_cap_mb(128) == fsdp.compute_pre_bucket_cap_mb(128)
     name = "aten_distributed_optimizations.pre_bucketing_fsdp_collectives_bucket_cap_mb"
@@ -370,6 +374,7 @@ def test_the_default_cap_is_torchs_own():
         assert tb.default_cap_mb(128) == 7.0
 
 
+@needs_pre_bucketing
 @given(seed=SEEDS, size=st.integers(1, 16))
 @examples(200)
 def test_structure_is_what_torch_takes_for_fsdp(seed, size):
@@ -390,6 +395,10 @@ def test_structure_is_what_torch_takes_for_fsdp(seed, size):
     assert list(tb.fsdp_starts(gm.graph)) == expected
 
 
+@pytest.mark.skipif(
+    not hasattr(bucketing, "_resolve_group_name"),
+    reason=f"torch {torch.__version__} merges by group names that are strings only",
+)
 def test_group_names_that_are_nodes():
     gm = gathers_on("0", "1", "0", "1")
     first = next(iter(gm.graph.nodes))

@@ -44,6 +44,13 @@ def _forget_warnings():
     order_module._warned.clear()
 
 
+def param_groups(state):
+    """Of one ``fully_shard``: torch 2.11 has at most one of them."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [g for g in (state._fsdp_param_group,) if g is not None]
+
+
 def wrap(model, units, mesh, **kwargs):
     """Calls fully_shard per unit. Returns FSDP2's payloads, named without any code of ours."""
     modules = dict(model.named_modules())
@@ -58,7 +65,7 @@ def wrap(model, units, mesh, **kwargs):
         )
         states.append(fully_shard.state(first))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    groups = [group for state in states for group in param_groups(state)]
     return tuple(tuple(names[p.sharded_param] for p in group.fsdp_params) for group in groups)
 
 
@@ -73,9 +80,8 @@ def check(make_model, units, mesh, ignored=(), **kwargs):
     assert FSDPParamOrder.from_fsdp(model) == ours
     if "" in units:
         fully_shard.state(model)._lazy_init()
-        groups = [
-            g for s in fully_shard.state(model)._state_ctx.all_states for g in s._fsdp_param_groups
-        ]
+        all_states = fully_shard.state(model)._state_ctx.all_states
+        groups = [group for state in all_states for group in param_groups(state)]
         by_fsdp = {tuple(p._param_fqn for p in g.fsdp_params) for g in groups}
         assert by_fsdp == set(ours.units)
         assert FSDPParamOrder.from_fsdp(model) == ours
@@ -202,7 +208,12 @@ class TestAgainstFSDP2:
         assert ours.units[0] == ("tok_embeddings.weight",)
         assert ours.units[-1] == ("norm.weight", "norm.bias")
         model = Decoder(tied=True)
-        wrap(model, DECODER_UNITS, mesh)
+        real = wrap(model, DECODER_UNITS, mesh)
+        if not hasattr(fully_shard.state(model), "_fsdp_param_groups"):
+            # That of torch 2.11 makes two parameters of it and says nothing.
+            assert FSDPParamOrder.from_fsdp(model).units == real
+            assert real[-1] == ("norm.weight", "norm.bias", "head.weight")
+            return
         with pytest.raises(
             ValueError, match=r"'tok_embeddings.weight' and 'head.weight' are one shared"
         ):
@@ -235,6 +246,8 @@ class TestAgainstFSDP2:
         common = pytest.importorskip(
             "torch.distributed.fsdp._fully_shard._fsdp_common", reason="no FSDP2 internals"
         )
+        if not hasattr(common, "ShardPlacementResult"):
+            pytest.skip(f"torch {torch.__version__} can't shard parameters over several meshes")
         dp_info = common.FSDPMeshInfo(init_device_mesh("cpu", (WORLD,)), shard_mesh_dim=0)
         ep_info = common.FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
         model = MoEModel()
@@ -304,7 +317,7 @@ class TestAgainstFSDP2:
         model = make()
         fully_shard(model, mesh=mesh)
         fully_shard.state(model)._lazy_init()
-        (group,) = fully_shard.state(model)._fsdp_param_groups
+        (group,) = param_groups(fully_shard.state(model))
         assert ours.reduce_units[0] == tuple(
             group.fsdp_params[i]._param_fqn for i in group._reduce_scatter_param_indices
         )

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._inductor.fx_passes import fsdp
+from torch_features import HAS_PRE_BUCKETING
 
 from torch_ext_bucketing.patching import hooks_status
 
 HERE = Path(__file__).parent
-HAS_PRE_BUCKETING = hasattr(fsdp, "pre_bucket_fsdp_collectives")
 
 
 def graphs(*flags: str) -> dict[str, Any]:

@@ -23,11 +23,7 @@ from torch._inductor import config
 from torch._inductor.fx_passes import bucketing, fsdp
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-needs_pre_bucketing = pytest.mark.skipif(
-    not hasattr(fsdp, "pre_bucket_fsdp_collectives"),
-    reason=f"torch {torch.__version__} has no pre-bucketing and no FSDP groups to filter",
-)
+from torch_features import needs_pre_bucketing
 
 
 @pytest.fixture(autouse=True)

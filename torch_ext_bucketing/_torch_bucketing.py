@@ -223,7 +223,9 @@ def size_hint(size: Any, context: str) -> int:
     except ImportError:
         hint = size if isinstance(size, int) else size.node.hint
         if not isinstance(hint, int):
-            raise RuntimeError(f"{context} needs a size with a hint, got {size}") from None
+            raise RuntimeError(
+                f"Could not extract optimization hint for {size} ({context})"
+            ) from None
         return hint
     return int(_hint_int_or_raise(size, context=context))
 

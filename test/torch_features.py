@@ -1,0 +1,16 @@
+"""What not every torch has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_ext_bucketing  # noqa: F401  (the hooks come before torch's bucketing)
+
+from torch._inductor.fx_passes import fsdp  # isort: skip
+
+HAS_PRE_BUCKETING = hasattr(fsdp, "pre_bucket_fsdp_collectives")
+needs_pre_bucketing = pytest.mark.skipif(
+    not HAS_PRE_BUCKETING,
+    reason=f"torch {torch.__version__} has no pre-bucketing and no FSDP groups to filter",
+)
