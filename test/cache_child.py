@@ -51,7 +51,7 @@ def by_backend(make, **settings):
     return lambda: (Pair(), teb.backend("inductor", [make()]), settings)
 
 
-def by_config(key, turned=False, tags=True, mode="default", **entries):
+def by_config(key, turned=False, tags=True, custom_ops=False, **entries):
     """torch's own bucketing, under config hooks alone."""
 
     def setup():
@@ -59,13 +59,14 @@ def by_config(key, turned=False, tags=True, mode="default", **entries):
         settings = {
             "bucket_all_gathers_fx": "fsdp",
             "bucket_reduce_scatters_fx": "fsdp",
-            "bucket_all_gathers_bucket_mode": mode,
-            "bucket_reduce_scatters_bucket_mode": mode,
             ENTRIES + "bucket_non_adjacent": True,
             **{ENTRIES + name: value for name, value in entries.items()},
         }
         if tags:
             settings["joint_custom_post_pass"] = teb.TagParameters(model)
+        if custom_ops:
+            settings |= custom_ops_of("bucket_all_gathers_bucket_mode")
+            settings |= custom_ops_of("bucket_reduce_scatters_bucket_mode")
         if key is not None:
             settings[ENTRIES + "bucket_payload_order_key"] = key()
         return model, "inductor", settings
@@ -73,11 +74,10 @@ def by_config(key, turned=False, tags=True, mode="default", **entries):
     return setup
 
 
-def custom_ops():
-    """Let our passes pack with torch's own operators, as on torch 2.11 they do anyway."""
+def custom_ops_of(entry):
+    """Let torch pack with its own operators, where it can be told."""
     from torch._inductor import config
 
-    entry = ENTRIES + "bucket_mode"
     return {entry: "custom_ops"} if hasattr(config, entry) else {}
 
 
@@ -100,12 +100,12 @@ SETUPS = {
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB, payload_order=True)),
     "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
     "backend, custom ops": by_backend(
-        lambda: teb.BucketUnits(AB, payload_order=True), **custom_ops()
+        lambda: teb.BucketUnits(AB, payload_order=True), **custom_ops_of(ENTRIES + "bucket_mode")
     ),
     "config": by_config(lambda: AB),
-    "config, custom ops": by_config(lambda: AB, mode="custom_ops"),
+    "config, custom ops": by_config(lambda: AB, custom_ops=True),
     "config, custom ops, filter only": by_config(
-        None, tags=False, fsdp_group_filter=teb.primary_group, mode="custom_ops"
+        None, tags=False, fsdp_group_filter=teb.primary_group, custom_ops=True
     ),
     "config, other order": by_config(lambda: BA),
     "config, model turned": by_config(lambda: AB, turned=True),
