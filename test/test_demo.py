@@ -54,6 +54,10 @@ def _die_on_last(rank: Rank, how: str) -> None:
     print("last words", flush=True)
     if how == "exit":
         os._exit(7)
+    if how == "abort":
+        print("Fatal Python error: Aborted\n  File ...\nExtension modules:", "numpy._core, " * 1000)
+        sys.stdout.flush()
+        os._exit(134)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -109,7 +113,14 @@ def test_a_rank_that_raises_ends_all_with_its_traceback():
     assert "in _raise_on_last" in str(caught.value)
 
 
-@pytest.mark.parametrize(("how", "text"), [("exit", "exit code 7"), ("kill", "killed by SIGKILL")])
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("exit", "exit code 7"),
+        ("kill", "killed by SIGKILL"),
+        ("abort", "Fatal Python error: Aborted\n  File"),
+    ],
+)
 def test_a_rank_that_dies_ends_all(how, text):
     pids: list[int] = []
     with pytest.raises(RankError) as caught:

@@ -45,6 +45,8 @@ always the first that failed (a dead rank's peers see their connection close).""
 _LOG_TAIL = 4000
 """Characters of a rank's output that an error shows."""
 
+_CRASH = "Fatal Python error"
+
 
 class RankError(RuntimeError):
     """A rank failed; the message names it and says how.
@@ -255,7 +257,7 @@ class _Run:
             text = ""
         if not text:
             return f"\n(rank {rank} printed nothing)"
-        return f"\n--- end of rank {rank}'s output ---\n{text[-_LOG_TAIL:]}"
+        return f"\n--- end of rank {rank}'s output ---\n{_told(text)}"
 
     def end(self) -> None:
         """End every rank's process group and collect the processes."""
@@ -346,6 +348,13 @@ def _group_exists(group: int) -> bool:
 
 def _log_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
+
+
+def _told(text: str) -> str:
+    """The end of an output; from before Python's report of a crash on, whose end is a long list."""
+    crash, last = text.rfind(_CRASH), len(text) - _LOG_TAIL
+    begin = max(0, last if crash < 0 else min(crash - _LOG_TAIL // 4, last))
+    return text[begin : begin + _LOG_TAIL]
 
 
 def _exit_text(code: int | None) -> str:
