@@ -42,6 +42,7 @@ __all__ = [
 Policy: TypeAlias = Overlap | CapComputeRun | PeakMemory
 
 _WINDOWS = (0, 8, 16, 40, 100)
+_QUICK_WINDOWS = (0, 16, 100)
 _DEFAULT_RATIO = 1.02
 """Of the reference's peak, where no ``PeakMemory`` is given: reordering alone must not cost memory
 worth speaking of. More is taken only for the collectives that ``Overlap.depth`` wants under way."""
@@ -250,12 +251,12 @@ def _candidates(
                 Options(limit, window, fill=window, depth=0, deadlines=False, max_run=most),
             )
         return
-    windows = tuple(dict.fromkeys(min(w, overlap.window) for w in _WINDOWS))
+    given = _QUICK_WINDOWS if quick else _WINDOWS
+    windows = tuple(dict.fromkeys(min(w, overlap.window) for w in given))
     ways = [(w, overlap.depth, True) for w in windows]
-    ways += [(w, 2 * overlap.depth, True) for w in windows if overlap.depth]
+    if not quick:
+        ways += [(w, 2 * overlap.depth, True) for w in windows if overlap.depth]
     ways += [(w, overlap.depth, False) for w in windows[:1]]
-    if quick:
-        ways = [(w, overlap.depth, True) for w in windows[:3:2]] + ways[-1:]
     for window, depth, deadlines in ways:
         yield (
             f"window {window}, depth {depth}{', by deadline' if deadlines else ''}",
