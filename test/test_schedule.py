@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from random_graphs import Builder, layered_graph, random_graph, real_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_ext_bucketing import _torch_bucketing as tb
-from torch_ext_bucketing.auto_cap import choose_caps
+from torch_ext_bucketing._gc import paused_gc
+from torch_ext_bucketing.auto_cap import _Search, choose_caps
 from torch_ext_bucketing.buckets import apply_plan
 from torch_ext_bucketing.caps import plan_by_cap
 from torch_ext_bucketing.cost import Costs, Machine
@@ -576,6 +578,35 @@ def test_the_cap_is_chosen_on_the_cost_model_and_the_graph_is_only_read():
     steps = {dict(c)["0 all_gather"]: step for c, step, *_ in report.cap_alternatives}
     assert dict(report.caps_mb)["0 all_gather"] == min(steps, key=steps.__getitem__)
     assert len(plan.buckets) >= 1
+
+
+@pytest.mark.parametrize("on", [Machine(), machine(2.0)], ids=["estimated", "measured"])
+@pytest.mark.parametrize("graph", [lambda: forward_graph(8), lambda: backward_graph(6)])
+def test_no_step_is_faster_than_what_lets_caps_be_passed_over(graph, on):
+    gm = graph()
+    kinds, options = ("all_gather", "reduce_scatter"), {"eligible": lambda start: True}
+    search = _Search(gm.graph, (Overlap(),), on, peak_bytes(gm), kinds, options)
+    found = []
+    for cap in (0.01, 0.05, 0.1, 1.0):
+        apart = search.busiest_ms(cap)
+        found.append(apart)
+        assert 0 < apart <= search._outcome(search.plan(cap)).step_ms[1]
+    assert found[0] > found[-1]
+
+
+def test_the_collector_runs_again_after_an_error_and_only_if_it_did():
+    def fail():
+        with paused_gc():
+            seen.append(gc.isenabled())
+            with paused_gc():
+                seen.append(gc.isenabled())
+            seen.append(gc.isenabled())
+            raise LookupError
+
+    seen = [gc.isenabled()]
+    with pytest.raises(LookupError):
+        fail()
+    assert [*seen, gc.isenabled()] == [True, False, False, False, True]
 
 
 def test_the_memory_bound_decides_over_speed():
