@@ -449,7 +449,7 @@ def test_what_has_no_uuid(caplog):
         stage = "joint"
 
         def __call__(self, graph):
-            pass
+            raise AssertionError("asking for a uuid runs nothing")
 
         def uuid(self):
             return None
