@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-import torch.utils._pytree as pytree
 
 from . import _torch_bucketing as tb
 from .dependencies import is_collective, is_compute, is_view
+from .liveness import tensors_in
 from .tags import kind_of
 
 __all__ = ["H100", "Costs", "Machine", "check_machine"]
@@ -122,12 +122,12 @@ class Costs:
         if is_collective(node):
             return self.collective(node)
         machine = self.machine
-        moved = sum(map(_bytes, _tensors(node.meta.get("val")))) + sum(
-            _bytes(t) for a in node.all_input_nodes for t in _tensors(a.meta.get("val"))
+        moved = sum(map(_bytes, tensors_in(node.meta.get("val")))) + sum(
+            _bytes(t) for a in node.all_input_nodes for t in tensors_in(a.meta.get("val"))
         )
         ms = moved / machine.bandwidth * 1e3
         if is_compute(node):
-            dtype = next((t.dtype for t in _tensors(node.meta.get("val"))), torch.float32)
+            dtype = next((t.dtype for t in tensors_in(node.meta.get("val"))), torch.float32)
             rate = machine.flops.get(str(dtype).removeprefix("torch."), machine.other_flops)
             ms = max(ms, _flops(node) / rate * 1e3)
         return max(ms, machine.kernel_ms)
@@ -149,11 +149,11 @@ class Costs:
     @staticmethod
     def collective_bytes(node: fx.Node) -> int:
         """What a collective moves: its input and its output."""
-        return sum(map(_bytes, _tensors(node.meta.get("val")))) + sum(
+        return sum(map(_bytes, tensors_in(node.meta.get("val")))) + sum(
             _bytes(t)
             for a in node.all_input_nodes
             if a is not node.kwargs.get("out")
-            for t in _tensors(a.meta.get("val"))
+            for t in tensors_in(a.meta.get("val"))
         )
 
 
@@ -167,12 +167,6 @@ def _interpolated(series: Sequence[tuple[int, float]], nbytes: int) -> float:
         return ms * nbytes / size
     (low, low_ms), (high, high_ms) = points[at - 1], points[at]
     return low_ms + (high_ms - low_ms) * (nbytes - low) / (high - low)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ from .dependencies import Dependencies, is_collective, is_view, started_by
 from .uneven import shard_side
 from .writes import written_values
 
-__all__ = ["LiveBytes", "Liveness", "donated_by_autograd"]
+__all__ = ["LiveBytes", "Liveness", "donated_by_autograd", "tensors_in"]
 
 
 def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
@@ -93,12 +93,7 @@ class Liveness:
                 self.uses[s] += 1
 
     def _storages(self, node: fx.Node) -> tuple[int, ...]:
-        val = node.meta.get("val")
-        values = [
-            v
-            for v in ([val] if isinstance(val, torch.Tensor) else pytree.tree_leaves(val))
-            if isinstance(v, torch.Tensor) and v.device.type != "meta"
-        ]
+        values = [v for v in tensors_in(node.meta.get("val")) if v.device.type != "meta"]
         returned = _returned_input(node)
         if returned is not None and len(self._of_node[returned]) == 1:
             mine = self._of_node[returned]
@@ -127,6 +122,13 @@ class Liveness:
     def peak(self, order: Sequence[int]) -> int:
         """The largest number of bytes live at any time."""
         return max(self.profile(order), default=self.at_start)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a node's ``meta["val"]``, in order."""
+    if isinstance(value, torch.Tensor):  # most are, and a pytree takes long to find out
+        return [value]
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
 
 
 def _returned_input(node: fx.Node) -> fx.Node | None:
