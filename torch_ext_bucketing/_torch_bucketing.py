@@ -59,8 +59,8 @@ def register_ops() -> None:
     """Register ``torch.ops.bucketing``, which torch does when its bucketing is first imported.
 
     What Inductor made of a graph bucketed in mode ``custom_ops`` calls them, also where it comes
-    from a cache and no bucketing has run in the process. Every ``uuid()`` of this package, which is
-    what a cache is asked with, calls this first.
+    from a cache and no bucketing has run in the process. The ``uuid()`` of passes and hooks, which
+    is what a cache is asked with, calls this first.
     """
     from torch._inductor.fx_passes import bucketing  # noqa: F401
 

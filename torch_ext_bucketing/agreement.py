@@ -446,9 +446,8 @@ def _meet(exchanges: Sequence[_Exchange]) -> AgreementError | None:
         for exchange in exchanges:
             exchange.confirm()
         _all(exchanges, "done")
-        with contextlib.suppress(
-            RuntimeError
-        ):  # whoever hosts the store may have gone on and ended
+        # Whoever hosts the store may have gone on and ended.
+        with contextlib.suppress(RuntimeError):
             for exchange in exchanges:
                 exchange.leave()
     except _FailedError as failed:
