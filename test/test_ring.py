@@ -471,6 +471,14 @@ def check_deterministic(t):
     assert all(torch.equal(v, outs[0]) for v in everyone + outs)
 
 
+def check_one_thread_per_group(t):
+    for group in (dist.group.WORLD, dist.new_group()):
+        assert group._gloo.options._threads == 1
+        x = torch.ones(1000)
+        dist.all_reduce(x, group=group)
+        assert group._loan._tensors  # what the end of the process waits for
+
+
 def check_everything_else_is_gloo(t):
     n, me = t.world, t.rank
     dist.barrier()

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.futures import Future
 
+from torch_ext_bucketing._gloo import Loan, make_gloo
 from torch_ext_bucketing.ring_sum import (
     Reduction,
     RingTopology,
@@ -160,8 +161,8 @@ class RingProcessGroup(dist.ProcessGroup):
         self._store = store
         self.topology = topology
         self.group_ranks = tuple(group_ranks)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        self._gloo.options.global_ranks_in_group = list(group_ranks)
+        self._gloo = make_gloo(store, rank, size, group_ranks, timeout)
+        self._loan = Loan()
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._plain = dist.ProcessGroup(store, rank, size)
@@ -269,7 +270,9 @@ class RingProcessGroup(dist.ProcessGroup):
             received.append(recv)
             if send.numel():
                 splits = [x.numel() * x.dtype.itemsize for x in slices]
-                transfers.append(self._gloo.alltoall_base(recv, send, [size] * n, splits))
+                transfers.append(
+                    self._loan.lend(self._gloo.alltoall_base, recv, send, [size] * n, splits)
+                )
 
         def finish() -> None:
             for output, recv, reduction in zip(outputs, received, reductions, strict=True):
@@ -320,7 +323,9 @@ class RingProcessGroup(dist.ProcessGroup):
             recv = torch.empty(n, send.numel(), dtype=torch.uint8)
             received.append(recv)
             if send.numel():
-                transfers.append(self._gloo.allgather([list(recv.unbind(0))], [send]))
+                transfers.append(
+                    self._loan.lend(self._gloo.allgather, [list(recv.unbind(0))], [send])
+                )
 
         def finish() -> None:
             for x, recv, reduction in zip(tensors, received, reductions, strict=True):
@@ -361,7 +366,7 @@ class RingProcessGroup(dist.ProcessGroup):
         transfers = []
         if send.numel():
             rows = [list(recv.unbind(0))] if at_root else []
-            transfers.append(self._gloo.gather(rows, [send], gather))
+            transfers.append(self._loan.lend(self._gloo.gather, rows, [send], gather))
 
         def finish() -> None:
             if at_root:
@@ -434,7 +439,7 @@ that lock; the caller holds it and waits for the mutex. Seen as a hang after som
 
 def _to_gloo(name: str) -> Callable[..., dist.Work]:
     def method(self: RingProcessGroup, *args: object, **kwargs: object) -> dist.Work:
-        work: dist.Work = getattr(self._plain, name)(*args, **kwargs)
+        work: dist.Work = self._loan.lend(getattr(self._plain, name), *args, **kwargs)
         return work
 
     method.__name__ = name

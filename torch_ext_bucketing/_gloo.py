@@ -1,0 +1,103 @@
+"""Gloo without two faults of torch's: the one place that touches what is private of gloo.
+
+Both were seen with torch alone, with 2.13.0 and 2.15.0, and end a rank with SIGABRT.
+
+*Two threads, one string.* A ``ProcessGroupGloo`` has two threads, and each, when its operation is
+done, writes the operation's name to one ``std::string`` of the group and takes no lock
+(``lastCompletedWorkName`` in ``runLoop`` of ``ProcessGroupGloo.cpp``). Two that end at once free
+the string twice, and another small object is overwritten: ``malloc(): unaligned tcache chunk
+detected``, or a segmentation fault or a hang, about once in 50,000 small operations in flight
+together. So a group of :func:`make_gloo` has one thread. It does one operation at a time, in the
+order of the calls, as a communication stream of a GPU does.
+
+*The interpreter is gone.* Gloo's thread lets go of an operation's tensors after ``wait`` has
+returned. To let go of one that Python has seen it needs the interpreter's lock; asked for in a
+process that has begun to end, that ends the thread, in a place where C++ allows no such thing:
+``terminate called without an active exception``, in about one of 200 processes that end right after
+a collective. So what :meth:`~Loan.lend` gave the thread last is waited for when Python ends; what
+was lent earlier is back by then, as there is one thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import ParamSpec, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_EXIT_S = 1.0
+"""How long the end of a process waits for gloo's thread, in seconds. It takes microseconds, or for
+ever: an operation whose peer is gone ends by its own timeout, and Python shall not wait for that.
+"""
+
+
+def make_gloo(
+    store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: timedelta
+) -> dist.ProcessGroupGloo:
+    """Gloo's backend with one thread.
+
+    Args:
+        store: the group's own (prefixed) store.
+        rank: group rank.
+        size: ranks in the group.
+        ranks: global ranks of the group in group order.
+        timeout: of its operations.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._threads = 1
+    options._timeout = timeout
+    options.global_ranks_in_group = list(ranks)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+class Loan:
+    """The tensors that one group's thread was given last."""
+
+    def __init__(self) -> None:
+        # Weak, so that no buffer lives longer for it: a tensor's Python object lives as long as
+        # C++ has the tensor.
+        self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
+        _loans.add(self)
+
+    def lend(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """``call(*args, **kwargs)``, a gloo operation on the tensors among the arguments."""
+        self._tensors = [
+            (weakref.ref(x), x._use_count()) for x in _tensors_of([*args, *kwargs.values()])
+        ]
+        return call(*args, **kwargs)
+
+    def is_back(self) -> bool:
+        """Whether C++ refers to no tensor more often than it did before the call."""
+        return all(
+            (tensor := ref()) is None or tensor._use_count() <= before
+            for ref, before in self._tensors
+        )
+
+
+_loans: weakref.WeakSet[Loan] = weakref.WeakSet()
+
+
+def _tensors_of(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_of(item)
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Python may end once all is back. Sleeping gives gloo's threads the interpreter's lock."""
+    deadline = time.monotonic() + _EXIT_S
+    for loan in list(_loans):
+        while not loan.is_back() and time.monotonic() < deadline:
+            time.sleep(1e-4)
