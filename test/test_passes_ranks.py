@@ -15,11 +15,13 @@ from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from torch_ext_bucketing.ring import init_ring_process_group
+
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def on_ranks(function, tmp_path, *args, world=2):
-    """Run ``function(rank, *args)`` on gloo ranks; fails after four minutes, leaves none behind."""
+    """Run ``function(rank, *args)`` on ring ranks; fails after four minutes, leaves none behind."""
     here = str(Path(__file__).parent)
     context = mp.spawn(
         _rank, (world, function, str(tmp_path / "store"), here, *args), nprocs=world, join=False
@@ -39,7 +41,8 @@ def on_ranks(function, tmp_path, *args, world=2):
 def _rank(rank, world, function, store, here, *args):
     sys.path.insert(0, here)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    # Not plain gloo: its threads can corrupt a rank's memory (see torch_ext_bucketing/_gloo.py).
+    init_ring_process_group(rank, world, init_method=f"file://{store}")
     try:
         function(rank, *args)
         dist.barrier()
