@@ -90,21 +90,71 @@ def plan_by_cap(
         RuntimeError: ``eligible``, ``group_filter`` or a cap callable failed (the cause is
             chained), changed the graph or communicated; a symbolic size has no hint (torch's own).
     """
-    _check(cap_mb, kinds, max_node_span, max_compute_run)
-    if group_filter is not None and not callable(group_filter):
-        raise TypeError(f"group_filter must be a callable or None, got {group_filter!r}")
-    hooks = {"eligible": eligible, "group_filter": group_filter, "cap_mb": cap_mb}
-    given = [
-        name
-        for name, hook in hooks.items()
-        if any(map(callable, hook.values() if isinstance(hook, Mapping) else (hook,)))
-    ]
-    with reading_only(graph, " or ".join(given)) if given else contextlib.nullcontext():
-        run_bound = None if max_compute_run is None else _RunBound(graph, max_compute_run)
-        planner = _Planner(Contraction(graph), cap_mb, max_node_span, run_bound)
-        candidates = _candidates(graph, kinds, eligible)
-        scopes = _scopes(candidates.gathers, group_filter)
-        return _plan(candidates, scopes, planner, non_adjacent)
+    planner = CapPlanner(graph, kinds=kinds, eligible=eligible, group_filter=group_filter)
+    return planner.plan(
+        cap_mb,
+        max_node_span=max_node_span,
+        max_compute_run=max_compute_run,
+        non_adjacent=non_adjacent,
+    )
+
+
+class CapPlanner:
+    """Plans of one graph under several caps. The graph is read once.
+
+    Arguments and errors are those of :func:`plan_by_cap`; the graph must stay unchanged.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        *,
+        kinds: Collection[Kind] = KINDS,
+        eligible: Eligible = "tag",
+        group_filter: GroupFilter | None = None,
+    ) -> None:
+        unknown = [k for k in kinds if k not in KINDS]
+        if isinstance(kinds, str) or unknown:
+            raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
+        if group_filter is not None and not callable(group_filter):
+            raise TypeError(f"group_filter must be a callable or None, got {group_filter!r}")
+        self._graph = graph
+        with _reading_only(graph, eligible=eligible, group_filter=group_filter):
+            self._contracted = Contraction(graph)
+            self._candidates = _candidates(graph, kinds, eligible)
+            self._scopes = _scopes(self._candidates.gathers, group_filter)
+        self._compute_before: dict[fx.Node, int] | None = None
+
+    def plan(
+        self,
+        cap_mb: CapMb = None,
+        *,
+        max_node_span: int | None = None,
+        max_compute_run: int | None = None,
+        non_adjacent: bool = True,
+    ) -> BucketingPlan:
+        """The plan under one cap."""
+        _check_bounds(cap_mb, max_node_span, max_compute_run)
+        caps = list(cap_mb.values()) if isinstance(cap_mb, Mapping) else [cap_mb]
+        self._contracted.reset()
+        planner = _Planner(
+            self._contracted, cap_mb, max_node_span, self._run_bound(max_compute_run)
+        )
+        with _reading_only(self._graph, cap_mb=next(filter(callable, caps), None)):
+            return _plan(self._candidates, self._scopes, planner, non_adjacent)
+
+    def _run_bound(self, most: int | None) -> _RunBound | None:
+        if most is None:
+            return None
+        if self._compute_before is None:
+            self._compute_before = _compute_before(self._graph)
+        return _RunBound(self._compute_before, most)
+
+
+def _reading_only(graph: fx.Graph, **hooks: Any) -> contextlib.AbstractContextManager[Any]:
+    """Watch the graph while hooks of the user may be called; without any, that costs nothing."""
+    given = [name for name, hook in hooks.items() if callable(hook)]
+    return reading_only(graph, " or ".join(given)) if given else contextlib.nullcontext()
 
 
 def _plan(
@@ -122,9 +172,10 @@ def _plan(
             ]
             for run in _runs(members, non_adjacent):
                 planner.fill(kind, run)
+    left = list(candidates.left)
     if scopes != [None]:
         chosen = dict.fromkeys(g for groups in scopes for g in groups or ())
-        candidates.left += [
+        left += [
             (s.name, f"the group filter leaves out group {candidates.group[s]}")
             for s in candidates.starts
             if candidates.group[s] not in chosen
@@ -132,7 +183,7 @@ def _plan(
     place = planner.contracted.position
     return BucketingPlan(
         buckets=tuple(sorted(planner.buckets, key=lambda b: place(b.members[0]))),
-        left_alone=tuple(candidates.left),
+        left_alone=tuple(left),
         alone=tuple(u for _, u in sorted(planner.alone, key=lambda item: item[0])),
     )
 
@@ -221,19 +272,25 @@ def _runs(members: list[fx.Node], non_adjacent: bool) -> list[list[fx.Node]]:
     return list(runs.values())
 
 
+def _compute_before(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Compute nodes in graph order up to the last one that a node needs, or is."""
+    reached: dict[fx.Node, int] = {}
+    count = 0
+    for node in graph.nodes:
+        needed = (reached[n] for n in node.all_input_nodes)
+        reached[node] = max(needed, default=0)
+        if is_compute(node):
+            count += 1
+            reached[node] = count
+    return reached
+
+
 class _RunBound:
     """How many compute nodes a bucket of reduce-scatters would leave behind the one before."""
 
-    def __init__(self, graph: fx.Graph, most: int) -> None:
+    def __init__(self, compute_before: Mapping[fx.Node, int], most: int) -> None:
         self.most = most
-        self._reached: dict[fx.Node, int] = {}
-        count = 0
-        for node in graph.nodes:
-            needed = (self._reached[n] for n in node.all_input_nodes)
-            self._reached[node] = max(needed, default=0)
-            if is_compute(node):
-                count += 1
-                self._reached[node] = count
+        self._reached = compute_before
 
     def reached(self, start: fx.Node) -> int:
         """Compute nodes in graph order up to the last one that ``start`` needs. Where it stands
@@ -354,12 +411,7 @@ class _Planner:
         return cap_bytes
 
 
-def _check(
-    cap_mb: CapMb, kinds: Collection[Kind], max_node_span: int | None, max_run: int | None
-) -> None:
-    unknown = [k for k in kinds if k not in KINDS]
-    if isinstance(kinds, str) or unknown:
-        raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
+def _check_bounds(cap_mb: CapMb, max_node_span: int | None, max_run: int | None) -> None:
     if max_node_span is not None and (
         not isinstance(max_node_span, int) or isinstance(max_node_span, bool) or max_node_span < 0
     ):

@@ -70,7 +70,10 @@ class Contraction:
         self._epoch: list[int] = []  # number of unordered writes before it
         self._writes = unordered_writes(nodes)
         self._project(nodes, shard_side(graph).lacking)
+        self.reset()
 
+    def reset(self) -> None:
+        """Forget all buckets."""
         self._merged = 0  # members of closed buckets that need other starts
         self._bucket_of: dict[int, _Planned] = {}
         self._planned: list[_Planned] = []
