@@ -38,7 +38,7 @@ from torch_ext_bucketing.scheduling import (
     schedule_model,
 )
 from torch_ext_bucketing.tags import Tag, kind_of, set_tag
-from torch_ext_bucketing.timeline import Model, Timeline, longest_compute_run, lower_bound
+from torch_ext_bucketing.timeline import Timeline, longest_compute_run, lower_bound
 
 _aten = torch.ops.aten
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
@@ -298,7 +298,7 @@ OPTIONS = st.builds(
 @settings(max_examples=300, deadline=None)
 def test_every_order_is_topological(seed: int, size: int, options: Options):
     gm = random_graph(seed, size, ["0"], share=False)
-    model = Model(gm.graph)
+    model = model_of(gm.graph)
     order = list_schedule(model, options)
     assert model.dependencies.is_order(order)
     starts = [model.dependencies.nodes[i] for i in order if model.group[i] is not None]
@@ -339,7 +339,7 @@ def test_the_same_values_within_the_bounds_that_are_reported(seed, size, merge, 
 @settings(max_examples=100, deadline=None)
 def test_no_order_has_shorter_runs_than_are_called_forced(seed: int, size: int):
     gm = backward_graph(1 + seed % 5, 1 + size % 7)
-    model = Model(gm.graph)
+    model = model_of(gm.graph)
     forced = forced_run(model)
     for limit in (1, 4, 100):
         order = list_schedule(model, Options(max_run=limit))

@@ -13,7 +13,7 @@ A node depends on its inputs. Besides, these keep their order whatever the edges
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,14 @@ from . import _torch_bucketing as tb
 from .tags import kind_of
 from .writes import aliases_of, unordered_writes, written_values
 
-__all__ = ["Dependencies", "is_collective", "is_compute", "is_view", "started_by"]
+__all__ = [
+    "Dependencies",
+    "Precedence",
+    "is_collective",
+    "is_compute",
+    "is_view",
+    "started_by",
+]
 
 _c10d = torch.ops._c10d_functional
 
@@ -46,6 +53,7 @@ _COPIES_NOTHING = frozenset(
         operator.getitem,
         _c10d.wait_tensor.default,
         torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.empty.memory_format,
         torch.ops.aten.lift_fresh_copy.default,
     }
 )
@@ -87,7 +95,37 @@ def is_compute(node: fx.Node) -> bool:
     )
 
 
-class Dependencies:
+class Precedence:
+    """Nodes by their place from 0, and what each one needs.
+
+    Args:
+        nodes: in topological order.
+        needs: places of the nodes that must come before each one.
+
+    Attributes:
+        nodes: as given.
+        needs: ascending, without repeats.
+        needed_by: the reverse.
+    """
+
+    def __init__(self, nodes: list[fx.Node], needs: Iterable[Collection[int]]) -> None:
+        self.nodes = nodes
+        self.needs: list[list[int]] = [sorted(mine) for mine in needs]
+        self.needed_by: list[list[int]] = [[] for _ in nodes]
+        for i, mine_sorted in enumerate(self.needs):
+            for j in mine_sorted:
+                self.needed_by[j].append(i)
+
+    def is_order(self, order: Sequence[int]) -> bool:
+        """Whether ``order`` has every node once, and behind all that it needs."""
+        place = {i: at for at, i in enumerate(order)}
+        return len(place) == len(order) == len(self.nodes) and all(
+            i in place and all(place[j] < place[i] for j in mine)
+            for i, mine in enumerate(self.needs)
+        )
+
+
+class Dependencies(Precedence):
     """The movable nodes of a graph, by their place in it from 0, and what each one needs.
 
     Placeholders, ``get_attr`` and the output stay where they are and are not among the nodes.
@@ -98,8 +136,6 @@ class Dependencies:
     Attributes:
         nodes: the movable ones, in graph order.
         index: the place of each.
-        needs: places of the nodes that must come before each one, ascending, without repeats.
-        needed_by: the reverse.
         group: name of the process group of each collective.
 
     Raises:
@@ -125,11 +161,7 @@ class Dependencies:
                 needs.append(dict.fromkeys(at for at in found if at is not None))
         self._order_writes(everything, needs)
         self._order_chains(needs)
-        self.needs: list[list[int]] = [sorted(mine) for mine in needs]
-        self.needed_by: list[list[int]] = [[] for _ in self.nodes]
-        for i, mine_sorted in enumerate(self.needs):
-            for j in mine_sorted:
-                self.needed_by[j].append(i)
+        super().__init__(self.nodes, needs)
 
     def _order_writes(self, everything: list[fx.Node], needs: list[dict[int, None]]) -> None:
         writes = unordered_writes(everything)
@@ -169,14 +201,6 @@ class Dependencies:
                 if chain in last:
                     needs[i][last[chain]] = None
                 last[chain] = i
-
-    def is_order(self, order: Sequence[int]) -> bool:
-        """Whether ``order`` has every node once, and behind all that it needs."""
-        place = {i: at for at, i in enumerate(order)}
-        return len(place) == len(order) == len(self.nodes) and all(
-            i in place and all(place[j] < place[i] for j in mine)
-            for i, mine in enumerate(self.needs)
-        )
 
 
 def group_of(start: fx.Node) -> str:

@@ -27,7 +27,6 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .dependencies import is_view
 from .liveness import LiveBytes
 from .timeline import Model
 
@@ -71,7 +70,7 @@ class _Shape:
     """What scheduling needs to know of a model whatever the options; made once per model."""
 
     def __init__(self, model: Model) -> None:
-        needs, nodes = model.dependencies.needs, model.dependencies.nodes
+        needs = model.dependencies.needs
         size = len(model)
         self.on_demand = [False] * size
         self.source = [False] * size  # needs no anchor
@@ -80,7 +79,7 @@ class _Shape:
             free = all(self.source[j] for j in mine if not _chained(model, j, i))
             plain = group is None and not model.compute[i]
             self.source[i] = free and not model.compute[i]
-            self.on_demand[i] = plain and (wait or is_view(nodes[i]) or free)
+            self.on_demand[i] = plain and (wait or model.view[i] or free)
             if plain and not self.on_demand[i]:
                 self.source[i] = False
         self.anchors = [i for i in range(size) if not self.on_demand[i] and model.group[i] is None]

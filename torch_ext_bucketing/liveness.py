@@ -21,7 +21,7 @@ from .dependencies import Dependencies, is_collective, is_view, started_by
 from .uneven import shard_side
 from .writes import written_values
 
-__all__ = ["LiveBytes", "Liveness", "donated_by_autograd", "tensors_in"]
+__all__ = ["LiveBytes", "Liveness", "Storages", "donated_by_autograd", "tensors_in"]
 
 
 def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
@@ -32,7 +32,46 @@ def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
     return lambda node: not _aot.is_primal(node)
 
 
-class Liveness:
+class Storages:
+    """What each node allocates and touches.
+
+    Args:
+        size: bytes of each storage.
+        allocates: per node, the storages that are new with it.
+        touches: per node, the storages that must be live while it runs.
+        kept: storages that are never freed.
+        at_start: bytes of the inputs and constants.
+    """
+
+    def __init__(
+        self,
+        size: list[int],
+        allocates: list[tuple[int, ...]],
+        touches: list[tuple[int, ...]],
+        kept: dict[int, None],
+        at_start: int,
+    ) -> None:
+        self.size = size
+        self.allocates = allocates
+        self.touches = touches
+        self.kept = kept
+        self.at_start = at_start
+        self.uses = [0] * len(size)
+        for storages in touches:
+            for s in storages:
+                self.uses[s] += 1
+
+    def profile(self, order: Sequence[int]) -> list[int]:
+        """Bytes live while each node of ``order`` runs."""
+        live = LiveBytes(self)
+        return [live.run(i) for i in order]
+
+    def peak(self, order: Sequence[int]) -> int:
+        """The largest number of bytes live at any time."""
+        return max(self.profile(order), default=self.at_start)
+
+
+class Liveness(Storages):
     """What each movable node of a graph allocates and touches.
 
     Args:
@@ -41,10 +80,7 @@ class Liveness:
         donated: whether an input is freed at its last use; None: :func:`donated_by_autograd`.
 
     Attributes:
-        size: bytes of each storage; of shards that are not everywhere as large, see :mod:`.uneven`.
-        allocates: per node, the storages that are new with it.
-        touches: per node, the storages that must be live while it runs.
-        at_start: bytes of the inputs and constants.
+        size: of shards that are not everywhere as large, see :mod:`.uneven`.
         shard_side: what :mod:`.uneven` finds.
     """
 
@@ -87,10 +123,7 @@ class Liveness:
                     touched.update(dict.fromkeys(self._of_node[arg]))
             self.allocates.append(new)
             self.touches.append(tuple(touched))
-        self.uses = [0] * len(self.size)
-        for storages in self.touches:
-            for s in storages:
-                self.uses[s] += 1
+        super().__init__(self.size, self.allocates, self.touches, self.kept, self.at_start)
 
     def _storages(self, node: fx.Node) -> tuple[int, ...]:
         values = [v for v in tensors_in(node.meta.get("val")) if v.device.type != "meta"]
@@ -113,15 +146,6 @@ class Liveness:
                 self.size.append(nbytes)
             found[at] = None
         return tuple(found)
-
-    def profile(self, order: Sequence[int]) -> list[int]:
-        """Bytes live while each node of ``order`` runs."""
-        live = LiveBytes(self)
-        return [live.run(i) for i in order]
-
-    def peak(self, order: Sequence[int]) -> int:
-        """The largest number of bytes live at any time."""
-        return max(self.profile(order), default=self.at_start)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -148,7 +172,7 @@ def _returned_input(node: fx.Node) -> fx.Node | None:
 class LiveBytes:
     """Live bytes as nodes run one after the other."""
 
-    def __init__(self, liveness: Liveness) -> None:
+    def __init__(self, liveness: Storages) -> None:
         self._liveness = liveness
         self._left = list(liveness.uses)
         self.now = liveness.at_start

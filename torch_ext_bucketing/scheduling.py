@@ -20,7 +20,7 @@ import torch.fx as fx
 
 from ._gc import paused_gc
 from .cost import H100, Costs, Machine, check_machine
-from .dependencies import Dependencies
+from .dependencies import Dependencies, Precedence, is_compute, is_view, started_by
 from .list_schedule import Options, first_uses, list_schedule
 from .liveness import Liveness
 from .memory import CapComputeRun, PeakMemory, forced_run
@@ -113,8 +113,21 @@ def model_of(
         RuntimeError: torch's own, for a symbolic size without a hint.
     """
     dependencies = Dependencies(graph)
+    liveness = Liveness(graph, dependencies, donated)
     costs = machine if isinstance(machine, Costs) else Costs(machine)
-    return Model(graph, costs, Liveness(graph, dependencies, donated), dependencies)
+    free = liveness.shard_side.nodes
+    nodes, index = dependencies.nodes, dependencies.index
+    return Model(
+        dependencies=dependencies,
+        liveness=liveness,
+        ms=[0.0 if n in free else costs(n) for n in nodes],
+        group=[dependencies.group.get(i) for i in range(len(nodes))],
+        start_of=[-1 if (s := started_by(n)) is None else index[s] for n in nodes],
+        compute=[is_compute(n) for n in nodes],
+        reduces=[kind_of(n) == "reduce_scatter" for n in nodes],
+        view=[is_view(n) for n in nodes],
+        shard_side=liveness.shard_side,
+    )
 
 
 def peak_bytes(
@@ -279,7 +292,11 @@ def _places_under(model: Model, overlap: Overlap | None) -> tuple[dict[int, int]
         return {}, []
     uses = first_uses(model)
     nodes = model.dependencies.nodes
-    gathers = {i: _fqns(nodes[i]) for i in uses if kind_of(nodes[i]) == "all_gather"}
+    gathers = {
+        i: _fqns(model.members.get(i, (nodes[i],)))
+        for i in uses
+        if kind_of(nodes[i]) == "all_gather"
+    }
     found, notes = {}, []
     for name, other in overlap.prefetch_under.items():
         mine = [i for i, fqns in gathers.items() if _covers(name, fqns)]
@@ -296,8 +313,8 @@ def _places_under(model: Model, overlap: Overlap | None) -> tuple[dict[int, int]
     return found, notes
 
 
-def _fqns(start: fx.Node) -> tuple[str, ...]:
-    tags = [t for t in (*member_tags(start), tag_of(start)) if t is not None]
+def _fqns(starts: Iterable[fx.Node]) -> tuple[str, ...]:
+    tags = [t for s in starts for t in (*member_tags(s), tag_of(s)) if t is not None]
     return tuple(dict.fromkeys(f for t in tags for f in t.fqns))
 
 
@@ -342,7 +359,7 @@ def _run_end(model: Model, timeline: Timeline) -> str:
     return "the end"
 
 
-def _reorder(graph: fx.Graph, dependencies: Dependencies, order: Sequence[int]) -> None:
+def _reorder(graph: fx.Graph, dependencies: Precedence, order: Sequence[int]) -> None:
     for i in order:
         node = dependencies.nodes[i]
         last = next(iter(reversed(graph.nodes)))

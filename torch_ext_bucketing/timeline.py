@@ -11,55 +11,44 @@ holds the compute stream until its collective is done::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from .cost import Costs
-from .dependencies import Dependencies, is_compute, started_by
-from .liveness import Liveness
-from .tags import kind_of
+from .dependencies import Precedence
+from .liveness import Storages
+from .uneven import ShardSide
 
 __all__ = ["Model", "Timeline", "longest_compute_run", "lower_bound"]
 
 
+@dataclass(frozen=True, eq=False)
 class Model:
-    """A graph with what is known of each of its movable nodes, by place.
+    """What is known of each movable node of a graph, by place; see :func:`.scheduling.model_of`.
 
     Args:
-        graph: in topological order, and unchanged as long as this is used.
-        costs: milliseconds per node.
-        liveness: of the same graph; made when None.
-        dependencies: of the same graph; made when None.
-
-    Attributes:
+        dependencies: the nodes, and what each one needs.
+        liveness: what each one allocates and touches.
         ms: time on the node's stream; 0 for what :mod:`.uneven` leaves out.
         group: process group of a collective, or None.
         start_of: for a wait, the place of its collective, or -1.
         compute: whether it is a compute node.
         reduces: whether it is a reduce-scatter.
+        view: whether it runs no kernel.
+        shard_side: what :mod:`.uneven` finds in the graph.
+        members: of a bucket that is only planned, by the place of its start: the starts in it.
     """
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        costs: Costs | None = None,
-        liveness: Liveness | None = None,
-        dependencies: Dependencies | None = None,
-    ) -> None:
-        costs = costs or Costs()
-        self.graph = graph
-        self.dependencies = dependencies or Dependencies(graph)
-        self.liveness = liveness or Liveness(graph, self.dependencies)
-        nodes = self.dependencies.nodes
-        free = self.liveness.shard_side.nodes
-        self.ms = [0.0 if n in free else costs(n) for n in nodes]
-        self.group = [self.dependencies.group.get(i) for i in range(len(nodes))]
-        self.start_of = [
-            -1 if (s := started_by(n)) is None else self.dependencies.index[s] for n in nodes
-        ]
-        self.compute = [is_compute(n) for n in nodes]
-        self.reduces = [kind_of(n) == "reduce_scatter" for n in nodes]
+    dependencies: Precedence
+    liveness: Storages
+    ms: list[float]
+    group: list[str | None]
+    start_of: list[int]
+    compute: list[bool]
+    reduces: list[bool]
+    view: list[bool]
+    shard_side: ShardSide
+    members: dict[int, tuple[fx.Node, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.ms)
