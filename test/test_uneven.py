@@ -17,13 +17,16 @@ from torch_ext_bucketing import contraction, liveness
 from torch_ext_bucketing.auto_cap import choose_caps
 from torch_ext_bucketing.buckets import apply_plan
 from torch_ext_bucketing.caps import plan_by_cap
+from torch_ext_bucketing.cost import Costs, Machine
 from torch_ext_bucketing.dependencies import Dependencies
 from torch_ext_bucketing.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.overlap import Overlap
 from torch_ext_bucketing.passes import ReshardAfterForward, backend
-from torch_ext_bucketing.scheduling import peak_bytes, schedule
+from torch_ext_bucketing.planned_model import planned_model
+from torch_ext_bucketing.scheduling import model_of, peak_bytes, schedule
 from torch_ext_bucketing.simple_fsdp import data_parallel
 from torch_ext_bucketing.tags import kind_of, member_tags, tag_of
+from torch_ext_bucketing.timeline import Timeline
 from torch_ext_bucketing.uneven import ShardSide, shard_side
 
 WORLD = 2
@@ -156,3 +159,20 @@ def test_nothing_is_left_out_of_even_graphs(even, uneven):
             assert side.nodes
             assert bool(side.lacking) == (rank == 1)
             assert not any(kind_of(n) for n in side.nodes)
+
+
+@pytest.mark.parametrize("cap", [0.0005, 0.002, 1.0])
+@pytest.mark.parametrize("phase", [0, 1], ids=["forward", "backward"])
+def test_a_planned_model_is_alike_and_as_if_merged(uneven, phase, cap):
+    found = []
+    for rank in range(WORLD):
+        gm = copy.deepcopy(uneven[rank][phase])
+        costs = Costs(Machine(bandwidth=1e9, kernel_ms=1e-9))  # whatever is moved takes time
+        plan = plan_by_cap(gm.graph, cap)
+        assert plan.buckets
+        planned = planned_model(model_of(gm.graph, costs), plan.buckets, costs)
+        assert planned is not None
+        apply_plan(gm.graph, plan)
+        timelines = [Timeline.of(m) for m in (planned, model_of(gm.graph, costs))]
+        found += [(t.step_ms, t.compute_ms, t.peak_bytes, t.longest_run) for t in timelines]
+    assert all(other == pytest.approx(found[0]) for other in found)

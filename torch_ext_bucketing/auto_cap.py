@@ -21,13 +21,15 @@ from . import _torch_bucketing as tb
 from ._gc import paused_gc
 from ._merge_traces import shared_traces
 from .buckets import BucketingPlan, merge_buckets
-from .caps import check_cap, plan_by_cap
+from .caps import CapPlanner, check_cap
 from .cost import H100, Costs, Machine
 from .dependencies import is_collective
 from .memory import CapComputeRun
+from .planned_model import planned_model
 from .report import ScheduleReport
 from .scheduling import Policy, model_of, peak_bytes, schedule_model
 from .tags import Kind
+from .timeline import Model
 
 __all__ = ["CAPS_MB", "choose_caps"]
 
@@ -131,9 +133,11 @@ class _Search:
         runs = [p.max_consecutive for p in policies if isinstance(p, CapComputeRun)]
         self._max_run = runs[0] if runs else None
         self._costs = Costs(machine)
+        self._model: Model | None = None
         self._groups = {n: tb.group_name(n) for n in graph.nodes if is_collective(n)}
         self._reference = reference_bytes
-        self._options = {"kinds": kinds, **options}
+        self._max_node_span = options.pop("max_node_span", None)
+        self._planner = CapPlanner(graph, kinds=kinds, **options)
         self._plans: dict[str, BucketingPlan] = {}
         self._known: dict[tuple[Any, ...], ScheduleReport] = {}
 
@@ -141,8 +145,9 @@ class _Search:
         """The plan for the graph itself."""
         name = repr((caps, max_run))
         if name not in self._plans:
-            plan = plan_by_cap(self._graph, caps, max_compute_run=max_run, **self._options)
-            self._plans[name] = plan
+            self._plans[name] = self._planner.plan(
+                caps, max_node_span=self._max_node_span, max_compute_run=max_run
+            )
         return self._plans[name]
 
     def attempt(self, caps: dict[tuple[str, str], float] | float) -> None:
@@ -184,12 +189,20 @@ class _Search:
         members = tuple(b.members for b in plan.buckets)
         if members not in self._known:
             with paused_gc():  # for one copy of the graph at a time: they are cycles themselves
-                copy, copied = _copied(self._graph, plan)
-                merge_buckets(copy, copied)
-                model = model_of(copy, self._costs)
+                model = self._planned(plan)
                 report, _ = schedule_model(model, self._policies, self._reference, quick=True)
             self._known[members] = report
         return self._known[members]
+
+    def _planned(self, plan: BucketingPlan) -> Model:
+        if self._model is None:
+            self._model = model_of(self._graph, self._costs)
+        planned = planned_model(self._model, plan.buckets, self._costs)
+        if planned is not None:
+            return planned
+        copy, copied = _copied(self._graph, plan)
+        merge_buckets(copy, copied)
+        return model_of(copy, self._costs)
 
     def best(self) -> _Caps:
         return min(self.tried, key=lambda k: _rank(self.tried[k]))

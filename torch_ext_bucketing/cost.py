@@ -125,12 +125,16 @@ class Costs:
         moved = sum(map(_bytes, tensors_in(node.meta.get("val")))) + sum(
             _bytes(t) for a in node.all_input_nodes for t in tensors_in(a.meta.get("val"))
         )
-        ms = moved / machine.bandwidth * 1e3
+        ms = self.kernel(moved)
         if is_compute(node):
             dtype = next((t.dtype for t in tensors_in(node.meta.get("val"))), torch.float32)
             rate = machine.flops.get(str(dtype).removeprefix("torch."), machine.other_flops)
             ms = max(ms, _flops(node) / rate * 1e3)
-        return max(ms, machine.kernel_ms)
+        return ms
+
+    def kernel(self, nbytes: int) -> float:
+        """Milliseconds of a kernel that reads and writes so many bytes and does little else."""
+        return max(nbytes / self.machine.bandwidth * 1e3, self.machine.kernel_ms)
 
     def collective(self, node: fx.Node, nbytes: int | None = None) -> float:
         """Milliseconds of a collective; ``nbytes``: as if it moved so many, input and output."""
@@ -149,12 +153,17 @@ class Costs:
     @staticmethod
     def collective_bytes(node: fx.Node) -> int:
         """What a collective moves: its input and its output."""
-        return sum(map(_bytes, tensors_in(node.meta.get("val")))) + sum(
+        return Costs.result_bytes(node) + sum(
             _bytes(t)
             for a in node.all_input_nodes
             if a is not node.kwargs.get("out")
             for t in tensors_in(a.meta.get("val"))
         )
+
+    @staticmethod
+    def result_bytes(node: fx.Node) -> int:
+        """What a node returns."""
+        return sum(map(_bytes, tensors_in(node.meta.get("val"))))
 
 
 def _interpolated(series: Sequence[tuple[int, float]], nbytes: int) -> float:

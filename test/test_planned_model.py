@@ -1,0 +1,191 @@
+"""The model of a plan against the model of a graph in which the plan was carried out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import WORLD, Builder, layered_graph, random_graph
+from test_schedule import demo_graphs
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torch_ext_bucketing import auto_cap
+from torch_ext_bucketing._merge_traces import shared_traces
+from torch_ext_bucketing.auto_cap import choose_caps
+from torch_ext_bucketing.buckets import Bucket, BucketingPlan, merge_buckets
+from torch_ext_bucketing.caps import plan_by_cap
+from torch_ext_bucketing.cost import Costs, Machine
+from torch_ext_bucketing.list_schedule import first_uses
+from torch_ext_bucketing.memory import CapComputeRun, PeakMemory
+from torch_ext_bucketing.overlap import Overlap
+from torch_ext_bucketing.planned_model import planned_model
+from torch_ext_bucketing.scheduling import BoundNotKeptWarning, model_of, schedule_model
+from torch_ext_bucketing.tags import kind_of
+from torch_ext_bucketing.timeline import Model, Timeline, lower_bound
+
+# Kernels that take longer the more they move, however little that is.
+SLOW = Machine(bandwidth=1e6, kernel_ms=1e-9)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    yield
+    dist.destroy_process_group()
+
+
+def both(graph: fx.Graph, plan: BucketingPlan) -> tuple[Model, Model]:
+    """The planned model, and that of the merged graph, which this leaves behind."""
+    costs = Costs(SLOW)
+    planned = planned_model(model_of(graph, costs), plan.buckets, costs)
+    assert planned is not None
+    with shared_traces():
+        merge_buckets(graph, plan)
+    return planned, model_of(graph, costs)
+
+
+def check_is_model(model: Model) -> None:
+    """Each node stands behind what it needs, and every storage is there when it is touched."""
+    assert model.dependencies.is_order(range(len(model)))
+    live = set(range(len(model.liveness.size)))
+    live -= {s for new in model.liveness.allocates for s in new}
+    for new, touched in zip(model.liveness.allocates, model.liveness.touches, strict=True):
+        assert live.isdisjoint(new)
+        live.update(new)
+        assert live.issuperset(touched)
+
+
+@given(seed=st.integers(0, 10**6), size=st.integers(2, 16), cap=st.integers(50, 3000))
+@settings(max_examples=200, deadline=None)
+def test_times_are_those_of_the_merged_graph(seed, size, cap):
+    gm = random_graph(seed, size, ["0"], share=False)
+    plan = plan_by_cap(gm.graph, cap / 2**20, eligible=lambda start: True)
+    planned, merged = both(gm.graph, plan)
+    check_is_model(planned)
+    ours, theirs = Timeline.of(planned), Timeline.of(merged)
+    assert ours.step_ms == pytest.approx(theirs.step_ms)
+    assert ours.compute_ms == pytest.approx(theirs.compute_ms)
+    assert ours.longest_run == theirs.longest_run
+    assert lower_bound(planned) == pytest.approx(lower_bound(merged))
+    launched = [
+        [(g, kind_of(n)) for g, n in zip(m.group, m.dependencies.nodes, strict=True) if g]
+        for m in (planned, merged)
+    ]
+    assert launched[0] == launched[1]
+
+
+@pytest.mark.parametrize("cap", [300, 900, 10**6])
+def test_live_bytes_are_those_of_the_merged_graph(cap):
+    gm = layered_graph(600, 60, ["0", "0"], share=False)
+    planned, merged = both(gm.graph, plan_by_cap(gm.graph, cap / 2**20))
+    check_is_model(planned)
+    assert Timeline.of(planned).peak_bytes == Timeline.of(merged).peak_bytes
+    assert planned.liveness.at_start == merged.liveness.at_start
+
+
+@pytest.fixture(scope="module")
+def traced(world):
+    return demo_graphs()
+
+
+def copy_of(gm: fx.GraphModule) -> fx.Graph:
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+    return graph
+
+
+POLICIES = [Overlap(), PeakMemory(ratio=1.1), CapComputeRun(3)]
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize("cap", [0.05, 0.3, 100.0])
+def test_schedules_of_a_traced_model(traced, stage, cap):
+    graph = copy_of(traced[stage])
+    plan = plan_by_cap(graph, cap, kinds=("all_gather", "reduce_scatter"))
+    assert plan.buckets
+    planned, merged = both(graph, plan)
+    check_is_model(planned)
+    assert Timeline.of(planned).peak_bytes == Timeline.of(merged).peak_bytes
+    ours, theirs = (schedule_model(m, POLICIES, None, quick=True)[0] for m in (planned, merged))
+    assert ours.step_ms == pytest.approx(theirs.step_ms)
+    assert ours.longest_run == theirs.longest_run
+    assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.scheduling.BoundNotKeptWarning")
+def test_the_search_chooses_as_it_would_by_merging(traced, stage, monkeypatch):
+    assert BoundNotKeptWarning  # named above
+    search = {"caps_mb": (0.05, 0.3, 1.0, 4.0), "machine": SLOW}
+    plan, report = choose_caps(traced[stage].graph, POLICIES, **search)
+    monkeypatch.setattr(auto_cap, "planned_model", lambda *args: None)
+    by_merging, theirs = choose_caps(traced[stage].graph, POLICIES, **search)
+    assert plan.buckets == by_merging.buckets
+    assert report.caps_mb == theirs.caps_mb
+    assert [c for c, *_ in report.cap_alternatives] == [c for c, *_ in theirs.cap_alternatives]
+
+
+def test_a_bucket_is_found_by_the_parameters_of_all_its_members(traced):
+    graph = traced["forward"].graph
+    plan = plan_by_cap(graph, 0.3, kinds=("all_gather",))
+    costs = Costs()
+    model = planned_model(model_of(graph, costs), plan.buckets, costs)
+    assert model is not None
+    assert set(model.members.values()) == {b.members for b in plan.buckets}
+    uses = first_uses(model)
+    assert all(start in uses for start in model.members)
+    late, early = (
+        next(f for f in _fqns(b.members[-1])) for b in (plan.buckets[-1], plan.buckets[0])
+    )
+    overlap = Overlap(prefetch_under={late: early})
+    assert schedule_model(model, overlap, None, quick=True)[0].notes == ()
+
+
+def _fqns(start: fx.Node) -> tuple[str, ...]:
+    from torch_ext_bucketing.tags import tag_of
+
+    tag = tag_of(start)
+    assert tag is not None
+    return tag.fqns
+
+
+def test_a_cycle_is_no_model():
+    b = Builder(share=False)
+    p, q = b.leaf(WORLD * 8, torch.float32), b.leaf(WORLD * 8, torch.float32)
+    a1 = b.collective("all_reduce", p, "0")
+    b1 = b.collective("reduce_scatter", b.add(a1, p), "0")
+    b2 = b.collective("reduce_scatter", q, "0")
+    a2 = b.collective("all_reduce", b.add(b2, b2), "0")
+    gm = b.finish([b1, a2])
+    starts: dict[str, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        starts.setdefault(kind_of(node) or "", []).append(node)
+    buckets = [
+        Bucket(kind, None, tuple(starts[kind]))  # type: ignore[arg-type]
+        for kind in ("all_reduce", "reduce_scatter")
+    ]
+    costs = Costs()
+    model = model_of(gm.graph, costs)
+    for n in (1, 2):
+        for some in itertools.combinations(buckets, n):
+            assert (planned_model(model, some, costs) is None) == (n == 2)
+
+
+def test_a_collective_without_a_wait_is_not_modelled():
+    b = Builder(share=False)
+    p = b.leaf(WORLD * 8, torch.float32)
+    gm = b.finish([b.collective("all_reduce", p, "0"), b.collective("all_reduce", p, "0")])
+    starts = tuple(n for n in gm.graph.nodes if kind_of(n))
+    (wait,) = starts[1].users
+    wait.replace_all_uses_with(starts[1])
+    gm.graph.erase_node(wait)
+    costs = Costs()
+    bucket = Bucket("all_reduce", None, starts)
+    assert planned_model(model_of(gm.graph, costs), [bucket], costs) is None
