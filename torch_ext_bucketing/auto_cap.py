@@ -2,10 +2,11 @@
 
 Large buckets make few collectives, which need little time on the wire; small ones start earlier,
 hold less memory and leave less communication at the ends of a graph. Which is better depends on
-the graph, so caps are planned, merged and scheduled on copies of the graph. First all get the same
-cap, then each process group's gathers and reductions in turn try the caps next to it.
+the graph, so caps are planned, and scheduled on a model of the graph that they would make
+(:mod:`.planned_model`). First all get the same cap, then each process group's gathers and
+reductions in turn try the caps next to it.
 
-Planning is cheap, the rest is not. So no plan is merged whose collectives alone keep a process
+Planning is cheap, scheduling is not. So no plan is scheduled whose collectives alone keep a process
 group busy for longer than the best step so far takes; those that need least come first.
 """
 
@@ -188,7 +189,7 @@ class _Search:
     def _outcome(self, plan: BucketingPlan) -> ScheduleReport:
         members = tuple(b.members for b in plan.buckets)
         if members not in self._known:
-            with paused_gc():  # for one copy of the graph at a time: they are cycles themselves
+            with paused_gc():  # for one model at a time: a copy of the graph holds cycles
                 model = self._planned(plan)
                 report, _ = schedule_model(model, self._policies, self._reference, quick=True)
             self._known[members] = report
@@ -200,6 +201,7 @@ class _Search:
         planned = planned_model(self._model, plan.buckets, self._costs)
         if planned is not None:
             return planned
+        # No plan of ours needs this, but a compile must not end over one that would.
         copy, copied = _copied(self._graph, plan)
         merge_buckets(copy, copied)
         return model_of(copy, self._costs)
