@@ -8,9 +8,9 @@ Each model is trained by eager FSDP2 and compiled, with random units, dtypes, ca
 and resharding (:mod:`.soak_cases`), on a process group that adds in the order of simulated rings.
 With ``aot_eager`` weights and losses must be equal bit for bit after every step, and every bucket's
 members and byte offsets FSDP2's; with Inductor, whose kernels round differently, the latter.
-Resident memory is read after each model. What remains of a model, or of its backend, after it
-counts as a failure, and so does growth above ``--growth-mib`` per model over the last half of the
-run: torch itself keeps some (caches of fake tensors, guards and traced source lines).
+Resident memory is read after each model, when what torch itself keeps of every compile has been
+dropped. What remains of a model, or of its backend, counts as a failure, and so does growth above
+``--growth-mib`` per model over the last half of the run.
 
 Exit status: 0, 1 where anything mismatched, was kept or grew, 2 for bad options.
 """
@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     number("inductor-every", 20, "every so many models one for Inductor, 0: none")
     parser.add_argument("--minutes", type=float, default=60.0, metavar="M", help="default: 60")
     parser.add_argument(
-        "--growth-mib", type=float, default=2.0, metavar="MIB", help="per model (default: 2)"
+        "--growth-mib", type=float, default=0.5, metavar="MIB", help="per model (default: 0.5)"
     )
     parser.add_argument("--wrong-order", action="store_true", help="pack in reverse: the control")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all cases to FILE")

@@ -20,8 +20,11 @@ import torch.distributed as dist
 import torch.fx as fx
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._dynamo.guards import CheckFunctionManager
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from benchmarks.soak_cases import Case, coarser, random_case
 from benchmarks.soak_models import DTYPES, batch, build, tied
@@ -144,12 +147,29 @@ def _one_case(case: Case, soak: Soak, mesh: DeviceMesh, rank: int) -> CaseReport
     report = CaseReport(case.index, case.text, soak.steps)
     watched = _run_case(case, soak, mesh, rank, report)
     torch._dynamo.reset()
+    _forget_what_torch_keeps()
     gc.collect()
     report.kept_alive = [what for what, reference in watched.items() if reference() is not None]
     ctypes.CDLL(None).malloc_trim(0)
     report.rss_bytes = _resident_bytes()
     report.seconds = time.perf_counter() - clock
     return report
+
+
+def _forget_what_torch_keeps() -> None:
+    """Drop what torch keeps of every compile, with this package or without, so that growth is ours.
+
+    Measured with torch 2.13.0 and plain ``torch.compile`` of six small layers, ``aot_eager``, with
+    ``torch._dynamo.reset()`` after each: 0.48 MiB more per compile. A guard on a type's identity
+    leaves a finalizer on that type, which lives on, and with it all guards and their stacks; fake
+    tensors and DTensor keep what they found for every new shape.
+    """
+    FakeTensorMode.cache_clear()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    for finalizer, info in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]
+        method = getattr(info.func, "func", info.func)
+        if getattr(method, "__func__", None) is CheckFunctionManager.invalidate:
+            finalizer.detach()
 
 
 def _run_case(

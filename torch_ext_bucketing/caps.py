@@ -35,7 +35,7 @@ from .hook_guard import reading_only
 from .report import ClosedBy, Unmerged
 from .tags import KINDS, Kind, is_bucket, kind_of, member_count, tag_of
 
-__all__ = ["Cap", "CapMb", "Eligible", "check_cap", "plan_by_cap"]
+__all__ = ["Cap", "CapMb", "CapPlanner", "Eligible", "check_cap", "plan_by_cap"]
 
 Cap: TypeAlias = float | Callable[[int], float]
 CapMb: TypeAlias = Cap | Mapping[str, Cap] | Mapping[tuple[str, str], Cap] | None
