@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from random_graphs import WORLD, Builder, layered_graph, random_graph
 from test_schedule import demo_graphs
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch_features import packs_in_parts
 
 from torch_ext_bucketing import auto_cap
 from torch_ext_bucketing._merge_traces import shared_traces
@@ -60,6 +61,7 @@ def check_is_model(model: Model) -> None:
         assert live.issuperset(touched)
 
 
+@packs_in_parts
 @given(seed=st.integers(0, 10**6), size=st.integers(2, 16), cap=st.integers(50, 3000))
 @settings(max_examples=200, deadline=None)
 def test_times_are_those_of_the_merged_graph(seed, size, cap):
@@ -104,6 +106,7 @@ def copy_of(gm: fx.GraphModule) -> fx.Graph:
 POLICIES = [Overlap(), PeakMemory(ratio=1.1), CapComputeRun(3)]
 
 
+@packs_in_parts
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 @pytest.mark.parametrize("cap", [0.05, 0.3, 100.0])
 def test_schedules_of_a_traced_model(traced, stage, cap):

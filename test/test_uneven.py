@@ -12,6 +12,7 @@ import torch.fx as fx
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch_features import packs_in_parts
 
 from torch_ext_bucketing import contraction, liveness
 from torch_ext_bucketing.auto_cap import choose_caps
@@ -161,6 +162,7 @@ def test_nothing_is_left_out_of_even_graphs(even, uneven):
             assert not any(kind_of(n) for n in side.nodes)
 
 
+@packs_in_parts
 @pytest.mark.parametrize("cap", [0.0005, 0.002, 1.0])
 @pytest.mark.parametrize("phase", [0, 1], ids=["forward", "backward"])
 def test_a_planned_model_is_alike_and_as_if_merged(uneven, phase, cap):

@@ -12,7 +12,8 @@ A gather bucket stands where its first member stood, behind what leads from para
 ones; any other bucket stands behind its last member. The rest keeps its order as far as
 dependencies allow. Packing reads the members' inputs and writes the buffer. A gathered member is
 copied out of the buffer, a reduced one is a part of it. Times and bytes are those of :mod:`.cost`
-and :mod:`.liveness`.
+and :mod:`.liveness`. With torch 2.11, which packs a gather with one operator, they are a little
+off.
 """
 
 from __future__ import annotations
