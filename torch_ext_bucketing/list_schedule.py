@@ -76,7 +76,7 @@ class _Shape:
         self.source = [False] * size  # needs no anchor
         for i, mine in enumerate(needs):
             group, wait = model.group[i], model.start_of[i] >= 0
-            free = all(self.source[j] for j in mine if not _chained(model, j, i))
+            free = all(self.source[j] for j in mine if not model.chained(j, i))
             plain = group is None and not model.compute[i]
             self.source[i] = free and not model.compute[i]
             self.on_demand[i] = plain and (wait or model.view[i] or free)
@@ -99,7 +99,7 @@ class _Shape:
             for j in model.dependencies.needed_by[i]:
                 # The collectives that follow on the same stream count as a path, too.
                 self.tail[i] = max(self.tail[i], self.tail[j])
-                if not _chained(model, i, j):
+                if not model.chained(i, j):
                     self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
             self.tail[i] += model.ms[i]
         self.gathers: dict[str, list[int]] = {}
@@ -142,7 +142,7 @@ class _Shape:
         while stack:
             node = stack.pop()
             for j in model.dependencies.needs[node]:
-                if j in seen or _chained(model, j, node):
+                if j in seen or model.chained(j, node):
                     continue
                 seen.add(j)
                 if j in self.at:
@@ -158,11 +158,6 @@ class _Shape:
                 found.append(live.now)
             live.run(i)
         return found
-
-
-def _chained(model: Model, before: int, after: int) -> bool:
-    """Whether the two are starts, of which one needs the other for their order's sake alone."""
-    return model.group[before] is not None and model.group[after] is not None
 
 
 def first_uses(model: Model) -> dict[int, int]:

@@ -115,7 +115,7 @@ class _Sorted:
         model = self._model
         for j in model.dependencies.needs[i]:
             # Starts keep their order, but which one it is only comes out at the end.
-            if model.group[i] is None or model.group[j] is None:
+            if not model.chained(j, i):
                 yield self._unit[j]
 
     def _hoist(self, merged: _Merged) -> None:
@@ -284,9 +284,7 @@ class _Rewritten:
     def _mapped(self, i: int) -> list[int]:
         """The new places of what old node ``i`` needs, but for the order of starts."""
         old, at = self._old, self._at
-        starts = old.group[i] is not None
-        needs = old.dependencies.needs[i]
-        return [at[j] for j in needs if not (starts and old.group[j] is not None)]
+        return [at[j] for j in old.dependencies.needs[i] if not old.chained(j, i)]
 
     def _chained(self, start: fx.Node, group: str | None, needs: list[int]) -> list[int]:
         key = (group, kind_of(start))

@@ -53,6 +53,10 @@ class Model:
     def __len__(self) -> int:
         return len(self.ms)
 
+    def chained(self, before: int, after: int) -> bool:
+        """Whether the two are starts, of which one needs the other for their order's sake alone."""
+        return self.group[before] is not None and self.group[after] is not None
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -134,7 +138,7 @@ def lower_bound(model: Model) -> float:
     streams: dict[str, float] = {}
     for i, needs in enumerate(model.dependencies.needs):
         # Starts that only keep their order need not wait for each other's end.
-        ahead = [done[j] for j in needs if model.group[i] is None or model.group[j] is None]
+        ahead = [done[j] for j in needs if not model.chained(j, i)]
         done[i] = model.ms[i] + max(ahead, default=0.0)
         name = model.group[i] or ""
         streams[name] = streams.get(name, 0.0) + model.ms[i]
