@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -25,8 +26,8 @@ from torch_ext_bucketing.list_schedule import first_uses
 from torch_ext_bucketing.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.overlap import Overlap
 from torch_ext_bucketing.planned_model import planned_model
-from torch_ext_bucketing.scheduling import BoundNotKeptWarning, model_of, schedule_model
-from torch_ext_bucketing.tags import kind_of
+from torch_ext_bucketing.scheduling import model_of, schedule_model
+from torch_ext_bucketing.tags import kind_of, tag_of
 from torch_ext_bucketing.timeline import Model, Timeline, lower_bound
 
 # Kernels that take longer the more they move, however little that is.
@@ -95,14 +96,6 @@ def traced(world):
     return demo_graphs()
 
 
-def copy_of(gm: fx.GraphModule) -> fx.Graph:
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        values[node] = graph.node_copy(node, values.__getitem__)
-    return graph
-
-
 POLICIES = [Overlap(), PeakMemory(ratio=1.1), CapComputeRun(3)]
 
 
@@ -110,7 +103,7 @@ POLICIES = [Overlap(), PeakMemory(ratio=1.1), CapComputeRun(3)]
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 @pytest.mark.parametrize("cap", [0.05, 0.3, 100.0])
 def test_schedules_of_a_traced_model(traced, stage, cap):
-    graph = copy_of(traced[stage])
+    graph = copy.deepcopy(traced[stage]).graph
     plan = plan_by_cap(graph, cap, kinds=("all_gather", "reduce_scatter"))
     assert plan.buckets
     planned, merged = both(graph, plan)
@@ -125,7 +118,6 @@ def test_schedules_of_a_traced_model(traced, stage, cap):
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.scheduling.BoundNotKeptWarning")
 def test_the_search_chooses_as_it_would_by_merging(traced, stage, monkeypatch):
-    assert BoundNotKeptWarning  # named above
     search = {"caps_mb": (0.05, 0.3, 1.0, 4.0), "machine": SLOW}
     plan, report = choose_caps(traced[stage].graph, POLICIES, **search)
     monkeypatch.setattr(auto_cap, "planned_model", lambda *args: None)
@@ -144,19 +136,9 @@ def test_a_bucket_is_found_by_the_parameters_of_all_its_members(traced):
     assert set(model.members.values()) == {b.members for b in plan.buckets}
     uses = first_uses(model)
     assert all(start in uses for start in model.members)
-    late, early = (
-        next(f for f in _fqns(b.members[-1])) for b in (plan.buckets[-1], plan.buckets[0])
-    )
+    late, early = (tag_of(b.members[-1]).fqns[0] for b in (plan.buckets[-1], plan.buckets[0]))
     overlap = Overlap(prefetch_under={late: early})
     assert schedule_model(model, overlap, None, quick=True)[0].notes == ()
-
-
-def _fqns(start: fx.Node) -> tuple[str, ...]:
-    from torch_ext_bucketing.tags import tag_of
-
-    tag = tag_of(start)
-    assert tag is not None
-    return tag.fqns
 
 
 def test_a_cycle_is_no_model():
@@ -192,3 +174,19 @@ def test_a_collective_without_a_wait_is_not_modelled():
     costs = Costs()
     bucket = Bucket("all_reduce", None, starts)
     assert planned_model(model_of(gm.graph, costs), [bucket], costs) is None
+
+
+def test_members_on_both_sides_of_a_side_effect_are_tried_by_merging():
+    b = Builder(share=False)
+    p, q = b.leaf(WORLD * 8, torch.float32), b.leaf(WORLD * 8, torch.float32)
+    first = b.collective("reduce_scatter", p, "0")
+    b.graph.call_function(torch.ops.aten._assert_async.msg, (q, "it is zero"))
+    gm = b.finish([first, b.collective("reduce_scatter", q, "0")])
+    options = {"eligible": lambda start: True}
+    plan = plan_by_cap(gm.graph, 1.0, **options)
+    costs = Costs()
+    assert [len(bucket.members) for bucket in plan.buckets] == [2]
+    assert planned_model(model_of(gm.graph, costs), plan.buckets, costs) is None
+    chosen, report = choose_caps(gm.graph, Overlap(), caps_mb=(1.0,), **options)
+    assert chosen.buckets == plan.buckets
+    assert report.cap_alternatives

@@ -201,7 +201,7 @@ class _Search:
         planned = planned_model(self._model, plan.buckets, self._costs)
         if planned is not None:
             return planned
-        # No plan of ours needs this, but a compile must not end over one that would.
+        # Members on both sides of a side effect: merging may move them past it, scheduling may not.
         copy, copied = _copied(self._graph, plan)
         merge_buckets(copy, copied)
         return model_of(copy, self._costs)

@@ -18,7 +18,7 @@ off.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.fx as fx
@@ -43,7 +43,9 @@ def planned_model(model: Model, buckets: Sequence[Bucket], costs: Costs) -> Mode
         costs: as for ``model``.
 
     Returns:
-        None if the buckets would make a cycle, or need more than is modelled here.
+        None if a member has no wait, or if the buckets would make a cycle with what keeps its
+        order: merging follows the edges of the graph and may move members past a side effect, which
+        ``model`` does not allow.
     """
     place = {node: i for i, node in enumerate(model.dependencies.nodes)}
     wait_of = {start: i for i, start in enumerate(model.start_of) if start >= 0}
@@ -54,7 +56,7 @@ def planned_model(model: Model, buckets: Sequence[Bucket], costs: Costs) -> Mode
             return None
         merged.append(_Merged(bucket, starts, [wait_of[s] for s in starts]))
     order = _Sorted(model, merged).order()
-    return None if order is None else _Rewritten(model, merged, order, costs).model()
+    return None if order is None else _Rewritten(model, merged, order, costs, place).model()
 
 
 @dataclass
@@ -196,7 +198,12 @@ class _Rewritten:
     """The model of the units in their new order."""
 
     def __init__(
-        self, model: Model, merged: Sequence[_Merged], order: Sequence[int], costs: Costs
+        self,
+        model: Model,
+        merged: Sequence[_Merged],
+        order: Sequence[int],
+        costs: Costs,
+        place: Mapping[fx.Node, int],
     ) -> None:
         self._old = model
         self._merged = merged
@@ -208,7 +215,7 @@ class _Rewritten:
         self._size = list(model.liveness.size)
         self._kept = dict(model.liveness.kept)
         self._instead: dict[int, int] = {}  # storages of reduced members, parts of a buffer now
-        self._place = {node: i for i, node in enumerate(model.dependencies.nodes)}
+        self._place = place
         self._casts = self._merged_casts()
         self._members: dict[int, tuple[fx.Node, ...]] = {}
 
