@@ -122,10 +122,8 @@ class Costs:
         if is_collective(node):
             return self.collective(node)
         machine = self.machine
-        moved = sum(map(_bytes, tensors_in(node.meta.get("val")))) + sum(
-            _bytes(t) for a in node.all_input_nodes for t in tensors_in(a.meta.get("val"))
-        )
-        ms = self.kernel(moved)
+        inputs = sum(map(self.result_bytes, node.all_input_nodes))
+        ms = self.kernel(self.result_bytes(node) + inputs)
         if is_compute(node):
             dtype = next((t.dtype for t in tensors_in(node.meta.get("val"))), torch.float32)
             rate = machine.flops.get(str(dtype).removeprefix("torch."), machine.other_flops)
@@ -153,16 +151,13 @@ class Costs:
     @staticmethod
     def collective_bytes(node: fx.Node) -> int:
         """What a collective moves: its input and its output."""
-        return Costs.result_bytes(node) + sum(
-            _bytes(t)
-            for a in node.all_input_nodes
-            if a is not node.kwargs.get("out")
-            for t in tensors_in(a.meta.get("val"))
-        )
+        out = node.kwargs.get("out")
+        inputs = (a for a in node.all_input_nodes if a is not out)
+        return Costs.result_bytes(node) + sum(map(Costs.result_bytes, inputs))
 
     @staticmethod
     def result_bytes(node: fx.Node) -> int:
-        """What a node returns."""
+        """Bytes of the tensors that a node returns."""
         return sum(map(_bytes, tensors_in(node.meta.get("val"))))
 
 
