@@ -34,7 +34,7 @@ from torch_features import needs_pre_bucketing
 
 from torch_ext_bucketing import _torch_bucketing as tb
 from torch_ext_bucketing.buckets import Bucket, BucketingPlan, apply_plan
-from torch_ext_bucketing.caps import plan_by_cap
+from torch_ext_bucketing.caps import CapPlanner, plan_by_cap
 from torch_ext_bucketing.contraction import Contraction
 from torch_ext_bucketing.groups import chosen_groups, primary_group
 from torch_ext_bucketing.tags import KINDS, Tag, kind_of, set_tag
@@ -163,6 +163,19 @@ def test_same_buckets_as_torch(seed, size, caps, span, adjacent):
             non_adjacent=not adjacent,
         )
         assert {frozenset(b) for b in theirs} == {frozenset(b.members) for b in ours.buckets}
+
+
+@given(
+    seed=SEEDS, size=st.integers(2, 24), caps=CAPS, span=SPANS, run=st.none() | st.integers(1, 9)
+)
+@examples(200)
+def test_a_planner_forgets_the_plan_before(seed, size, caps, span, run):
+    gm = random_graph(seed, size, GROUPS)
+    planner = CapPlanner(gm.graph, group_filter=lambda counts: list(counts)[:2])
+    for cap in (*caps, *caps):
+        options = {"max_node_span": span, "max_compute_run": run}
+        fresh = CapPlanner(gm.graph, group_filter=lambda counts: list(counts)[:2])
+        assert planner.plan(cap / MIB, **options) == fresh.plan(cap / MIB, **options)
 
 
 @given(seed=SEEDS, size=st.integers(2, 12), cap=st.integers(50, 1500), writes=st.booleans())

@@ -23,6 +23,7 @@ from torch_ext_bucketing.buckets import Bucket, BucketingPlan, merge_buckets
 from torch_ext_bucketing.caps import plan_by_cap
 from torch_ext_bucketing.cost import Costs, Machine
 from torch_ext_bucketing.list_schedule import first_uses
+from torch_ext_bucketing.liveness import LiveBytes
 from torch_ext_bucketing.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.overlap import Overlap
 from torch_ext_bucketing.planned_model import planned_model
@@ -52,14 +53,28 @@ def both(graph: fx.Graph, plan: BucketingPlan) -> tuple[Model, Model]:
 
 
 def check_is_model(model: Model) -> None:
-    """Each node stands behind what it needs, and every storage is there when it is touched."""
+    """Each node stands behind what it needs, starts of one group and kind behind each other, and
+    every storage is there when it is touched."""
     assert model.dependencies.is_order(range(len(model)))
+    last: dict[object, int] = {}
+    for i, (group, needs) in enumerate(zip(model.group, model.dependencies.needs, strict=True)):
+        if group is not None:
+            key = (group, kind_of(model.dependencies.nodes[i]))
+            assert key not in last or last[key] in needs
+            last[key] = i
     live = set(range(len(model.liveness.size)))
     live -= {s for new in model.liveness.allocates for s in new}
     for new, touched in zip(model.liveness.allocates, model.liveness.touches, strict=True):
         assert live.isdisjoint(new)
         live.update(new)
         assert live.issuperset(touched)
+
+
+def bytes_left(model: Model) -> int:
+    live = LiveBytes(model.liveness)
+    for i in range(len(model)):
+        live.run(i)
+    return live.now
 
 
 @packs_in_parts
@@ -89,6 +104,7 @@ def test_live_bytes_are_those_of_the_merged_graph(cap):
     check_is_model(planned)
     assert Timeline.of(planned).peak_bytes == Timeline.of(merged).peak_bytes
     assert planned.liveness.at_start == merged.liveness.at_start
+    assert bytes_left(planned) == bytes_left(merged)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +125,7 @@ def test_schedules_of_a_traced_model(traced, stage, cap):
     planned, merged = both(graph, plan)
     check_is_model(planned)
     assert Timeline.of(planned).peak_bytes == Timeline.of(merged).peak_bytes
+    assert bytes_left(planned) == bytes_left(merged)
     ours, theirs = (schedule_model(m, POLICIES, None, quick=True)[0] for m in (planned, merged))
     assert ours.step_ms == pytest.approx(theirs.step_ms)
     assert ours.longest_run == theirs.longest_run
