@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing import _agree_op  # noqa: F401  (defines the operator)
-from torch_ext_bucketing.agreement import agree_on_plan, before_first_run
+from torch_ext_bucketing.agreement import op as _agree_op  # noqa: F401  (defines the operator)
+from torch_ext_bucketing.agreement.before_run import agree_on_plan, before_first_run
+from torch_ext_bucketing.agreement.launches import GraphPlan, GroupPlan, Launch, Member
 from torch_ext_bucketing.demo.model import ModelConfig, Transformer
 from torch_ext_bucketing.demo.ranks import Rank, run_ranks
-from torch_ext_bucketing.launches import GraphPlan, GroupPlan, Launch, Member
 
 Compiler = Literal["aot_eager", "inductor"]
 

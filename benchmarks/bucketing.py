@@ -9,7 +9,7 @@ after the other on the same graph:
 - ``unpatched``: torch's ``pre_bucket_fsdp_collectives`` from the installed torch's own source;
 - ``hooks``: the same function of the patched torch, with ``bucket_non_adjacent`` and a
   ``fsdp_group_filter`` that keeps the groups on which parameters are sharded;
-- ``ours``: :func:`torch_ext_bucketing.caps.plan_by_cap`, then :func:`.buckets.apply_plan`.
+- ``ours``: :func:`.plan_by_cap`, then :func:`.apply_plan`.
 
 Counts are of all-gathers and reduce-scatters on those groups. The byte lower bound is what bytes
 alone force: per bucket key, one bucket for each member above the cap, and the others' bytes over
@@ -81,31 +81,27 @@ def parameter_groups(graph: Graph) -> list[str]:
 
 def counts(graph: Graph) -> dict[str, int]:
     """All-gathers and reduce-scatters on the parameters' groups, per kind."""
-    from torch_ext_bucketing import _torch_bucketing as tb
-    from torch_ext_bucketing.tags import kind_of
+    from torch_ext_bucketing.graph.collectives import group_name, kind_of
 
     found = Counter(
         kind_of(n)
         for n in graph.gm.graph.nodes
         if kind_of(n) in ("all_gather", "reduce_scatter")
-        and tb.group_name(n) in parameter_groups(graph)
+        and group_name(n) in parameter_groups(graph)
     )
     return {kind: found[kind] for kind in ("all_gather", "reduce_scatter") if found[kind]}
 
 
 def byte_lower_bound(graph: Graph, cap_mb: float) -> dict[str, int]:
     """Least number of collectives per kind that bytes allow (see the module)."""
-    from torch_ext_bucketing import _torch_bucketing as tb
-    from torch_ext_bucketing.tags import kind_of
+    from torch_ext_bucketing.graph.collectives import bucket_key, group_name, kind_of, wire_bytes
 
     cap = int(cap_mb * 1024 * 1024)
     sizes: dict[tuple[str, Any], list[int]] = {}
     for node in graph.gm.graph.nodes:
         kind = kind_of(node)
-        if kind in ("all_gather", "reduce_scatter") and tb.group_name(node) in parameter_groups(
-            graph
-        ):
-            sizes.setdefault((kind, tb.bucket_key(node)), []).append(tb.wire_bytes(node))
+        if kind in ("all_gather", "reduce_scatter") and group_name(node) in parameter_groups(graph):
+            sizes.setdefault((kind, bucket_key(node)), []).append(wire_bytes(node))
     bound: dict[str, int] = {}
     for (of, _), members in sizes.items():
         small = [s for s in members if s <= cap]
@@ -135,8 +131,8 @@ def run_hooks(graph: Graph, cap_mb: float) -> dict[str, float]:
 
 
 def run_ours(graph: Graph, cap_mb: float) -> dict[str, Any]:
-    from torch_ext_bucketing.buckets import apply_plan
-    from torch_ext_bucketing.caps import plan_by_cap
+    from torch_ext_bucketing.bucketing.caps import plan_by_cap
+    from torch_ext_bucketing.bucketing.merge import apply_plan
 
     keep = parameter_groups(graph)
     started = time.process_time()

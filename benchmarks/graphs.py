@@ -39,8 +39,8 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_ext_bucketing._source import source_digest
-from torch_ext_bucketing.passes import ReshardAfterForward
-from torch_ext_bucketing.tags import kind_of
+from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 
 from .models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
 from .parallel import Group, Layout, shard_deepseek, shard_llama, start_world
@@ -196,12 +196,24 @@ def _config(name: str, layers: int | None) -> Config:
     return replace(config, model=replace(config.model, layers=layers))
 
 
+_TRACED_WITH = (
+    "_torch.aot",
+    "_torch.descriptors",
+    "fqns",
+    "graph.collectives",
+    "plans.simple_fsdp",
+    "tagging.tag_graph",
+    "tagging.tags",
+)
+"""Modules of the package that decide what a traced graph looks like."""
+
+
 def _path(name: str, config: Config, cache: Path) -> Path:
     """Named after everything that the graph depends on."""
     package = "torch_ext_bucketing"
     sources = source_digest(
         *(f"{__package__}.{m}" for m in ("models", "parallel", "serialize", "tracing")),
-        *(f"{package}.{m}" for m in ("_aot", "_descriptors", "fqns", "simple_fsdp", "tags")),
+        *(f"{package}.{m}" for m in _TRACED_WITH),
     )
     key = (torch.__version__, repr(config), sources, inspect.getsource(ReshardAfterForward))
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()

@@ -40,13 +40,14 @@ from benchmarks.parity_ranks import (
     eager_model,
     reshard,
 )
-from torch_ext_bucketing.buckets import count_collectives
 from torch_ext_bucketing.demo.ranks import Rank
 from torch_ext_bucketing.demo.results import Payload
 from torch_ext_bucketing.demo.train import count_collectives as count_calls
 from torch_ext_bucketing.demo.train import digest
-from torch_ext_bucketing.order import FSDPParamOrder
-from torch_ext_bucketing.passes import Compilation, GraphPass, Stage, backend
+from torch_ext_bucketing.graph.collectives import count_collectives
+from torch_ext_bucketing.passes.backend import backend
+from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
+from torch_ext_bucketing.plans.order import FSDPParamOrder
 
 
 def run_rank(rank: Rank, keys: Sequence[Key], settings: Settings) -> None:
@@ -69,7 +70,7 @@ def start(rank: Rank, backend_name: str) -> torch.device:
     """Join the process group; returns the rank's device, which is the current one.
 
     Raises:
-        ValueError: see :func:`.nccl_cells.nccl_environment`.
+        ValueError: see :func:`.nccl_environment`.
     """
     torch.set_num_threads(1)
     # A graph from a cache has not been through the passes.

@@ -43,20 +43,15 @@ from torch_ext_bucketing.demo.ranks import Rank
 from torch_ext_bucketing.demo.results import Member, Payload, RunRecord, layout_differences
 from torch_ext_bucketing.demo.train import digest, start_rank
 from torch_ext_bucketing.fqns import canonical_fqn
-from torch_ext_bucketing.order import FSDPParamOrder
-from torch_ext_bucketing.passes import (
-    BucketingBackend,
-    BucketUnits,
-    Compilation,
-    GraphPass,
-    ReshardAfterForward,
-    Stage,
-    backend,
-)
-from torch_ext_bucketing.report import CompileReport
-from torch_ext_bucketing.ring import RingTopology
-from torch_ext_bucketing.simple_fsdp import data_parallel
-from torch_ext_bucketing.tags import KINDS
+from torch_ext_bucketing.graph.collectives import KINDS
+from torch_ext_bucketing.passes.backend import BucketingBackend, backend
+from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
+from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.reports.data import CompileReport
+from torch_ext_bucketing.ring.group import RingTopology
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Of computation, gathers and reductions; weights and optimizer are float32 in all cells. Gradients

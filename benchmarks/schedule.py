@@ -7,11 +7,11 @@ Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
 
 - ``unpatched``: ``schedule_overlap_bucketing`` of the installed torch's own source, with buckets,
   torch's own byte cap (or ``--cap``), and our cost model as its runtime estimation;
-- ``ours``: :func:`torch_ext_bucketing.caps.plan_by_cap`, :func:`.buckets.apply_plan`, and
-  :func:`.scheduling.schedule` with ``Overlap()``, ``CapComputeRun(8)`` (backward graphs) and
+- ``ours``: :func:`.plan_by_cap`, :func:`.apply_plan`, and
+  :func:`.schedule` with ``Overlap()``, ``CapComputeRun(8)`` (backward graphs) and
   ``PeakMemory`` at 1.02 times the peak of the graph without buckets.
 
-Both results are timed by :class:`torch_ext_bucketing.timeline.Timeline` on the same machine. The
+Both results are timed by :class:`.Timeline` on the same machine. The
 lower bound is the largest of longest path, total compute and busiest process group of our bucketed
 graph. Pass times are CPU seconds, medians over ``--repeat`` fresh loads.
 """
@@ -44,7 +44,7 @@ def run_unpatched(graph: Graph, cap_mb: float | None) -> None:
     """torch's own buckets and overlap, by our costs."""
     from torch._inductor.fx_passes import overlap_scheduling
 
-    from torch_ext_bucketing.cost import Costs
+    from torch_ext_bucketing.scheduling.cost import Costs
 
     costs = Costs()
     # torch estimates every compute node itself before it asks for our estimate, and needs a GPU
@@ -67,12 +67,12 @@ def run_ours(
     graph: Graph, cap_mb: float | None, reference: int, capped: bool = True
 ) -> dict[str, Any]:
     """Our buckets, then our schedule."""
-    from torch_ext_bucketing.auto_cap import choose_caps
-    from torch_ext_bucketing.buckets import apply_plan
-    from torch_ext_bucketing.caps import plan_by_cap
-    from torch_ext_bucketing.memory import CapComputeRun, PeakMemory
-    from torch_ext_bucketing.overlap import Overlap
-    from torch_ext_bucketing.scheduling import Policy, schedule
+    from torch_ext_bucketing.bucketing.caps import plan_by_cap
+    from torch_ext_bucketing.bucketing.merge import apply_plan
+    from torch_ext_bucketing.scheduling.cap_search import choose_caps
+    from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
+    from torch_ext_bucketing.scheduling.overlap import Overlap
+    from torch_ext_bucketing.scheduling.scheduler import Policy, schedule
 
     keep = parameter_groups(graph)
     policies: list[Policy] = [Overlap(), PeakMemory(gib=1.02 * reference / GIB)]
@@ -100,8 +100,8 @@ def run_ours(
 
 def child(way: str, name: str, cap_mb: float | None, repeat: int, layers: int | None) -> None:
     """Measure one way on one graph and print the result as JSON."""
-    from torch_ext_bucketing.scheduling import model_of
-    from torch_ext_bucketing.timeline import Timeline, lower_bound
+    from torch_ext_bucketing.scheduling.model import model_of
+    from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound
 
     logging.getLogger("torch._inductor.fx_passes").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

@@ -28,25 +28,22 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.soak_cases import Case, coarser, random_case
 from benchmarks.soak_models import DTYPES, batch, build, tied
-from torch_ext_bucketing._fsdp2 import REDUCES_BY_GRAD_DTYPE
+from torch_ext_bucketing._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
 from torch_ext_bucketing.demo.ranks import Rank
 from torch_ext_bucketing.demo.results import Member, Payload
 from torch_ext_bucketing.demo.train import digest, start_rank
 from torch_ext_bucketing.fqns import canonical_fqn
-from torch_ext_bucketing.memory import CapComputeRun, PeakMemory
-from torch_ext_bucketing.order import FSDPParamOrder
-from torch_ext_bucketing.overlap import Overlap
-from torch_ext_bucketing.passes import (
-    BucketByCap,
-    BucketUnits,
-    GraphPass,
-    ReshardAfterForward,
-    backend,
-)
-from torch_ext_bucketing.report import BucketReport, CompileReport
-from torch_ext_bucketing.ring import RingTopology
-from torch_ext_bucketing.scheduling_passes import BucketAndSchedule, Schedule
-from torch_ext_bucketing.simple_fsdp import data_parallel
+from torch_ext_bucketing.passes.backend import backend
+from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
+from torch_ext_bucketing.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
+from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.reports.data import BucketReport, CompileReport
+from torch_ext_bucketing.ring.group import RingTopology
+from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
+from torch_ext_bucketing.scheduling.overlap import Overlap
 
 _BOUNDS: dict[str, Callable[..., Any]] = {
     "Overlap": Overlap,

@@ -22,7 +22,8 @@ import torch.fx as fx
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_ext_bucketing.passes import ReshardAfterForward, TagParameters
+from torch_ext_bucketing.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.passes.tagging import TagParameters
 
 __all__ = ["Phase", "Progress", "trace_model"]
 

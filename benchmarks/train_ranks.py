@@ -37,22 +37,16 @@ from torch_ext_bucketing.demo.train import (
     eager_run,
     model_config,
 )
-from torch_ext_bucketing.order import FSDPParamOrder
-from torch_ext_bucketing.overlap import Overlap
-from torch_ext_bucketing.passes import (
-    BucketByCap,
-    BucketUnits,
-    Compilation,
-    GraphLike,
-    GraphPass,
-    ReshardAfterForward,
-    Stage,
-    TagParameters,
-    backend,
-)
-from torch_ext_bucketing.scheduling_passes import BucketAndSchedule, Schedule
-from torch_ext_bucketing.simple_fsdp import data_parallel
-from torch_ext_bucketing.tags import Kind
+from torch_ext_bucketing.graph.collectives import Kind
+from torch_ext_bucketing.passes.backend import backend
+from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage
+from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
+from torch_ext_bucketing.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
+from torch_ext_bucketing.passes.tagging import TagParameters
+from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.scheduling.overlap import Overlap
 
 CAP_MB = 25.0
 MEMORY_STEPS = 3

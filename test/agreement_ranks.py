@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing import agreement
+from torch_ext_bucketing.agreement import exchange as agreement
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 SOON = timedelta(seconds=60)

@@ -31,9 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.buckets import BucketingPlan
-from torch_ext_bucketing.passes import Compilation
-from torch_ext_bucketing.tags import KINDS, kind_of
+from torch_ext_bucketing.bucketing.plan import BucketingPlan
+from torch_ext_bucketing.graph.collectives import KINDS, kind_of
+from torch_ext_bucketing.passes.base import Compilation
 
 GROUPS = ("0", "1")
 _aten = torch.ops.aten

@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
 
-from torch_ext_bucketing.tags import TagReport, kind_of, tag_joint_graph
+from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.tagging.tag_graph import tag_joint_graph
+from torch_ext_bucketing.tagging.tags import TagReport
 
 
 class Block(nn.Module):
@@ -119,7 +121,7 @@ class Capture:
         from torch._dynamo.backends.debugging import boxed_nop
         from torch._functorch import partitioners
 
-        from torch_ext_bucketing._dynamo_inputs import input_fqns
+        from torch_ext_bucketing._torch.dynamo_inputs import input_fqns
 
         fqns = input_fqns(gm, example_inputs, self.model)
         partition = {

@@ -16,8 +16,8 @@ import torch
 from collective_graphs import all_gather, all_reduce, trace
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing import agreement
-from torch_ext_bucketing.launches import GraphPlan, GroupPlan, Launch, Member, plan_of
+from torch_ext_bucketing.agreement import exchange as agreement
+from torch_ext_bucketing.agreement.launches import GraphPlan, GroupPlan, Launch, Member, plan_of
 
 HERE = Path(__file__).parent
 PACKAGE = Path(teb.__file__).parent

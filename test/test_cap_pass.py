@@ -8,12 +8,15 @@ from sharded_models import TwoBlocks
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
-from torch_ext_bucketing import _aot
-from torch_ext_bucketing.groups import primary_group
-from torch_ext_bucketing.order import FSDPParamOrder
-from torch_ext_bucketing.overlap import PrefetchDepth
-from torch_ext_bucketing.passes import BucketByCap, ReshardAfterForward, backend, bucket_graph
-from torch_ext_bucketing.simple_fsdp import data_parallel
+from torch_ext_bucketing._torch.inductor import compile_inductor
+from torch_ext_bucketing.bucketing.groups import primary_group
+from torch_ext_bucketing.passes import backend as backend_module
+from torch_ext_bucketing.passes.backend import backend
+from torch_ext_bucketing.passes.bucketing import BucketByCap, bucket_graph
+from torch_ext_bucketing.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.scheduling.overlap import PrefetchDepth
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 PREFIX = "aten_distributed_optimizations."
@@ -115,7 +118,7 @@ def test_prefetch_depth_is_set_where_the_scheduler_takes_it(
     depth = None if prefetch is None else prefetch.compute_nodes
     before = inductor_config.aten_distributed_optimizations.max_compute_pre_fetch
     with inductor_config.patch({} if as_options else given):
-        compiled = _aot.compile_inductor(
+        compiled = compile_inductor(
             None,
             (),
             joint=None,
@@ -138,7 +141,7 @@ def test_backend_passes_its_prefetch_depth_on(monkeypatch):
         seen.append(kwargs["prefetch"])
         return gm.forward
 
-    monkeypatch.setattr(_aot, "compile_inductor", compile_inductor)
+    monkeypatch.setattr(backend_module, "compile_inductor", compile_inductor)
     for compiler in (backend(), backend(prefetch=PrefetchDepth(3)), backend(prefetch=None)):
         torch._dynamo.reset()
         torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(1))

@@ -32,13 +32,17 @@ from torch._inductor.fx_passes import bucketing, fsdp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_features import needs_pre_bucketing
 
-from torch_ext_bucketing import _torch_bucketing as tb
-from torch_ext_bucketing.buckets import Bucket, BucketingPlan, apply_plan
-from torch_ext_bucketing.caps import CapPlanner, plan_by_cap
-from torch_ext_bucketing.contraction import Contraction
-from torch_ext_bucketing.groups import chosen_groups, primary_group
-from torch_ext_bucketing.tags import KINDS, Tag, kind_of, set_tag
-from torch_ext_bucketing.writes import unordered_writes
+from torch_ext_bucketing._torch.estimates import default_cap_mb
+from torch_ext_bucketing.bucketing import caps as caps_module
+from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
+from torch_ext_bucketing.bucketing.contraction import Contraction
+from torch_ext_bucketing.bucketing.groups import chosen_groups, primary_group
+from torch_ext_bucketing.bucketing.merge import apply_plan
+from torch_ext_bucketing.bucketing.plan import Bucket, BucketingPlan
+from torch_ext_bucketing.bucketing.structure import fsdp_starts
+from torch_ext_bucketing.graph.collectives import KINDS, bucket_key, group_name, kind_of, wire_bytes
+from torch_ext_bucketing.graph.writes import unordered_writes
+from torch_ext_bucketing.tagging.tags import Tag, set_tag
 
 MIB = 2**20
 SOAK = int(os.environ.get("BUCKETING_SOAK", "0"))
@@ -119,10 +123,10 @@ def check_plan(gm: fx.GraphModule, plan: BucketingPlan, sizes: list[int], span: 
         assert at == sorted(at)
         assert not seen & set(bucket.members), "a collective in two buckets"
         seen |= set(bucket.members)
-        assert len({tb.bucket_key(m) for m in bucket.members}) == 1
+        assert len({bucket_key(m) for m in bucket.members}) == 1
         assert bucket.span == at[-1] - at[0]
         assert span is None or bucket.span <= span
-        assert bucket.wire_bytes == sum(map(tb.wire_bytes, bucket.members))
+        assert bucket.wire_bytes == sum(map(wire_bytes, bucket.members))
         assert bucket.wire_bytes <= bucket.cap_bytes <= max(sizes)
         assert not any(at[0] < w < at[-1] for w in writes), "merged across a write"
         assert bool(bucket.detail) == (bucket.closed_by != "end")
@@ -209,7 +213,7 @@ def test_torchs_pass_with_the_hooks_merges_the_same(cap):
     apply_plan(ours.graph, plan)
 
     def sizes(gm: fx.GraphModule) -> list[tuple[str | None, int]]:
-        return sorted((str(kind_of(n)), tb.wire_bytes(n)) for n in gm.graph.nodes if kind_of(n))
+        return sorted((str(kind_of(n)), wire_bytes(n)) for n in gm.graph.nodes if kind_of(n))
 
     assert sizes(theirs) == sizes(ours)
     assert plan.buckets
@@ -339,7 +343,7 @@ def gathers_on(*groups: str) -> fx.GraphModule:
 def test_primary_group_has_the_most_gathers():
     gm = gathers_on("1", "0", "0", "1", "0")
     plan = plan_by_cap(gm.graph, 1.0, eligible="structure", group_filter=primary_group)
-    assert [{tb.group_name(m) for m in b.members} for b in plan.buckets] == [{"0"}]
+    assert [{group_name(m) for m in b.members} for b in plan.buckets] == [{"0"}]
     assert {why for _, why in plan.left_alone} == {"the group filter leaves out group 1"}
     assert primary_group({"b": 2, "a": 2}) == ("b",)
     apply_plan(gm.graph, plan)  # one gather on group 0 now, two on group 1
@@ -370,10 +374,12 @@ def test_each_group_has_its_own_cap(monkeypatch):
     )
     members = {g: [] for g in "01"}
     for bucket in plan.buckets:
-        members[tb.group_name(bucket.members[0])].append(len(bucket.members))
+        members[group_name(bucket.members[0])].append(len(bucket.members))
     assert members == {"0": [2, 2, 2], "1": [2, 3]}
     asked = []
-    monkeypatch.setattr(tb, "default_cap_mb", lambda size: asked.append(size) or 3 * one / MIB)
+    monkeypatch.setattr(
+        caps_module, "default_cap_mb", lambda size: asked.append(size) or 3 * one / MIB
+    )
     plan = plan_by_cap(gm.graph, eligible=everything)
     assert [len(b.members) for b in plan.buckets] == [3, 3, 3, 3]
     assert asked == [WORLD]
@@ -381,10 +387,10 @@ def test_each_group_has_its_own_cap(monkeypatch):
 
 @needs_pre_bucketing
 def test_the_default_cap_is_torchs_own():
-    assert tb.default_cap_mb(128) == fsdp.compute_pre_bucket_cap_mb(128)
+    assert default_cap_mb(128) == fsdp.compute_pre_bucket_cap_mb(128)
     name = "aten_distributed_optimizations.pre_bucketing_fsdp_collectives_bucket_cap_mb"
     with config.patch({name: 7.0}):
-        assert tb.default_cap_mb(128) == 7.0
+        assert default_cap_mb(128) == 7.0
 
 
 @needs_pre_bucketing
@@ -402,10 +408,10 @@ def test_structure_is_what_torch_takes_for_fsdp(seed, size):
                 kind == "reduce_scatter"
                 and all(fsdp.is_fsdp_reduce_scatter_wait(w) for w in node.users)
             )
-            or (kind == "all_reduce" and tb.group_name(node) in groups)
+            or (kind == "all_reduce" and group_name(node) in groups)
         ):
             expected.append(node)
-    assert list(tb.fsdp_starts(gm.graph)) == expected
+    assert list(fsdp_starts(gm.graph)) == expected
 
 
 @pytest.mark.skipif(

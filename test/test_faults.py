@@ -30,11 +30,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_features import HAS_PRE_BUCKETING, needs_pre_bucketing
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing import _torch_bucketing as tb
-from torch_ext_bucketing.buckets import UnitIndex, apply_plan, plan_units
-from torch_ext_bucketing.passes import Compilation, GraphPass
-from torch_ext_bucketing.snapshot import Snapshot, unchanged_on_error
-from torch_ext_bucketing.tags import KINDS, kind_of
+from torch_ext_bucketing._torch import bucketing as tb
+from torch_ext_bucketing.bucketing.merge import apply_plan
+from torch_ext_bucketing.bucketing.units import UnitIndex, plan_units
+from torch_ext_bucketing.graph.collectives import KINDS, kind_of
+from torch_ext_bucketing.graph.snapshot import Snapshot, unchanged_on_error
+from torch_ext_bucketing.passes.base import Compilation, GraphPass
 
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
 KIND_NAMES = tuple(KINDS)

@@ -25,7 +25,8 @@ from benchmarks import graphs, parallel, tracing
 from benchmarks.graphs import NAMES, count, load, main
 from benchmarks.models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
 from benchmarks.serialize import from_data, to_data
-from torch_ext_bucketing.tags import kind_of, tag_of
+from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.tagging.tags import tag_of
 
 ROOT = Path(__file__).parent.parent
 C10D = torch.ops._c10d_functional

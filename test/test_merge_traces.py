@@ -16,11 +16,11 @@ from torch._inductor.fx_passes import bucketing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from torch_ext_bucketing import _merge_traces
-from torch_ext_bucketing import buckets as buckets_module
-from torch_ext_bucketing._record import CannotRecordError, record
-from torch_ext_bucketing.buckets import apply_plan
-from torch_ext_bucketing.caps import plan_by_cap
+from torch_ext_bucketing._torch import merge_traces as _merge_traces
+from torch_ext_bucketing._torch.record import CannotRecordError, record
+from torch_ext_bucketing.bucketing import merge as buckets_module
+from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.merge import apply_plan
 
 pytestmark = pytest.mark.usefixtures("fake_world")
 

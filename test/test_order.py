@@ -24,10 +24,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torch_ext_bucketing import _fsdp2, tags
-from torch_ext_bucketing import order as order_module
+from torch_ext_bucketing._torch import fsdp2 as _fsdp2
 from torch_ext_bucketing.fqns import canonical_fqn, canonical_modules, parameter_names
-from torch_ext_bucketing.order import FSDPParamOrder
+from torch_ext_bucketing.plans import order as order_module
+from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.tagging import tag_graph as tags
 
 WORLD = 4
 

@@ -16,23 +16,16 @@ from sharded_models import TWO_BLOCKS_FQNS, Capture, TwoBlocks, collectives, ste
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
-from torch_ext_bucketing.buckets import (
-    UncoveredParametersWarning,
-    UnitIndex,
-    apply_plan,
-    count_collectives,
-    plan_units,
-)
-from torch_ext_bucketing.order import FSDPParamOrder
-from torch_ext_bucketing.passes import (
-    BucketUnits,
-    PassManager,
-    ReshardAfterForward,
-    TagParameters,
-    backend,
-)
-from torch_ext_bucketing.simple_fsdp import data_parallel
-from torch_ext_bucketing.tags import Tag, member_tags, set_tag, tag_of
+from torch_ext_bucketing.bucketing.merge import apply_plan
+from torch_ext_bucketing.bucketing.units import UncoveredParametersWarning, UnitIndex, plan_units
+from torch_ext_bucketing.graph.collectives import count_collectives
+from torch_ext_bucketing.passes.backend import PassManager, backend
+from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.passes.tagging import TagParameters
+from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.tagging.tags import Tag, member_tags, set_tag, tag_of
 
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
@@ -71,7 +64,7 @@ def group():
 
 def tagged(gm, *names):
     for node, name in zip(collectives(gm), names, strict=True):
-        from torch_ext_bucketing.tags import kind_of
+        from torch_ext_bucketing.graph.collectives import kind_of
 
         set_tag(node, Tag(kind_of(node), (name,)))
     return gm

@@ -15,7 +15,7 @@ from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from torch_ext_bucketing.ring import init_ring_process_group
+from torch_ext_bucketing.ring.group import init_ring_process_group
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -90,14 +90,15 @@ def mesh(mode):
 
 
 def shard(mode, **dtypes):
-    from torch_ext_bucketing.simple_fsdp import data_parallel
+    from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 
     return data_parallel(model(), mesh(mode), mode, **dtypes)
 
 
 def bucketing_passes(reshard):
-    from torch_ext_bucketing.order import FSDPParamOrder
-    from torch_ext_bucketing.passes import BucketUnits, ReshardAfterForward
+    from torch_ext_bucketing.passes.bucketing import BucketUnits
+    from torch_ext_bucketing.passes.resharding import ReshardAfterForward
+    from torch_ext_bucketing.plans.order import FSDPParamOrder
 
     order = FSDPParamOrder.from_model(TwoBlocks(), ["layers.0", "layers.1", ""])
     passes = [BucketUnits(order, KINDS, payload_order=True)]
@@ -105,7 +106,7 @@ def bucketing_passes(reshard):
 
 
 def _aot_eager_equals_uncompiled(rank, mode, reshard):
-    from torch_ext_bucketing.passes import backend
+    from torch_ext_bucketing.passes.backend import backend
 
     module = shard(mode, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     expected = gradients(module, module, rank)
@@ -131,7 +132,7 @@ def test_aot_eager_equals_uncompiled(tmp_path, mode, reshard):
 
 
 def _inductor_equals_inductor_without_buckets(rank):
-    from torch_ext_bucketing.passes import backend
+    from torch_ext_bucketing.passes.backend import backend
 
     module = shard("fully_shard", param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     expected = gradients(torch.compile(module), module, rank)
@@ -148,11 +149,11 @@ def test_inductor_equals_inductor_without_buckets(tmp_path):
 
 
 def _reductions_on_their_own_groups(rank, mode):
-    from torch_ext_bucketing.passes import backend
-    from torch_ext_bucketing.separate_groups import SeparateGroups
+    from torch_ext_bucketing.passes.backend import backend
+    from torch_ext_bucketing.passes.separate_groups import SeparateGroups
 
     where, module = mesh(mode), model()
-    from torch_ext_bucketing.simple_fsdp import data_parallel
+    from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 
     module = data_parallel(module, where, mode, reduce_dtype=torch.float32)
     expected = gradients(module, module, rank)
@@ -185,7 +186,7 @@ def test_reductions_on_their_own_groups(tmp_path, mode, world):
 
 
 def test_separate_groups_names_what_is_wrong(fake_world):
-    from torch_ext_bucketing.separate_groups import SeparateGroups
+    from torch_ext_bucketing.passes.separate_groups import SeparateGroups
 
     flat = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     for options, match in (

@@ -16,20 +16,23 @@ from test_schedule import demo_graphs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_features import packs_in_parts
 
-from torch_ext_bucketing import auto_cap
-from torch_ext_bucketing._merge_traces import shared_traces
-from torch_ext_bucketing.auto_cap import choose_caps
-from torch_ext_bucketing.buckets import Bucket, BucketingPlan, merge_buckets
-from torch_ext_bucketing.caps import plan_by_cap
-from torch_ext_bucketing.cost import Costs, Machine
-from torch_ext_bucketing.list_schedule import first_uses
-from torch_ext_bucketing.liveness import LiveBytes
-from torch_ext_bucketing.memory import CapComputeRun, PeakMemory
-from torch_ext_bucketing.overlap import Overlap
-from torch_ext_bucketing.planned_model import planned_model
-from torch_ext_bucketing.scheduling import model_of, schedule_model
-from torch_ext_bucketing.tags import kind_of, tag_of
-from torch_ext_bucketing.timeline import Model, Timeline, lower_bound
+from torch_ext_bucketing._torch.merge_traces import shared_traces
+from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.merge import merge_buckets
+from torch_ext_bucketing.bucketing.plan import Bucket, BucketingPlan
+from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.graph.liveness import LiveBytes
+from torch_ext_bucketing.scheduling import cap_search as auto_cap
+from torch_ext_bucketing.scheduling.cap_search import choose_caps
+from torch_ext_bucketing.scheduling.cost import Costs, Machine
+from torch_ext_bucketing.scheduling.list_schedule import first_uses
+from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
+from torch_ext_bucketing.scheduling.model import Model, model_of
+from torch_ext_bucketing.scheduling.overlap import Overlap
+from torch_ext_bucketing.scheduling.planned_model import planned_model
+from torch_ext_bucketing.scheduling.scheduler import schedule_model
+from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound
+from torch_ext_bucketing.tagging.tags import tag_of
 
 # Kernels that take longer the more they move, however little that is.
 SLOW = Machine(bandwidth=1e6, kernel_ms=1e-9)

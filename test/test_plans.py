@@ -11,8 +11,11 @@ import torch.nn.utils.parametrize as parametrize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_ext_bucketing.order import FSDPParamOrder
-from torch_ext_bucketing.plans import BucketPlan, make_plan, manual_plan, transformer_block_plan
+from torch_ext_bucketing.plans.blocks import transformer_block_plan
+from torch_ext_bucketing.plans.make import make_plan
+from torch_ext_bucketing.plans.manual import manual_plan
+from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.plans.plan import BucketPlan
 
 DIM, VOCAB = 4, 12
 

@@ -14,10 +14,11 @@ import torch
 from expecttest import assert_expected_inline
 from random_graphs import Builder
 
-from torch_ext_bucketing.passes import BucketByCap, bucket_graph
-from torch_ext_bucketing.report import CompileReport
-from torch_ext_bucketing.report_text import ARTIFACT
-from torch_ext_bucketing.tags import Tag, kind_of, set_tag
+from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.passes.bucketing import BucketByCap, bucket_graph
+from torch_ext_bucketing.reports.data import CompileReport
+from torch_ext_bucketing.reports.text import ARTIFACT
+from torch_ext_bucketing.tagging.tags import Tag, set_tag
 
 CAP = 200 / 2**20
 

@@ -19,26 +19,22 @@ from hypothesis import strategies as st
 from random_graphs import Builder, layered_graph, random_graph, real_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_ext_bucketing import _torch_bucketing as tb
 from torch_ext_bucketing._gc import paused_gc
-from torch_ext_bucketing.auto_cap import _Search, choose_caps
-from torch_ext_bucketing.buckets import apply_plan
-from torch_ext_bucketing.caps import plan_by_cap
-from torch_ext_bucketing.cost import Costs, Machine
-from torch_ext_bucketing.dependencies import Dependencies, is_collective, started_by
-from torch_ext_bucketing.list_schedule import Options, list_schedule
-from torch_ext_bucketing.liveness import Liveness
-from torch_ext_bucketing.memory import CapComputeRun, PeakMemory, forced_run
-from torch_ext_bucketing.overlap import Overlap
-from torch_ext_bucketing.scheduling import (
-    BoundNotKeptWarning,
-    model_of,
-    peak_bytes,
-    schedule,
-    schedule_model,
-)
-from torch_ext_bucketing.tags import Tag, kind_of, set_tag
-from torch_ext_bucketing.timeline import Timeline, longest_compute_run, lower_bound
+from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
+from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.merge import apply_plan
+from torch_ext_bucketing.graph.collectives import is_collective, kind_of, started_by
+from torch_ext_bucketing.graph.dependencies import Dependencies
+from torch_ext_bucketing.graph.liveness import Liveness
+from torch_ext_bucketing.scheduling.cap_search import _Search, choose_caps
+from torch_ext_bucketing.scheduling.cost import Costs, Machine
+from torch_ext_bucketing.scheduling.list_schedule import Options, list_schedule
+from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory, forced_run
+from torch_ext_bucketing.scheduling.model import model_of, peak_bytes
+from torch_ext_bucketing.scheduling.overlap import Overlap
+from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning, schedule, schedule_model
+from torch_ext_bucketing.scheduling.timeline import Timeline, longest_compute_run, lower_bound
+from torch_ext_bucketing.tagging.tags import Tag, set_tag
 
 _aten = torch.ops.aten
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
@@ -216,7 +212,7 @@ def test_a_memory_bound_below_the_inputs_is_said_with_the_number():
 
 
 def test_nothing_that_goes_wrong_loses_the_graph(monkeypatch):
-    from torch_ext_bucketing import scheduling
+    from torch_ext_bucketing.scheduling import scheduler as scheduling
 
     gm = forward_graph()
     before = order_of(gm)
@@ -476,7 +472,7 @@ def real_tensor(
 @pytest.mark.parametrize("bucketed", [False, True], ids=["unbucketed", "bucketed"])
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 def test_estimated_peak_equals_a_run_on_the_demo_model(fake_world, stage: str, bucketed: bool):
-    from torch_ext_bucketing.liveness import donated_by_autograd
+    from torch_ext_bucketing.graph.liveness import donated_by_autograd
 
     gm = demo_graphs()[stage]
     if bucketed:
@@ -495,10 +491,11 @@ def demo_graphs() -> dict[str, fx.GraphModule]:
 
     from torch.distributed.device_mesh import init_device_mesh
 
-    from torch_ext_bucketing._aot import stage_of
+    from torch_ext_bucketing._torch.aot import stage_of
     from torch_ext_bucketing.demo.model import ModelConfig, Transformer
-    from torch_ext_bucketing.passes import ReshardAfterForward, backend
-    from torch_ext_bucketing.simple_fsdp import data_parallel
+    from torch_ext_bucketing.passes.backend import backend
+    from torch_ext_bucketing.passes.resharding import ReshardAfterForward
+    from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 
     found: dict[str, fx.GraphModule] = {}
 
@@ -547,7 +544,7 @@ def test_measured_tables_are_interpolated_and_extrapolated():
     for nbytes, ms in ((10, 1.0), (1000, 1.0), (2000, 1.5), (3000, 2.0), (6000, 4.0)):
         assert costs.collective(start, nbytes) == pytest.approx(ms)
     estimate = Costs(Machine()).collective(start, 10**8)
-    assert estimate == pytest.approx(tb.nccl_estimate_ms(start, 10**8))
+    assert estimate == pytest.approx(nccl_estimate_ms(start, 10**8))
 
 
 def test_a_timeline_is_what_one_would_draw():
@@ -670,9 +667,9 @@ def test_inductor_runs_collectives_and_products_in_the_planned_order():
     from torch._inductor.utils import run_and_get_code
     from torch.distributed.device_mesh import init_device_mesh
 
-    from torch_ext_bucketing.passes import backend
-    from torch_ext_bucketing.scheduling_passes import Schedule
-    from torch_ext_bucketing.simple_fsdp import data_parallel
+    from torch_ext_bucketing.passes.backend import backend
+    from torch_ext_bucketing.passes.scheduling import Schedule
+    from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 
     torch._dynamo.reset()
     model = torch.nn.Sequential(*(torch.nn.Linear(DIM, DIM, bias=False) for _ in range(4)))

@@ -21,15 +21,10 @@ from sharded_models import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from torch_ext_bucketing.simple_fsdp import data_parallel
-from torch_ext_bucketing.tags import (
-    Tag,
-    kind_of,
-    member_tags,
-    set_tag,
-    tag_joint_graph,
-    tag_of,
-)
+from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.tagging.tag_graph import tag_joint_graph
+from torch_ext_bucketing.tagging.tags import Tag, member_tags, set_tag, tag_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -137,7 +132,8 @@ def test_tied_weights_have_one_name(fake_world):
 
 def test_inference_graph(fake_world):
     model = data_parallel(TwoBlocks(), mesh_1d())
-    from torch_ext_bucketing.passes import BucketUnits, backend
+    from torch_ext_bucketing.passes.backend import backend
+    from torch_ext_bucketing.passes.bucketing import BucketUnits
 
     b = backend("aot_eager", [BucketUnits([["layers.0"], ["layers.1"], ["embedding", "head"]])])
     with torch.no_grad():

@@ -7,9 +7,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from torch_ext_bucketing.order import FSDPParamOrder
-from torch_ext_bucketing.passes import BucketUnits, backend
-from torch_ext_bucketing.simple_fsdp import data_parallel
+from torch_ext_bucketing.passes.backend import backend
+from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 
 
 class Experts(nn.Module):

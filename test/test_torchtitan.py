@@ -55,11 +55,13 @@ from torch_ext_bucketing.demo import text  # noqa: E402
 from torch_ext_bucketing.demo.model import ModelConfig, Transformer  # noqa: E402
 from torch_ext_bucketing.demo.ranks import Rank, run_ranks  # noqa: E402
 from torch_ext_bucketing.demo.train import count_collectives, digest  # noqa: E402
-from torch_ext_bucketing.order import FSDPParamOrder  # noqa: E402
-from torch_ext_bucketing.passes import BucketUnits, ReshardAfterForward, backend  # noqa: E402
+from torch_ext_bucketing.passes.backend import backend  # noqa: E402
+from torch_ext_bucketing.passes.bucketing import BucketUnits  # noqa: E402
+from torch_ext_bucketing.passes.resharding import ReshardAfterForward  # noqa: E402
 from torch_ext_bucketing.patching import hooks_status  # noqa: E402
-from torch_ext_bucketing.plans import transformer_block_plan  # noqa: E402
-from torch_ext_bucketing.ring import RingTopology, init_ring_process_group  # noqa: E402
+from torch_ext_bucketing.plans.blocks import transformer_block_plan  # noqa: E402
+from torch_ext_bucketing.plans.order import FSDPParamOrder  # noqa: E402
+from torch_ext_bucketing.ring.group import RingTopology, init_ring_process_group  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -14,21 +14,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_features import packs_in_parts
 
-from torch_ext_bucketing import contraction, liveness
-from torch_ext_bucketing.auto_cap import choose_caps
-from torch_ext_bucketing.buckets import apply_plan
-from torch_ext_bucketing.caps import plan_by_cap
-from torch_ext_bucketing.cost import Costs, Machine
-from torch_ext_bucketing.dependencies import Dependencies
-from torch_ext_bucketing.memory import CapComputeRun, PeakMemory
-from torch_ext_bucketing.overlap import Overlap
-from torch_ext_bucketing.passes import ReshardAfterForward, backend
-from torch_ext_bucketing.planned_model import planned_model
-from torch_ext_bucketing.scheduling import model_of, peak_bytes, schedule
-from torch_ext_bucketing.simple_fsdp import data_parallel
-from torch_ext_bucketing.tags import kind_of, member_tags, tag_of
-from torch_ext_bucketing.timeline import Timeline
-from torch_ext_bucketing.uneven import ShardSide, shard_side
+from torch_ext_bucketing.bucketing import contraction
+from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.merge import apply_plan
+from torch_ext_bucketing.graph import liveness
+from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.graph.dependencies import Dependencies
+from torch_ext_bucketing.graph.uneven import ShardSide, shard_side
+from torch_ext_bucketing.passes.backend import backend
+from torch_ext_bucketing.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.scheduling.cap_search import choose_caps
+from torch_ext_bucketing.scheduling.cost import Costs, Machine
+from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
+from torch_ext_bucketing.scheduling.model import model_of, peak_bytes
+from torch_ext_bucketing.scheduling.overlap import Overlap
+from torch_ext_bucketing.scheduling.planned_model import planned_model
+from torch_ext_bucketing.scheduling.scheduler import schedule
+from torch_ext_bucketing.scheduling.timeline import Timeline
+from torch_ext_bucketing.tagging.tags import member_tags, tag_of
 
 WORLD = 2
 SPANS = range(2, 40)

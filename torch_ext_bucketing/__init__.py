@@ -11,34 +11,38 @@ import os as _os
 import sys as _sys
 from typing import TYPE_CHECKING
 
+from ._moved import install as _keep_old_names
 from .patching import HooksError, HooksWarning, hooks_status, require_hooks
 from .patching import ensure_hooks as _ensure_hooks
 
 if TYPE_CHECKING:
-    from .agreement import AgreementError, PlanMismatchError, RankMissingError, agree
-    from .caps import plan_by_cap
-    from .cost import H100, Machine
-    from .groups import primary_group
-    from .memory import CapComputeRun, PeakMemory
-    from .order import FSDPParamOrder
-    from .overlap import Overlap, PrefetchDepth
-    from .passes import (
-        BucketByCap,
-        BucketUnits,
-        GraphPass,
-        ReshardAfterForward,
-        TagParameters,
-        backend,
-        bucket_graph,
-    )
-    from .plans import BucketPlan, make_plan, manual_plan, transformer_block_plan
-    from .report import CompileReport, GraphReport, ScheduleReport
-    from .ring import RingTopology, init_ring_process_group, register_ring_backend
-    from .scheduling import BoundNotKeptWarning, peak_bytes, schedule
-    from .scheduling_passes import BucketAndSchedule, Schedule
-    from .separate_groups import SeparateGroups
-    from .simple_fsdp import data_parallel
-    from .tags import Tag, set_tag, tag_joint_graph, tag_of
+    from .agreement.before_run import agree
+    from .agreement.exchange import AgreementError, PlanMismatchError, RankMissingError
+    from .bucketing.caps import plan_by_cap
+    from .bucketing.groups import primary_group
+    from .passes.backend import backend
+    from .passes.base import GraphPass
+    from .passes.bucketing import BucketByCap, BucketUnits, bucket_graph
+    from .passes.resharding import ReshardAfterForward
+    from .passes.scheduling import BucketAndSchedule, Schedule
+    from .passes.separate_groups import SeparateGroups
+    from .passes.tagging import TagParameters
+    from .plans.blocks import transformer_block_plan
+    from .plans.make import make_plan
+    from .plans.manual import manual_plan
+    from .plans.order import FSDPParamOrder
+    from .plans.plan import BucketPlan
+    from .plans.simple_fsdp import data_parallel
+    from .reports.data import CompileReport, GraphReport, ScheduleReport
+    from .ring.group import init_ring_process_group, register_ring_backend
+    from .ring.sums import RingTopology
+    from .scheduling.cost import H100, Machine
+    from .scheduling.memory import CapComputeRun, PeakMemory
+    from .scheduling.model import peak_bytes
+    from .scheduling.overlap import Overlap, PrefetchDepth
+    from .scheduling.scheduler import BoundNotKeptWarning, schedule
+    from .tagging.tag_graph import tag_joint_graph
+    from .tagging.tags import Tag, set_tag, tag_of
 
 __version__ = "0.1.0"
 
@@ -91,30 +95,67 @@ __all__ = [
 ]
 
 _HOME = {
-    "agreement": ("AgreementError", "PlanMismatchError", "RankMissingError", "agree"),
-    "caps": ("plan_by_cap",),
-    "groups": ("primary_group",),
-    "order": ("FSDPParamOrder",),
-    "cost": ("H100", "Machine"),
-    "memory": ("CapComputeRun", "PeakMemory"),
-    "overlap": ("Overlap", "PrefetchDepth"),
-    "passes": (
+    "agreement.before_run": ("agree",),
+    "agreement.exchange": (
+        "AgreementError",
+        "PlanMismatchError",
+        "RankMissingError",
+    ),
+    "bucketing.caps": ("plan_by_cap",),
+    "bucketing.groups": ("primary_group",),
+    "passes.backend": ("backend",),
+    "passes.base": ("GraphPass",),
+    "passes.bucketing": (
         "BucketByCap",
         "BucketUnits",
-        "GraphPass",
-        "ReshardAfterForward",
-        "TagParameters",
-        "backend",
         "bucket_graph",
     ),
-    "plans": ("BucketPlan", "make_plan", "manual_plan", "transformer_block_plan"),
-    "report": ("CompileReport", "GraphReport", "ScheduleReport"),
-    "ring": ("RingTopology", "init_ring_process_group", "register_ring_backend"),
-    "scheduling": ("BoundNotKeptWarning", "peak_bytes", "schedule"),
-    "scheduling_passes": ("BucketAndSchedule", "Schedule"),
-    "separate_groups": ("SeparateGroups",),
-    "simple_fsdp": ("data_parallel",),
-    "tags": ("Tag", "set_tag", "tag_joint_graph", "tag_of"),
+    "passes.resharding": ("ReshardAfterForward",),
+    "passes.scheduling": (
+        "BucketAndSchedule",
+        "Schedule",
+    ),
+    "passes.separate_groups": ("SeparateGroups",),
+    "passes.tagging": ("TagParameters",),
+    "plans.blocks": ("transformer_block_plan",),
+    "plans.make": ("make_plan",),
+    "plans.manual": ("manual_plan",),
+    "plans.order": ("FSDPParamOrder",),
+    "plans.plan": ("BucketPlan",),
+    "plans.simple_fsdp": ("data_parallel",),
+    "reports.data": (
+        "CompileReport",
+        "GraphReport",
+        "ScheduleReport",
+    ),
+    "ring.group": (
+        "init_ring_process_group",
+        "register_ring_backend",
+    ),
+    "ring.sums": ("RingTopology",),
+    "scheduling.cost": (
+        "H100",
+        "Machine",
+    ),
+    "scheduling.memory": (
+        "CapComputeRun",
+        "PeakMemory",
+    ),
+    "scheduling.model": ("peak_bytes",),
+    "scheduling.overlap": (
+        "Overlap",
+        "PrefetchDepth",
+    ),
+    "scheduling.scheduler": (
+        "BoundNotKeptWarning",
+        "schedule",
+    ),
+    "tagging.tag_graph": ("tag_joint_graph",),
+    "tagging.tags": (
+        "Tag",
+        "set_tag",
+        "tag_of",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -151,5 +192,6 @@ def _is_own_command() -> bool:
     return False
 
 
+_keep_old_names()
 if not _is_own_command():
     _ensure_hooks()

@@ -38,8 +38,8 @@ def source_digest(*module_names: str) -> str:
 
 
 def package_digest() -> str:
-    """The digest of all modules of this package, those of its subpackages excepted (what
-    ``patching`` does to torch has a digest of its own).
+    """The digest of all modules of this package, in every folder but ``patching`` (what that does
+    to torch has a digest of its own) and ``demo``, which no graph goes through.
 
     It is that of the sources as they were when this module was imported: an edit while a process
     runs changes what is on disk, not what runs.
@@ -50,6 +50,22 @@ def package_digest() -> str:
     if isinstance(_PACKAGE, RuntimeError):
         raise _PACKAGE
     return _PACKAGE
+
+
+def package_modules() -> list[str]:
+    """Names of the modules that :func:`package_digest` covers, sorted. None is imported for it."""
+    root = __package__
+    names, folders = [root], [(root, sys.modules[root].__path__)]
+    while folders:
+        folder, path = folders.pop()
+        for module in pkgutil.iter_modules(path, f"{folder}."):
+            if module.name in (f"{root}.patching", f"{root}.demo"):
+                continue
+            names.append(module.name)
+            if module.ispkg:
+                inside = [str(Path(p) / module.name.rpartition(".")[2]) for p in path]
+                folders.append((module.name, inside))
+    return sorted(names)
 
 
 def _source_of(name: str) -> str | None:
@@ -69,10 +85,8 @@ def _source_of(name: str) -> str | None:
 
 
 def _package() -> str | RuntimeError:
-    package = sys.modules[__package__]
-    found = pkgutil.iter_modules(package.__path__, f"{__package__}.")
     try:
-        return source_digest(__package__, *sorted(m.name for m in found if not m.ispkg))
+        return source_digest(*package_modules())
     except RuntimeError as error:
         return error
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch.nn as nn
 
-    from .passes import GraphPass
-    from .report import CompileReport
-    from .timeline_trace import Drawn
+    from .passes.base import GraphPass
+    from .reports.data import CompileReport
+    from .scheduling.trace import Drawn
 
 __all__ = ["ExplainError", "add_parser", "explain"]
 
@@ -121,11 +121,11 @@ def run(args: argparse.Namespace) -> int:
         if args.json is not None:
             args.json.write_text(report.to_json() + "\n", encoding="utf-8")
         if args.trace is not None:
-            from .timeline_trace import write_trace
+            from .scheduling.trace import write_trace
 
             write_trace(drawn or [], args.trace)
         if args.plot is not None:
-            from .timeline_plot import plot
+            from .scheduling.plot import plot
 
             plot(drawn or [], args.plot)
     except ExplainError as error:
@@ -154,11 +154,11 @@ def explain(
         target: ``"module:function"``, which returns the model and its inputs; None takes the demo's
             model, sharded over all ranks.
         mode: one of ``MODES``.
-        cap_mb: byte cap in MiB, see :func:`.caps.plan_by_cap`.
-        max_node_span: see :func:`.caps.plan_by_cap`.
+        cap_mb: byte cap in MiB, see :func:`.plan_by_cap`.
+        max_node_span: see :func:`.plan_by_cap`.
         primary: bucket only the primary process group.
         world_size: number of ranks; this process plays rank 0.
-        overlap: also schedule the graphs, with :class:`.overlap.Overlap`.
+        overlap: also schedule the graphs, with :class:`.Overlap`.
         drawn: gets the timelines of each graph, as compiled and as it became.
 
     Raises:
@@ -181,8 +181,8 @@ def explain(
         model, arguments, keywords = _made(target or "the demo's model", make)
         passes = _passes(model, mode, cap_mb, max_node_span, primary)
         if overlap:
-            from .overlap import Overlap
-            from .scheduling_passes import Schedule
+            from .passes.scheduling import Schedule
+            from .scheduling.overlap import Overlap
 
             passes.append(Schedule(Overlap()))
         if drawn is not None:
@@ -235,7 +235,7 @@ def _demo_model() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     from .demo.model import ModelConfig, Transformer
-    from .simple_fsdp import data_parallel
+    from .plans.simple_fsdp import data_parallel
 
     config = ModelConfig()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -266,11 +266,12 @@ def _made(name: str, make: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, A
 def _passes(
     model: nn.Module, mode: str, cap_mb: float | None, max_node_span: int | None, primary: bool
 ) -> list[GraphPass]:
-    from .groups import primary_group
-    from .order import FSDPParamOrder
-    from .passes import BucketByCap, BucketUnits, ReshardAfterForward
-    from .plans import transformer_block_plan
-    from .tags import KINDS
+    from .bucketing.groups import primary_group
+    from .graph.collectives import KINDS
+    from .passes.bucketing import BucketByCap, BucketUnits
+    from .passes.resharding import ReshardAfterForward
+    from .plans.blocks import transformer_block_plan
+    from .plans.order import FSDPParamOrder
 
     try:
         if mode == "transformer_block":
@@ -291,11 +292,11 @@ def _passes(
 
 def _recorder(drawn: list[Drawn]) -> GraphPass:
     """A last pass that keeps the timelines of each graph before the first pass and now."""
-    from ._aot import stage_of
-    from .passes import GraphPass
-    from .scheduling import model_of
-    from .timeline import Timeline
-    from .timeline_trace import Drawn
+    from ._torch.aot import stage_of
+    from .passes.base import GraphPass
+    from .scheduling.model import model_of
+    from .scheduling.timeline import Timeline
+    from .scheduling.trace import Drawn
 
     class Record(GraphPass):
         stage = "forward_backward"
@@ -320,8 +321,8 @@ def _compile(
     import torch
     import torch.utils._pytree as pytree
 
-    from .passes import backend
-    from .report import CompileReport
+    from .passes.backend import backend
+    from .reports.data import CompileReport
 
     compiler = backend("aot_eager", passes, model)
     compiled = torch.compile(model, backend=compiler)

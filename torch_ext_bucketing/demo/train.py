@@ -26,10 +26,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..fqns import canonical_fqn
-from ..order import FSDPParamOrder
-from ..passes import BucketingBackend, BucketUnits, ReshardAfterForward, backend
-from ..ring import RingTopology, init_ring_process_group
-from ..simple_fsdp import data_parallel
+from ..passes.backend import BucketingBackend, backend
+from ..passes.bucketing import BucketUnits
+from ..passes.resharding import ReshardAfterForward
+from ..plans.order import FSDPParamOrder
+from ..plans.simple_fsdp import data_parallel
+from ..ring.group import RingTopology, init_ring_process_group
 from . import text
 from .model import ModelConfig, Transformer
 from .ranks import Rank
@@ -72,7 +74,7 @@ class Run:
 
 
 def train_rank(rank: Rank, settings: Settings) -> RankReport:
-    """Entry point of a rank; see :func:`torch_ext_bucketing.demo.ranks.run_ranks`.
+    """Entry point of a rank; see :func:`.run_ranks`.
 
     Sends ``(step, run name, digest)`` after each step of each run, and ``(0, run name, "")``
     before a run's first step, which is the one that compiles.

@@ -30,14 +30,7 @@ from typing import Literal
 from .errors import HooksError, HooksWarning, ImportedTooEarlyError, SeriesError
 from .journal import Journal, load_journal, sha256, source_digest
 from .live import LIVE_MODULES, Action, cache_lines, plan_update
-from .series import (
-    CONFIG_PATH,
-    Series,
-    TorchTree,
-    choose_series,
-    find_torch,
-    has_hook_entries,
-)
+from .series import CONFIG_PATH, Series, TorchTree, choose_series, find_torch, has_hook_entries
 from .unified import FileChange
 
 _HOW_TO_DISK = "run 'torch-ext-bucketing patch apply'"

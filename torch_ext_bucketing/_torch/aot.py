@@ -1,0 +1,105 @@
+"""AOTAutograd: the one place that knows how it is called, and what its partitioner leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.fx as fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from . import descriptors as _descriptors
+
+__all__ = [
+    "compile_aot",
+    "mark_recompute",
+    "stage_of",
+]
+
+# The partitioner saves a node at the border of two checkpointed regions, which it tells apart by
+# this number; a number above all others keeps that rule away from our nodes.
+_RECOMPUTE_REGION = 100_000
+
+
+def mark_recompute(node: fx.Node) -> None:
+    """Make the partitioner compute ``node`` again in backward rather than save it."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = _RECOMPUTE_REGION
+
+
+def stage_of(graph: fx.Graph) -> str:
+    """``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``, told by the inputs and what
+    the partitioner left on the nodes."""
+    tangents = any(_is_tangent(n) for n in graph.find_nodes(op="placeholder"))
+    tags = dict.fromkeys(n.meta.get("partitioner_tag") for n in graph.nodes)
+    if tangents:
+        return "joint" if "is_forward" in tags and not _is_partitioned(graph) else "backward"
+    return "forward" if "is_forward" in tags else "inference"
+
+
+def is_primal(placeholder: fx.Node) -> bool:
+    """Whether an input of a forward or backward graph is an input of the compiled function (a
+    parameter, say), and neither a saved value nor a tangent."""
+    return "desc" in placeholder.meta and not _is_tangent(placeholder)
+
+
+def _is_partitioned(graph: fx.Graph) -> bool:
+    # In a joint graph every gradient hangs on an input; a backward graph has saved values too,
+    # which are no inputs of the compiled function and carry no descriptor.
+    return any("desc" not in n.meta for n in graph.find_nodes(op="placeholder"))
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    desc = node.meta.get("desc")
+    if desc is not None:
+        return bool(_descriptors.is_tangent(desc))
+    return "tangents" in str(node.target)
+
+
+def compile_aot(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    joint: Callable[[fx.GraphModule], None],
+    each: Callable[[fx.GraphModule], Callable[[Callable[..., Any]], Callable[..., Any]]],
+    compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None,
+) -> Callable[..., Any]:
+    """AOTAutograd with the default partitioner.
+
+    Args:
+        joint: run on the joint graph, and on an inference graph.
+        each: run on the forward, the backward and the inference graph; what it returns gets what
+            was compiled of it, and returns what will run in its place.
+        compiler: gets each of them afterwards; None runs them as they are.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import default_partition
+
+    def partition(joint_gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        joint(joint_gm)
+        joint_gm.recompile()
+        return default_partition(joint_gm, inputs, **kwargs)
+
+    def finish(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        wrap = each(graph)
+        graph.recompile()
+        if compiler is None:
+            return wrap(boxed_nop(graph, inputs))  # type: ignore[arg-type]
+        compiled = compiler(graph, inputs)
+        boxed = getattr(compiled, "_boxed_call", False)
+        return wrap(compiled if boxed else make_boxed_func(compiled))
+
+    def finish_inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        joint(graph)
+        return finish(graph, inputs)
+
+    compile_graph = aot_autograd(
+        fw_compiler=finish,
+        bw_compiler=finish,
+        inference_compiler=finish_inference,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return compile_graph(gm, example_inputs)

@@ -1,0 +1,175 @@
+"""Which input of a Dynamo graph is which parameter, and which compile it is: the one place that
+reads Dynamo's sources and numbers.
+
+Two sources of truth, the better first:
+
+1. the module that the caller named: a graph input *is* one of its parameters (the same object);
+2. the *source* that Dynamo recorded on each placeholder, the Python expression that reaches the
+   tensor from the compiled frame, such as ``L['self']._modules['layers']._parameters['weight']``.
+   Its path of modules is the FQN, relative to the module whose ``forward`` was compiled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._guards import CompileContext, TracingContext
+
+from ..fqns import canonical_fqn
+from . import descriptors as _descriptors
+
+__all__ = [
+    "input_fqns",
+    "is_first_compile",
+    "module_path",
+    "source_fqn",
+    "traced_fqns",
+    "traced_input_fqns",
+]
+
+_STEP = re.compile(
+    r"""\._(?P<table>modules|parameters|buffers)\[(?P<q>['"])(?P<key>.+?)(?P=q)\]"""
+    r"""|\.(?P<attr>[A-Za-z_]\w*)"""
+    r"""|\[(?P<index>\d+)\]"""
+)
+_ROOT = re.compile(r"""^(?:L\[['"]\w+['"]\]|G\[['"]\w+['"]\])""")
+
+
+def is_first_compile() -> bool:
+    """Whether the frame that Dynamo compiles now was not compiled before; True without Dynamo."""
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is None or compile_id.frame_compile_id in (None, 0)
+
+
+def input_fqns(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], model: torch.nn.Module | None = None
+) -> dict[int, str]:
+    """FQNs of the graph inputs that are parameters, by the inputs' position.
+
+    Args:
+        gm: the graph module that Dynamo hands to a backend.
+        example_inputs: what Dynamo hands over with it.
+        model: the module that FQNs are relative to. Without it they are relative to the module
+            whose ``forward`` Dynamo traced.
+    """
+    by_identity = _parameters_by_identity(model)
+    fqns: dict[int, str] = {}
+    for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
+        example = example_inputs[index] if index < len(example_inputs) else None
+        fqn = None
+        for tensor in (_grapharg_example(placeholder), example):
+            if tensor is not None and id(tensor) in by_identity:
+                fqn = by_identity[id(tensor)]
+                break
+        if fqn is None and model is None:
+            source = getattr(placeholder, "_dynamo_source", None)
+            fqn = None if source is None else source_fqn(source)
+        if fqn is not None:
+            fqns[index] = canonical_fqn(fqn)
+    return fqns
+
+
+def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
+    """The same for the joint graph that is being compiled now, for config hooks, which see neither
+    Dynamo's graph nor its inputs.
+
+    Dynamo lists the tensors that it met with their sources, in the order in which they became
+    inputs. The list is believed only when it has as many tensors as the joint graph has, all of
+    the same shape; the result is empty otherwise.
+    """
+    whole = _traced_tensors()
+    inputs: dict[int, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        index = _descriptors.plain_index(_descriptors.base_input(node.meta.get("desc")))
+        if index is not None and isinstance(node.meta.get("val"), torch.Tensor):
+            inputs.setdefault(index, node)
+    if len(inputs) != len(whole):
+        return {}
+    fqns: dict[int, str] = {}
+    for index, tracked in zip(sorted(inputs), whole, strict=True):
+        local = getattr(tracked.fake, "_local_tensor", tracked.fake)
+        if str(tuple(local.shape)) != str(tuple(inputs[index].meta["val"].shape)):
+            return {}
+        fqn = source_fqn(tracked.source)
+        if fqn is not None:
+            fqns[index] = canonical_fqn(fqn)
+    return fqns
+
+
+def traced_fqns() -> tuple[str | None, ...]:
+    """The FQNs of the tensors that Dynamo met in the compile that runs now, in its order; None for
+    what is no parameter, and nothing at all outside a compile."""
+    return tuple(source_fqn(tracked.source) for tracked in _traced_tensors())
+
+
+def _traced_tensors() -> list[Any]:
+    context = TracingContext.try_get()
+    shape_env = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    sources: dict[str, Any] = {}
+    for tracked in getattr(shape_env, "tracked_fakes", None) or ():
+        if isinstance(tracked.fake, torch.Tensor):
+            sources.setdefault(_name(tracked.source), tracked)
+    # A DTensor's local tensor is listed beside it.
+    return [t for n, t in sources.items() if n.rpartition("._local_tensor")[0] not in sources]
+
+
+def source_fqn(source: Any) -> str | None:
+    """The FQN of a parameter's source, or None for what is no parameter of a module."""
+    path, is_parameter = _walk(_name(source))
+    return path if is_parameter else None
+
+
+def _name(source: Any) -> str:
+    # A property since torch 2.10, a method before.
+    return source.name if isinstance(source.name, str) else str(source.name())
+
+
+def module_path(expression: str) -> str | None:
+    """The FQN of a module given as a Dynamo expression or as a plain FQN, or None."""
+    if not _ROOT.match(expression):
+        return expression if re.fullmatch(r"[\w.]*", expression) else None
+    # A module-stack entry says L['self'].layers[0] or L['self']._modules['layers']...
+    if expression.startswith("G["):
+        return None
+    return _walk(expression)[0]
+
+
+def _walk(name: str) -> tuple[str | None, bool]:
+    root = _ROOT.match(name)
+    if root is None:
+        return None, False
+    parts: list[str] = []
+    position, is_parameter = root.end(), False
+    while position < len(name):
+        step = _STEP.match(name, position)
+        if step is None:
+            return None, False
+        if step["table"]:
+            parts.append(step["key"])
+            is_parameter = step["table"] == "parameters"
+        else:
+            parts.append(step["attr"] or step["index"])
+            is_parameter = False
+        position = step.end()
+    return ".".join(parts), is_parameter
+
+
+def _parameters_by_identity(model: torch.nn.Module | None) -> Mapping[int, str]:
+    # Only looked up, never iterated: ids must not decide any order.
+    names: dict[int, str] = {}
+    if model is not None:
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), name)
+    return names
+
+
+def _grapharg_example(placeholder: fx.Node) -> Any | None:
+    arg = placeholder.meta.get("grapharg")
+    try:
+        return None if arg is None else arg.example
+    except AssertionError:  # the weak reference to the input has expired
+        return None

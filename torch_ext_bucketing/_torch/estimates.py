@@ -1,0 +1,73 @@
+"""torch's estimates and hints: milliseconds of a collective, byte caps, symbolic sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._inductor import config as inductor_config
+
+__all__ = [
+    "default_cap_mb",
+    "nccl_estimate_ms",
+    "size_hint",
+]
+
+_c10d = torch.ops._c10d_functional
+_aten = torch.ops.aten
+
+
+def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
+    """Milliseconds of a collective by torch's analytical model of NCCL.
+
+    Args:
+        start: any collective, all-to-alls included.
+        nbytes: of its input and output together.
+    """
+    from torch._inductor.comm_analysis import estimate_nccl_collective_runtime_from_fx_node
+
+    return float(
+        estimate_nccl_collective_runtime_from_fx_node(start, nbytes, use_nccl_estimator=False)
+    )
+
+
+def default_cap_mb(size: int) -> float:
+    """Byte cap in MiB that saturates the network of a group of ``size`` ranks, as torch sees it.
+
+    From torch's bandwidth profiles of the interconnect, between the floor and the ceiling in
+    ``aten_distributed_optimizations.pre_bucketing_fsdp_collectives_{min,max}_bucket_cap_mb``;
+    its ``..._bucket_cap_mb`` overrides all that. torch 2.11 estimates nothing; there it is the
+    default cap of its bucketing passes, whatever the size.
+    """
+    try:
+        from torch._inductor.fx_passes.fsdp import compute_pre_bucket_cap_mb
+    except ImportError:
+        from torch._inductor.fx_passes.bucketing import bucket_cap_mb_by_bucket_idx_default
+
+        return float(bucket_cap_mb_by_bucket_idx_default(0))
+
+    override = getattr(
+        inductor_config.aten_distributed_optimizations,
+        "pre_bucketing_fsdp_collectives_bucket_cap_mb",
+        None,
+    )
+    return float(compute_pre_bucket_cap_mb(size, override))
+
+
+def size_hint(size: Any, context: str) -> int:
+    """A size as an integer: itself, or the hint of a symbolic one.
+
+    Raises:
+        RuntimeError: for a symbolic size without a hint.
+    """
+    try:
+        from torch._inductor.fx_passes.bucketing import _hint_int_or_raise
+    except ImportError:
+        hint = size if isinstance(size, int) else size.node.hint
+        if not isinstance(hint, int):
+            raise RuntimeError(
+                f"Could not extract optimization hint for {size} ({context})"
+            ) from None
+        return hint
+    return int(_hint_int_or_raise(size, context=context))

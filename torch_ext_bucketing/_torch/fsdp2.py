@@ -1,0 +1,166 @@
+"""What eager FSDP2 made of a model: the one place that knows FSDP2's private names.
+
+Versions (`torch/distributed/fsdp/_fully_shard`):
+
+* A `FSDPState` holds `_fsdp_param_groups`, a list, in 2.13 to 2.15; in 2.11 `_fsdp_param_group`.
+  `fully_shard` makes one group, or one per pair of process groups where a `shard_placement_fn`
+  sends parameters to several meshes (`_init_param_group`); a param group never splits by dtype up
+  to 2.15.
+* The all-gather packs a group in the order of `fsdp_params`, and so does the reduce-scatter up to
+  2.14. 2.15 packs the reduce-scatter by gradient dtype, in order of first appearance, and within
+  one dtype in the order of `fsdp_params` (`_init_reduce_scatter_param_order`). That differs only
+  where `param.grad_dtype` was set on some parameters of a group or frozen parameters have another
+  dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed import _composable_state
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from ..fqns import canonical_fqn, own_parameters
+
+# Whether this torch packs reduce-scatters by gradient dtype (2.15 and later).
+REDUCES_BY_GRAD_DTYPE = hasattr(FSDPParamGroup, "_init_reduce_scatter_param_order")
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """One payload of eager FSDP2."""
+
+    modules: tuple[str, ...]
+    """Canonical FQNs of the modules that the `fully_shard` call was given, in its order."""
+    params: tuple[str, ...]
+    """Canonical parameter FQNs in all-gather order."""
+    reduce_params: tuple[str, ...]
+    """The same FQNs in reduce-scatter order."""
+    aliases: tuple[tuple[str, str], ...]
+    """(other name, name in `params`) of shared parameters."""
+    origins: tuple[Hashable, ...]
+    """Per parameter, what identifies the parameter that it was before sharding: the same value in
+    two groups is a parameter shared across them. `None` where this torch does not keep it (before
+    2.13)."""
+
+
+def read_param_groups(model: nn.Module) -> list[ParamGroup]:
+    """The param groups of all FSDP2 states in `model`, in the order of the `fully_shard` calls.
+
+    Works before and after FSDP2's lazy initialization, sharded or unsharded. Names are relative to
+    `model`.
+
+    Raises:
+        ValueError: nothing in `model` was wrapped by `fully_shard`, or a unit reaches outside of
+            `model`.
+    """
+    states: dict[FSDPState, None] = {}
+    for module in model.modules():
+        state = _composable_state._get_module_state(module)
+        if isinstance(state, FSDPState):
+            states[state] = None
+    if not states:
+        raise ValueError(
+            f"{type(model).__name__} has no FSDP2 module: call fully_shard() on it first, or use "
+            "from_model() "
+            "for a model that stays unwrapped"
+        )
+    names = _ParameterPlaces(model)
+    groups: list[ParamGroup] = []
+    for state in _in_call_order(list(states)):
+        for group in _groups_of(state):
+            found = [names.of(fsdp_param) for fsdp_param in group.fsdp_params]
+            params = tuple(fqns[0] for fqns in found)
+            groups.append(
+                ParamGroup(
+                    modules=tuple(names.modules[m] for m in group.modules if m in names.modules),
+                    params=params,
+                    reduce_params=reduce_order(params, [_grad_dtype(p) for p in group.fsdp_params]),
+                    aliases=tuple((alias, fqns[0]) for fqns in found for alias in fqns[1:]),
+                    origins=tuple(getattr(p, "_orig_param_uid", None) for p in group.fsdp_params),
+                )
+            )
+    return groups
+
+
+def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tuple[str, ...]:
+    """`params` in the order in which this torch packs their gradients (`grad_dtypes`: one per
+    parameter)."""
+    if not REDUCES_BY_GRAD_DTYPE:
+        return tuple(params)
+    by_dtype: dict[Hashable, list[str]] = {}
+    for fqn, dtype in zip(params, grad_dtypes, strict=True):
+        by_dtype.setdefault(dtype, []).append(fqn)
+    return tuple(fqn for fqns in by_dtype.values() for fqn in fqns)
+
+
+def grad_dtype(parameter: nn.Parameter) -> Hashable:
+    """The gradient dtype that FSDP2 would record for a parameter that it wraps
+    (`FSDPParam.sharded_grad_dtype`)."""
+    if getattr(parameter, "_has_grad_dtype_override", False):
+        return parameter.grad_dtype
+    return parameter.dtype
+
+
+def _grad_dtype(fsdp_param: Any) -> Hashable:
+    # `sharded_grad_dtype` is only final after lazy initialization; without an override it becomes
+    # the dtype of the sharded parameter (`FSDPParam.init_dtype_attrs`).
+    if getattr(fsdp_param, "_has_sharded_grad_dtype_override", False):
+        return fsdp_param.sharded_grad_dtype
+    return fsdp_param.sharded_param.dtype
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _in_call_order(states: list[FSDPState]) -> list[FSDPState]:
+    """Sorts by the time of the `fully_shard` call.
+
+    A state does not record when it was made, but the table from modules to states is filled by the
+    calls, and keeps insertion order.
+    """
+    position: dict[FSDPState, int] = {}
+    for reference in _composable_state._module_state_mapping.values():
+        state = reference()
+        if isinstance(state, FSDPState):
+            position.setdefault(state, len(position))
+    return sorted(states, key=position.__getitem__)
+
+
+class _ParameterPlaces:
+    """Names of parameters by where they are registered, which holds in FSDP2's sharded and
+    unsharded state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: dict[nn.Module, str] = {}
+        self._names: dict[tuple[nn.Module, str], list[tuple[int, str]]] = {}
+        index = 0
+        for module_name, module in model.named_modules(remove_duplicate=False):
+            self.modules.setdefault(module, canonical_fqn(module_name))
+            for name, _ in own_parameters(module):
+                fqn = canonical_fqn(f"{module_name}.{name}" if module_name else name)
+                self._names.setdefault((module, name), []).append((index, fqn))
+                index += 1
+
+    def of(self, fsdp_param: Any) -> list[str]:
+        """All canonical FQNs of a `FSDPParam`, the one of `model.named_parameters()` first."""
+        info = fsdp_param._module_info
+        places = [
+            (info.module, info.param_name),
+            *zip(info.shared_modules, info.shared_param_names, strict=True),
+        ]
+        found = sorted(e for place in dict.fromkeys(places) for e in self._names.get(place, ()))
+        if not found:
+            raise ValueError(
+                f"a fully_shard() unit of this model holds {info.param_name!r} of a "
+                f"{type(info.module).__name__} "
+                "that is not in it: pass the model that all modules of the unit belong to"
+            )
+        return list(dict.fromkeys(fqn for _, fqn in found))

@@ -1,0 +1,85 @@
+"""c10d's groups and its default store: the one place that touches what is private of them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "default_group",
+    "default_store",
+    "group_by_name",
+    "group_size_of",
+    "group_timeout",
+    "has_peers",
+    "ranks_of",
+]
+
+_c10d = torch.ops._c10d_functional
+_aten = torch.ops.aten
+
+
+def group_size_of(group: str) -> int:
+    """Number of ranks in the process group of that name."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return int(_resolve_process_group(group).size())  # type: ignore[arg-type]
+
+
+def group_sizes() -> tuple[tuple[str, int], ...]:
+    """Names and numbers of ranks of all process groups that this rank knows, sorted."""
+    if not dist.is_available() or not dist.is_initialized():
+        return ()
+    from torch.distributed.distributed_c10d import _world
+
+    return tuple(sorted((name, group.size()) for group, name in _world.pg_names.items()))
+
+
+def default_group() -> Any:
+    """The default process group; None where there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_group()
+
+
+def default_store() -> Any:
+    """The store through which the ranks of the default group found each other.
+
+    Raises:
+        ValueError: no process group is initialised.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def group_by_name(name: str) -> Any:
+    """The process group of that name, as collectives in a graph call it.
+
+    Raises:
+        RuntimeError: there is none in this process.
+    """
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def has_peers(group: Any) -> bool:
+    """Whether there are other ranks in ``group``, each in a process of its own."""
+    # "fake" has no other ranks, and the ranks of "threaded" are threads of this process.
+    return group.size() > 1 and dist.get_backend(group) not in ("fake", "threaded")
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """The ranks in ``group``, by their numbers in the default group, ascending."""
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def group_timeout(group: Any) -> timedelta:
+    """How long a collective of ``group`` may take before it fails, as the group was made; c10d's
+    default for its backend where the backend does not tell."""
+    for device in group._device_types:
+        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    c10d = dist.distributed_c10d
+    return c10d._get_default_timeout(dist.get_backend(group))  # type: ignore[no-any-return]

@@ -1,0 +1,204 @@
+"""Compare a graph's plan with those of the other ranks, once, before its first collective runs."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.fx as fx
+
+from .._torch import process_groups as groups
+from .._torch.aot import stage_of
+from ..reports.data import GraphReport
+from .differences import Version
+from .exchange import (
+    Exchange,
+    run_all,
+    this_environment,
+)
+from .launches import GraphPlan, plan_of
+
+__all__ = [
+    "agree",
+    "agree_on_encoded",
+    "agree_on_plan",
+    "as_fresh_frame",
+    "before_first_run",
+]
+
+
+def agree(
+    graph: fx.GraphModule | fx.Graph,
+    report: GraphReport | None = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """Compare a graph's plan with those of the other ranks, now.
+
+    For graphs that are compiled without a backend of this package; :func:`.backend` does it
+    by itself. Every rank has to call it, for its graphs in the same order.
+
+    Args:
+        graph: after bucketing and scheduling.
+        report: what bucketing it returned, for byte offsets in the comparison.
+        timeout: how long to wait for other ranks; None takes that of each process group.
+
+    Raises:
+        PlanMismatchError: on every rank.
+        RankMissingError: a rank did not come in time.
+        AgreementError: the store can't be reached.
+    """
+    g = graph.graph if isinstance(graph, fx.GraphModule) else graph
+    buckets = () if report is None else report.buckets
+    agree_on_plan(plan_of(g, stage_of(g), buckets), timeout, fresh=True)
+
+
+def before_first_run(
+    compiled: Callable[..., Any], plan: GraphPlan, timeout: timedelta | None, fresh: bool
+) -> Callable[..., Any]:
+    """``compiled``, with the plan agreed on before it runs; a plan without collectives, or one for
+    which there is no other rank, costs nothing but a call.
+
+    Args:
+        fresh: see :func:`agree_on_plan`; for its first run alone.
+    """
+    if not plan.groups:
+        return compiled
+    digest = plan.digest()
+
+    def run(*args: Any) -> Any:
+        nonlocal fresh
+        if fresh or digest not in _agreed().plans:
+            agree_on_plan(plan, timeout, fresh)
+            fresh = False
+        return compiled(*args)
+
+    run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
+    return run
+
+
+def as_fresh_frame(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``, with the comparisons in its first run made as for a fresh frame.
+
+    For graphs whose plan is an operator in them, which can't know who runs them.
+    """
+    first = True
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if not first:
+            return compiled(*args, **kwargs)
+        first = False
+        _running.fresh = True
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            _running.fresh = False
+
+    return run
+
+
+def agree_on_plan(plan: GraphPlan, timeout: timedelta | None = None, fresh: bool = False) -> None:
+    """Compare ``plan`` with the other ranks of its groups; see :func:`agree`.
+
+    Args:
+        fresh: compare it even if it was agreed on before in this process, and after a forward graph
+            also its backward graph. Otherwise such a plan returns at once.
+    """
+    agreed = _agreed()
+    digest = plan.digest()
+    if digest in agreed.plans and not fresh:
+        return
+    exchanges = agreed.begin(plan, timeout, fresh)
+    if exchanges:
+        run_all(exchanges)
+    agreed.keep(digest, exchanges)
+
+
+def agree_on_encoded(digest: str, text: str, timeout: timedelta | None) -> None:
+    """:func:`agree_on_plan` for ``GraphPlan.digest()`` and ``GraphPlan.encode()`` of a plan."""
+    if _running.fresh or digest not in _agreed().plans:
+        agree_on_plan(GraphPlan.decode(text), timeout, _running.fresh)
+
+
+class _Running(threading.local):
+    """Whether this thread runs a frame for the first time."""
+
+    fresh = False
+
+
+_running = _Running()
+
+
+# ---------------------------------------------------------------- what was agreed on
+
+
+@dataclass
+class _Agreed:
+    """What this process has agreed on, under one default process group.
+
+    Attributes:
+        group: the default process group.
+        plans: digests of graph plans.
+        versions: per group, digests of its plans.
+        rounds: per group, how many exchanges it has begun.
+    """
+
+    group: Callable[[], Any]
+    plans: set[str] = field(default_factory=set)
+    versions: dict[str, set[str]] = field(default_factory=dict)
+    rounds: dict[str, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, plan: GraphPlan, timeout: timedelta | None, fresh: bool) -> list[Exchange]:
+        """The comparisons that ``plan`` calls for."""
+        exchanges = []
+        environment = this_environment()
+        for group_plan in plan.groups:
+            if self.group() is None:
+                continue
+            group = groups.group_by_name(group_plan.group)
+            if not groups.has_peers(group):
+                continue
+            version = Version(environment, plan.stage, group_plan)
+            with self.lock:
+                known = self.versions.setdefault(group_plan.group, set())
+                if fresh and plan.stage == "backward":
+                    known.discard(version.digest)
+                elif fresh:
+                    # All of them, and so the backward graph's, too: this group's other ranks run
+                    # the same frame, and forget the same.
+                    known.clear()
+                    self.plans.clear()
+                if version.digest in known:
+                    continue
+                number = self.rounds.get(group_plan.group, 0) + 1
+                self.rounds[group_plan.group] = number
+            wait = groups.group_timeout(group) if timeout is None else timeout
+            exchanges.append(Exchange(version, number, groups.ranks_of(group), wait))
+        return exchanges
+
+    def keep(self, digest: str, exchanges: Sequence[Exchange]) -> None:
+        with self.lock:
+            for exchange in exchanges:
+                version = exchange.version
+                self.versions.setdefault(version.plan.group, set()).add(version.digest)
+            self.plans.add(digest)
+
+
+_no_group = _Agreed(lambda: None)
+_current = _no_group
+
+
+def _agreed() -> _Agreed:
+    """The state under the present default group: a new group, a new count."""
+    global _current
+    group = groups.default_group()
+    if _current.group() is not group:
+        _current = _no_group if group is None else _Agreed(weakref.ref(group))
+    return _current

@@ -1,0 +1,107 @@
+"""What a mismatch between ranks says: the first difference, in each version."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .launches import GroupPlan, Launch, Member, first_difference
+
+# ---------------------------------------------------------------- the exchange
+
+
+@dataclass(frozen=True)
+class Version:
+    """One rank's side: its environment and its plan for one group.
+
+    The stage is not part of the digest: what is sent does not depend on it.
+    """
+
+    environment: str
+    stage: str
+    plan: GroupPlan
+
+    @property
+    def digest(self) -> str:
+        text = f"{self.environment}\0{self.plan.to_json()}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self) -> str:
+        return json.dumps([self.environment, self.stage, self.plan.to_json()])
+
+    @classmethod
+    def from_json(cls, group: str, text: str) -> Version:
+        environment, stage, plan = json.loads(text)
+        return cls(environment, stage, GroupPlan.from_json(group, plan))
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def mismatch_text(
+    versions: Sequence[tuple[list[int], Version]], absent: Sequence[int], size: int
+) -> str:
+    plan = versions[0][1].plan
+    stages = dict.fromkeys(v.stage for _, v in versions)
+    lines = [
+        f"the ranks of process group {plan.group!r} ({size} ranks) have {len(versions)} different "
+        f"bucket plans for their {' / '.join(stages)} graph. It was stopped."
+    ]
+    environments = dict.fromkeys(v.environment for _, v in versions)
+    if len(environments) > 1:
+        lines.append("They run different versions:")
+        lines += [f"  {ranks_text(ranks)}: {v.environment}" for ranks, v in versions]
+    at = first_difference([v.plan for _, v in versions])
+    if at is None:
+        lines.append("Their buckets are the same, but not the code that packs them.")
+    else:
+        total = " or ".join(map(str, dict.fromkeys(len(v.plan.launches) for _, v in versions)))
+        lines.append(f"The first to differ is collective {at + 1} of {total} on this group:")
+        lines += _launches_text(versions, at)
+    if absent:
+        lines.append(f"Not heard of yet: {ranks_text(absent)}.")
+    lines.append(
+        "Check that all ranks build the same model, give the backend the same passes, plan and "
+        "hooks, and run the same torch, torch_ext_bucketing and patch series "
+        "('torch-ext-bucketing patch status')."
+    )
+    return "\n".join(lines)
+
+
+def _launches_text(versions: Sequence[tuple[list[int], Version]], at: int) -> list[str]:
+    ranks_of: dict[Launch | None, list[int]] = {}
+    for ranks, version in versions:
+        launches = version.plan.launches
+        ranks_of.setdefault(launches[at] if at < len(launches) else None, []).extend(ranks)
+    place = _first_member([() if launch is None else launch.members for launch in ranks_of])
+    lines = []
+    for launch, ranks in ranks_of.items():
+        text = "no such collective" if launch is None else launch.to_text(place or 0)
+        lines.append(f"  {ranks_text(sorted(ranks))}: {text}")
+    if place is not None and len({launch.kind for launch in ranks_of if launch}) == 1:
+        lines.append(f"  (their members differ from number {place + 1} on)")
+    return lines
+
+
+def _first_member(members: Sequence[tuple[Member, ...]]) -> int | None:
+    """Where lists of members differ first, from 0; None where one is empty."""
+    if not all(members):
+        return None
+    for place in range(max(map(len, members))):
+        if len({m[place] if place < len(m) else None for m in members}) > 1:
+            return place
+    return None
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``"ranks 0-2, 5"``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    names = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"

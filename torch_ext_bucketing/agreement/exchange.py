@@ -1,0 +1,285 @@
+"""Ranks compare their plans before they follow them.
+
+A rank with another plan than its peers (another model, hook or torch) makes them hang, or mixes the
+bytes of one parameter with those of another. So when a compiled graph runs for the first time, and
+before its first collective, the ranks of each process group in it compare digests of their plans
+(:mod:`.launches`) and of the torch and the patch series in use. Where they differ, every rank
+raises :class:`PlanMismatchError`; where a rank does not come, those that wait raise
+:class:`RankMissingError`, which names it.
+
+A plan travels with its graph and is compared when that runs, not when it is compiled: a graph from
+one of Inductor's caches is compared like any other, with ranks that compiled theirs.
+
+What is compared with what: ranks run their collectives on a group in the same order, so they meet
+new plans in the same order, and the n-th comparison of one rank belongs to the n-th of the others.
+Two things call for a comparison: a frame that Dynamo compiles for the first time, as it does on
+every rank of one program; and a plan that was not agreed on before. So a rank may compile a frame
+*again* (for another batch size, say) while the others don't, as long as the plan stays the same.
+Where the ranks' programs break into different frames, the comparison can't tell that from different
+plans; switch it off there.
+
+The exchange goes through the store of the default process group, not through collectives: there is
+nothing that could mix with those of the training, and a rank that waits can say for whom. Each rank
+writes its digest; the first one is what all compare theirs with; counters tell when all have
+come. That is a handful of small messages per rank, group and plan, whatever the number of ranks. A
+second count makes sure that no rank goes on while another one has found a mismatch in one of its
+other groups, as a mesh of several dimensions has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+
+from .._torch import process_groups as groups
+from ..patching import hooks_status
+from .differences import Version, mismatch_text, ranks_text
+
+__all__ = [
+    "AgreementError",
+    "PlanMismatchError",
+    "RankMissingError",
+]
+
+_PREFIX = "torch_ext_bucketing/agreement"
+_GATHER_S = 30.0
+"""After a mismatch was found, how long to wait for the rest, to say which plan each rank has."""
+_LINGER_S = 5.0
+"""After a failure, how long to wait for the others to have read it: the process that ends first may
+be the one that hosts the store."""
+_MAX_SLEEP_S = 0.25
+
+
+class AgreementError(RuntimeError):
+    """The ranks could not make sure that they have the same plan."""
+
+
+class PlanMismatchError(AgreementError):
+    """Ranks have different plans; the message shows the first bucket that differs, in each version,
+    and which ranks have which."""
+
+
+class RankMissingError(AgreementError):
+    """Ranks did not come to compare their plans in time; the message names them."""
+
+
+def this_environment() -> str:
+    status = hooks_status()
+    series = f"patch series {status.series} {status.digest[:12]}" if status.digest else status.state
+    return f"torch {torch.__version__.split('+')[0]}, hooks {series}"
+
+
+class _FailedError(Exception):
+    """An exchange failed; ``why`` and ``text`` are what was left under its ``bad`` key."""
+
+    def __init__(self, exchange: Exchange, why: str, text: str) -> None:
+        super().__init__(why)
+        self.exchange = exchange
+        self.why = why
+        self.text = text
+
+
+class Exchange:
+    """One group's comparison of one plan, as this rank takes part in it.
+
+    Keys, below a prefix of the group's name, its ranks and the number of the exchange::
+
+        rank<r>      the digest of rank r, written when it arrives
+        plan         the digest of the first to arrive
+        text/<d>     the version with digest d, in full
+        bad          why it failed; the first reason stays
+        arrived, confirmed, left, seen      counters
+        same, done                          set by the last one to arrive, and to confirm
+    """
+
+    def __init__(
+        self, version: Version, number: int, ranks: tuple[int, ...], timeout: timedelta
+    ) -> None:
+        self.version = version
+        self.number = number
+        self.ranks = ranks
+        self.timeout = timeout
+        self.store = groups.default_store()
+        self.rank = torch.distributed.get_rank()
+        self.started = time.monotonic()
+        members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:8]
+        self.prefix = f"{_PREFIX}/{version.plan.group}/{members}/{number}"
+
+    def key(self, name: str) -> str:
+        return f"{self.prefix}/{name}"
+
+    def has(self, name: str) -> bool:
+        return bool(self.store.check([self.key(name)]))
+
+    def get(self, name: str) -> str:
+        return _text(self.store.get(self.key(name)))
+
+    def put_first(self, name: str, value: str) -> str:
+        """Set a key that is not there yet; returns what it has then."""
+        return _text(self.store.compare_set(self.key(name), "", value))
+
+    def count(self, name: str) -> int:
+        return int(self.store.add(self.key(name), 1))
+
+    def seen(self) -> int:
+        """How many ranks know that it failed."""
+        return int(self.store.add(self.key("seen"), 0))
+
+    def arrive(self) -> None:
+        digest = self.version.digest
+        if not self.has(f"text/{digest}"):
+            self.store.set(self.key(f"text/{digest}"), self.version.to_json())
+        self.store.set(self.key(f"rank{self.rank}"), digest)
+        if self.put_first("plan", digest) != digest:
+            self.fail("plan", "")
+        # Whoever differs has said so before it counts itself.
+        if self.count("arrived") == len(self.ranks) and not self.has("bad"):
+            self.store.set(self.key("same"), "1")
+
+    def confirm(self) -> None:
+        if self.count("confirmed") == len(self.ranks):
+            self.store.set(self.key("done"), "1")
+
+    def leave(self) -> None:
+        """Leave nothing behind: a later default group may use the same store and names."""
+        if self.count("left") < len(self.ranks):
+            return
+        digest = self.version.digest
+        names = ["plan", "same", "done", "arrived", "confirmed", "left", f"text/{digest}"]
+        for name in (*names, *(f"rank{r}" for r in self.ranks)):
+            self.store.delete_key(self.key(name))
+
+    def fail(self, why: str, text: str) -> None:
+        self.put_first("bad", json.dumps([why, text]))
+
+    def reached(self, name: str) -> bool:
+        """Whether ``name`` is set.
+
+        Raises:
+            _FailedError: the exchange failed, or its time is over.
+        """
+        if self.has("bad"):
+            raise _FailedError(self, *json.loads(self.get("bad")))
+        if self.has(name):
+            return True
+        if time.monotonic() - self.started > self.timeout.total_seconds():
+            self.fail("missing", self.missing_text())
+            raise _FailedError(self, *json.loads(self.get("bad")))
+        return False
+
+    def missing(self) -> list[int]:
+        return [r for r in self.ranks if not self.has(f"rank{r}")]
+
+    def missing_text(self) -> str:
+        missing, plan = self.missing(), self.version.plan
+        what = f"the {self.version.stage} graph's bucket plan on process group {plan.group!r}"
+        waited = f"rank {self.rank} waited {self.timeout.total_seconds():g} s"
+        if not missing:
+            return (
+                f"{waited} to compare {what}: every rank of the group came, but one of them still "
+                "waits for others in another process group"
+            )
+        names = ranks_text(missing)
+        return (
+            f"{waited} to compare {what} (plan {self.number} there), and {names} did not come. "
+            "The graph was stopped. A rank that does not come has failed or was killed "
+            "(look at its own output), is still compiling (raise agree_timeout), or goes on "
+            "with a graph that it compiled before, because only some ranks compiled anew"
+        )
+
+    def mismatch_text(self) -> str:
+        """What every rank says; waits a little for ranks that have not come yet."""
+        deadline = time.monotonic() + min(_GATHER_S, self.timeout.total_seconds())
+        _poll(lambda: not self.missing(), deadline)
+        by_digest: dict[str, list[int]] = {}
+        absent = self.missing()
+        for rank in self.ranks:
+            if rank not in absent:
+                by_digest.setdefault(self.get(f"rank{rank}"), []).append(rank)
+        group = self.version.plan.group
+        versions = [
+            (ranks, Version.from_json(group, self.get(f"text/{digest}")))
+            for digest, ranks in by_digest.items()
+        ]
+        return mismatch_text(versions, absent, len(self.ranks))
+
+
+def run_all(exchanges: Sequence[Exchange]) -> None:
+    try:
+        error = _meet(exchanges)
+    except RuntimeError as problem:  # c10d's own errors are RuntimeErrors
+        raise AgreementError(
+            "the ranks' bucket plans can't be compared, because the store of the default process "
+            f"group can't be reached: {problem}. Usually the process that hosts it, rank 0 or the "
+            "launcher, has ended: look at its output first"
+        ) from problem
+    if error is not None:
+        raise error
+
+
+def _meet(exchanges: Sequence[Exchange]) -> AgreementError | None:
+    """Returns what to raise on this rank, once the others know."""
+    try:
+        # All arrive everywhere before anyone waits, so that no two ranks wait for each other.
+        for exchange in exchanges:
+            exchange.arrive()
+        _all(exchanges, "same")
+        for exchange in exchanges:
+            exchange.confirm()
+        _all(exchanges, "done")
+        # Whoever hosts the store may have gone on and ended.
+        with contextlib.suppress(RuntimeError):
+            for exchange in exchanges:
+                exchange.leave()
+    except _FailedError as failed:
+        return _error(failed, exchanges)
+    return None
+
+
+def _all(exchanges: Sequence[Exchange], name: str) -> None:
+    waiting = list(exchanges)
+
+    def done() -> bool:
+        waiting[:] = [e for e in waiting if not e.reached(name)]
+        return not waiting
+
+    _poll(done, None)
+
+
+def _error(failed: _FailedError, exchanges: Sequence[Exchange]) -> AgreementError:
+    text = failed.text or failed.exchange.mismatch_text()
+    # The store may go away from here on: with this rank's reason to fail, nothing is lost by that.
+    with contextlib.suppress(RuntimeError):
+        for other in exchanges:
+            other.fail(failed.why, text)
+        deadline = time.monotonic() + _LINGER_S
+        expected = {id(e): len(e.ranks) - len(e.missing()) for e in exchanges}
+        for each in exchanges:
+            each.count("seen")
+        _poll(lambda: all(e.seen() >= expected[id(e)] for e in exchanges), deadline)
+    return PlanMismatchError(text) if failed.why == "plan" else RankMissingError(text)
+
+
+def _poll(done: Callable[[], bool], deadline: float | None) -> bool:
+    """Ask until it is so or the time is over; at intervals of a tenth of what was waited.
+
+    Not a blocking wait in the store: that would hold the store's one connection against other
+    threads, and Ctrl-C would not end it.
+    """
+    started = time.monotonic()
+    while not done():
+        now = time.monotonic()
+        if deadline is not None and now >= deadline:
+            return False
+        time.sleep(min(_MAX_SLEEP_S, max(0.0005, (now - started) / 10)))
+    return True
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,236 @@
+"""What a graph launches on each process group: the plan that a group's ranks must share.
+
+Ranks meet in a process group in the order in which they launch, and a bucket's bytes mean what
+their sender packed. So a plan has, per group, the collectives in the order of the graph after
+bucketing and scheduling, each with what makes its bytes: kind, reduce op, dtype, and its members
+with their parameters, byte offsets and sizes.
+
+What may rightly differ between ranks is left out: names of nodes, the sizes of collectives that
+serve no parameter (an all-to-all of tokens, a batch of varying length), and sends and receives. A
+graph that takes its groups as inputs, compiled by one rank for all, has no plan here.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ..graph.collectives import argument, collective_group, kind_of, reduce_op
+from ..reports.data import BucketReport
+from ..tagging.tags import is_bucket, member_tags, tag_of
+
+__all__ = [
+    "GraphPlan",
+    "GroupPlan",
+    "Launch",
+    "Member",
+    "first_difference",
+    "plan_of",
+]
+
+_POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member of a collective.
+
+    Args:
+        fqns: the parameters that it serves; empty where they are not known.
+        offset: where it starts in one rank's part of the buffer, in bytes; None where not known.
+        nbytes: its size there; None where not known.
+        dtype: such as ``"bfloat16"``; empty where not known.
+    """
+
+    fqns: tuple[str, ...]
+    offset: int | None = None
+    nbytes: int | None = None
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        name = "+".join(self.fqns) or "(untagged)"
+        where = "" if self.offset is None else f" at byte {self.offset}"
+        size = "" if self.nbytes is None else f", {self.nbytes} bytes {self.dtype}"
+        return f"{name}{where}{size}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One collective.
+
+    Args:
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``, or the operator's name.
+        reduce_op: ``"avg"``, ``"sum"``, ...; None where nothing is reduced.
+        dtype: of what is sent; empty where not known.
+        bucketed: whether it came of merging several.
+        members: in the order of their bytes; empty for one that serves no parameter.
+    """
+
+    kind: str
+    reduce_op: str | None
+    dtype: str
+    bucketed: bool
+    members: tuple[Member, ...] = ()
+
+    def to_text(self, around: int = 0) -> str:
+        """One line. Of a large bucket only the members near the one at place ``around``."""
+        head = " ".join(p for p in (self.kind, self.reduce_op or "", self.dtype) if p)
+        if not self.members:
+            return f"{head}, of no parameter"
+        first = max(0, min(around - 2, len(self.members) - 5))
+        shown = [str(m) for m in self.members[first : first + 5]]
+        if first > 0:
+            shown.insert(0, "...")
+        if first + 5 < len(self.members):
+            shown.append("...")
+        many = f"bucket of {len(self.members)}: " if self.bucketed else ""
+        return f"{head}, {many}{'; '.join(shown)}"
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """What one graph launches on one process group.
+
+    Args:
+        group: name of the process group.
+        launches: in order.
+    """
+
+    group: str
+    launches: tuple[Launch, ...]
+
+    def to_json(self) -> str:
+        """The launches; equal text for equal plans, in any process."""
+        return json.dumps([_launch_list(launch) for launch in self.launches], separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, group: str, text: str) -> GroupPlan:
+        """The reverse of :meth:`to_json`."""
+        return cls(group, tuple(_launch(item) for item in json.loads(text)))
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """What one graph launches.
+
+    Args:
+        stage: ``"forward"``, ``"backward"``, ``"inference"`` or ``"joint"``.
+        groups: one plan per process group, in the order of their first collectives.
+    """
+
+    stage: str
+    groups: tuple[GroupPlan, ...]
+
+    def encode(self) -> str:
+        """As a short text without spaces or quotes, to travel in a graph."""
+        content = [self.stage, [[g.group, g.to_json()] for g in self.groups]]
+        packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
+        return base64.urlsafe_b64encode(packed).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> GraphPlan:
+        """The reverse of :meth:`encode`."""
+        stage, groups = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
+        return cls(stage, tuple(GroupPlan.from_json(name, plan) for name, plan in groups))
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of all of it."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+def plan_of(graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = ()) -> GraphPlan:
+    """The plan of a graph as it stands.
+
+    Args:
+        graph: after all passes, in the order in which it will run.
+        stage: see :class:`GraphPlan`.
+        buckets: what merged them knows of the buckets, found by the names of their nodes. Buckets
+            that are not among these have their members' names alone.
+    """
+    known = {bucket.node: bucket for bucket in buckets}
+    groups: dict[str, list[Launch]] = {}
+    for node in graph.nodes:
+        group = collective_group(node)
+        if group is not None and _op_name(node) not in _POINT_TO_POINT:
+            groups.setdefault(group, []).append(_launch_of(node, known))
+    return GraphPlan(stage, tuple(GroupPlan(g, tuple(found)) for g, found in groups.items()))
+
+
+def first_difference(plans: Sequence[GroupPlan]) -> int | None:
+    """The place, from 0, of the first collective that is not the same in all of ``plans``."""
+    longest = max((len(p.launches) for p in plans), default=0)
+    for at in range(longest):
+        found = {p.launches[at] if at < len(p.launches) else None for p in plans}
+        if len(found) > 1:
+            return at
+    return None
+
+
+def _launch_of(node: fx.Node, known: Mapping[str, BucketReport]) -> Launch:
+    kind = kind_of(node)
+    dtype = _dtype_of(node)
+    report = known.get(node.name)
+    if kind is None:
+        return Launch(_op_name(node), _reduce_op_argument(node), dtype, False)
+    if report is not None:
+        members = tuple(Member(m.fqns, m.offset, m.nbytes, m.dtype) for m in report.members)
+        return Launch(kind, reduce_op(node), dtype, True, members)
+    if is_bucket(node):
+        members = tuple(Member(t.fqns) for t in member_tags(node))
+        return Launch(kind, reduce_op(node), dtype, True, members)
+    tag = tag_of(node)
+    own = () if tag is None else (Member(tag.fqns, 0, _nbytes_of(node), dtype),)
+    return Launch(kind, reduce_op(node), dtype, False, own)
+
+
+def _op_name(node: fx.Node) -> str:
+    return str(node.target).split(".")[1]
+
+
+def _reduce_op_argument(node: fx.Node) -> str | None:
+    op = argument(node, "reduce_op")
+    return None if op is None else str(op)
+
+
+def _sent(node: fx.Node) -> Any:
+    value = node.args[0]
+    if isinstance(value, list | tuple):
+        value = next(iter(value), None)
+    return value.meta.get("val") if isinstance(value, fx.Node) else None
+
+
+def _dtype_of(node: fx.Node) -> str:
+    value = _sent(node)
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else ""
+
+
+def _nbytes_of(node: fx.Node) -> int | None:
+    """In one rank's part: what it sends to a gather, what it receives of a reduction."""
+    value = _sent(node) if kind_of(node) == "all_gather" else node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(value.numel(), int):
+        return None
+    return int(value.numel()) * value.dtype.itemsize
+
+
+def _launch_list(launch: Launch) -> list[Any]:
+    members = [[list(m.fqns), m.offset, m.nbytes, m.dtype] for m in launch.members]
+    return [launch.kind, launch.reduce_op, launch.dtype, launch.bucketed, members]
+
+
+def _launch(item: Sequence[Any]) -> Launch:
+    kind, reduce_op, dtype, bucketed, members = item
+    return Launch(
+        kind,
+        reduce_op,
+        dtype,
+        bucketed,
+        tuple(Member(tuple(fqns), offset, nbytes, d) for fqns, offset, nbytes, d in members),
+    )

@@ -1,0 +1,1 @@
+"""Which collectives are merged, and merging them."""

@@ -1,0 +1,246 @@
+"""Which collectives may become one, in the graph as contracted by the buckets planned before.
+
+Buckets can be free of dependencies each and form a cycle together::
+
+    a1 --> b1        {a1, a2} and {b1, b2} are independent each,
+                     but as buckets A and B:   A --> B --> A
+    b2 --> a2
+
+Only starts matter for that. One pass over the nodes projects the graph onto them: each start gets
+the set of starts that it needs, as a Python integer with one bit per start. A node's set is dropped
+at its last use, and equal sets are one object, so what is kept grows with the starts and not with
+the nodes. From then on one bucket is open at a time and grows by :meth:`Contraction.try_add`.
+
+Writes are barriers. An operator that writes to a tensor that others read without getting it from
+that operator (``copy_`` on an input) is not ordered against them by the graph's edges but by the
+nodes' positions alone, and merging moves nodes::
+
+    g1 = ag(p) ... copy_(p, new) ... g2 = ag(p)        g2 must not move up, nor g1 down
+
+Only starts between the same two writes may merge. Nodes then stay between these writes, whatever
+a later topological sort does with the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch.fx as fx
+
+from ..graph.collectives import kind_of
+from ..graph.uneven import shard_side
+from ..graph.writes import unordered_writes
+
+__all__ = [
+    "Contraction",
+    "Refusal",
+]
+
+Refusal = Literal["span", "dependency"]
+
+
+class _Planned:
+    """A closed bucket: its members, they and all that they need, and what of that is settled."""
+
+    __slots__ = ("members", "reach", "settled")
+
+    def __init__(self, members: int, reach: int, settled: int) -> None:
+        self.members = members
+        self.reach = reach
+        self.settled = settled
+
+
+class Contraction:
+    """The starts of a graph, and the buckets planned so far as single nodes.
+
+    ``open(a)``, then ``try_add(b)`` for each candidate, then ``close()``; a bucket of one start
+    contracts nothing. A start that is in a closed bucket already brings that whole bucket along.
+
+    Args:
+        graph: in topological order, and unchanged as long as this is used.
+
+    Raises:
+        ValueError: a node stands before one of its inputs.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        nodes = list(graph.nodes)
+        self.starts: list[fx.Node] = []
+        self._index: dict[fx.Node, int] = {}
+        self._up: list[int] = []  # what each start needs, by edges of the graph alone
+        self._position: list[int] = []
+        self._epoch: list[int] = []  # number of unordered writes before it
+        self._writes = unordered_writes(nodes)
+        self._project(nodes, shard_side(graph).lacking)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all buckets."""
+        self._merged = 0  # members of closed buckets that need other starts
+        self._bucket_of: dict[int, _Planned] = {}
+        self._planned: list[_Planned] = []
+        self._open = 0
+        self._reach = 0
+        self._settled = 0
+        self._static = 0
+        self._first = self._last = 0
+        self._open_epoch = 0
+
+    def _project(self, nodes: list[fx.Node], lacking: Mapping[fx.Node, None]) -> None:
+        writes = dict.fromkeys(self._writes)
+        needs: dict[fx.Node, int] = {}
+        uses: dict[fx.Node, int] = {}
+        epoch = 0
+        position = -1
+        for node in nodes:
+            if node.op == "output":
+                continue
+            position += node not in lacking
+            mask = 0
+            for arg in node.all_input_nodes:
+                left = uses.get(arg)
+                if left is None:
+                    raise ValueError(
+                        f"{node.name} stands before its input {arg.name}: sort the graph "
+                        "topologically before planning"
+                    )
+                theirs = needs[arg]
+                if theirs is not mask:
+                    both = mask | theirs
+                    # The same object where the sets are equal: most nodes add nothing.
+                    if both == theirs:
+                        mask = theirs
+                    elif both != mask:
+                        mask = both
+                if left == 1:
+                    del needs[arg]
+                uses[arg] = left - 1
+            if kind_of(node) is not None:
+                self._index[node] = len(self.starts)
+                self._up.append(mask)
+                self._position.append(position)
+                self._epoch.append(epoch)
+                mask |= 1 << len(self.starts)
+                self.starts.append(node)
+            if node in writes:
+                epoch += 1
+            uses[node] = count = len(node.users)
+            if count:
+                needs[node] = mask
+
+    def position(self, start: fx.Node) -> int:
+        """Place of ``start`` among the nodes of the graph that every rank has, from 0."""
+        return self._position[self._index[start]]
+
+    def open(self, start: fx.Node) -> None:
+        """Begin a bucket with ``start``. A bucket that is open is closed."""
+        self.close()
+        index = self._index[start]
+        members, up = self._own(index)
+        self._open = members
+        self._static = self._up[index]
+        self._reach, self._settled = self._closure(up, 0)
+        self._first = self._last = self._position[index]
+        self._open_epoch = self._epoch[index]
+
+    def try_add(self, start: fx.Node, max_span: int | None = None) -> Refusal | None:
+        """Let ``start`` join the open bucket, unless that closes a cycle or exceeds the span.
+
+        Args:
+            start: a start that is not in the open bucket.
+            max_span: bound on the distance in graph order between the bucket's first and last
+                member, in nodes that every rank has (see :mod:`.graph.uneven`).
+
+        Returns:
+            None if it joined, else what forbids it. A start that must not join for both reasons
+            is refused for the dependency.
+        """
+        index = self._index[start]
+        if self._epoch[index] != self._open_epoch:
+            return "dependency"
+        bits, up = self._own(index)
+        members = self._open | bits
+        reach, settled = self._closure(self._reach | up, self._settled)
+        if reach & members:
+            return "dependency"
+        first = min(self._first, self._position[index])
+        last = max(self._last, self._position[index])
+        if max_span is not None and last - first > max_span:
+            return "span"
+        self._open, self._reach, self._settled = members, reach, settled
+        self._static |= self._up[index]
+        self._first, self._last = first, last
+        return None
+
+    def why(self, start: fx.Node) -> str:
+        """In words, why :meth:`try_add` refused ``start`` for a dependency just now."""
+        index = self._index[start]
+        if self._epoch[index] != self._open_epoch:
+            write = self._writes[min(self._epoch[index], self._open_epoch)]
+            return f"{write.name} between them writes to a tensor that others read"
+        needed = self._up[index] & self._open
+        if needed:
+            return f"{start.name} needs the result of {self._name(needed)}"
+        if self._static >> index & 1:
+            return f"the bucket needs the result of {start.name}"
+        return f"{start.name} and the bucket need each other by way of other buckets"
+
+    def close(self) -> None:
+        """End the open bucket: from now on its members are one node."""
+        members = self._open
+        if members & (members - 1):
+            for old in self._absorbed(members):
+                # It is a part of this one now: whoever needs it needs more than before.
+                for planned in self._planned:
+                    planned.settled &= ~old.members
+                self._planned.remove(old)
+            reach = members | self._reach
+            if self._reach:  # else it brings nothing along: most gathers need no other start
+                self._merged |= members
+            planned = _Planned(members, reach, reach & self._merged)
+            self._planned.append(planned)
+            for index in _bits(members):
+                self._bucket_of[index] = planned
+        self._open = self._reach = self._settled = self._static = 0
+
+    @property
+    def span(self) -> int:
+        """Distance in graph order between the open bucket's first and last member, in nodes."""
+        return self._last - self._first
+
+    def _own(self, index: int) -> tuple[int, int]:
+        planned = self._bucket_of.get(index)
+        if planned is None:
+            return 1 << index, self._up[index]
+        return planned.members, planned.reach & ~planned.members
+
+    def _closure(self, reach: int, settled: int) -> tuple[int, int]:
+        """``reach`` and all that it needs once closed buckets are single nodes.
+
+        From the back: what the last bucket needs tends to hold most of the earlier ones, settled
+        when it was closed, so few are looked at.
+        """
+        pending = reach & self._merged & ~settled
+        while pending:
+            planned = self._bucket_of[pending.bit_length() - 1]
+            reach |= planned.reach
+            settled |= planned.settled
+            pending = reach & self._merged & ~settled
+        return reach, settled
+
+    def _absorbed(self, members: int) -> list[_Planned]:
+        found = (self._bucket_of[i] for i in _bits(members) if i in self._bucket_of)
+        return list({planned.members: planned for planned in found}.values())
+
+    def _name(self, bits: int) -> str:
+        return self.starts[(bits & -bits).bit_length() - 1].name
+
+
+def _bits(mask: int) -> list[int]:
+    indices = []
+    while mask:
+        low = mask & -mask
+        indices.append(low.bit_length() - 1)
+        mask ^= low
+    return indices

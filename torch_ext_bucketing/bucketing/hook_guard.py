@@ -1,0 +1,67 @@
+"""What a caller's hook must not do: change the graph, or communicate.
+
+Hooks are called while a graph is planned. One that changes the graph would make the plan wrong, and
+one that launches a collective would make compilation wait for the other ranks, which may be
+compiling something else, or nothing at all where they hit a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.fx as fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..graph.snapshot import Snapshot
+
+__all__ = [
+    "reading_only",
+]
+
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
+
+
+class _NoCollectives(TorchDispatchMode):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in _NAMESPACES:
+            raise RuntimeError(
+                f"{self._what} called the collective {func}, which waits for ranks that may be "
+                "compiling something else or nothing at all: communicate before compiling"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def reading_only(graph: fx.Graph, what: str) -> Iterator[None]:
+    """Hooks that are called inside may read ``graph`` (and write metadata), nothing else.
+
+    Args:
+        graph: what they are called about.
+        what: names them in errors.
+
+    Raises:
+        RuntimeError: one changed the graph, which was put back; or one called a collective.
+    """
+    snapshot = Snapshot(graph)
+    failed: Exception | None = None
+    try:
+        with _NoCollectives(what):
+            yield
+    except Exception as error:
+        failed = error
+    difference = snapshot.difference()
+    if difference:
+        snapshot.restore()
+        raise RuntimeError(
+            f"{what} changed the graph ({difference}); it may only read it. The graph was put back"
+        ) from failed
+    if failed is not None:
+        raise failed

@@ -1,0 +1,228 @@
+"""Which collectives merge: planned over a graph first, applied afterwards.
+
+:func:`plan_units` only reads the graph; :func:`apply_plan` only does what the plan says. A plan
+never merges into a cycle, nor across a write to a tensor (see :mod:`.contraction`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.fx as fx
+
+from .._gc import paused_gc
+from .._torch import bucketing as tb
+from .._torch.estimates import size_hint
+from .._torch.merge_traces import shared_traces
+from ..graph.collectives import group_name, group_size, kind_of, reduce_op
+from ..graph.snapshot import unchanged_on_error
+from ..reports.data import BucketReport, PayloadMember
+from ..tagging.tags import set_member_tags, tag_of
+from .hook_guard import reading_only
+from .plan import Bucket, BucketingPlan
+
+__all__ = [
+    "apply_plan",
+    "merge_buckets",
+]
+
+PayloadKey = Callable[[fx.Node], Any]
+
+
+def apply_plan(
+    graph: fx.Graph, plan: BucketingPlan, payload_key: PayloadKey | None = None
+) -> list[BucketReport]:
+    """Merge the plan's buckets. ``graph`` is in topological order afterwards.
+
+    A gather bucket starts where its first member started, a reduction where its last did::
+
+        ag(a) w ... ag(b) w ...            AG(a, b) W split ... ... ...
+        rs(a) w use ... rs(b) w use        ... ... RS(a, b) W split use use
+
+    Args:
+        graph: the graph that the plan was made for, unchanged since.
+        plan: what to merge.
+        payload_key: ascending key of a member's bytes; a bucket with a member whose key is None
+            keeps graph order as a whole. None takes torch's ``bucket_payload_order_key``. It is
+            called once per member, before anything changes, and may only read the graph.
+
+    Returns:
+        One report per bucket, in graph order.
+
+    Raises:
+        HooksError: ``payload_key`` is given, but this torch has no payload-order hook.
+        RuntimeError: the key failed at a node, its keys for one bucket have no order, or it changed
+            the graph or communicated; or, torch's own, a symbolic size has no hint.
+        Exception: what torch raises where it can't merge. Then, too, the graph is as it was.
+    """
+    keys = _payload_keys(graph, plan, payload_key)
+    with paused_gc(), unchanged_on_error(graph):
+        return merge_buckets(graph, plan, keys)
+
+
+def merge_buckets(
+    graph: fx.Graph, plan: BucketingPlan, keys: Mapping[fx.Node, Any] | None = None
+) -> list[BucketReport]:
+    """:func:`apply_plan` with keys at hand, and without a way back.
+
+    Args:
+        graph: as of :func:`apply_plan`.
+        plan: as of :func:`apply_plan`.
+        keys: every member's key; None packs in graph order.
+    """
+    for duplicate, original in plan.duplicates:
+        _reuse_gather(duplicate, original)
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    reports = []
+    with shared_traces():
+        for bucket in plan.buckets:
+            if bucket.kind == "all_gather":
+                _hoist_inputs(bucket, position)
+            reports.append(_apply_bucket(graph, bucket, keys))
+    if reports or plan.duplicates:
+        tb.sort_topologically(graph)
+        graph.lint()
+    place = {node.name: i for i, node in enumerate(graph.nodes)}
+    return sorted(reports, key=lambda r: place[r.node])
+
+
+def _payload_keys(
+    graph: fx.Graph, plan: BucketingPlan, payload_key: PayloadKey | None
+) -> Mapping[fx.Node, Any] | None:
+    """Every member's key, computed and compared before anything changes."""
+    if payload_key is not None:
+        tb.require_payload_order_hook()
+    key_of, name = payload_key, "payload_order"
+    if key_of is None:
+        key_of, name = tb.configured_payload_key(), "bucket_payload_order_key"
+    if key_of is None:
+        return None
+    keys: dict[fx.Node, Any] = {}
+    with reading_only(graph, name):
+        for bucket in plan.buckets:
+            for member in bucket.members:
+                try:
+                    keys[member] = key_of(member)
+                except Exception as error:
+                    raise RuntimeError(f"{name} failed at {member.format_node()}") from error
+            _check_order(name, {m: keys[m] for m in bucket.members})
+    return keys
+
+
+def _check_order(name: str, keys: Mapping[fx.Node, Any]) -> None:
+    known = [k for k in keys.values() if k is not None]
+    try:
+        known.sort()
+        if not all(a < b or a == b for a, b in itertools.pairwise(known)):
+            raise TypeError("keys without a total order, such as NaN")
+    except Exception as error:
+        said = ", ".join(f"{node.name}: {key!r}" for node, key in keys.items())
+        raise RuntimeError(f"{name}: the keys of a bucket can't be sorted: {said}") from error
+
+
+def _apply_bucket(
+    graph: fx.Graph, bucket: Bucket, keys: Mapping[fx.Node, Any] | None
+) -> BucketReport:
+    first, last = bucket.members[0], bucket.members[-1]
+    tags = {m: tag_of(m) for m in bucket.members}
+    shapes = {m: _payload_shape(m) for m in bucket.members}
+    dtypes = {m: m.meta["val"].dtype for m in bucket.members}
+    group, size, op = group_name(first), group_size(first), reduce_op(first)
+    by_input: dict[fx.Node, list[fx.Node]] = {}
+    for member in bucket.members:
+        for value in tb.packed_values(member, size if bucket.kind == "reduce_scatter" else None):
+            by_input.setdefault(value, []).append(member)
+
+    key: PayloadKey | None = None  # never a half-sorted bucket
+    if keys is not None and all(keys[m] is not None for m in bucket.members):
+        key = keys.__getitem__
+    insert_before = first if bucket.kind == "all_gather" else last.next
+    new_nodes = tb.merge(
+        graph, bucket.kind, bucket.members, insert_before=insert_before, payload_key=key
+    )
+
+    start = next(n for n in new_nodes if kind_of(n) is not None)
+    packed = [by_input[value].pop(0) for value in tb.payload_inputs(new_nodes, start)]
+    if len(packed) != len(bucket.members):
+        raise AssertionError(f"{start.name} packs {len(packed)} of {len(bucket.members)} members")
+    # torch gave every new node the first member's metadata; who the members are is said once.
+    set_member_tags(start, [tags[m] for m in packed])
+    layout, offset = [], 0
+    for member in packed:
+        nbytes = math.prod(shapes[member]) * dtypes[member].itemsize
+        tag = tags[member]
+        layout.append(
+            PayloadMember(
+                () if tag is None else tag.fqns,
+                offset,
+                nbytes,
+                shapes[member],
+                str(dtypes[member]).removeprefix("torch."),
+            )
+        )
+        offset += nbytes
+    return BucketReport(
+        bucket.kind,
+        bucket.unit,
+        group,
+        size,
+        op,
+        start.name,
+        tuple(layout),
+        bucket.span,
+        bucket.closed_by,
+        bucket.detail,
+        bucket.wire_bytes,
+        bucket.cap_bytes,
+    )
+
+
+def _hoist_inputs(bucket: Bucket, position: dict[fx.Node, int]) -> None:
+    """Move what leads from the parameters to a bucket's later members before its first member.
+
+    Which ranks pad their shard of an uneven parameter differs, and so does whether there is a node
+    between the parameter and the gather. A bucket that had to wait for such a node would start
+    later on some ranks than on others, and collectives would meet the wrong partner::
+
+        rank 0   ag(a) ... ag(b)              AG(a, b) ... ...
+        rank 1   ag(a) ... pad(b) ag(b)       pad(b) AG(a, b) ... ...
+    """
+    first = bucket.members[0]
+    limit = position[first]
+    for member in bucket.members[1:]:
+        late: dict[fx.Node, None] = {}
+        stack = [tb.member_input(member)]
+        while stack:
+            node = stack.pop()
+            if position.get(node, limit + 1) > limit and node not in late:
+                late[node] = None
+                stack.extend(node.all_input_nodes)
+        # Behind another collective it can't be moved alone; the final sort places it.
+        if any(n not in position or kind_of(n) is not None for n in late):
+            continue
+        for node in sorted(late, key=position.__getitem__):
+            first.prepend(node)
+            position[node] = limit
+
+
+def _reuse_gather(duplicate: fx.Node, original: fx.Node) -> None:
+    (wait,) = duplicate.users
+    (earlier,) = original.users
+    wait.replace_all_uses_with(earlier)
+    graph = duplicate.graph
+    graph.erase_node(wait)
+    graph.erase_node(duplicate)
+
+
+def _payload_shape(start: fx.Node) -> tuple[int, ...]:
+    """Shape of a member in one rank's part of the buffer."""
+    if kind_of(start) == "all_gather":
+        value = start.args[0]
+        assert isinstance(value, fx.Node)
+        shape = value.meta["val"].shape
+    else:
+        shape = start.meta["val"].shape
+    return tuple(size_hint(s, "the report of a bucket's payload") for s in shape)

@@ -1,0 +1,66 @@
+"""What a bucketing plan is: which collectives are merged, and why the others are not.
+
+Plans are made by :mod:`.bucketing.units` (one bucket per unit) and :mod:`.bucketing.caps` (up to a
+byte cap), and carried out by :mod:`.bucketing.merge`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from ..graph.collectives import Kind
+from ..reports.data import ClosedBy, Unmerged
+
+__all__ = [
+    "Bucket",
+    "BucketingPlan",
+]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Starts that become one collective.
+
+    Args:
+        kind: of all members.
+        unit: its number in the order or plan; None for a bucket by size.
+        members: in graph order.
+        span: distance in graph order between the first and the last member, in nodes.
+        closed_by: what kept the next candidate out; ``"end"``: there was none.
+        detail: which one, and why, in words.
+        wire_bytes: what the members count against a byte cap, together; None where none is kept.
+        cap_bytes: the cap.
+    """
+
+    kind: Kind
+    unit: int | None
+    members: tuple[fx.Node, ...]
+    span: int = 0
+    closed_by: ClosedBy = "end"
+    detail: str = ""
+    wire_bytes: int | None = None
+    cap_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class BucketingPlan:
+    """What to merge, and why the rest is left.
+
+    Args:
+        buckets: in the graph order of their first members; each has two members or more.
+        duplicates: ``(start, earlier start)``: a gather of the same value as an earlier one, whose
+            result it can use.
+        uncovered: FQNs in no unit, sorted as met in the graph.
+        left_alone: ``(node name, reason)``.
+        splits: members that had to leave their bucket for a further one, in words.
+        alone: what could have been in a bucket and is in none, in graph order.
+    """
+
+    buckets: tuple[Bucket, ...] = ()
+    duplicates: tuple[tuple[fx.Node, fx.Node], ...] = ()
+    uncovered: tuple[str, ...] = ()
+    left_alone: tuple[tuple[str, str], ...] = ()
+    splits: tuple[str, ...] = ()
+    alone: tuple[Unmerged, ...] = ()

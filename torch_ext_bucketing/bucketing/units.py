@@ -1,0 +1,189 @@
+"""Plan one bucket per unit and bucket key."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch.fx as fx
+
+from .._torch import bucketing as tb
+from ..graph.collectives import Kind, bucket_key, group_name, kind_of
+from ..graph.writes import written_roots
+from ..reports.data import ClosedBy
+from ..tagging.tags import Tag, tag_of
+from .contraction import Contraction
+from .members import unmergeable
+from .plan import Bucket, BucketingPlan
+
+__all__ = [
+    "UncoveredParametersWarning",
+    "UnitIndex",
+    "plan_units",
+]
+
+
+class UncoveredParametersWarning(UserWarning):
+    """Some parameters' collectives are in no unit and stay one collective each."""
+
+
+@runtime_checkable
+class HasUnits(Protocol):
+    """An order: units as tuples of parameter FQNs, in payload order."""
+
+    @property
+    def units(self) -> Sequence[Sequence[str]]: ...
+
+
+class UnitIndex:
+    """Finds the unit of a parameter.
+
+    Args:
+        order_or_plan: an object with ``units`` (tuples of parameter or of module FQNs), or the
+            tuples themselves. A module's name covers the parameters below it that no longer name
+            covers; ``""`` is the root. A name that no parameter has covers none.
+        aliases: ``(other FQN, FQN in units)`` of shared parameters.
+
+    Raises:
+        TypeError: the units are a string, or a name is none.
+        ValueError: one name in two units.
+    """
+
+    def __init__(
+        self,
+        order_or_plan: HasUnits | Iterable[Sequence[str]],
+        aliases: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        units = order_or_plan.units if isinstance(order_or_plan, HasUnits) else order_or_plan
+        if isinstance(units, str):
+            raise TypeError(f"units must be a sequence of sequences of FQNs, got {units!r}")
+        self._unit: dict[str, int] = {}
+        for index, unit in enumerate(units):
+            for fqn in (unit,) if isinstance(unit, str) else unit:
+                if not isinstance(fqn, str):
+                    raise TypeError(f"unit {index}: an FQN must be a string, got {fqn!r}")
+                if self._unit.setdefault(fqn, index) != index:
+                    raise ValueError(
+                        f"{fqn!r} is in two units, {self._unit[fqn]} and {index}: name it in one"
+                    )
+        self._aliases = dict(aliases or getattr(order_or_plan, "aliases", ()))
+
+    def unit_of(self, fqn: str) -> int | None:
+        """Index of the unit of a parameter, or None."""
+        name = self._aliases.get(fqn, fqn)
+        while True:
+            if name in self._unit:
+                return self._unit[name]
+            if not name:
+                return None
+            name = name.rpartition(".")[0]
+
+
+def plan_units(
+    graph: fx.Graph, units: UnitIndex, kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+) -> BucketingPlan:
+    """One bucket per unit and bucket key. Reads the graph only.
+
+    Args:
+        graph: a graph whose collectives carry tags.
+        units: which parameter is in which unit.
+        kinds: what is bucketed; others are left alone without a word.
+
+    Raises:
+        ValueError: the graph is not in topological order.
+    """
+    uncovered: dict[str, None] = {}
+    left: list[tuple[str, str]] = []
+    groups: dict[tuple[int, Any], list[fx.Node]] = {}
+    duplicates: list[tuple[fx.Node, fx.Node]] = []
+    first_gather: dict[tuple[Any, ...], fx.Node] = {}
+    contracted = Contraction(graph)
+    written = written_roots(list(graph.nodes))
+    for start in graph.nodes:
+        kind = kind_of(start)
+        if kind is None or kind not in kinds:
+            continue
+        tag = tag_of(start)
+        if tag is None:
+            left.append((start.name, "it serves no known parameter"))
+            continue
+        unit, why = _unit_of(tag, units)
+        if unit is None:
+            uncovered.update(dict.fromkeys(f for f in tag.fqns if units.unit_of(f) is None))
+            left.append((start.name, why))
+            continue
+        why = unmergeable(start)
+        if why:
+            left.append((start.name, why))
+            continue
+        if kind == "all_gather" and start not in written:
+            same = (start.target, *_gathered(start))
+            earlier = first_gather.setdefault(same, start)
+            if earlier is not start:
+                contracted.open(earlier)
+                refused = contracted.try_add(start)
+                contracted.close()
+                if refused is None:
+                    duplicates.append((start, earlier))
+                    continue
+        groups.setdefault((unit, bucket_key(start)), []).append(start)
+
+    buckets: list[Bucket] = []
+    splits: list[str] = []
+    for (unit, _), starts in groups.items():
+        if len(starts) < 2:
+            continue
+        kind = kind_of(starts[0])
+        assert kind is not None
+        first = starts[0]
+        while starts:
+            members, starts, detail, span = _fill(contracted, starts)
+            if members[0] is not first:
+                splits += [
+                    f"{start.name} depends on the bucket of {first.name} or is needed by it, "
+                    "and goes into a further bucket"
+                    for start in members
+                ]
+            if len(members) > 1:
+                closed_by: ClosedBy = "dependency" if starts else "end"
+                buckets.append(Bucket(kind, unit, tuple(members), span, closed_by, detail))
+            else:
+                left.append((members[0].name, "nothing can be merged with it without a cycle"))
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    buckets.sort(key=lambda b: position[b.members[0]])
+    return BucketingPlan(
+        tuple(buckets), tuple(duplicates), tuple(uncovered), tuple(left), tuple(splits)
+    )
+
+
+def _fill(
+    contracted: Contraction, starts: list[fx.Node]
+) -> tuple[list[fx.Node], list[fx.Node], str, int]:
+    """The bucket of the first start, the starts that can't be in it, why so, and its span."""
+    contracted.open(starts[0])
+    members, rest, detail = [starts[0]], [], ""
+    for start in starts[1:]:
+        if contracted.try_add(start) is None:
+            members.append(start)
+        else:
+            rest.append(start)
+            detail = detail or contracted.why(start)
+    span = contracted.span
+    contracted.close()
+    return members, rest, detail, span
+
+
+def _unit_of(tag: Tag, units: UnitIndex) -> tuple[int | None, str]:
+    found = {fqn: units.unit_of(fqn) for fqn in tag.fqns}
+    missing = [fqn for fqn, unit in found.items() if unit is None]
+    if missing:
+        return None, f"no unit has {', '.join(missing)}"
+    if len(set(found.values())) > 1:
+        return None, f"its parameters {', '.join(tag.fqns)} are in several units"
+    return found[tag.fqns[0]], ""
+
+
+def _gathered(start: fx.Node) -> tuple[Any, ...]:
+    """What makes two gathers equal: the value behind casts, dtype, group."""
+    value = tb.member_input(start)
+    return (value, start.meta["val"].dtype, start.args[1], group_name(start))

@@ -1,0 +1,1 @@
+"""Reading a graph: facts about nodes, dependencies, writes, memory. Changes nothing."""

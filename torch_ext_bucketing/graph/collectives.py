@@ -1,0 +1,219 @@
+"""Every fact about one node of a graph: is it a collective, a wait, a view, compute; of which kind
+and process group; how many bytes.
+
+Nothing here looks at a node's neighbours but a wait's start and a collective's input, and nothing
+knows of tags (:mod:`.tagging.tags`) or of dependencies (:mod:`.graph.dependencies`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any, Literal
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+
+from .._torch.bucketing import resolve_group_name, torch_bucket_key
+from .._torch.estimates import size_hint
+from .._torch.process_groups import group_size_of
+
+__all__ = [
+    "KINDS",
+    "Kind",
+    "argument",
+    "bucket_key",
+    "collective_group",
+    "count_collectives",
+    "group_name",
+    "group_size",
+    "is_collective",
+    "is_compute",
+    "is_start",
+    "is_view",
+    "is_wait",
+    "kind_of",
+    "reduce_op",
+    "set_group_name",
+    "started_by",
+    "tensors_in",
+    "waited_for",
+    "wire_bytes",
+]
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+
+_c10d = torch.ops._c10d_functional
+
+_KIND_OF_TARGET: dict[Any, Kind] = {
+    _c10d.all_gather_into_tensor.default: "all_gather",
+    _c10d.all_gather_into_tensor_out.default: "all_gather",
+    _c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    _c10d.all_reduce.default: "all_reduce",
+    _c10d.all_reduce_.default: "all_reduce",
+}
+
+
+def kind_of(node: fx.Node) -> Kind | None:
+    """The kind of collective that ``node`` launches, or None."""
+    if node.op != "call_function":
+        return None
+    try:
+        return _KIND_OF_TARGET.get(node.target)
+    except TypeError:  # an unhashable target
+        return None
+
+
+def is_start(node: fx.Node) -> bool:
+    """Whether ``node`` launches an all-gather, a reduce-scatter or an all-reduce."""
+    return kind_of(node) is not None
+
+
+_ALL_TO_ALL = _c10d.all_to_all_single.default
+BUILTIN_MODULES = ("_operator", "builtins", "math")
+_COPIES_NOTHING = frozenset(
+    {
+        operator.getitem,
+        _c10d.wait_tensor.default,
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.lift_fresh_copy.default,
+    }
+)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether ``node`` launches communication: a start of any kind, or an all-to-all."""
+    return kind_of(node) is not None or node.target is _ALL_TO_ALL
+
+
+def started_by(wait: fx.Node) -> fx.Node | None:
+    """The collective that ``wait`` waits for; None if ``wait`` is no wait of one."""
+    if not is_wait(wait):
+        return None
+    start = waited_for(wait)
+    return start if start is not None and is_collective(start) else None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether ``node`` runs no kernel."""
+    if node.op != "call_function":
+        return True
+    target = node.target
+    if target in _COPIES_NOTHING:
+        return True
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target.is_view)
+    return getattr(target, "__module__", "") in BUILTIN_MODULES
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Whether ``node`` is a matrix product, an attention or a convolution: what torch counts
+    floating point operations of, and what compute runs are counted in."""
+    from torch.utils.flop_counter import flop_registry
+
+    target: Any = node.target
+    return node.op == "call_function" and (
+        getattr(target, "overloadpacket", None) in flop_registry or target in flop_registry
+    )
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a node's ``meta["val"]``, in order."""
+    if isinstance(value, torch.Tensor):  # most are, and a pytree takes long to find out
+        return [value]
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+
+
+def bucket_key(start: fx.Node) -> tuple[Any, ...]:
+    """What members of one bucket share: kind, group, reduce op, dtype.
+
+    The mode that torch is configured to use decides whether gathers of several dtypes may share a
+    bucket (``bucket_mode="custom_ops_multidtype"``).
+    """
+    return (kind_of(start), torch_bucket_key(start))
+
+
+def group_name(start: fx.Node) -> str:
+    """The name of a collective's process group, also where it is a node of the graph.
+
+    Takes all-to-alls as well, which are never bucketed.
+    """
+    name = argument(start, "group_name")
+    return name if isinstance(name, str) else resolve_group_name(name)
+
+
+def set_group_name(start: fx.Node, name: str) -> None:
+    """Let a collective run on another process group of the same ranks."""
+    if "group_name" in start.kwargs:
+        start.update_kwarg("group_name", name)
+    else:
+        start.update_arg(start.args.index(argument(start, "group_name")), name)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument of that name in a call of an operator; None where there is none."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if name in node.kwargs:
+        return node.kwargs[name]
+    names = [a.name for a in target._schema.arguments if not a.kwarg_only]
+    at = names.index(name) if name in names else len(node.args)
+    return node.args[at] if at < len(node.args) else None
+
+
+def collective_group(node: fx.Node) -> str | None:
+    """The name of the process group of any functional collective, those included that are never
+    bucketed; None for other nodes, and where the group is a node of the graph."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "_c10d_functional":
+        return None
+    group = argument(node, "group_name")
+    return group if isinstance(group, str) else None
+
+
+def group_size(start: fx.Node) -> int:
+    """Number of ranks in a collective's process group."""
+    kind = kind_of(start)
+    if kind == "all_gather":
+        return int(argument(start, "group_size"))
+    if kind == "reduce_scatter":
+        return int(argument(start, "group_size"))
+    return group_size_of(group_name(start))
+
+
+def reduce_op(start: fx.Node) -> str | None:
+    """``"avg"``, ``"sum"``, ...; None for a gather."""
+    return None if kind_of(start) == "all_gather" else str(argument(start, "reduce_op"))
+
+
+def wire_bytes(start: fx.Node) -> int:
+    """What a collective counts against a byte cap: the larger of its input and its output.
+
+    Raises:
+        RuntimeError: for a symbolic size without a hint.
+    """
+    return max(
+        size_hint(node.meta["val"].numel(), f"collective bucket {what} size")
+        * node.meta["val"].element_size()
+        for node, what in ((start, "output"), (start.all_input_nodes[0], "input"))
+    )
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether ``node`` is a ``wait_tensor``."""
+    return node.op == "call_function" and node.target is _c10d.wait_tensor.default
+
+
+def waited_for(wait: fx.Node) -> fx.Node | None:
+    """What a wait waits for."""
+    return next(iter(wait.all_input_nodes), None)
+
+
+def count_collectives(graph: fx.Graph) -> dict[str, int]:
+    """Number of all-gathers, reduce-scatters and all-reduces in ``graph``, by kind."""
+    found = Counter(kind_of(n) for n in graph.nodes)
+    return {kind: found[kind] for kind in KINDS if found[kind]}

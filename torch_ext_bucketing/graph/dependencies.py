@@ -1,0 +1,180 @@
+"""What may move past what: a graph as integers, with the dependencies that its edges do not show.
+
+A node depends on its inputs. Besides, these keep their order whatever the edges say:
+
+- a write to a tensor, and everything that touches the tensor before or after it (:mod:`.writes`);
+- operators that draw random numbers from the generator's state, among themselves;
+- operators with side effects, and operators that are not known to have none, against everything;
+- the starts of one process group and kind. Ranks meet in a group in the order in which they launch,
+  so the order that the graph came with, which is the same on every rank, is kept per kind; gathers
+  may overtake reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from .collectives import BUILTIN_MODULES, group_name, is_collective, is_view, kind_of
+from .writes import aliases_of, unordered_writes, written_values
+
+__all__ = [
+    "Dependencies",
+    "Precedence",
+]
+
+_c10d = torch.ops._c10d_functional
+
+# Higher-order operators that compute their results and do nothing else.
+_FUNCTIONAL = frozenset(
+    {
+        "auto_functionalized",
+        "auto_functionalized_v2",
+        "flex_attention",
+        "flex_attention_backward",
+        "invoke_subgraph",
+        "triton_kernel_wrapper_functional",
+    }
+)
+
+
+class Precedence:
+    """Nodes by their place from 0, and what each one needs.
+
+    Args:
+        nodes: in topological order.
+        needs: places of the nodes that must come before each one.
+
+    Attributes:
+        nodes: as given.
+        needs: ascending, without repeats.
+        needed_by: the reverse.
+    """
+
+    def __init__(self, nodes: list[fx.Node], needs: Iterable[Collection[int]]) -> None:
+        self.nodes = nodes
+        self.needs: list[list[int]] = [sorted(mine) for mine in needs]
+        self.needed_by: list[list[int]] = [[] for _ in nodes]
+        for i, mine_sorted in enumerate(self.needs):
+            for j in mine_sorted:
+                self.needed_by[j].append(i)
+
+    def is_order(self, order: Sequence[int]) -> bool:
+        """Whether ``order`` has every node once, and behind all that it needs."""
+        place = {i: at for at, i in enumerate(order)}
+        return len(place) == len(order) == len(self.nodes) and all(
+            i in place and all(place[j] < place[i] for j in mine)
+            for i, mine in enumerate(self.needs)
+        )
+
+
+class Dependencies(Precedence):
+    """The movable nodes of a graph, by their place in it from 0, and what each one needs.
+
+    Placeholders, ``get_attr`` and the output stay where they are and are not among the nodes.
+
+    Args:
+        graph: in topological order, and unchanged as long as this is used.
+
+    Attributes:
+        nodes: the movable ones, in graph order.
+        index: the place of each.
+        group: name of the process group of each collective.
+
+    Raises:
+        ValueError: a node stands before one of its inputs.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        everything = list(graph.nodes)
+        self.nodes: list[fx.Node] = [
+            n for n in everything if n.op not in ("placeholder", "get_attr", "output")
+        ]
+        self.index: dict[fx.Node, int] = {n: i for i, n in enumerate(self.nodes)}
+        self.group: dict[int, str] = {}
+        needs: list[dict[int, None]] = []
+        before: set[fx.Node] = set()
+        for node in everything:
+            for arg in node.all_input_nodes:
+                if arg not in before:
+                    raise ValueError(f"{node.name} stands before its input {arg.name}")
+            before.add(node)
+            if node in self.index:
+                found = (self.index.get(arg) for arg in node.all_input_nodes)
+                needs.append(dict.fromkeys(at for at in found if at is not None))
+        self._order_writes(everything, needs)
+        self._order_chains(needs)
+        super().__init__(self.nodes, needs)
+
+    def _order_writes(self, everything: list[fx.Node], needs: list[dict[int, None]]) -> None:
+        writes = unordered_writes(everything)
+        if not writes:
+            return
+        roots, aliases = aliases_of(everything)
+        for write in writes:
+            at = self.index[write]
+            for value in written_values(write):
+                for root in roots.get(value, ()):
+                    touching = [u for a in aliases[root] for u in (a, *a.users)]
+                    for node in touching:
+                        other = self.index.get(node)
+                        if other is not None and other < at:
+                            needs[at][other] = None
+                        elif other is not None and other > at:
+                            needs[other][at] = None
+
+    def _order_chains(self, needs: list[dict[int, None]]) -> None:
+        last: dict[Any, int] = {}
+        barrier = -1
+        for i, node in enumerate(self.nodes):
+            if barrier >= 0:
+                needs[i][barrier] = None
+            if _is_barrier(node):
+                for j in range(barrier + 1, i):
+                    needs[i][j] = None
+                barrier = i
+                continue
+            chain: Any = None
+            if is_collective(node):
+                self.group[i] = group_of(node)
+                chain = (self.group[i], kind_of(node))
+            elif _draws_random_numbers(node):
+                chain = "random"
+            if chain is not None:
+                if chain in last:
+                    needs[i][last[chain]] = None
+                last[chain] = i
+
+
+def group_of(start: fx.Node) -> str:
+    """The name of a collective's process group."""
+    return group_name(start)
+
+
+def _is_barrier(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return True
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        if target.namespace == "_c10d_functional":
+            return False
+        return node.is_impure() and not _is_plain(target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target.name() not in _FUNCTIONAL
+    return getattr(target, "__module__", "") not in BUILTIN_MODULES and not is_view(node)
+
+
+def _is_plain(target: torch._ops.OpOverload) -> bool:
+    """Writes and random numbers are ordered more finely than by a barrier."""
+    return bool(target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
+
+
+def _draws_random_numbers(node: fx.Node) -> bool:
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
+    )

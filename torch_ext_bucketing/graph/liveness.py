@@ -1,0 +1,202 @@
+"""Bytes that are live while a graph runs in some order, with everything freed at its last use.
+
+Counted per storage, so that views and other aliases count once. A storage is live from the node
+that allocates it to the last node that touches it; then it is freed, unless it is an output or an
+input that the caller keeps. What a collective reads and writes is live until its wait: the network
+still uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.fx as fx
+
+from .._torch import aot as _aot
+from .._torch.estimates import size_hint
+from .collectives import is_collective, is_view, started_by, tensors_in
+from .dependencies import Dependencies
+from .uneven import shard_side
+from .writes import written_values
+
+__all__ = [
+    "LiveBytes",
+    "Liveness",
+    "Storages",
+    "donated_by_autograd",
+]
+
+
+def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
+    """Which inputs of a graph are freed at their last use: what forward saved for a backward graph,
+    and its tangents, which AOTAutograd hands over. Parameters and other graphs' inputs are not."""
+    if _aot.stage_of(graph) != "backward":
+        return lambda node: False
+    return lambda node: not _aot.is_primal(node)
+
+
+class Storages:
+    """What each node allocates and touches.
+
+    Args:
+        size: bytes of each storage.
+        allocates: per node, the storages that are new with it.
+        touches: per node, the storages that must be live while it runs.
+        kept: storages that are never freed.
+        at_start: bytes of the inputs and constants.
+    """
+
+    def __init__(
+        self,
+        size: list[int],
+        allocates: list[tuple[int, ...]],
+        touches: list[tuple[int, ...]],
+        kept: dict[int, None],
+        at_start: int,
+    ) -> None:
+        self.size = size
+        self.allocates = allocates
+        self.touches = touches
+        self.kept = kept
+        self.at_start = at_start
+        self.uses = [0] * len(size)
+        for storages in touches:
+            for s in storages:
+                self.uses[s] += 1
+
+    def profile(self, order: Sequence[int]) -> list[int]:
+        """Bytes live while each node of ``order`` runs."""
+        live = LiveBytes(self)
+        return [live.run(i) for i in order]
+
+    def peak(self, order: Sequence[int]) -> int:
+        """The largest number of bytes live at any time."""
+        return max(self.profile(order), default=self.at_start)
+
+
+class Liveness(Storages):
+    """What each movable node of a graph allocates and touches.
+
+    Args:
+        graph: with fake tensors in ``meta["val"]``; values without one count nothing.
+        dependencies: of the same graph.
+        donated: whether an input is freed at its last use; None: :func:`donated_by_autograd`.
+
+    Attributes:
+        size: of shards that are not everywhere as large, see :mod:`.graph.uneven`.
+        shard_side: what :mod:`.graph.uneven` finds.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        dependencies: Dependencies,
+        donated: Callable[[fx.Node], bool] | None = None,
+    ) -> None:
+        donated = donated or donated_by_autograd(graph)
+        self.size: list[int] = []
+        self.allocates: list[tuple[int, ...]] = []
+        self.touches: list[tuple[int, ...]] = []
+        self.at_start = 0
+        self._ids: dict[Any, int] = {}
+        self._of_node: dict[fx.Node, tuple[int, ...]] = {}
+        self.kept: dict[int, None] = {}
+        self.shard_side = shard_side(graph)
+        seen: dict[int, None] = {}
+        for node in graph.nodes:
+            if node.op == "output":
+                for arg in node.all_input_nodes:
+                    self.kept.update(dict.fromkeys(self._of_node[arg]))
+                continue
+            mine = self._storages(node)
+            self._of_node[node] = mine
+            new = tuple(s for s in mine if s not in seen)
+            seen.update(dict.fromkeys(new))
+            if node not in dependencies.index:
+                self.at_start += sum(self.size[s] for s in new)
+                if not (node.op == "placeholder" and donated(node)):
+                    self.kept.update(dict.fromkeys(mine))
+                continue
+            touched = dict.fromkeys(mine)
+            for arg in node.all_input_nodes:
+                touched.update(dict.fromkeys(self._of_node[arg]))
+            start = started_by(node)
+            if start is not None:
+                for arg in start.all_input_nodes:
+                    touched.update(dict.fromkeys(self._of_node[arg]))
+            self.allocates.append(new)
+            self.touches.append(tuple(touched))
+        super().__init__(self.size, self.allocates, self.touches, self.kept, self.at_start)
+
+    def _storages(self, node: fx.Node) -> tuple[int, ...]:
+        values = [v for v in tensors_in(node.meta.get("val")) if v.device.type != "meta"]
+        returned = _returned_input(node)
+        if returned is not None and len(self._of_node[returned]) == 1:
+            mine = self._of_node[returned]
+            for value in values if mine else ():
+                self._ids.setdefault(value.untyped_storage()._cdata, mine[0])
+            return mine
+        found: dict[int, None] = {}
+        for value in values:
+            storage = value.untyped_storage()
+            at = self._ids.get(storage._cdata)
+            if at is None:
+                at = self._ids[storage._cdata] = len(self.size)
+                if node in self.shard_side.nodes:
+                    nbytes = self.shard_side.elements.get(node, 0) * value.itemsize
+                else:
+                    nbytes = size_hint(storage.nbytes(), "the estimate of live memory")
+                self.size.append(nbytes)
+            found[at] = None
+        return tuple(found)
+
+
+def _returned_input(node: fx.Node) -> fx.Node | None:
+    """The input whose memory the result is, where the fake tensors do not tell: a collective's and
+    a wait's are copies, and a view's is still a view of what its input was before bucketing."""
+    start = started_by(node)
+    if start is not None:
+        return start
+    if is_collective(node):
+        written = written_values(node)
+        return written[0] if written else None
+    if is_view(node) and node.op == "call_function":
+        return next(iter(node.all_input_nodes), None)
+    return None
+
+
+class LiveBytes:
+    """Live bytes as nodes run one after the other."""
+
+    def __init__(self, liveness: Storages) -> None:
+        self._liveness = liveness
+        self._left = list(liveness.uses)
+        self.now = liveness.at_start
+        self.peak = self.now
+
+    def run(self, i: int) -> int:
+        """Run node ``i``; returns the bytes live while it runs. ``now`` is what is left after."""
+        liveness = self._liveness
+        size, left = liveness.size, self._left
+        for s in liveness.allocates[i]:
+            self.now += size[s]
+        during = self.now
+        if during > self.peak:
+            self.peak = during
+        for s in liveness.touches[i]:
+            left[s] -= 1
+            if left[s] == 0 and s not in liveness.kept:
+                self.now -= size[s]
+        return during
+
+    def change(self, i: int) -> tuple[int, int]:
+        """What running node ``i`` next would add while it runs, and in the end."""
+        liveness = self._liveness
+        added = sum(liveness.size[s] for s in liveness.allocates[i])
+        freed = sum(
+            liveness.size[s]
+            for s in liveness.touches[i]
+            if self._left[s] == 1 and s not in liveness.kept
+        )
+        return added, added - freed

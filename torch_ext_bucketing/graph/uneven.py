@@ -1,0 +1,176 @@
+"""Where the graphs of two ranks differ: parameters whose rows do not divide evenly.
+
+The last ranks have fewer rows, or none, fill up before they gather and cut off after they reduce::
+
+    rank 0    w [3] -> to bf16 ----------> all_gather      reduce_scatter -> wait ----------> output
+    rank 1    w [2] -> to bf16 -> pad 1 -> all_gather      reduce_scatter -> wait -> [0:2] -> output
+
+After merging the differences are larger: torch casts while it packs, but not where a pad stands in
+between. All ranks must decide alike all the same. So in a graph with such parameters, and in no
+other, nothing is decided from what a rank does with its own shards alone: it takes no time, pads
+and cuts do not count as nodes, and a shard counts as many bytes as the largest rank's, which are
+those of the rows after the pad and before the cut. Copies on the way into a gather count nothing.
+Whether a graph is one of these shows alike on every rank: gathered parameters are cut, and
+gradients are filled up before they are reduced, on all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from .._torch import bucketing as tb
+from .._torch.estimates import size_hint
+from .collectives import group_size, is_compute, is_view, is_wait, kind_of
+
+__all__ = [
+    "ShardSide",
+    "shard_side",
+]
+
+_aten = torch.ops.aten
+
+_COPIES = frozenset(
+    {
+        _aten._to_copy.default,
+        _aten.cat.default,
+        _aten.clone.default,
+        _aten.constant_pad_nd.default,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class ShardSide:
+    """What of a graph may be otherwise on other ranks. Empty where all shards are even.
+
+    Args:
+        nodes: those that only handle this rank's shards, inputs of the graph included: what stands
+            before gathers without computation, and behind reductions up to the outputs.
+        lacking: the pads and cuts among them, which some ranks have and others lack.
+        elements: per node, how many the largest rank has of its parameter or its gradient. Without
+            an entry: what not every rank copies, and inputs that nothing uses.
+    """
+
+    nodes: dict[fx.Node, None] = field(default_factory=dict)
+    lacking: dict[fx.Node, None] = field(default_factory=dict)
+    elements: dict[fx.Node, int] = field(default_factory=dict)
+
+
+def shard_side(graph: fx.Graph) -> ShardSide:
+    """Find them. The graph is only read, and may be out of order."""
+    nodes = list(graph.nodes)
+    starts = [n for n in nodes if kind_of(n) is not None]
+    if not any(map(_is_uneven, starts)):
+        return ShardSide()
+    free: dict[fx.Node, bool] = {}  # needs neither computation nor communication
+    reduced: dict[fx.Node, None] = {}  # comes out of a reduction alone
+    for node in nodes:
+        inputs = node.all_input_nodes
+        if node.op != "call_function":
+            free[node] = node.op in ("placeholder", "get_attr")
+        elif is_wait(node):
+            free[node] = False
+            if kind_of(inputs[0]) in ("reduce_scatter", "all_reduce"):
+                reduced[node] = None
+        else:
+            local = kind_of(node) is None and not is_compute(node)
+            free[node] = local and all(free.get(n) for n in inputs)
+            if local and len(inputs) == 1 and inputs[0] in reduced:
+                reduced[node] = None
+    ours: dict[fx.Node, bool] = {}
+    for node in reversed(nodes):
+        local = free[node] or (node in reduced and not is_wait(node))
+        ours[node] = local and all(
+            user.op == "output" or ours.get(user) or kind_of(user) == "all_gather"
+            for user in node.users
+        )
+    # What a gather writes to is as large on every rank, and larger than a shard.
+    buffers = dict.fromkeys(n.kwargs.get("out") for n in starts)
+    found = {n: None for n in nodes if ours[n] and n not in buffers}
+    lacking = {n: None for n in found if _is_pad(n) or _is_cut(n)}
+    return ShardSide(found, lacking, _parameters(found) | _gradients(found, reduced))
+
+
+def _parameters(ours: dict[fx.Node, None]) -> dict[fx.Node, int]:
+    """Elements of each input at its largest on the way to where it is packed or gathered."""
+    largest: dict[fx.Node, int] = {}
+    for node in reversed(ours):
+        onwards = (user for user in node.users if _is_pad(user) or _one_to_one(user))
+        largest[node] = max([_elements(node), *(largest.get(user, 0) for user in onwards)])
+    return {n: largest[n] for n in ours if n.op in ("placeholder", "get_attr") and n.users}
+
+
+def _gradients(ours: dict[fx.Node, None], reduced: dict[fx.Node, None]) -> dict[fx.Node, int]:
+    """Elements of each gradient before it is cut."""
+    whole: dict[fx.Node, int] = {}
+    for node in ours:
+        if node in reduced:
+            whole[node] = _elements(node)
+            if _is_cut(node) or _one_to_one(node):
+                source = node.all_input_nodes[0]
+                whole[node] = whole.get(source) or _elements(source)
+    return whole
+
+
+def _one_to_one(node: fx.Node) -> bool:
+    """Whether ``node`` has the elements of its one input, in another shape or dtype."""
+    if len(node.all_input_nodes) != 1 or not (is_view(node) or node.target in _COPIES):
+        return False
+    return _elements(node) == _elements(node.all_input_nodes[0])
+
+
+def _elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return size_hint(value.numel(), "the estimate of live memory")
+
+
+def _is_uneven(start: fx.Node) -> bool:
+    """Whether a gather's result is cut, or a gradient filled up to be reduced, each by less than
+    one row per rank: alone or in a bucket, on every rank."""
+    kind = kind_of(start)
+    if kind == "all_gather":
+        stack = [start]
+        while stack:
+            node = stack.pop()
+            for user in node.users:
+                if _is_cut(user) and 0 < _rows(node) - _rows(user) < group_size(start):
+                    return True
+                if is_wait(user) or is_view(user) or user.target in _COPIES:
+                    stack.append(user)
+    elif kind == "reduce_scatter":
+        stack = list(start.all_input_nodes)
+        while stack:
+            node = stack.pop()
+            if _is_pad(node):
+                return True
+            if node.op == "call_function" and (_packs(node) or is_view(node)):
+                stack += node.all_input_nodes
+    return False
+
+
+def _packs(node: fx.Node) -> bool:
+    return node.target in _COPIES or node.target in tb.packing_ops()
+
+
+def _is_cut(node: fx.Node) -> bool:
+    """Whether ``node`` takes the first rows of something."""
+    return node.target is _aten.slice.Tensor and (*node.args, 0, 0)[1:3] == (0, 0)
+
+
+def _is_pad(node: fx.Node) -> bool:
+    """Whether ``node`` fills something up, with zeros that are made of nothing."""
+    if node.target is _aten.cat.default:
+        made = [not n.all_input_nodes and n.op == "call_function" for n in node.all_input_nodes]
+        return any(made)
+    return node.target is _aten.constant_pad_nd.default
+
+
+def _rows(node: fx.Node) -> Any:
+    return node.meta["val"].shape[0]

@@ -1,0 +1,265 @@
+"""Graph passes and the backends for ``torch.compile`` that run them.
+
+    order = FSDPParamOrder.from_model(model, units=[...])
+    compiled = torch.compile(
+        model, backend=backend("inductor", passes=[ReshardAfterForward(), BucketUnits(order)])
+    )
+
+A pass is an object with a ``stage``, ``__call__`` and ``uuid``. It composes with any backend: the
+passes know nothing of what compiles the graph afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.fx as fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from .._torch import aot as _aot
+from .._torch import dynamo_inputs as _dynamo_inputs
+from .._torch.inductor import compile_inductor
+from .._torch.process_groups import default_group
+from ..agreement import op as _agree_op
+from ..agreement.before_run import as_fresh_frame, before_first_run
+from ..agreement.launches import GraphPlan, plan_of
+from ..reports.data import CompileReport
+from ..scheduling.overlap import DEFAULT_PREFETCH, PrefetchDepth
+from ..scheduling.pin_order import pin_order
+from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from .cache_key import NoUuidError, describe, digest, log_no_uuid
+from .tagging import TagParameters
+
+__all__ = [
+    "BucketingBackend",
+    "PassManager",
+    "backend",
+]
+
+
+class PassManager:
+    """Owns the passes of a backend and their order:
+
+    1. ``TagParameters``, first: everything else reads tags, and only the joint graph has the
+       descriptors that they are made from. Added when missing.
+    2. the other joint passes, in the order given: what they decide (recomputation) is carried out
+       by the partitioner that follows.
+    3. the forward/backward passes, in the order given, on each graph after the partitioner: what a
+       bucket may hold is known only once it is known which graph a collective is in, and a bucket
+       made earlier could not be split between forward and backward again.
+
+    Raises:
+        TypeError: something is no pass.
+        ValueError: a pass with an unknown stage.
+    """
+
+    def __init__(
+        self, passes: Iterable[GraphPass] = (), model: torch.nn.Module | None = None
+    ) -> None:
+        given = list(passes)
+        for p in given:
+            if not callable(p) or not callable(getattr(p, "uuid", None)):
+                raise TypeError(f"{p!r} is no pass: it needs __call__(graph) and uuid()")
+            if getattr(p, "stage", None) not in ("joint", "forward_backward"):
+                raise ValueError(
+                    f"{type(p).__name__}.stage must be 'joint' or 'forward_backward', "
+                    f"got {getattr(p, 'stage', None)!r}"
+                )
+        tagging = [p for p in given if isinstance(p, TagParameters)] or [TagParameters(model)]
+        rest = [p for p in given if not isinstance(p, TagParameters)]
+        self.joint = (*tagging, *(p for p in rest if p.stage == "joint"))
+        self.forward_backward = tuple(p for p in rest if p.stage == "forward_backward")
+
+    def run(self, stage: Stage, graph: GraphLike, compilation: Compilation) -> None:
+        """Run the passes of one stage. Those of other authors get the graph alone."""
+        passes = self.joint if stage == "joint" else self.forward_backward
+        for p in passes:
+            if isinstance(p, GraphPass):
+                p.prepare(graph, compilation)
+        for p in passes:
+            if isinstance(p, GraphPass):
+                p(graph, compilation)
+            else:
+                p(graph)
+
+    @property
+    def orders(self) -> bool:
+        """Whether a pass decides an order that the compiler has to keep."""
+        return any(isinstance(p, GraphPass) and p.orders for p in self.forward_backward)
+
+    def uuid(self) -> str | None:
+        """Of all passes in order; None where one has none."""
+        passes = (*self.joint, *self.forward_backward)
+        uuids = [p.uuid() for p in passes]
+        for p, uuid in zip(passes, uuids, strict=True):
+            if not uuid and not isinstance(p, GraphPass):  # ours have said why themselves
+                reason = NoUuidError(f"its uuid() returned {uuid!r}")
+                log_no_uuid(f"{type(p).__module__}.{type(p).__qualname__}", reason)
+        return digest(*map(str, uuids)) if all(uuids) else None
+
+
+class BucketingBackend:
+    """A backend for ``torch.compile``. Made by :func:`backend`."""
+
+    def __init__(
+        self,
+        compiler: Literal["aot_eager", "inductor"] | Callable[..., Any],
+        passes: Iterable[GraphPass],
+        model: torch.nn.Module | None,
+        prefetch: PrefetchDepth | None = None,
+        agree: bool = True,
+        agree_timeout: timedelta | None = None,
+    ) -> None:
+        if not callable(compiler) and compiler not in ("aot_eager", "inductor"):
+            raise ValueError(
+                f"backend must be 'aot_eager', 'inductor' or a callable, got {compiler!r}"
+            )
+        self.compiler = compiler
+        self.model = model
+        if agree_timeout is not None and not isinstance(agree_timeout, timedelta):
+            raise TypeError(f"agree_timeout must be a datetime.timedelta, got {agree_timeout!r}")
+        if agree_timeout is not None and agree_timeout <= timedelta():
+            raise ValueError(f"agree_timeout must be positive, got {agree_timeout}")
+        self.prefetch = prefetch
+        self.agree = agree
+        self.agree_timeout = agree_timeout
+        self.passes = PassManager(passes, model)
+        self.reports: list[CompileReport] = []
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Callable[..., Any]:
+        """Compile ``gm``, as Dynamo asks for it."""
+        compilation = Compilation(_dynamo_inputs.input_fqns(gm, example_inputs, self.model))
+        self.reports.append(compilation.report)
+        group = default_group()
+        agrees = self.agree and group is not None and group.size() > 1
+        fresh = _dynamo_inputs.is_first_compile()
+        if self.compiler == "inductor":
+            agreement = _Agreement(self.agree_timeout) if agrees else None
+            compiled = compile_inductor(
+                gm,
+                example_inputs,
+                joint=_InductorPass(self.passes, "joint", compilation),
+                post_grad=_InductorPass(self.passes, "forward_backward", compilation, agreement),
+                options=kwargs.get("options"),
+                prefetch=None if self.prefetch is None else self.prefetch.compute_nodes,
+            )
+            return as_fresh_frame(compiled) if agrees and fresh else compiled
+
+        def each(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+            plan_after = _run_each(self.passes, graph, compilation)
+            if not agrees:
+                return lambda run: run
+            plan = plan_after()
+            return lambda run: before_first_run(run, plan, self.agree_timeout, fresh)
+
+        return _aot.compile_aot(
+            gm,
+            example_inputs,
+            joint=lambda graph: self.passes.run("joint", graph, compilation),
+            each=each,
+            compiler=None if self.compiler == "aot_eager" else self.compiler,  # type: ignore[arg-type]
+        )
+
+    def last_report(self) -> CompileReport:
+        """The report of the last compile; its backward graph is added when that is compiled.
+
+        Raises:
+            RuntimeError: nothing has been compiled yet.
+        """
+        if not self.reports:
+            raise RuntimeError("nothing has been compiled with this backend yet; run the model")
+        return self.reports[-1]
+
+
+@dataclass(frozen=True)
+class _Agreement:
+    """That ranks compare their plans, and how long they wait for each other."""
+
+    timeout: timedelta | None
+
+
+class _InductorPass(CustomGraphPass):
+    """One stage of one compile as a config hook of Inductor."""
+
+    def __init__(
+        self,
+        passes: PassManager,
+        stage: Stage,
+        compilation: Compilation,
+        agreement: _Agreement | None = None,
+    ) -> None:
+        self._passes = passes
+        self._stage = stage
+        self._compilation = compilation
+        self._agreement = agreement
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self._stage == "joint":
+            self._passes.run("joint", graph, self._compilation)
+            return
+        plan_after = _run_each(self._passes, graph, self._compilation)
+        if self._agreement is not None:
+            _agree_op.insert(graph, plan_after(), self._agreement.timeout)
+        if self._passes.orders:
+            pin_order(graph)
+
+    def uuid(self) -> str | None:
+        passes = self._passes.uuid()
+        fqns = repr(describe(self._compilation.input_fqns))
+        agreement = repr(self._agreement)
+        return None if passes is None else digest(passes, self._stage, fqns, agreement)
+
+
+def _run_each(
+    passes: PassManager, graph: GraphLike, compilation: Compilation
+) -> Callable[[], GraphPlan]:
+    """Run the forward/backward passes; returns what tells the plan of the graph after them."""
+    g, done = graph_of(graph), len(compilation.report.graphs)
+    passes.run("forward_backward", graph, compilation)
+    buckets = [b for report in compilation.report.graphs[done:] for b in report.buckets]
+    return lambda: plan_of(g, _aot.stage_of(g), buckets)
+
+
+def backend(
+    compiler: Literal["aot_eager", "inductor"] | Callable[..., Any] = "inductor",
+    passes: Iterable[GraphPass] = (),
+    model: torch.nn.Module | None = None,
+    prefetch: PrefetchDepth | None = DEFAULT_PREFETCH,
+    agree: bool = True,
+    agree_timeout: timedelta | None = None,
+) -> BucketingBackend:
+    """A backend for ``torch.compile`` that runs ``passes``.
+
+    ``"aot_eager"`` runs the graphs as they are, after the default partitioner, which respects
+    activation checkpointing and recomputes nothing else. ``"inductor"`` sets what it needs in
+    Inductor's config for its own compiles only. A callable gets every forward, backward and
+    inference graph, after the passes, as ``compiler(gm, example_inputs)``.
+
+    Args:
+        compiler: what compiles the graphs.
+        passes: see :class:`PassManager` for the order in which they run.
+        model: the module that FQNs are relative to; None takes the compiled one. Name it where
+            submodules are compiled one by one.
+        prefetch: for ``"inductor"`` with torch's overlap scheduling enabled; None leaves the depth
+            to torch.
+        agree: before a graph's first collective runs for the first time, the ranks of each of its
+            process groups compare their plans (:mod:`.agreement.exchange`). Nothing is done where
+            there is no process group, or one with a single rank.
+        agree_timeout: how long a rank waits for the others then, their compile times included;
+            None takes the time limit of each process group.
+
+    Raises:
+        TypeError: something in ``passes`` is no pass; ``agree_timeout`` is no ``timedelta``.
+        ValueError: an unknown ``compiler``; ``agree_timeout`` is not positive.
+
+    What is compiled raises, on every rank:
+        PlanMismatchError: the ranks have different plans.
+        RankMissingError: a rank did not come to compare them in time.
+    """
+    return BucketingBackend(compiler, passes, model, prefetch, agree, agree_timeout)

@@ -1,0 +1,117 @@
+"""What a pass is: an object with a ``stage``, ``__call__`` and ``uuid``.
+
+A pass composes with any backend: it knows nothing of what compiles the graph afterwards.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch.fx as fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from .._source import package_digest
+from .._torch import bucketing as tb
+from .._torch.process_groups import group_sizes
+from ..bucketing.units import UncoveredParametersWarning
+from ..reports.data import CompileReport
+from ..tagging.tag_graph import FqnOf
+from .cache_key import NoUuidError, describe, digest, hash_sources, log_no_uuid, sources_of
+
+__all__ = [
+    "Compilation",
+    "GraphPass",
+    "Stage",
+]
+
+Stage = Literal["joint", "forward_backward"]
+GraphLike: TypeAlias = fx.GraphModule | fx.Graph
+
+
+@dataclass
+class Compilation:
+    """What the passes of one compile share.
+
+    Args:
+        input_fqns: FQN of each graph input that is a parameter, by position.
+        report: filled by the passes.
+        warned: FQNs that a warning has listed already.
+        reference_bytes: the peak of live bytes of the graph at hand before any pass changed it,
+            where a pass asked for it.
+    """
+
+    input_fqns: FqnOf | None = None
+    report: CompileReport = field(default_factory=CompileReport)
+    warned: dict[str, None] = field(default_factory=dict)
+    reference_bytes: int | None = None
+
+    def warn_uncovered(self, fqns: Sequence[str]) -> None:
+        """Warn about parameters that no bucket covers, about each once per compile."""
+        new = [f for f in fqns if f not in self.warned]
+        if new:
+            self.warned.update(dict.fromkeys(new))
+            text = (
+                f"{len(new)} parameter(s) are in no unit; their collectives are not bucketed: "
+                f"{', '.join(new)}"
+            )
+            self.report.warnings.append(text)
+            warnings.warn(text, UncoveredParametersWarning, stacklevel=2)
+
+
+class GraphPass(CustomGraphPass):
+    """A pass over one graph.
+
+    ``stage`` says on which graph it runs: ``"joint"``, forward and backward in one, before the
+    partitioner; or ``"forward_backward"``, each of the two after it. An inference graph gets the
+    passes of both stages. A pass changes nothing before it knows that it can do all of it.
+    """
+
+    stage: Stage
+    orders: bool = False
+    """Whether it decides an order that the compiler has to keep."""
+
+    def prepare(self, graph: GraphLike, compilation: Compilation) -> None:
+        """Called on each graph of the pass's stage before the first pass of that stage."""
+
+    @abstractmethod
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+        """Run on ``graph``. ``compilation`` is None where the pass was set as a config hook."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        hash_sources(cls)
+
+    def uuid(self) -> str | None:
+        """Equal for equal settings and equal source code, in any process: a cache key.
+
+        None, which keeps Inductor's caches away, where a setting is a plain function: neither its
+        name nor its address says what it does. Give it a ``uuid()`` to be cached. The reason is
+        logged as a warning.
+
+        The code is this package and the modules of the pass's own classes; what those import from
+        elsewhere is not looked at.
+        """
+        tb.register_ops()
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        try:
+            settings = repr(describe(self.settings()))
+            sources = sources_of(type(self))
+        except NoUuidError as error:
+            log_no_uuid(name, error)
+            return None
+        # Byte caps and costs depend on sizes of groups, and an all-reduce's is not in the graph.
+        groups = repr(group_sizes())
+        return digest(name, package_digest(), *sources, settings, groups)
+
+    def settings(self) -> tuple[Any, ...]:
+        """What decides the pass's result: plain values, containers and dataclasses of them, and
+        objects with a ``uuid()``. A subclass adds what it adds."""
+        return ()
+
+
+def graph_of(graph: GraphLike) -> fx.Graph:
+    return graph.graph if isinstance(graph, fx.GraphModule) else graph

@@ -1,0 +1,204 @@
+"""The passes that merge collectives: one bucket per unit, or up to a byte cap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.fx as fx
+
+from .._torch import aot as _aot
+from ..bucketing.caps import CapMb, Eligible, plan_by_cap
+from ..bucketing.groups import GroupFilter
+from ..bucketing.merge import apply_plan
+from ..bucketing.plan import BucketingPlan
+from ..bucketing.units import HasUnits, UnitIndex, plan_units
+from ..graph.collectives import KINDS, Kind, count_collectives
+from ..reports.data import GraphReport
+from ..reports.text import emit
+from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+
+__all__ = [
+    "BucketByCap",
+    "BucketUnits",
+    "bucket_graph",
+]
+
+
+class BucketUnits(GraphPass):
+    """One collective per unit, kind, group and dtype.
+
+    Args:
+        order_or_plan: an object with ``units`` (an ``FSDPParamOrder``, a ``BucketPlan``), or a
+            sequence of units, each a sequence of parameter or module FQNs.
+        kinds: the kinds to bucket. All-reduces (HSDP, DDP) only when asked for.
+        payload_order: True packs a bucket's members in ``order_or_plan``'s order; another callable
+            ``start -> key`` in that one's; False leaves it to torch, graph order unless
+            ``bucket_payload_order_key`` is set.
+
+    Raises:
+        TypeError: ``payload_order`` is True, but ``order_or_plan`` can't be called; or it is
+            neither True, False nor a callable; or a unit's name is no string.
+        ValueError: an unknown kind, or one name in two units.
+    """
+
+    stage: Stage = "forward_backward"
+
+    def __init__(
+        self,
+        order_or_plan: HasUnits | Iterable[Sequence[str]],
+        kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
+        payload_order: bool | Callable[[fx.Node], Any] = False,
+    ) -> None:
+        unknown = [k for k in kinds if k not in KINDS]
+        if isinstance(kinds, str) or unknown:
+            raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
+        if not isinstance(payload_order, bool) and not callable(payload_order):
+            raise TypeError(
+                f"payload_order must be True, False or a callable of a node, got {payload_order!r}"
+            )
+        if payload_order is True and not callable(order_or_plan):
+            raise TypeError(
+                f"payload_order=True needs an order that can be called with a node, got "
+                f"{type(order_or_plan).__name__}; pass the order as payload_order="
+            )
+        units = order_or_plan.units if isinstance(order_or_plan, HasUnits) else order_or_plan
+        if isinstance(units, str):
+            raise TypeError(f"units must be a sequence of units, got the string {units!r}")
+        self.units = tuple((u,) if isinstance(u, str) else tuple(u) for u in units)
+        self.aliases = tuple(getattr(order_or_plan, "aliases", ()))
+        UnitIndex(self.units, self.aliases)  # bad names are known before anything is compiled
+        self.kinds = tuple(k for k in KINDS if k in kinds)
+        self.last_report: GraphReport | None = None
+        self.payload_key: Callable[[fx.Node], Any] | None = None
+        if payload_order is True:
+            self.payload_key = order_or_plan  # type: ignore[assignment]
+        elif callable(payload_order):
+            self.payload_key = payload_order
+
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+        compilation = compilation or Compilation()
+        g = graph_of(graph)
+        plan = plan_units(g, UnitIndex(self.units, self.aliases), self.kinds)
+        self.last_report = apply_and_report(g, plan, self.payload_key)
+        compilation.report.graphs.append(self.last_report)
+        compilation.warn_uncovered(plan.uncovered)
+
+    def settings(self) -> tuple[Any, ...]:
+        """Units, kinds and the payload order's own identity."""
+        return (self.units, self.aliases, self.kinds, self.payload_key)
+
+
+class BucketByCap(GraphPass):
+    """As few collectives as a byte cap allows; see :func:`.plan_by_cap` for the rules.
+
+    Args:
+        cap_mb: in MiB, see :func:`.plan_by_cap`; None takes torch's estimate for each group.
+        kinds: the kinds to bucket.
+        eligible: see :func:`.plan_by_cap`.
+        group_filter: see :func:`.plan_by_cap`; :data:`.primary_group` is one.
+        max_node_span: see :func:`.plan_by_cap`.
+        non_adjacent: see :func:`.plan_by_cap`.
+        payload_order: ``start -> key`` by which a bucket's members are packed, ascending, such as
+            an ``FSDPParamOrder``; None leaves it to torch, graph order unless
+            ``bucket_payload_order_key`` is set.
+
+    Raises:
+        TypeError: ``payload_order`` is no callable.
+        ValueError: an argument that :func:`.plan_by_cap` does not take.
+    """
+
+    stage: Stage = "forward_backward"
+
+    def __init__(
+        self,
+        cap_mb: CapMb = None,
+        *,
+        kinds: Collection[Kind] = KINDS,
+        eligible: Eligible = "tag",
+        group_filter: GroupFilter | None = None,
+        max_node_span: int | None = None,
+        non_adjacent: bool = True,
+        payload_order: Callable[[fx.Node], Any] | None = None,
+    ) -> None:
+        if payload_order is not None and not callable(payload_order):
+            raise TypeError(
+                f"payload_order must be a callable of a node or None, got {payload_order!r}"
+            )
+        self.options: dict[str, Any] = {
+            "cap_mb": dict(cap_mb) if isinstance(cap_mb, Mapping) else cap_mb,
+            "kinds": kinds,
+            "eligible": eligible,
+            "group_filter": group_filter,
+            "max_node_span": max_node_span,
+            "non_adjacent": non_adjacent,
+        }
+        self.payload_key = payload_order
+        self.last_report: GraphReport | None = None
+        empty = fx.Graph()
+        empty.output(())
+        plan_by_cap(empty, **self.options)  # bad options are known before anything is compiled
+        self.options["kinds"] = tuple(k for k in KINDS if k in kinds)
+
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+        g = graph_of(graph)
+        self.last_report = apply_and_report(g, plan_by_cap(g, **self.options), self.payload_key)
+        if compilation is not None:
+            compilation.report.graphs.append(self.last_report)
+
+    def settings(self) -> tuple[Any, ...]:
+        """The options, and the payload order's own identity."""
+        caps = self.options["cap_mb"]
+        if isinstance(caps, Mapping):
+            caps = sorted(caps.items(), key=repr)
+        return ({**self.options, "cap_mb": caps}, self.payload_key)
+
+
+def bucket_graph(
+    gm: GraphLike,
+    cap_mb: CapMb = None,
+    *,
+    payload_order: Callable[[fx.Node], Any] | None = None,
+    **options: Any,
+) -> GraphReport:
+    """Bucket one graph by size, in place: :class:`BucketByCap` as a function.
+
+    Args:
+        gm: a forward, backward or inference graph, or a trace of a whole step. A ``GraphModule`` is
+            recompiled.
+        cap_mb: as in :class:`BucketByCap`.
+        payload_order: as in :class:`BucketByCap`.
+        options: its other arguments. Untagged graphs want ``eligible="structure"``.
+
+    Raises:
+        TypeError: an unknown option.
+        ValueError: a bad option.
+        Exception: what :func:`.plan_by_cap` and :func:`.apply_plan` raise; then the
+            graph is as it was.
+    """
+    by_cap = BucketByCap(cap_mb, payload_order=payload_order, **options)
+    by_cap(gm)
+    if isinstance(gm, fx.GraphModule):
+        gm.recompile()
+    assert by_cap.last_report is not None
+    return by_cap.last_report
+
+
+def apply_and_report(
+    graph: fx.Graph, plan: BucketingPlan, payload_key: Callable[[fx.Node], Any] | None
+) -> GraphReport:
+    """Merge what is planned; returns the report, which is also logged."""
+    stage, before = _aot.stage_of(graph), count_collectives(graph)
+    buckets = apply_plan(graph, plan, payload_key)
+    report = GraphReport(
+        stage,
+        before,
+        count_collectives(graph),
+        tuple(buckets),
+        plan.uncovered,
+        plan.left_alone,
+        plan.splits,
+        plan.alone,
+    )
+    emit(report)
+    return report

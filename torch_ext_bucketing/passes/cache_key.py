@@ -1,0 +1,135 @@
+"""What stands for a pass in the keys of Inductor's caches: its code, its settings, its process.
+
+Two passes with one key must do the same to a graph, in any process. Where that can't be promised
+there is no key, and the caches are bypassed: a plain function's name says nothing of what it does,
+nor does the ``repr`` of an object of unknown make.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import logging
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+
+from .._source import source_digest
+
+__all__ = [
+    "NoUuidError",
+    "describe",
+    "digest",
+    "hash_sources",
+    "log_no_uuid",
+    "sources_of",
+]
+
+log = logging.getLogger(__name__)
+
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+
+
+class NoUuidError(Exception):
+    """Something that no text can stand for. The message says what and why."""
+
+
+def digest(*parts: str) -> str:
+    """SHA-256 (hex) of some strings."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def describe(value: Any) -> Any:
+    """Something with a ``repr`` that is equal in every process for equal behaviour.
+
+    Takes plain values, containers and dataclasses of them, and objects with a ``uuid()``.
+
+    Raises:
+        NoUuidError: for anything else.
+    """
+    if isinstance(value, type):
+        raise NoUuidError(f"{value!r} is a class, whose name says nothing of what it does")
+    if callable(getattr(value, "uuid", None)):
+        uuid = value.uuid()
+        if not uuid:
+            raise NoUuidError(f"{_name(value)}.uuid() returned {uuid!r}")
+        return ("uuid", repr(uuid))
+    if isinstance(value, _ATOMS):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(describe, value))
+    if isinstance(value, AbstractSet):
+        return ("set", *sorted(repr(describe(v)) for v in value))
+    if isinstance(value, Mapping):
+        return ("mapping", *((describe(k), describe(v)) for k, v in value.items()))
+    if callable(value):
+        raise NoUuidError(
+            f"{_name(value)} is a plain callable, whose name says nothing of what it does; "
+            "give it a uuid() to be cached"
+        )
+    if dataclasses.is_dataclass(value):
+        fields = ((f.name, describe(getattr(value, f.name))) for f in dataclasses.fields(value))
+        return (_name(value), *sources_of(type(value)), *fields)
+    raise NoUuidError(
+        f"the {_name(value)} {value!r} is no plain value; give it a uuid() to be cached"
+    )
+
+
+_sources: dict[str, str] = {}
+
+
+def hash_sources(cls: type) -> None:
+    """Note the sources of a class and its bases, those of this package and of torch excepted.
+
+    To be called when a class is made: what is on disk later may not be what runs.
+    """
+    for name in _modules_of(cls):
+        if name not in _sources:
+            try:
+                _sources[name] = source_digest(name)
+            except RuntimeError:
+                _sources[name] = ""
+
+
+def sources_of(cls: type) -> tuple[str, ...]:
+    """Names and digests of the modules of a class and its bases, as :func:`hash_sources` found
+    them.
+
+    Raises:
+        NoUuidError: the source of a module can't be read, as of a notebook's.
+    """
+    hash_sources(cls)
+    modules = _modules_of(cls)
+    unknown = [name for name in modules if not _sources[name]]
+    if unknown:
+        raise NoUuidError(f"the source of {', '.join(unknown)}, which defines it, can't be read")
+    return tuple(f"{name} {_sources[name]}" for name in modules)
+
+
+def _modules_of(cls: type) -> list[str]:
+    modules = dict.fromkeys(c.__module__ for c in cls.__mro__)
+    # The package has one digest for all, and Inductor's keys have torch's version and sources.
+    known = ("builtins", "abc", "typing", "collections", "torch", __package__.partition(".")[0])
+    return [name for name in modules if name.partition(".")[0] not in known]
+
+
+def _name(value: Any) -> str:
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        return f"{value.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+_said: dict[str, None] = {}
+
+
+def log_no_uuid(what: str, error: NoUuidError) -> None:
+    """Say, once for each reason, why graphs are not cached. Inductor's own log says only that a
+    pass is unsupported."""
+    text = f"Inductor's graph caches are bypassed for {what}: {error}"
+    if text not in _said:
+        _said[text] = None
+        log.warning(text)

@@ -1,0 +1,139 @@
+"""Scheduling as graph passes for :func:`.backend`.
+
+With ``"aot_eager"`` a graph runs in its order, so reordering it is enough. With ``"inductor"`` the
+backend pins the order afterwards (see :mod:`._inductor_order`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch.fx as fx
+
+from ..graph.collectives import Kind
+from ..reports.data import GraphReport, ScheduleReport
+from ..scheduling.cap_search import choose_caps
+from ..scheduling.cost import H100, Machine, check_machine
+from ..scheduling.model import peak_bytes
+from ..scheduling.scheduler import Policy, Settings, schedule
+from .base import Compilation, GraphLike, GraphPass, Stage
+from .bucketing import apply_and_report
+
+__all__ = [
+    "BucketAndSchedule",
+    "Schedule",
+]
+
+
+class Schedule(GraphPass):
+    """Reorder each forward, backward and inference graph; see :func:`.schedule`.
+
+    Comes after the passes that bucket. ``PeakMemory(ratio=...)`` refers to the graph as it was
+    before any of them.
+
+    Args:
+        policies: what bounds and guides the order.
+        machine: what the cost model times nodes for.
+
+    Raises:
+        TypeError: something in ``policies`` is no policy, or ``machine`` is none.
+        ValueError: two policies of one class.
+    """
+
+    stage: Stage = "forward_backward"
+    orders = True
+
+    def __init__(self, policies: Policy | Iterable[Policy], machine: Machine = H100) -> None:
+        self.policies = tuple(policies) if isinstance(policies, Iterable) else (policies,)
+        self.machine = machine
+        self.last_report: ScheduleReport | None = None
+        Settings.of(self.policies)
+        check_machine(machine)
+
+    def prepare(self, graph: GraphLike, compilation: Compilation) -> None:
+        """Note the peak of the graph before it is bucketed."""
+        try:
+            compilation.reference_bytes = peak_bytes(graph)
+        except Exception:  # `schedule` will meet the same and say so
+            compilation.reference_bytes = None
+
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+        reference = None if compilation is None else compilation.reference_bytes
+        self.last_report = schedule(
+            graph, self.policies, machine=self.machine, reference_bytes=reference
+        )
+        if compilation is not None:
+            compilation.report.schedules.append(self.last_report)
+
+    def settings(self) -> tuple[Any, ...]:
+        """Policies and machine."""
+        return (self.policies, self.machine)
+
+
+class BucketAndSchedule(Schedule):
+    """Bucket by size with the caps that make the fastest schedule, and schedule; see
+    :func:`.choose_caps`. Takes the place of ``BucketByCap`` and :class:`Schedule`.
+
+    Args:
+        policies: as of :class:`Schedule`.
+        caps_mb: the caps to try, in MiB; see :func:`.choose_caps`.
+        kinds: what is bucketed.
+        payload_order: as of ``BucketByCap``.
+        machine: as of :class:`Schedule`.
+        options: ``eligible``, ``group_filter`` and ``max_node_span`` of :func:`.plan_by_cap`.
+
+    Raises:
+        TypeError: as of :class:`Schedule`; ``payload_order`` is no callable; an unknown option.
+        ValueError: as of :class:`Schedule`; no cap, or one that is no positive number; or what an
+            option may not be.
+    """
+
+    def __init__(
+        self,
+        policies: Policy | Iterable[Policy],
+        *,
+        caps_mb: Collection[float] | None = None,
+        kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
+        payload_order: Callable[[fx.Node], Any] | None = None,
+        machine: Machine = H100,
+        **options: Any,
+    ) -> None:
+        super().__init__(policies, machine)
+        if payload_order is not None and not callable(payload_order):
+            raise TypeError(
+                f"payload_order must be a callable of a node or None, got {payload_order!r}"
+            )
+        self.caps_mb = None if caps_mb is None else tuple(caps_mb)
+        empty = fx.Graph()
+        empty.output(())
+        # Bad options are known before anything is compiled.
+        choose_caps(
+            empty, self.policies, caps_mb=self.caps_mb, machine=machine, kinds=kinds, **options
+        )
+        self.options = {"kinds": tuple(kinds), **options}
+        self.payload_key = payload_order
+        self.last_buckets: GraphReport | None = None
+
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+        g = graph.graph if isinstance(graph, fx.GraphModule) else graph
+        plan, found = choose_caps(
+            g,
+            self.policies,
+            caps_mb=self.caps_mb,
+            machine=self.machine,
+            reference_bytes=None if compilation is None else compilation.reference_bytes,
+            **self.options,
+        )
+        self.last_buckets = apply_and_report(g, plan, self.payload_key)
+        if compilation is not None:
+            compilation.report.graphs.append(self.last_buckets)
+        super().__call__(graph, compilation)
+        assert self.last_report is not None
+        self.last_report = self.last_report.with_caps(found)
+        if compilation is not None:
+            compilation.report.schedules[-1] = self.last_report
+
+    def settings(self) -> tuple[Any, ...]:
+        """Everything that was given."""
+        return (*super().settings(), self.caps_mb, self.options, self.payload_key)

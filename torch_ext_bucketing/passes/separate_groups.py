@@ -1,0 +1,100 @@
+"""A second process group for reductions, so that they and the gathers need not queue up.
+
+A process group's collectives run one after the other, on one stream. In the backward of FSDP the
+gather of the next unit's parameters waits for the reduction of the last one's gradients to end, and
+the other way round. With reductions on a group of their own, of the same ranks, they overlap::
+
+    one group     AG(2) RS(3) AG(1) RS(2)           two groups    AG(2) AG(1)
+                                                                     RS(3) RS(2)
+
+They share the network's bandwidth all the same: what is won is that neither waits for the other's
+turn. NCCL keeps buffers for each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch.distributed as dist
+import torch.fx as fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..graph.collectives import KINDS, Kind, group_name, kind_of, set_group_name
+from ..tagging.tags import tag_of
+from .base import Compilation, GraphLike, GraphPass, Stage
+
+__all__ = [
+    "SeparateGroups",
+]
+
+_REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter",)
+
+
+class SeparateGroups(GraphPass):
+    """Move reductions of parameters' gradients to process groups of their own, of the same ranks.
+
+    Comes before the passes that bucket. Make it after the mesh, on every rank at the same point of
+    the program: it creates process groups, which all ranks have to do together. Collectives without
+    a tag, and those on groups that the mesh does not have, stay where they are.
+
+    Args:
+        mesh: whose groups get a second one, dimension after dimension.
+        kinds: which collectives move; reduce-scatters by default.
+        dims: names or numbers of the dimensions of ``mesh`` that matter; None: all of them.
+
+    Raises:
+        ValueError: an unknown kind or dimension.
+    """
+
+    stage: Stage = "forward_backward"
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        kinds: Collection[Kind] = _REDUCTIONS,
+        dims: Iterable[str | int] | None = None,
+    ) -> None:
+        unknown = [k for k in kinds if k not in KINDS]
+        if isinstance(kinds, str) or unknown:
+            raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
+        self.kinds = tuple(k for k in KINDS if k in kinds)
+        names = mesh.mesh_dim_names or ()
+        wanted = range(mesh.ndim) if dims is None else [_dim(d, names, mesh.ndim) for d in dims]
+        self.twins: dict[str, str] = {}
+        """The second group's name by the first one's."""
+        self._groups = [self._create(mesh, dim) for dim in dict.fromkeys(wanted)]
+
+    def _create(self, mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
+        """Create the second groups of all of a dimension's groups; returns this rank's."""
+        mine = mesh.get_group(dim)
+        rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
+        twin = None
+        for row in rows:
+            group = dist.new_group(row, backend=dist.get_backend(mine))
+            if dist.get_rank() in row:
+                twin = group
+        assert twin is not None
+        self.twins[mine.group_name] = twin.group_name
+        return twin
+
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+        g = graph.graph if isinstance(graph, fx.GraphModule) else graph
+        for node in g.nodes:
+            if kind_of(node) in self.kinds and tag_of(node) is not None:
+                twin = self.twins.get(group_name(node))
+                if twin is not None:
+                    set_group_name(node, twin)
+
+    def settings(self) -> tuple[Any, ...]:
+        """What moves, and where to."""
+        return (self.kinds, tuple(self.twins.items()))
+
+
+def _dim(dim: str | int, names: tuple[str, ...], ndim: int) -> int:
+    if isinstance(dim, str) and dim in names:
+        return names.index(dim)
+    if isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < ndim:
+        return dim
+    known = f"; its names are {', '.join(names)}" if names else ""
+    raise ValueError(f"the mesh has {ndim} dimension(s) and none {dim!r}{known}")

@@ -1,0 +1,58 @@
+"""The pass that tags every collective of the joint graph with the parameters that it serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+
+from .._torch import dynamo_inputs as _dynamo_inputs
+from .._torch.inductor import check_passes_run_here
+from ..tagging.tag_graph import FqnOf, tag_joint_graph
+from ..tagging.tags import TagReport
+from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+
+__all__ = [
+    "TagParameters",
+]
+
+
+class TagParameters(GraphPass):
+    """Tag every collective with the parameters that it serves (see :mod:`.tagging.tag_graph`).
+
+    A backend made by :func:`backend` runs it by itself. On its own it is a value for
+    ``torch._inductor.config.joint_custom_post_pass``.
+
+    Args:
+        model: for graphs without descriptors, see :func:`.tag_joint_graph`.
+        fqn_of: see :func:`.tag_joint_graph`.
+    """
+
+    stage: Stage = "joint"
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, *, fqn_of: FqnOf | None = None
+    ) -> None:
+        self.model = model
+        self.fqn_of = fqn_of
+        self.last_report = TagReport()
+
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+        fqn_of = self.fqn_of
+        if fqn_of is None and compilation is not None:
+            fqn_of = compilation.input_fqns
+        if compilation is None and TracingContext.try_get() is not None:
+            check_passes_run_here()
+        if fqn_of is None:
+            fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))
+        self.last_report = tag_joint_graph(graph, fqn_of, model=self.model)
+        if compilation is not None:
+            compilation.report.unnamed = tuple((u.node, u.reason) for u in self.last_report.unnamed)
+
+    def settings(self) -> tuple[Any, ...]:
+        """The names of the model's parameters, and of the inputs of the graph that is being
+        compiled, which are what a tag can say. Cache keys hold no names themselves: two graphs
+        that differ in nothing else would have one."""
+        names = [] if self.model is None else [n for n, _ in self.model.named_parameters()]
+        return (names, self.fqn_of, _dynamo_inputs.traced_fqns())

@@ -1,0 +1,153 @@
+"""Bucket plans from module names that a person wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch.nn as nn
+
+from ..fqns import canonical_fqn, canonical_modules, nearest_names
+from .plan import DEFAULT_KINDS, BucketPlan
+from .tree import has_parameters
+from .units import plan_of_units
+
+__all__ = ["manual_plan"]
+
+# ------------------------------------------------------------------------------
+# Manual plans
+
+
+def manual_plan(
+    modules: Sequence[str | Sequence[str]],
+    model: nn.Module,
+    *,
+    kinds: Iterable[str] = DEFAULT_KINDS,
+) -> BucketPlan:
+    """A plan from names with abbreviations.
+
+    Parameters outside the units are not bucketed (`BucketPlan.uncovered` lists them).
+    Grammar of an entry::
+
+        entry     := names | [names, ...]      a list is one unit with all the modules named
+        names     := path ("+" path)*          with "+", one unit with all the modules named;
+                                               without, one unit per module that the path names
+        path      := "" | component ("." component)*       "" is the model itself
+        component := text in which "[a-b]" stands for each number from a to b, both included,
+                     and "*" for any text inside this one component
+
+    Examples::
+
+        "layers.[0-2]"                  three units: layers.0, layers.1, layers.2
+        "layers.*"                      one unit per child of layers, in registration order
+        "norm+output"                   one unit, like fully_shard([norm, output])
+        ["norm", "output"]              the same
+        "layers.[0-1]+layers.[2-3]"     one unit of four layers
+        "encoder_layer_[0-11]"          works inside a component
+
+    Every number of a range has to exist. A `*` passes over modules without parameters. Names are
+    canonical ones, without wrappers' (`fqns.canonical_fqn`), and may be given with them.
+
+    Raises:
+        TypeError: `modules` is a string, or an entry is neither a string nor a list of strings.
+        ValueError: an empty plan or unit, a name that matches nothing, a range that is reversed or
+            malformed, a module in two units, a unit inside an earlier one (inner modules come
+            first, as with `fully_shard`), or one without parameters.
+    """
+    if isinstance(modules, str) or not isinstance(modules, Sequence):
+        raise TypeError(f"modules must be a list of names, got {modules!r}")
+    known = canonical_modules(model)
+    units: list[tuple[str, ...]] = []
+    for entry in modules:
+        if isinstance(entry, str):
+            paths = entry.split("+")
+            if len(paths) == 1:
+                units.extend((name,) for name in _expand(entry, known))
+                continue
+        elif isinstance(entry, Sequence) and all(isinstance(names, str) for names in entry):
+            paths = [path for names in entry for path in names.split("+")]
+            if not paths:
+                raise ValueError(
+                    "an entry of the plan is an empty list: name its modules or leave it out"
+                )
+        else:
+            raise TypeError(
+                f"an entry of the plan must be a string or a list of strings, got {entry!r}"
+            )
+        if not all(path.strip() for path in paths):
+            raise ValueError(f"plan: {entry!r} joins modules, but one of their names is empty")
+        units.append(tuple(name for path in paths for name in _expand(path, known)))
+    if not units:
+        raise ValueError('the plan is empty: name at least one module, or take mode "none"')
+    return plan_of_units("manual", units, model, kinds=kinds)
+
+
+_RANGE = re.compile(r"\[(\d+)-(\d+)\]")
+
+
+def _expand(path: str, known: dict[str, nn.Module]) -> list[str]:
+    """The modules that a path stands for: ranges ascending, `*` in registration order."""
+    path = path.strip()
+    if path in known:
+        return [path]
+    found = [""]
+    for component in canonical_fqn(path).split("."):
+        if not component:
+            raise ValueError(
+                f"plan: {path!r} has an empty component: a leading, trailing or doubled '.'"
+            )
+        found = [
+            name
+            for prefix in found
+            for text in _expand_ranges(component, path)
+            for name in _children(prefix, text, path, known)
+        ]
+    if not found:
+        raise ValueError(
+            f"plan: {path!r} matches no module with parameters" + nearest_names(path, known)
+        )
+    return found
+
+
+def _expand_ranges(component: str, path: str) -> Iterator[str]:
+    """One by one: the first number that no module has ends a range that is too long."""
+    match = _RANGE.search(component)
+    if match is None:
+        if "[" in component or "]" in component:
+            raise ValueError(
+                f"plan: {path!r} has a malformed range: write [a-b] with two numbers, as in "
+                "layers.[0-5]"
+            )
+        yield component
+        return
+    first, last = int(match[1]), int(match[2])
+    if first > last:
+        raise ValueError(
+            f"plan: the range {match[0]} in {path!r} is reversed: write [{last}-{first}]"
+        )
+    for number in range(first, last + 1):
+        for tail in _expand_ranges(component[match.end() :], path):
+            yield f"{component[: match.start()]}{number}{tail}"
+
+
+def _children(prefix: str, text: str, path: str, known: dict[str, nn.Module]) -> list[str]:
+    """Children of module `prefix` whose name is `text`, in which `*` is any text."""
+    start = f"{prefix}." if prefix else ""
+    if "*" not in text:
+        name = start + text
+        if name not in known:
+            raise ValueError(
+                f"plan: {path!r} matches nothing, there is no module {name!r}"
+                + nearest_names(name, known)
+            )
+        return [name]
+    pattern = re.compile(".*".join(map(re.escape, text.split("*"))))
+    return [
+        name
+        for name, module in known.items()
+        if name.startswith(start)
+        and name != prefix
+        and "." not in (key := name[len(start) :])
+        and pattern.fullmatch(key)
+        and has_parameters(module)
+    ]

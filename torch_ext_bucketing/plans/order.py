@@ -1,0 +1,433 @@
+"""The order in which eager FSDP2 packs parameters, as a payload-order hook.
+
+    order = FSDPParamOrder.from_model(model, units=["tok_embeddings", "layers.0", ["norm", "head"]])
+    torch._inductor.config.aten_distributed_optimizations.bucket_payload_order_key = order
+
+With it, the members of every bucket lie in the packed buffer as in eager FSDP2's, so that a
+collective which adds in an order that depends on the byte offset (NCCL over several nodes) rounds
+the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.nn as nn
+
+from .._source import package_digest
+from .._torch import bucketing as tb
+from ..fqns import canonical_fqn, canonical_modules, nearest_names, parameter_names
+from ..tagging import tag_graph as tags
+
+__all__ = ["FSDPParamOrder", "GroupKey"]
+
+if TYPE_CHECKING:
+    import torch.fx as fx
+
+
+log = logging.getLogger(__name__)
+
+# Part of the uuid: to be raised when a key changes its meaning without these sources changing.
+_VERSION = 1
+
+GroupKey = Callable[[str, nn.Parameter], Hashable]
+Pairs = tuple[tuple[str, str], ...]
+Units = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class FSDPParamOrder:
+    """Which parameters eager FSDP2 packs together, and in which order: a hashable, picklable value.
+
+    Payloads are in the order of the `fully_shard` calls that they stand for. A call that splits its
+    parameters over several meshes makes several payloads, in the order in which FSDP2 first meets
+    each mesh; a call that is left with no parameter makes none.
+
+    A shared parameter is in one payload, at the place where FSDP2 first visits it, under the name
+    that `model.named_parameters()` gives it (FSDP2's own `_param_fqn`). Its other names are
+    `aliases`.
+
+    Raises:
+        TypeError: a payload or an FQN is of the wrong type.
+        ValueError: no parameter at all, an empty payload, or one FQN twice.
+    """
+
+    units: Units
+    """Per payload the canonical parameter FQNs in payload order."""
+    aliases: Pairs = ()
+    """(other FQN, FQN in `units`) of shared parameters, sorted."""
+    reduce_units: Units = ()
+    """`units` in the order of the reduce-scatter's payloads where it is another one, else empty:
+    torch 2.15 packs gradients by dtype where `param.grad_dtype` differs inside a unit."""
+
+    def __post_init__(self) -> None:
+        units = _as_units(self.units, "units")
+        reduce_units = _as_units(self.reduce_units, "reduce_units")
+        if not units:
+            raise ValueError("an order needs at least one parameter, got none")
+        payload_of: dict[str, int] = {}
+        for index, unit in enumerate(units):
+            if not unit:
+                raise ValueError(f"payload {index} has no parameter: leave it out")
+            for fqn in unit:
+                if fqn in payload_of:
+                    raise ValueError(
+                        f"parameter {fqn!r} is listed twice, in payload {payload_of[fqn]} and in "
+                        f"payload {index}"
+                    )
+                payload_of[fqn] = index
+        aliases = tuple(sorted({(canonical_fqn(a), canonical_fqn(fqn)) for a, fqn in self.aliases}))
+        known_aliases = dict(aliases)
+        for alias, fqn in aliases:
+            if fqn not in payload_of:
+                raise ValueError(f"{alias!r} stands for {fqn!r}, which is in no payload")
+            if alias in payload_of or known_aliases[alias] != fqn:
+                raise ValueError(
+                    f"{alias!r} can't be another name of {fqn!r}: it names a parameter already"
+                )
+        if reduce_units == units:
+            reduce_units = ()
+        if reduce_units and [sorted(u) for u in reduce_units] != [sorted(u) for u in units]:
+            raise ValueError(
+                "reduce_units has to list the parameters of each of units, in another order"
+            )
+        object.__setattr__(self, "units", units)
+        object.__setattr__(self, "aliases", aliases)
+        object.__setattr__(self, "reduce_units", reduce_units)
+
+    @classmethod
+    def from_fqns(
+        cls,
+        fqns: Sequence[str] | Sequence[Sequence[str]],
+        *,
+        aliases: Mapping[str, str] | None = None,
+    ) -> FSDPParamOrder:
+        """The order as given.
+
+        Args:
+            fqns: A list of payloads, each a list of parameter FQNs, or a flat list: one payload.
+                Wrappers' names in them are dropped (`fqns.canonical_fqn`).
+            aliases: Other FQN to FQN in `fqns`, for shared parameters.
+
+        Raises:
+            TypeError: `fqns` is a string or mixes FQNs and lists, or `aliases` is no mapping.
+            ValueError: as of the class.
+        """
+        if isinstance(fqns, str):
+            raise TypeError(
+                f"fqns must be a list of FQNs, or a list of such lists, got the string {fqns!r}"
+            )
+        if aliases is not None and not isinstance(aliases, Mapping):
+            raise TypeError(f"aliases must map FQNs to FQNs, got {aliases!r}")
+        items = list(fqns)
+        flat = [isinstance(item, str) for item in items]
+        if any(flat) and not all(flat):
+            raise TypeError(
+                "fqns mixes FQNs and lists of FQNs: put the single FQNs into lists of their own"
+            )
+        units = (tuple(items),) if any(flat) else tuple(tuple(item) for item in items)
+        return cls(units=units, aliases=tuple((aliases or {}).items()))  # type: ignore[arg-type]
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        units: Iterable[str | Sequence[str]] = ("",),
+        *,
+        ignored_params: Collection[nn.Parameter | str] = (),
+        group_key: GroupKey | None = None,
+    ) -> FSDPParamOrder:
+        """The order that `fully_shard` would give to a model that it was never called on.
+
+        The rule is that of `_get_managed_modules` and `_get_managed_states` in torch 2.11 to 2.15
+        (`torch/distributed/fsdp/_fully_shard/_fsdp_init.py`): the modules of a unit depth-first,
+        children before the module itself, stopping at the modules of earlier units; then each
+        module's own parameters in the order of registration. A parameter counts once, where first
+        seen. Frozen parameters count like all others, as FSDP2 gathers them too. No parameter is
+        read, so meta devices and parametrizations are fine.
+
+        Where `torch.nn.utils.parametrize` has moved only some parameters of a module into its
+        children, they are visited before the rest, as by FSDP2 on that same module; for the order
+        of the plain module take it before parametrizing.
+
+        Args:
+            model: The model, wrapped or not.
+            units: In the order of the `fully_shard` calls (inner modules before those around them),
+                each item a module FQN or a list of them that share one call; `""` is `model`
+                itself. Or a bucket plan. Parameters outside all units are in no payload. Default:
+                `fully_shard(model)` alone.
+            ignored_params: What would be passed to `fully_shard` as `ignored_params`, as parameters
+                or FQNs.
+            group_key: Splits units like a `shard_placement_fn` with several meshes: from the FQN
+                and the parameter to any hashable that stands for its mesh. Each key is a payload,
+                in order of first appearance.
+                Default: one payload per unit, as `fully_shard` does without `shard_placement_fn`.
+
+        Raises:
+            TypeError: `units` is a string, or an item is neither a string nor a list of strings.
+            ValueError: no units or no parameters in them, an unknown FQN, a module in two units, or
+                a unit inside an earlier one.
+        """
+        from .._torch import fsdp2 as _fsdp2
+
+        names = parameter_names(model)
+        ignored = _ignored(ignored_params, names)
+        taken: set[nn.Parameter] = set()
+        payloads: list[list[nn.Parameter]] = []
+        for modules in _unit_modules(model, units):
+            params: list[nn.Parameter] = []
+            for module in modules:
+                for _, parameter in module.named_parameters(recurse=False):
+                    if parameter not in taken and parameter not in ignored:
+                        taken.add(parameter)
+                        params.append(parameter)
+            by_key: dict[Hashable, list[nn.Parameter]] = {}
+            for parameter in params:
+                key = None if group_key is None else group_key(names[parameter][0], parameter)
+                by_key.setdefault(key, []).append(parameter)
+            payloads.extend(by_key.values())
+        if not payloads:
+            raise ValueError(f"the units hold no parameter of {type(model).__name__}")
+        fqns = [tuple(names[parameter][0] for parameter in params) for params in payloads]
+        return cls(
+            units=tuple(fqns),
+            aliases=tuple(
+                (alias, names[p][0])
+                for params in payloads
+                for p in params
+                for alias in names[p][1:]
+            ),
+            reduce_units=tuple(
+                _fsdp2.reduce_order(unit, [_fsdp2.grad_dtype(p) for p in params])
+                for unit, params in zip(fqns, payloads, strict=True)
+            ),
+        )
+
+    @classmethod
+    def from_fsdp(cls, model: nn.Module) -> FSDPParamOrder:
+        """The order of a model that `fully_shard` was applied to, read from its param groups.
+
+        Works before the first forward as after it. FQNs are relative to `model`.
+
+        Raises:
+            ValueError: `model` holds no FSDP2 module or no parameter in one, or shares a parameter
+                across two param groups, which FSDP2 refuses at the first forward.
+        """
+        from .._torch import fsdp2 as _fsdp2
+
+        groups = [group for group in _fsdp2.read_param_groups(model) if group.params]
+        if not groups:
+            raise ValueError(f"the fully_shard() units of {type(model).__name__} hold no parameter")
+        first: dict[Hashable, str] = {}
+        for group in groups:
+            for fqn, origin in zip(group.params, group.origins, strict=True):
+                if origin is not None and first.setdefault(origin, fqn) != fqn:
+                    raise ValueError(
+                        f"{first[origin]!r} and {fqn!r} are one shared parameter in two FSDP2 "
+                        "units, which FSDP2 refuses at the first forward: put their modules into "
+                        "one fully_shard([...]) call"
+                    )
+        return cls(
+            units=tuple(group.params for group in groups),
+            aliases=tuple(pair for group in groups for pair in group.aliases),
+            reduce_units=tuple(group.reduce_params for group in groups),
+        )
+
+    def __call__(self, start: fx.Node) -> tuple[int, int] | None:
+        """The sort key of a collective's launch node: its parameter's (payload, position in it).
+
+        A collective of several parameters (fused weights) sorts by the one that is packed first.
+        `None`, which keeps its whole bucket in graph order, is the answer for a collective without
+        a tag and for one with any parameter that the order doesn't know; what was not found is
+        logged as a warning, once.
+        """
+        tag = tags.tag_of(start)
+        if tag is None or not tag.fqns:
+            _warn_untagged(start)
+            return None
+        unknown = self.unknown(tag.fqns)
+        if unknown:
+            _warn_unknown(self, unknown)
+            return None
+        reduces = tags.kind_of(start) in ("reduce_scatter", "all_reduce")
+        positions = self._reduce_positions if reduces else self._gather_positions
+        return min(positions[canonical_fqn(fqn)] for fqn in tag.fqns)
+
+    def unknown(self, fqns: Iterable[str]) -> tuple[str, ...]:
+        """Those of `fqns` that are in no payload, in the order given."""
+        positions = self._gather_positions
+        return tuple(fqn for fqn in fqns if canonical_fqn(fqn) not in positions)
+
+    def uuid(self) -> str:
+        """A name (hex) for what the order does, for Inductor's caches.
+
+        The same in every process for equal contents, another one when the contents or the code of
+        the key change.
+        """
+        tb.register_ops()
+        contents = json.dumps([_VERSION, self.units, self.aliases, self.reduce_units])
+        return hashlib.sha256(f"{package_digest()}\0{contents}".encode()).hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the cached lookup tables: caches may compare pickles.
+        return type(self), (self.units, self.aliases, self.reduce_units)
+
+    @functools.cached_property
+    def _gather_positions(self) -> Mapping[str, tuple[int, int]]:
+        return _lookup(self.units, self.aliases)
+
+    @functools.cached_property
+    def _reduce_positions(self) -> Mapping[str, tuple[int, int]]:
+        return _lookup(self.reduce_units or self.units, self.aliases)
+
+
+def _lookup(units: Units, aliases: Pairs) -> dict[str, tuple[int, int]]:
+    positions = {fqn: (i, j) for i, unit in enumerate(units) for j, fqn in enumerate(unit)}
+    positions.update({alias: positions[fqn] for alias, fqn in aliases})
+    return positions
+
+
+def _as_units(units: object, field: str) -> Units:
+    if isinstance(units, str) or not isinstance(units, Iterable):
+        raise TypeError(f"{field} must be a sequence of payloads, got {units!r}")
+    result = []
+    for unit in units:
+        if isinstance(unit, str) or not isinstance(unit, Iterable):
+            raise TypeError(
+                f"each payload in {field} must be a sequence of parameter FQNs, got {unit!r}"
+            )
+        fqns = tuple(unit)
+        for fqn in fqns:
+            if not isinstance(fqn, str):
+                raise TypeError(f"a parameter FQN must be a string, got {fqn!r}")
+        result.append(tuple(canonical_fqn(fqn) for fqn in fqns))
+    return tuple(result)
+
+
+def _ignored(
+    ignored_params: Collection[nn.Parameter | str], names: Mapping[nn.Parameter, tuple[str, ...]]
+) -> set[nn.Parameter]:
+    """Resolves FQNs. Parameters of other models pass: under pipeline parallelism, other stages'."""
+    by_name = {fqn: parameter for parameter, fqns in names.items() for fqn in fqns}
+    ignored: set[nn.Parameter] = set()
+    for item in [ignored_params] if isinstance(ignored_params, str) else ignored_params:
+        if not isinstance(item, str):
+            ignored.add(item)
+        elif (fqn := canonical_fqn(item)) in by_name:
+            ignored.add(by_name[fqn])
+        else:
+            raise ValueError(
+                f"ignored_params: no parameter is named {item!r}" + nearest_names(item, by_name)
+            )
+    return ignored
+
+
+def _unit_modules(
+    model: nn.Module, units: Iterable[str | Sequence[str]]
+) -> Iterator[list[nn.Module]]:
+    """Per unit, the modules whose own parameters it holds, in FSDP2's order of visits."""
+    if isinstance(units, str):
+        raise TypeError(
+            f"units must be a list of module FQNs or lists of them, got the string {units!r}"
+        )
+    items = [_unit_names(item) for item in getattr(units, "units", units)]
+    if not items:
+        raise ValueError(
+            'there are no units: name the modules of each fully_shard() call ("" for the model)'
+        )
+    known = canonical_modules(model)
+    wrapped: dict[nn.Module, str] = {}  # modules that were given to a call so far, and to which
+    managed: dict[nn.Module, str] = {}  # those that a call took with it, and which
+    for fqns in items:
+        roots: list[nn.Module] = []
+        for fqn in fqns:
+            module = known.get(canonical_fqn(fqn))
+            if module is None:
+                raise ValueError(f"units: no module is named {fqn!r}" + nearest_names(fqn, known))
+            if module in wrapped:
+                raise ValueError(
+                    f"units: module {fqn!r} is listed twice, before in unit {wrapped[module]!r}"
+                )
+            if module in managed:
+                raise ValueError(
+                    f"units: {fqn!r} lies inside {managed[module]!r}, which comes earlier and so "
+                    "took its parameters: list inner modules before those around them"
+                )
+            if module in roots:
+                raise ValueError(f"units: module {fqn!r} is listed twice in one unit")
+            roots.append(module)
+        roots = _without_nested(roots)
+        modules = _visit(roots, stop=wrapped)
+        label = "+".join(fqns)
+        wrapped.update(dict.fromkeys(roots, label))
+        managed.update({m: label for m in modules if m not in managed and m not in wrapped})
+        yield modules
+
+
+def _unit_names(item: object) -> tuple[str, ...]:
+    names = (item,) if isinstance(item, str) else item
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"each of units must be a module FQN or a list of module FQNs, got {item!r}"
+        )
+    if not names:
+        raise ValueError("a unit in units is an empty list: name its modules or leave it out")
+    return tuple(names)
+
+
+def _without_nested(modules: list[nn.Module]) -> list[nn.Module]:
+    """Drops modules inside others of the list, like `fully_shard([...])` (`_get_root_modules`)."""
+    inside = {child for module in modules for child in module.modules() if child is not module}
+    return [module for module in modules if module not in inside]
+
+
+def _visit(roots: list[nn.Module], stop: Mapping[nn.Module, str]) -> list[nn.Module]:
+    """`roots` and the modules below them, children first, down to but without those in `stop`."""
+    order: list[nn.Module] = []
+    visited: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        visited.add(module)
+        for child in module.children():
+            if child not in visited and child not in stop:
+                visit(child)
+        order.append(module)
+
+    for root in roots:
+        visit(root)
+    return order
+
+
+# What was warned about, so that one compile (or a thousand) of one model says it once.
+_warned: set[Hashable] = set()
+
+
+def _warn_untagged(start: fx.Node) -> None:
+    if (str(start.target),) in _warned:
+        return
+    _warned.add((str(start.target),))
+    log.warning(
+        "payload order: %s (%s) carries no tag that names its parameter, so its bucket keeps graph "
+        "order, not FSDP2's. Said once for each kind of collective.",
+        start.name,
+        start.target,
+    )
+
+
+def _warn_unknown(order: FSDPParamOrder, unknown: tuple[str, ...]) -> None:
+    missing = frozenset(unknown)
+    if missing in _warned:
+        return
+    _warned.add(missing)
+    log.warning(
+        "payload order: no payload holds %s, so the buckets of their collectives keep graph order, "
+        "not FSDP2's%s",
+        ", ".join(sorted(missing)),
+        nearest_names(min(missing), order._gather_positions),
+    )

@@ -1,0 +1,236 @@
+"""Byte caps chosen by trying a handful of them on the cost model.
+
+Large buckets make few collectives, which need little time on the wire; small ones start earlier,
+hold less memory and leave less communication at the ends of a graph. Which is better depends on
+the graph, so caps are planned, and scheduled on a model of the graph that they would make
+(:mod:`.planned_model`). First all get the same cap, then each process group's gathers and
+reductions in turn try the caps next to it.
+
+Planning is cheap, scheduling is not. So no plan is scheduled whose collectives alone keep a process
+group busy for longer than the best step so far takes; those that need least come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch.fx as fx
+
+from .._gc import paused_gc
+from .._torch.merge_traces import shared_traces
+from ..bucketing.caps import CapPlanner, check_cap
+from ..bucketing.merge import merge_buckets
+from ..bucketing.plan import BucketingPlan
+from ..graph.collectives import Kind, group_name, is_collective
+from ..reports.data import ScheduleReport
+from .cost import H100, Costs, Machine
+from .memory import CapComputeRun
+from .model import Model, model_of, peak_bytes
+from .planned_model import planned_model
+from .scheduler import Policy, schedule_model
+
+__all__ = [
+    "CAPS_MB",
+    "choose_caps",
+]
+
+CAPS_MB = (8.0, 25.0, 80.0, 500.0)
+"""MiB. 25 is DDP's default bucket, 500 the ceiling of torch's own estimate."""
+
+_SMALLEST_MB = 0.1
+_LARGEST_MB = 2000.0
+"""The bound of torch's overlap-preserving bucketer."""
+
+_Caps: TypeAlias = tuple[tuple[tuple[str, str], float], ...]
+
+
+def choose_caps(
+    graph: fx.Graph,
+    policies: Policy | Iterable[Policy],
+    *,
+    caps_mb: Sequence[float] | None = None,
+    kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
+    machine: Machine = H100,
+    reference_bytes: int | None = None,
+    **options: Any,
+) -> tuple[BucketingPlan, ScheduleReport]:
+    """The plan with the caps that give the fastest step within the policies' bounds. The graph is
+    only read.
+
+    Args:
+        graph: as of :func:`.plan_by_cap`.
+        policies: as of :func:`.schedule`.
+        caps_mb: what to try, ascending, in MiB; None tries :data:`CAPS_MB`, and more where the
+            largest of them is the best. Where all miss a bound, smaller ones are tried. Those
+            that can't be faster than another are passed over.
+        kinds: what is bucketed.
+        machine: what the cost model times nodes for.
+        reference_bytes: see :func:`.schedule`; None: the peak of ``graph``.
+        options: of :func:`.plan_by_cap`: ``eligible``, ``group_filter``, ``max_node_span``.
+
+    Returns:
+        The plan for ``graph``, and a report of which only ``caps_mb`` and ``cap_alternatives`` say
+        something of the whole search.
+
+    Raises:
+        ValueError: ``caps_mb`` is empty, or holds something else than positive numbers.
+        Exception: what :func:`.plan_by_cap` raises.
+    """
+    largest = _LARGEST_MB if caps_mb is None else 0.0
+    caps_mb = CAPS_MB if caps_mb is None else caps_mb
+    if not caps_mb:
+        raise ValueError("caps_mb is empty: give at least one cap in MiB")
+    for cap in caps_mb:
+        check_cap(cap, "each of caps_mb")
+    policies = tuple(policies) if isinstance(policies, Iterable) else (policies,)
+    if reference_bytes is None:
+        reference_bytes = peak_bytes(graph)
+    search = _Search(graph, policies, machine, reference_bytes, kinds, options)
+    ladder = [float(c) for c in caps_mb]
+    with shared_traces():
+        for cap in sorted(ladder, key=search.busiest_ms):
+            search.attempt(cap)
+        # A small model, or a hard bound.
+        while search.tried[search.best()].misses and ladder[0] > _SMALLEST_MB:
+            ladder.insert(0, ladder[0] / 4)
+            search.attempt(ladder[0])
+        # A large model, whose parameters are larger than all of these.
+        while _top(search.best()) == ladder[-1] < largest:
+            ladder.append(min(4 * ladder[-1], largest))
+            search.attempt(ladder[-1])
+        for key, _ in search.best():
+            caps = dict(search.best())
+            at = ladder.index(caps[key])
+            for near in (at - 1, at + 1):
+                if 0 <= near < len(ladder):
+                    search.attempt({**caps, key: ladder[near]})
+    caps_found = search.best()
+    plan = search.plan(dict(caps_found) or ladder[0], search.max_run[caps_found])
+    named = tuple((f"{group} {kind}", cap) for (group, kind), cap in caps_found)
+    alternatives = tuple(
+        (tuple((f"{g} {k}", c) for (g, k), c in caps), r.step_ms[1], r.peak_bytes[1], r.misses)
+        for caps, r in search.tried.items()
+    )
+    report = replace(search.tried[caps_found], caps_mb=named, cap_alternatives=alternatives)
+    return plan, report
+
+
+class _Search:
+    """Caps that were tried, and what came of them."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        policies: tuple[Policy, ...],
+        machine: Machine,
+        reference_bytes: int,
+        kinds: Collection[Kind],
+        options: dict[str, Any],
+    ) -> None:
+        self.tried: dict[_Caps, ScheduleReport] = {}
+        self.max_run: dict[_Caps, int | None] = {}
+        self._graph = graph
+        self._policies = policies
+        runs = [p.max_consecutive for p in policies if isinstance(p, CapComputeRun)]
+        self._max_run = runs[0] if runs else None
+        self._costs = Costs(machine)
+        self._model: Model | None = None
+        self._groups = {n: group_name(n) for n in graph.nodes if is_collective(n)}
+        self._reference = reference_bytes
+        self._max_node_span = options.pop("max_node_span", None)
+        self._planner = CapPlanner(graph, kinds=kinds, **options)
+        self._plans: dict[str, BucketingPlan] = {}
+        self._known: dict[tuple[Any, ...], ScheduleReport] = {}
+
+    def plan(self, caps: Any, max_run: int | None = None) -> BucketingPlan:
+        """The plan for the graph itself."""
+        name = repr((caps, max_run))
+        if name not in self._plans:
+            self._plans[name] = self._planner.plan(
+                caps, max_node_span=self._max_node_span, max_compute_run=max_run
+            )
+        return self._plans[name]
+
+    def attempt(self, caps: dict[tuple[str, str], float] | float) -> None:
+        """Try caps: where a bound on runs is set, with buckets that are closed by it, and without
+        only while nothing keeps the bounds."""
+        plan = self.plan(caps, self._max_run)
+        name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in _keys(plan))
+        if name in self.tried or self._too_slow(plan):
+            return
+        self.tried[name], self.max_run[name] = self._outcome(plan), self._max_run
+        if self.tried[self.best()].misses and self._max_run is not None:
+            free = self._outcome(self.plan(caps))
+            if _rank(free) < _rank(self.tried[name]):
+                self.tried[name], self.max_run[name] = free, None
+
+    def busiest_ms(self, caps: dict[tuple[str, str], float] | float) -> float:
+        """The time that the collectives of the busiest process group take: no step is faster."""
+        return self._busiest_ms(self.plan(caps, self._max_run))
+
+    def _busiest_ms(self, plan: BucketingPlan) -> float:
+        busy = dict.fromkeys(self._groups.values(), 0.0)
+        merged = {m for b in plan.buckets for m in b.members}
+        for start, group in self._groups.items():
+            if start not in merged:
+                busy[group] += self._costs(start)
+        for bucket in plan.buckets:
+            first = bucket.members[0]
+            nbytes = sum(map(self._costs.collective_bytes, bucket.members))
+            busy[self._groups[first]] += self._costs.collective(first, nbytes)
+        return max(busy.values(), default=0.0)
+
+    def _too_slow(self, plan: BucketingPlan) -> bool:
+        if not self.tried:
+            return False
+        best = self.tried[self.best()]
+        return not best.misses and self._busiest_ms(plan) >= best.step_ms[1]
+
+    def _outcome(self, plan: BucketingPlan) -> ScheduleReport:
+        members = tuple(b.members for b in plan.buckets)
+        if members not in self._known:
+            with paused_gc():  # for one model at a time: a copy of the graph holds cycles
+                model = self._planned(plan)
+                report, _ = schedule_model(model, self._policies, self._reference, quick=True)
+            self._known[members] = report
+        return self._known[members]
+
+    def _planned(self, plan: BucketingPlan) -> Model:
+        if self._model is None:
+            self._model = model_of(self._graph, self._costs)
+        planned = planned_model(self._model, plan.buckets, self._costs)
+        if planned is not None:
+            return planned
+        # Members on both sides of a side effect: merging may move them past it, scheduling may not.
+        copy, copied = _copied(self._graph, plan)
+        merge_buckets(copy, copied)
+        return model_of(copy, self._costs)
+
+    def best(self) -> _Caps:
+        return min(self.tried, key=lambda k: _rank(self.tried[k]))
+
+
+def _top(caps: _Caps) -> float:
+    return max((cap for _, cap in caps), default=0.0)
+
+
+def _rank(report: ScheduleReport) -> tuple[float, float]:
+    return report.misses, report.step_ms[1]
+
+
+def _keys(plan: BucketingPlan) -> Iterable[tuple[str, str]]:
+    """Groups and kinds of which something could be merged."""
+    merged = [(group_name(b.members[0]), b.kind) for b in plan.buckets]
+    return dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.alone)])
+
+
+def _copied(graph: fx.Graph, plan: BucketingPlan) -> tuple[fx.Graph, BucketingPlan]:
+    """A copy of the graph that shares its fake tensors, and the plan for it."""
+    copy = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        new[node] = copy.node_copy(node, new.__getitem__)
+    buckets = tuple(replace(b, members=tuple(new[m] for m in b.members)) for b in plan.buckets)
+    return copy, replace(plan, buckets=buckets)

@@ -1,0 +1,510 @@
+"""One pass over a graph that gives an order: communication early, waits late, memory in bounds.
+
+Nodes are of three sorts:
+
+- *starts* of collectives. One whose input comes out of computation (a reduction, a collective of
+  tensor or expert parallelism) launches as soon as that is there. One that needs no computation (a
+  parameter's gather) is prefetched: a number of buckets ahead, or earlier when its stream would
+  not be done in time, as far as memory allows.
+- nodes *on demand*: waits, views, and what needs neither computation nor its own place, such as the
+  unpacking of a gathered bucket. They come right before the first node that uses them.
+- *anchors*, all others. They follow the order of the graph, except that one which would have to
+  wait for communication lets others go first, and that within ``window`` compute nodes the anchor
+  with the longest remaining path may go first.
+
+::
+
+    in      rs(a) wait(a) mm1 gather(w) wait(w) mm2 mm3
+    out     rs(a) gather(w) mm1 wait(w) mm2 wait(a) mm3
+
+Time is that of :mod:`.timeline`. Nothing depends on hash order: the same graph gives the same order
+in every process and on every rank.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..graph.liveness import LiveBytes
+from .model import Model
+
+__all__ = [
+    "Options",
+    "first_uses",
+    "list_schedule",
+]
+
+_NO_STALL_MS = 1e-3
+
+
+@dataclass(frozen=True)
+class Options:
+    """What bounds and guides an order.
+
+    Args:
+        limit_bytes: live bytes that prefetching and overtaking must stay under; None: no bound.
+        window: compute nodes within which the longest remaining path decides; 0: the graph's order.
+        fill: compute nodes ahead of the oldest open one that may run while it would have to wait.
+        depth: gathers of one group that may be under way or unused ahead of the next one.
+        max_prefetch: compute nodes that a gather may be ahead of its use.
+        deadlines: whether gathers may also go as early as their stream needs to be done in time.
+        max_run: most compute nodes between two reduce-scatters; None: no bound.
+        under: for a gather, by place, the place of the anchor before which it must be launched and
+            not long before.
+    """
+
+    limit_bytes: int | None = None
+    window: int = 0
+    fill: int = 100
+    depth: int = 1
+    max_prefetch: int = 100
+    deadlines: bool = True
+    max_run: int | None = None
+    under: Mapping[int, int] = field(default_factory=dict)
+
+
+def list_schedule(model: Model, options: Options) -> list[int]:
+    """An order of the model's nodes: topological, every node once."""
+    return _Scheduler(model, options).run()
+
+
+class _Shape:
+    """What scheduling needs to know of a model whatever the options; made once per model."""
+
+    def __init__(self, model: Model) -> None:
+        needs = model.dependencies.needs
+        size = len(model)
+        self.on_demand = [False] * size
+        self.source = [False] * size  # needs no anchor
+        for i, mine in enumerate(needs):
+            group, wait = model.group[i], model.start_of[i] >= 0
+            free = all(self.source[j] for j in mine if not model.chained(j, i))
+            plain = group is None and not model.compute[i]
+            self.source[i] = free and not model.compute[i]
+            self.on_demand[i] = plain and (wait or model.view[i] or free)
+            if plain and not self.on_demand[i]:
+                self.source[i] = False
+        self.anchors = [i for i in range(size) if not self.on_demand[i] and model.group[i] is None]
+        self.at = {i: k for k, i in enumerate(self.anchors)}
+        # Compute nodes, and milliseconds, before each anchor in the order of the graph.
+        self.compute_before, self.ms_before = [], []
+        count, ms = 0, 0.0
+        for i in self.anchors:
+            self.compute_before.append(count)
+            self.ms_before.append(ms)
+            count += model.compute[i]
+            ms += model.ms[i]
+        self.total_ms = ms
+        self.tail = [0.0] * size
+        self.first_use = [len(self.anchors)] * size
+        for i in reversed(range(size)):
+            for j in model.dependencies.needed_by[i]:
+                # The collectives that follow on the same stream count as a path, too.
+                self.tail[i] = max(self.tail[i], self.tail[j])
+                if not model.chained(i, j):
+                    self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
+            self.tail[i] += model.ms[i]
+        self.gathers: dict[str, list[int]] = {}
+        for i in range(size):
+            group = model.group[i]
+            if group is not None and self.source[i]:
+                self.gathers.setdefault(group, []).append(i)
+        self.latest = self._latest_starts(model)
+        self.live = self._live_before_anchors(model)
+
+    def _latest_starts(self, model: Model) -> dict[int, float]:
+        """When each gather must begin for its stream to be done in time, in anchors' time."""
+        load: dict[str, list[tuple[float, float]]] = {}
+        for i, group in enumerate(model.group):
+            if group is not None and not self.source[i]:
+                produced = max(
+                    (self.ms_before[self.at[j]] for j in self._anchors_behind(model, i)),
+                    default=0.0,
+                )
+                load.setdefault(group, []).append((produced, model.ms[i]))
+        latest: dict[int, float] = {}
+        for group, gathers in self.gathers.items():
+            others = sorted(load.get(group, []))
+            bound = self.total_ms
+            for i in reversed(gathers):
+                use = self.first_use[i]
+                due = self.ms_before[use] if use < len(self.anchors) else self.total_ms
+                bound = min(bound, due)
+                while others and others[-1][0] >= bound:
+                    others.pop()
+                bound -= model.ms[i]
+                # Reductions that would run in between push the gather further ahead.
+                while others and others[-1][0] >= bound:
+                    bound -= others.pop()[1]
+                latest[i] = bound
+        return latest
+
+    def _anchors_behind(self, model: Model, i: int) -> list[int]:
+        found, seen, stack = [], {i}, [i]
+        while stack:
+            node = stack.pop()
+            for j in model.dependencies.needs[node]:
+                if j in seen or model.chained(j, node):
+                    continue
+                seen.add(j)
+                if j in self.at:
+                    found.append(j)
+                elif self.on_demand[j] and not self.source[j]:
+                    stack.append(j)
+        return found
+
+    def _live_before_anchors(self, model: Model) -> list[int]:
+        live, found = LiveBytes(model.liveness), []
+        for i in range(len(model)):
+            if i in self.at:
+                found.append(live.now)
+            live.run(i)
+        return found
+
+
+def first_uses(model: Model) -> dict[int, int]:
+    """For each start that needs no computation, the place of the first anchor that uses it."""
+    shape = shape_of(model)
+    return {
+        i: shape.anchors[shape.first_use[i]]
+        for gathers in shape.gathers.values()
+        for i in gathers
+        if shape.first_use[i] < len(shape.anchors)
+    }
+
+
+def shape_of(model: Model) -> _Shape:
+    """The model's shape, kept with it."""
+    found = model.__dict__.get("_shape")
+    if found is None:
+        found = model.__dict__["_shape"] = _Shape(model)
+    return found  # type: ignore[no-any-return]
+
+
+class _Scheduler:
+    def __init__(self, model: Model, options: Options) -> None:
+        self.model = model
+        self.options = options
+        self.shape = shape_of(model)
+        self.needs = model.dependencies.needs
+        self.needed_by = model.dependencies.needed_by
+        size = len(model)
+        self.order: list[int] = []
+        self.done = [False] * size
+        self.missing = [len(n) for n in self.needs]  # needs that are neither done nor available
+        self.available = [False] * size
+        self.ready: list[int] = []  # anchors whose needs are done or available, by number
+        self.pending: dict[int, list[int]] = {}  # of a ready anchor: starts that it waits for
+        self.to_launch: list[int] = []
+        self.in_flight: list[int] = []  # reductions whose wait is still to come
+        self.wait_of = {s: i for i, s in enumerate(model.start_of) if s >= 0}
+        self.live = LiveBytes(model.liveness)
+        self.now = 0.0
+        self.end = [0.0] * size
+        self.free: dict[str, float] = {}
+        self.next_gather = dict.fromkeys(self.shape.gathers, 0)
+        self.head = 0
+        self.run_length = 0
+        self.reductions: dict[str, list[int]] = {}  # by group, the next one last
+        for i in reversed(range(size)):
+            if model.reduces[i]:
+                self.reductions.setdefault(str(model.group[i]), []).append(i)
+        self.wanted: dict[int, None] = {}  # compute nodes that the next reduction needs
+        self.reducing = False  # whether there is a next one
+        self.under: dict[int, list[int]] = {}
+        for gather, anchor in options.under.items():
+            self.under.setdefault(anchor, []).append(gather)
+
+    def run(self) -> list[int]:
+        for i in range(len(self.model)):
+            if not self.needs[i]:
+                self._becomes_available(i)
+        self._want_next_reduction()
+        anchors = self.shape.anchors
+        while True:
+            while self.head < len(anchors) and self.done[anchors[self.head]]:
+                self.head += 1
+            self._launch_produced()
+            if self.head == len(anchors):
+                break
+            self._prefetch()
+            self._retire()
+            chosen = self._choose()
+            for gather in self.under.pop(anchors[chosen], ()):
+                if self._fits(gather, self.shape.first_use[gather]):
+                    self._emit(gather)
+            self._emit(anchors[chosen])
+        for i in range(len(self.model)):
+            self._emit(i)
+        return self.order
+
+    # --- emission --------------------------------------------------------------------------------
+
+    def _emit(self, i: int) -> None:
+        """Put node ``i``, and first what it needs, into the order."""
+        if self.done[i]:
+            return
+        stack = [i]
+        while stack:
+            node = stack[-1]
+            if self.done[node]:
+                stack.pop()
+                continue
+            open_needs = [j for j in self.needs[node] if not self.done[j]]
+            if open_needs:
+                stack += reversed(open_needs)
+                continue
+            stack.pop()
+            self._place(node)
+
+    def _place(self, i: int) -> None:
+        model = self.model
+        self.order.append(i)
+        self.done[i] = True
+        self.live.run(i)
+        group = model.group[i]
+        if group is not None:
+            begin = max(self.now, self.free.get(group, 0.0))
+            self.end[i] = self.free[group] = begin + model.ms[i]
+            if not self.shape.source[i]:
+                self.in_flight.append(i)
+        else:
+            start = model.start_of[i]
+            if start >= 0:
+                self.now = max(self.now, self.end[start])
+            self.now += model.ms[i]
+            self.end[i] = self.now
+        self.run_length += model.compute[i]
+        self.wanted.pop(i, None)
+        if model.reduces[i]:
+            self.run_length = 0
+            self._want_next_reduction()
+        number = self.shape.at.get(i)
+        if number is not None:
+            at = bisect.bisect_left(self.ready, number)
+            if at < len(self.ready) and self.ready[at] == number:
+                self.ready.pop(at)
+            self.pending.pop(i, None)
+        if not self.available[i]:
+            self.available[i] = True
+            self._satisfied(i)
+
+    def _becomes_available(self, i: int) -> None:
+        """All that ``i`` needs is done or can be placed on demand."""
+        number = self.shape.at.get(i)
+        if number is not None:
+            bisect.insort(self.ready, number)
+            return
+        self.available[i] = True
+        if self.model.group[i] is not None and not self.shape.source[i]:
+            self.to_launch.append(i)
+        self._satisfied(i)
+
+    def _satisfied(self, i: int) -> None:
+        stack = [i]
+        while stack:
+            node = stack.pop()
+            for j in self.needed_by[node]:
+                self.missing[j] -= 1
+                if self.missing[j] or self.done[j] or self.available[j]:
+                    continue
+                number = self.shape.at.get(j)
+                if number is not None:
+                    bisect.insort(self.ready, number)
+                    continue
+                self.available[j] = True
+                if self.model.group[j] is not None and not self.shape.source[j]:
+                    self.to_launch.append(j)
+                stack.append(j)
+
+    def _launch_produced(self) -> None:
+        while self.to_launch:
+            starts, self.to_launch = sorted(self.to_launch), []
+            for i in starts:
+                self._emit(i)
+
+    def _retire(self) -> None:
+        """Place the waits of reductions that are through: what they read and wrote is free then."""
+        limit = self.options.limit_bytes
+        while self.in_flight:
+            start = self.in_flight[0]
+            over = limit is not None and self.live.now > limit
+            if self.end[start] > self.now and not over:
+                break
+            self.in_flight.pop(0)
+            wait = self.wait_of.get(start)
+            if wait is not None and not self.done[wait] and self._is_reduction(start):
+                self._emit(wait)
+
+    def _is_reduction(self, start: int) -> bool:
+        # What leads to no anchor is waited for for its memory's sake alone.
+        return self.shape.first_use[start] == len(self.shape.anchors)
+
+    # --- prefetching -----------------------------------------------------------------------------
+
+    def _prefetch(self) -> None:
+        shape, options = self.shape, self.options
+        for group, gathers in shape.gathers.items():
+            at = self.next_gather[group]
+            while at < len(gathers):
+                gather = gathers[at]
+                if self.done[gather]:
+                    at += 1
+                    continue
+                if gather in options.under or not self._may_launch(gather, gathers, at):
+                    break
+                self._emit(gather)
+                at += 1
+            self.next_gather[group] = at
+
+    def _may_launch(self, gather: int, gathers: Sequence[int], at: int) -> bool:
+        shape, options = self.shape, self.options
+        use = shape.first_use[gather]
+        if use == len(shape.anchors) or self.missing[gather]:
+            return False
+        head = self.head
+        distance = shape.compute_before[use] - shape.compute_before[head]
+        if distance > options.max_prefetch:
+            return False
+        ahead = 0
+        for other in reversed(gathers[max(0, at - options.depth) : at]):
+            ahead += self.done[other] and not self.done[shape.anchors[shape.first_use[other]]]
+        late = options.deadlines and shape.latest[gather] <= shape.ms_before[head]
+        if ahead >= options.depth and not late:
+            return False
+        if use <= head:
+            return True
+        return self._fits(gather, use)
+
+    def _fits(self, gather: int, use: int) -> bool:
+        limit = self.options.limit_bytes
+        if limit is None:
+            return True
+        liveness, profile = self.model.liveness, self.shape.live
+        added = sum(liveness.size[s] for s in liveness.allocates[gather])
+        for need in self.needs[gather]:
+            if not self.done[need]:
+                added += sum(liveness.size[s] for s in liveness.allocates[need])
+        if self.live.now + added > limit:
+            return False
+        growth = max(profile[self.head : use + 1]) - profile[self.head]
+        return self.live.now + added + growth <= limit
+
+    # --- the next anchor -------------------------------------------------------------------------
+
+    def _choose(self) -> int:
+        """Number of the anchor to run next."""
+        shape, options, model = self.shape, self.options, self.model
+        before, anchors = shape.compute_before, shape.anchors
+        reach = before[self.head] + max(options.window, options.fill)
+        near = before[self.head] + options.window
+        capped = self._run_is_full()
+        best = fallback = -1
+        best_tail = -1.0
+        soonest = (float("inf"), 0.0)
+        for number in self.ready:
+            if before[number] > reach:
+                break
+            anchor = anchors[number]
+            if capped and model.compute[anchor] and anchor not in self.wanted:
+                continue
+            tail = shape.tail[anchor]
+            stall = self._stall(anchor)
+            if stall > _NO_STALL_MS:
+                if (stall, -tail) < soonest:
+                    soonest, fallback = (stall, -tail), number
+                continue
+            if number == self.head or best < 0:
+                wins = True
+            else:
+                # Without a window the first one that need not wait goes, else the longest path.
+                wins = before[number] <= near and tail > best_tail
+            if wins and number != self.head and not self._affordable(anchor):
+                continue
+            if wins:
+                best, best_tail = number, tail
+            if before[number] > near and best >= 0:
+                break
+        if best >= 0:
+            return best
+        if fallback >= 0:
+            return fallback
+        # What is near is held back by the run bound; what the reduction needs lies further ahead.
+        allowed = (
+            n for n in self.ready if not model.compute[anchors[n]] or anchors[n] in self.wanted
+        )
+        return next(allowed, self.ready[0])
+
+    def _stall(self, anchor: int) -> float:
+        """How long the compute stream would have to wait before ``anchor``."""
+        starts = self.pending.get(anchor)
+        if starts is None:
+            starts = self.pending[anchor] = self._starts_behind(anchor)
+        latest = 0.0
+        for start in starts:
+            if self.done[start]:
+                latest = max(latest, self.end[start])
+            else:
+                group = self.model.group[start]
+                assert group is not None
+                begin = max(self.now, self.free.get(group, 0.0))
+                latest = max(latest, begin + self.model.ms[start])
+        return latest - self.now
+
+    def _starts_behind(self, anchor: int) -> list[int]:
+        found, seen, stack = [], {anchor}, [anchor]
+        while stack:
+            for j in self.needs[stack.pop()]:
+                if self.done[j] or j in seen:
+                    continue
+                seen.add(j)
+                start = self.model.start_of[j]
+                if start >= 0:
+                    found.append(start)
+                if self.model.group[j] is None:
+                    stack.append(j)
+        return found
+
+    def _affordable(self, anchor: int) -> bool:
+        limit = self.options.limit_bytes
+        return limit is None or self.live.now + self.live.change(anchor)[0] <= limit
+
+    # --- runs between reduce-scatters ------------------------------------------------------------
+
+    def _run_is_full(self) -> bool:
+        """Whether only what the next reduce-scatter needs may still be computed before it."""
+        most = self.options.max_run
+        return most is not None and self.reducing and self.run_length + len(self.wanted) >= most
+
+    def _want_next_reduction(self) -> None:
+        """Find the reduce-scatter that needs the fewest compute nodes, among each group's next."""
+        if self.options.max_run is None:
+            return
+        best: dict[int, None] | None = None
+        for starts in self.reductions.values():
+            while starts and self.done[starts[-1]]:
+                starts.pop()
+            if not starts:
+                continue
+            wanted = self._compute_behind(starts[-1], None if best is None else len(best))
+            if wanted is not None:
+                best = wanted
+        self.wanted, self.reducing = best or {}, best is not None
+
+    def _compute_behind(self, start: int, fewer_than: int | None) -> dict[int, None] | None:
+        """The compute nodes still to come before ``start``; None if there are too many."""
+        found: dict[int, None] = {}
+        seen, stack = {start}, [start]
+        while stack:
+            for j in self.needs[stack.pop()]:
+                if self.done[j] or j in seen:
+                    continue
+                seen.add(j)
+                stack.append(j)
+                if self.model.compute[j]:
+                    found[j] = None
+                    if fewer_than is not None and len(found) >= fewer_than:
+                        return None
+        return found

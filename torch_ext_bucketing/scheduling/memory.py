@@ -1,0 +1,111 @@
+"""Bounds on what an order may do to memory.
+
+Both are policies for :func:`.schedule`. A bound that can't be kept is never silent: the
+report and one warning say by how much it is missed and what stands in the way. The third bound, on
+the span of a bucket, prevents instead: ``max_node_span`` of :func:`.plan_by_cap`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .model import Model
+
+__all__ = [
+    "CapComputeRun",
+    "PeakMemory",
+    "forced_run",
+]
+
+_GIB = 2**30
+_ALL = 2**63  # bytes: more than any graph needs
+
+
+@dataclass(frozen=True)
+class CapComputeRun:
+    """No more than so many compute nodes between two reduce-scatters.
+
+    Buckets tie far-apart nodes together, and the sort that follows may run the recomputation of
+    many layers before the first reduce-scatter, with all their gradients alive. (AutoParallel saw
+    runs of 40; at most 8 saved 4.3 GB for 5.9 ms of a step of LLaMA-3 8B on 128 GPUs, AutoParallel
+    PR 481.) Reduce-scatters that stood between such nodes are pulled forward. Compute nodes after
+    the last reduce-scatter are not bounded.
+
+    Args:
+        max_consecutive: compute nodes (matrix products, attention, convolutions), at least 1.
+
+    Raises:
+        ValueError: another number.
+    """
+
+    max_consecutive: int = 8
+
+    def __post_init__(self) -> None:
+        n = self.max_consecutive
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"max_consecutive must be a whole number of at least 1, got {n!r}")
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The estimated peak of live bytes stays under a bound.
+
+    Args:
+        gib: the bound in GiB; inputs, saved values and constants of the graph count.
+        ratio: or the bound as a multiple of the peak that the graph has before any bucketing and
+            reordering.
+
+    Raises:
+        ValueError: not exactly one of them, or one that is no positive number.
+    """
+
+    gib: float | None = None
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [v for v in (self.gib, self.ratio) if v is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"give either gib or ratio, got gib={self.gib!r} and ratio={self.ratio!r}"
+            )
+        bound = given[0]
+        number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
+        if not number or not 0 < bound < float("inf"):
+            raise ValueError(f"the bound must be a positive number, got {given[0]!r}")
+
+    def limit_bytes(self, reference: int) -> int:
+        """The bound in bytes, for a graph whose peak was ``reference`` bytes."""
+        if self.gib is not None:
+            return int(min(self.gib * _GIB, _ALL))
+        assert self.ratio is not None
+        return int(min(self.ratio * reference, _ALL))
+
+
+def forced_run(model: Model) -> int:
+    """A number of compute nodes that no order can keep every run between reduce-scatters under.
+
+    The reduce-scatters of one group keep their order. By its k-th, all compute nodes that the first
+    k need have run, and at most k of the group's and all of the other groups' reduce-scatters have
+    cut them into runs: one of the runs is at least the quotient.
+    """
+    needs = model.dependencies.needs
+    groups: dict[str, list[int]] = {}
+    for i, reduces in enumerate(model.reduces):
+        if reduces:
+            groups.setdefault(str(model.group[i]), []).append(i)
+    total = sum(map(len, groups.values()))
+    forced = 0
+    for starts in groups.values():
+        seen: set[int] = set()
+        compute = 0
+        for k, start in enumerate(starts, 1):
+            stack = [start]
+            while stack:
+                node = stack.pop()
+                for j in needs[node]:
+                    if j not in seen:
+                        seen.add(j)
+                        compute += model.compute[j]
+                        stack.append(j)
+            forced = max(forced, -(-compute // (k + total - len(starts))))
+    return forced

@@ -1,0 +1,99 @@
+"""A graph as the scheduler sees it: nodes by place, with costs, dependencies and live bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.fx as fx
+
+from ..graph.collectives import is_compute, is_view, kind_of, started_by
+from ..graph.dependencies import Dependencies, Precedence
+from ..graph.liveness import Liveness, Storages
+from ..graph.uneven import ShardSide
+from .cost import H100, Costs, Machine
+
+__all__ = [
+    "Model",
+    "model_of",
+    "peak_bytes",
+]
+
+
+def model_of(
+    graph: fx.Graph,
+    machine: Machine | Costs = H100,
+    donated: Callable[[fx.Node], bool] | None = None,
+) -> Model:
+    """A graph with costs, dependencies and live bytes. ``machine``: costs of one may be shared.
+
+    Raises:
+        ValueError: the graph is not in topological order.
+        RuntimeError: torch's own, for a symbolic size without a hint.
+    """
+    dependencies = Dependencies(graph)
+    liveness = Liveness(graph, dependencies, donated)
+    costs = machine if isinstance(machine, Costs) else Costs(machine)
+    free = liveness.shard_side.nodes
+    nodes, index = dependencies.nodes, dependencies.index
+    return Model(
+        dependencies=dependencies,
+        liveness=liveness,
+        ms=[0.0 if n in free else costs(n) for n in nodes],
+        group=[dependencies.group.get(i) for i in range(len(nodes))],
+        start_of=[-1 if (s := started_by(n)) is None else index[s] for n in nodes],
+        compute=[is_compute(n) for n in nodes],
+        reduces=[kind_of(n) == "reduce_scatter" for n in nodes],
+        view=[is_view(n) for n in nodes],
+        shard_side=liveness.shard_side,
+    )
+
+
+def peak_bytes(
+    gm: fx.GraphModule | fx.Graph, donated: Callable[[fx.Node], bool] | None = None
+) -> int:
+    """The estimated peak of live bytes of a graph in its own order; see :mod:`.graph.liveness`.
+
+    Raises:
+        ValueError: the graph is not in topological order.
+        RuntimeError: torch's own, for a symbolic size without a hint.
+    """
+    graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
+    dependencies = Dependencies(graph)
+    return Liveness(graph, dependencies, donated).peak(range(len(dependencies.nodes)))
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """What is known of each movable node of a graph, by place; see :func:`.model_of`.
+
+    Args:
+        dependencies: the nodes, and what each one needs.
+        liveness: what each one allocates and touches.
+        ms: time on the node's stream; 0 for what :mod:`.graph.uneven` leaves out.
+        group: process group of a collective, or None.
+        start_of: for a wait, the place of its collective, or -1.
+        compute: whether it is a compute node.
+        reduces: whether it is a reduce-scatter.
+        view: whether it runs no kernel.
+        shard_side: what :mod:`.graph.uneven` finds in the graph.
+        members: of a bucket that is only planned, by the place of its start: the starts in it.
+    """
+
+    dependencies: Precedence
+    liveness: Storages
+    ms: list[float]
+    group: list[str | None]
+    start_of: list[int]
+    compute: list[bool]
+    reduces: list[bool]
+    view: list[bool]
+    shard_side: ShardSide
+    members: dict[int, tuple[fx.Node, ...]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.ms)
+
+    def chained(self, before: int, after: int) -> bool:
+        """Whether the two are starts, of which one needs the other for their order's sake alone."""
+        return self.group[before] is not None and self.group[after] is not None

@@ -1,0 +1,1 @@
+"""Which parameter a collective serves."""

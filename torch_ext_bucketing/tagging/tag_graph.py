@@ -1,0 +1,436 @@
+"""Whose parameter a collective serves.
+
+A *tag* names a collective's kind and the parameters (FQNs) whose bytes it moves. Tags are made on
+the joint forward+backward graph, the only place where AOTAutograd's descriptors say which
+placeholder is which parameter and which output is whose gradient, and are stored in
+``node.meta["custom"]``. That dictionary is copied by the partitioners, by recomputation and by
+Inductor's passes, and torch's bucketing collects it from every member of a bucket, so a tag can be
+read at every later stage with :func:`tag_of` and :func:`member_tags`.
+
+The rules, for a graph with the parameter ``w``::
+
+    w -> _to_copy -> constant_pad_nd -> all_gather_into_tensor     all_gather of (w,)
+    cat(w1, w2) -> all_gather_into_tensor                          all_gather of (w1, w2)
+    relu(...) -> all_gather_into_tensor                            not tagged: an activation
+
+    mm -> reduce_scatter_tensor -> wait -> _to_copy -> output(grad_of=w)    reduce_scatter of (w,)
+    mm -> all_reduce -> wait -> reduce_scatter_tensor -> ...                both tagged (HSDP)
+    mm -> all_reduce -> wait -> mm                                 not tagged: an activation
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+
+from .._torch import descriptors as _descriptors
+from .._torch.dynamo_inputs import module_path
+from ..fqns import canonical_fqn
+from ..graph.collectives import Kind, is_start, kind_of
+from .tags import Tag, TagReport, Untagged, is_bucket, set_tag, tag_of
+
+__all__ = [
+    "parameter_chains",
+    "tag_joint_graph",
+]
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+# Ops that move or cast values without combining different elements. Views are recognised by
+# their schema (``OpOverload.is_view``); these are the ones that copy.
+_MOVES = frozenset(
+    {
+        operator.getitem,
+        _aten._to_copy.default,
+        _aten.alias.default,
+        _aten.cat.default,
+        _aten.clone.default,
+        _aten.constant_pad_nd.default,
+        _aten.contiguous.default,
+        _aten.detach.default,
+        _aten.lift_fresh_copy.default,
+        _aten.reshape.default,
+        _aten.stack.default,
+        _aten._unsafe_view.default,
+        _aten.split_with_sizes_copy.default,
+        _c10d.wait_tensor.default,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
+# What may stand between a reduction and the gradient in addition: a parameter that is used twice
+# has the sum of two reductions as gradient, and a divide factor may follow the reduction.
+_ACCUMULATES = frozenset({_aten.add.Tensor, _aten.add_.Tensor, _aten.slice_backward.default})
+_SCALES = frozenset(
+    {
+        _aten.div.Scalar,
+        _aten.div.Tensor,
+        _aten.div_.Tensor,
+        _aten.mul.Scalar,
+        _aten.mul.Tensor,
+        _aten.mul_.Tensor,
+    }
+)
+_CONSTANTS = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.full.default,
+        _aten.new_empty.default,
+        _aten.new_full.default,
+        _aten.new_zeros.default,
+        _aten.zeros.default,
+        _aten.zeros_like.default,
+    }
+)
+
+
+FqnOf = Callable[[Any], "str | None"] | Mapping[Any, str]
+
+
+def tag_joint_graph(
+    gm: fx.GraphModule | fx.Graph,
+    fqn_of: FqnOf | None = None,
+    *,
+    grad_fqns: Sequence[str | None] | None = None,
+    model: torch.nn.Module | None = None,
+) -> TagReport:
+    """Tag every collective of ``gm`` that serves parameters. One pass forward and one back.
+
+    Args:
+        gm: a joint graph, an inference graph, or a trace of a whole training step. Existing tags
+            are kept.
+        fqn_of: names a parameter input: called with what identifies it, an ``AOTInput`` where the
+            placeholders carry descriptors and the placeholder node otherwise, or a mapping from
+            the graph input's index (``PlainAOTInput.idx``) to the FQN. It returns None for inputs
+            that are no parameters. ``ParamAOTInput`` needs none: its target is the FQN.
+        grad_fqns: for graphs without descriptors: whose gradient each flattened output is.
+        model: the module whose parameters are meant, for graphs whose nodes carry
+            ``custom["module_fqn"]`` or ``nn_module_stack`` and nothing better.
+
+    Raises:
+        TypeError: ``fqn_of`` or ``grad_fqns`` gives something else than names and None.
+        ValueError: the output's descriptors, or ``grad_fqns``, don't match its flattened values in
+            number. The graph is untouched then.
+    """
+    graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
+    names = _InputNames(fqn_of)
+    nodes = list(graph.nodes)
+    sources = _parameters_behind(nodes, names)
+    sinks = _gradients_ahead(nodes, names, grad_fqns)
+
+    tags: dict[fx.Node, Tag] = {}
+    unnamed: list[Untagged] = []
+    skipped: list[Untagged] = []
+    by_module = _ModuleFallback(model)
+    has_descriptors = any("desc" in n.meta for n in nodes if n.op in ("placeholder", "output"))
+    for node in nodes:
+        kind = kind_of(node)
+        if kind is None:
+            continue
+        known = tag_of(node)
+        if known is not None:
+            tags[node] = known
+            continue
+        found = _source_of(node, sources) if kind == "all_gather" else sinks.get(node, _NOWHERE)
+        fqns = found.fqns
+        if not fqns and not has_descriptors:
+            fqns = by_module.fqns(node, kind)
+        if fqns:
+            tags[node] = Tag(kind, fqns)
+        elif found.is_parameter:
+            unnamed.append(Untagged(node.name, kind, found.reason))
+        else:
+            skipped.append(Untagged(node.name, kind, found.reason))
+    for node, tag in tags.items():
+        if not is_bucket(node):
+            set_tag(node, tag)
+    return TagReport(tuple((n.name, t) for n, t in tags.items()), tuple(unnamed), tuple(skipped))
+
+
+def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """For every tagged gather the nodes from the parameter to its last mere rearrangement.
+
+    ::
+
+        w -> _to_copy -> all_gather -> wait -> slice -> t -> mm
+             ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+
+    Starts in graph order; the nodes of a chain in graph order.
+    """
+    behind: dict[fx.Node, dict[fx.Node, None]] = {}
+    ahead: dict[fx.Node, dict[fx.Node, None]] = {}
+    chains: dict[fx.Node, dict[fx.Node, None]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        inputs = node.all_input_nodes
+        if kind_of(node) == "all_gather" and tag_of(node) is not None:
+            chains[node] = {**_union(behind, inputs), node: None}
+            ahead[node] = {**_union(ahead, inputs), node: None}
+        elif _is_move(node) or node.target in _CONSTANTS:
+            served = _union(ahead, inputs)
+            if served:  # after a gather
+                ahead[node] = served
+                for start in served:
+                    chains[start][node] = None
+            elif all(i.op == "placeholder" or i in behind for i in inputs):  # before one
+                behind[node] = {**_union(behind, inputs), node: None}
+    return {start: tuple(chain) for start, chain in chains.items()}
+
+
+def _union(
+    of: Mapping[fx.Node, dict[fx.Node, None]], nodes: Iterable[fx.Node]
+) -> dict[fx.Node, None]:
+    merged: dict[fx.Node, None] = {}
+    for node in nodes:
+        merged.update(of.get(node, {}))
+    return merged
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The parameters that a value is made of (or becomes the gradient of), or why there are none.
+
+    ``is_parameter`` is True for a parameter without a name. A constant has neither.
+    """
+
+    fqns: tuple[str, ...] = ()
+    is_parameter: bool = False
+    reason: str = ""
+
+    @property
+    def is_constant(self) -> bool:
+        return not self.fqns and not self.reason
+
+
+_CONSTANT = _Origin()
+_NOWHERE = _Origin(reason="its result reaches no parameter's gradient")
+
+
+class _InputNames:
+    """FQN of a parameter's placeholder: by descriptor, else by what the caller says."""
+
+    def __init__(self, fqn_of: FqnOf | None) -> None:
+        self._fqn_of = fqn_of
+
+    def of_descriptor(self, desc: Any) -> tuple[str | None, bool]:
+        """``(fqn, is it a parameter)`` of an ``AOTInput``."""
+        base = _descriptors.base_input(desc)
+        target = _descriptors.param_target(base)
+        if target is not None:
+            return canonical_fqn(target), True
+        fqn = self._ask(base, _descriptors.plain_index(base))
+        return fqn, fqn is not None
+
+    def of_placeholder(self, node: fx.Node) -> tuple[str | None, bool]:
+        desc = node.meta.get("desc")
+        if desc is not None:
+            return self.of_descriptor(desc)
+        fqn = self._ask(node, None)
+        return fqn, fqn is not None
+
+    def _ask(self, what: Any, index: int | None) -> str | None:
+        if self._fqn_of is None:
+            return None
+        if isinstance(self._fqn_of, Mapping):
+            name = self._fqn_of.get(what if index is None else index)
+        else:
+            name = self._fqn_of(what)
+        return None if name is None else canonical_fqn(name)
+
+
+def _parameters_behind(nodes: Sequence[fx.Node], names: _InputNames) -> dict[fx.Node, _Origin]:
+    """For every node the parameters that it is a mere rearrangement of, in order of appearance."""
+    origin: dict[fx.Node, _Origin] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            fqn, is_parameter = names.of_placeholder(node)
+            if fqn is not None:
+                origin[node] = _Origin((fqn,), True)
+            elif is_parameter:
+                origin[node] = _Origin((), True, f"no FQN is known for {node.name}")
+            else:
+                origin[node] = _Origin(reason=f"it gathers {node.name}, no known parameter")
+        elif node.op == "get_attr":
+            origin[node] = _Origin(reason=f"it gathers the constant {node.target}")
+        elif node.op == "call_function":
+            origin[node] = _merge_origins(node, origin)
+    return origin
+
+
+def _merge_origins(node: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
+    if node.target in _CONSTANTS:
+        return _CONSTANT
+    # A gather of what was gathered already is a parameter sharded over two mesh dimensions.
+    if not _is_move(node) and kind_of(node) != "all_gather":
+        return _Origin(reason=f"it gathers an activation, made by {node.name}")
+    fqns: dict[str, None] = {}
+    blame: _Origin | None = None
+    for arg in node.all_input_nodes:
+        found = origin.get(arg, _CONSTANT)
+        if found.reason and (blame is None or not found.is_parameter):
+            blame = found
+        fqns.update(dict.fromkeys(found.fqns))
+    return blame if blame is not None else _Origin(tuple(fqns), bool(fqns))
+
+
+def _source_of(start: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
+    found = origin.get(start.all_input_nodes[0], _CONSTANT) if start.all_input_nodes else _CONSTANT
+    return _Origin(reason="it gathers a constant") if found.is_constant else found
+
+
+def _is_move(node: fx.Node) -> bool:
+    if node.target in _MOVES:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def _gradients_ahead(
+    nodes: Sequence[fx.Node], names: _InputNames, grad_fqns: Sequence[str | None] | None
+) -> dict[fx.Node, _Origin]:
+    """For every node the parameters whose gradient it becomes, by way of collectives, moves,
+    accumulation and scaling only."""
+    ahead: dict[fx.Node, dict[str, None]] = {}
+    nameless: dict[fx.Node, str] = {}
+    output = next((n for n in reversed(nodes) if n.op == "output"), None)
+    if output is not None:
+        for value, fqn, is_parameter in _gradient_outputs(output, names, grad_fqns):
+            if fqn is not None:
+                ahead.setdefault(value, {})[fqn] = None
+            elif is_parameter:
+                nameless.setdefault(value, "no FQN is known for the parameter of this gradient")
+    for node in reversed(nodes):
+        if node.op != "call_function":
+            continue
+        mine = ahead.get(node, {})
+        for user in node.users:
+            if not _keeps_gradient(user):
+                continue
+            mine.update(ahead.get(user, {}))
+            if user in nameless:
+                nameless.setdefault(node, nameless[user])
+        if mine:
+            ahead[node] = mine
+    found = {n: _Origin((), True, why) for n, why in nameless.items()}
+    # Outputs are visited in reverse by nothing above: sort by the order of first appearance in
+    # the graph's inputs, so that fused weights have their gather's order.
+    rank = {fqn: i for i, fqn in enumerate(_input_order(nodes, names))}
+    last = len(rank)
+    for node, fqns in ahead.items():
+        found[node] = _Origin(tuple(sorted(fqns, key=lambda f: (rank.get(f, last), f))), True)
+    return found
+
+
+def _input_order(nodes: Iterable[fx.Node], names: _InputNames) -> list[str]:
+    fqns = (names.of_placeholder(n)[0] for n in nodes if n.op == "placeholder")
+    return list(dict.fromkeys(f for f in fqns if f is not None))
+
+
+def _keeps_gradient(user: fx.Node) -> bool:
+    if user.op != "call_function":
+        return False
+    if user.target in _SCALES:
+        return len(user.all_input_nodes) == 1  # by a number; a product of tensors is computation
+    return _is_move(user) or is_start(user) or user.target in _ACCUMULATES
+
+
+def _gradient_outputs(
+    output: fx.Node, names: _InputNames, grad_fqns: Sequence[str | None] | None
+) -> list[tuple[fx.Node, str | None, bool]]:
+    # The output may nest tuples while its descriptors are flat: zipping them unflattened would
+    # give parameters each other's gradients.
+    values = pytree.tree_leaves(output.args[0])
+    if grad_fqns is not None:
+        if len(grad_fqns) != len(values):
+            raise ValueError(
+                f"grad_fqns has {len(grad_fqns)} names, but the graph's flattened output has "
+                f"{len(values)} values; give one name or None per value"
+            )
+        return [
+            (v, canonical_fqn(f), True)
+            for v, f in zip(values, grad_fqns, strict=True)
+            if isinstance(v, fx.Node) and f is not None
+        ]
+    descs = output.meta.get("desc")
+    if descs is None:
+        return []
+    descs = pytree.tree_leaves(descs)
+    if len(descs) != len(values):
+        raise ValueError(
+            f"{output.name}: {len(descs)} output descriptors for {len(values)} flattened values; "
+            "this graph's gradients can't be told apart"
+        )
+    grads = []
+    for value, desc in zip(values, descs, strict=True):
+        grad_of = _descriptors.grad_of(desc)
+        if grad_of is not None and isinstance(value, fx.Node):
+            grads.append((value, *names.of_descriptor(grad_of)))
+    return grads
+
+
+# The module that `torch.nn.utils.parametrize` puts in charge of one parameter.
+_PARAMETRIZATION = re.compile(r"(?:(.*)\.)?parametrizations\.(\w+)(?:\.\d+)?")
+
+
+class _ModuleFallback:
+    """Names a collective by the module that it was traced in and the shape of the shard.
+
+    Only for graphs without descriptors. A module that owns two parameters of the same shard shape
+    is ambiguous and names nothing.
+    """
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._owned: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        parameters = () if model is None else model.named_parameters(remove_duplicate=False)
+        for name, param in parameters:
+            fqn = canonical_fqn(name)
+            local = getattr(param, "_local_tensor", param)
+            owner = fqn.rpartition(".")[0]
+            self._owned.setdefault(owner, []).append((fqn, tuple(local.shape)))
+
+    def fqns(self, node: fx.Node, kind: Kind) -> tuple[str, ...]:
+        module = _module_fqn(node)
+        if module is None:
+            return ()
+        parametrization = _PARAMETRIZATION.fullmatch(module)
+        if parametrization:
+            return (".".join(p for p in parametrization.groups() if p),)
+        shapes = self._shard_shapes(node, kind)
+        fits = [fqn for fqn, shape in self._owned.get(module, []) if shape in shapes]
+        return (fits[0],) if len(dict.fromkeys(fits)) == 1 else ()
+
+    @staticmethod
+    def _shard_shapes(node: fx.Node, kind: Kind) -> tuple[tuple[int, ...], ...]:
+        shapes = []
+        step: Any = node.args[0] if kind == "all_gather" else node
+        while isinstance(step, fx.Node):
+            value = step.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                shapes.append(tuple(value.shape))
+            if kind == "all_gather":
+                step = step.all_input_nodes[0] if _is_move(step) else None
+            else:
+                step = next((u for u in step.users if _is_move(u)), None)
+        return tuple(shapes[-1:]) if kind == "all_gather" else tuple(shapes)
+
+
+def _module_fqn(node: fx.Node) -> str | None:
+    """The innermost module that a node was traced in, as an FQN from the root module."""
+    fqn = (node.meta.get("custom") or {}).get("module_fqn")
+    if isinstance(fqn, str):
+        return canonical_fqn(fqn)
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return None
+    for path, _ in reversed(list(stack.values())):
+        name = module_path(path)
+        if name is not None:
+            return canonical_fqn(name)
+    return None

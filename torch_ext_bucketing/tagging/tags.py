@@ -1,0 +1,157 @@
+"""A collective's tag: its kind and the parameters (FQNs) whose bytes it moves.
+
+Tags are made on the joint forward+backward graph (:mod:`.tagging.tag_graph`) and stored in
+``node.meta["custom"]``. That dictionary is copied by the partitioners, by recomputation and by
+Inductor's passes, and torch's bucketing collects it from every member of a bucket, so a tag can be
+read at every later stage with :func:`tag_of` and :func:`member_tags`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ..graph.collectives import KINDS, Kind, kind_of
+
+__all__ = [
+    "Tag",
+    "TagReport",
+    "Untagged",
+    "is_bucket",
+    "member_count",
+    "member_tags",
+    "set_member_tags",
+    "set_tag",
+    "tag_of",
+]
+
+_TAG_KEY = "bucketing_tag"
+_MEMBERS_KEY = "bucketing_member_tags"
+_SOURCES_KEY = "bucketing_custom_sources"  # written by torch's bucketing, one entry per member
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What a collective serves.
+
+    Args:
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        fqns: canonical FQNs of the parameters in it; more than one for fused weights.
+
+    Raises:
+        ValueError: an unknown kind, no FQN, or one that is no string.
+    """
+
+    kind: Kind
+    fqns: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        if isinstance(self.fqns, str) or not all(isinstance(f, str) for f in self.fqns or (0,)):
+            raise ValueError(f"fqns must be a non-empty tuple of names, got {self.fqns!r}")
+        object.__setattr__(self, "fqns", tuple(self.fqns))
+
+
+@dataclass(frozen=True)
+class Untagged:
+    """A collective that got no tag: its node name, kind and why."""
+
+    node: str
+    kind: Kind
+    reason: str
+
+
+@dataclass(frozen=True)
+class TagReport:
+    """What :func:`tag_joint_graph` did, each tuple in graph order.
+
+    Args:
+        tagged: ``(node name, tag)``, those that were tagged already included.
+        unnamed: collectives on a parameter whose FQN could not be found.
+        skipped: collectives that serve no parameter, such as those of tensor parallelism.
+    """
+
+    tagged: tuple[tuple[str, Tag], ...] = ()
+    unnamed: tuple[Untagged, ...] = ()
+    skipped: tuple[Untagged, ...] = ()
+
+
+def set_tag(node: fx.Node, tag: Tag) -> None:
+    """Tag a collective by hand.
+
+    Raises:
+        ValueError: ``node`` is no collective, or one of another kind than the tag's.
+    """
+    kind = kind_of(node)
+    if kind != tag.kind:
+        what = "no collective" if kind is None else f"an {kind}"
+        raise ValueError(f"can't tag {node.name} as {tag.kind}: it is {what}")
+    # A fresh dictionary: tracing shares one `custom` dictionary between many nodes.
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), _TAG_KEY: (tag.kind, *tag.fqns)}
+
+
+def set_member_tags(start: fx.Node, tags: Sequence[Tag | None]) -> None:
+    """Record a bucket's members, in payload order, on its start (for whoever merged them)."""
+    members = tuple(None if t is None else (t.kind, *t.fqns) for t in tags)
+    start.meta["custom"] = {**(start.meta.get("custom") or {}), _MEMBERS_KEY: members}
+
+
+def tag_of(node: fx.Node) -> Tag | None:
+    """The tag of a collective's start; None for any other node and for an untagged collective.
+
+    For a bucket: all its members' FQNs, in payload order where this package merged it and in the
+    order of the members otherwise. None as soon as one member has none.
+    """
+    kind = kind_of(node)
+    if kind is None:
+        return None
+    if is_bucket(node):
+        members = _raw_members(node)
+        if any(m is None or m.kind != kind for m in members):
+            return None
+        return Tag(kind, tuple(dict.fromkeys(f for m in members if m for f in m.fqns)))
+    tag = _decode((node.meta.get("custom") or {}).get(_TAG_KEY))
+    return tag if tag is not None and tag.kind == kind else None
+
+
+def member_tags(start: fx.Node) -> tuple[Tag, ...]:
+    """The tags of a bucketed collective's members, in payload order where known.
+
+    A collective that is no bucket is its own only member. Members without a tag are left out;
+    the result is empty for a node that starts no collective.
+    """
+    if kind_of(start) is None:
+        return ()
+    if is_bucket(start):
+        return tuple(m for m in _raw_members(start) if m is not None)
+    tag = tag_of(start)
+    return () if tag is None else (tag,)
+
+
+def member_count(start: fx.Node) -> int:
+    """How many collectives were merged into this one; 1 for one that is no bucket."""
+    return len(_raw_members(start)) if is_bucket(start) else 1
+
+
+def is_bucket(node: fx.Node) -> bool:
+    """Whether ``node`` came of merging several collectives, by this package or by torch."""
+    return _MEMBERS_KEY in (node.meta.get("custom") or {}) or _SOURCES_KEY in node.meta
+
+
+def _raw_members(node: fx.Node) -> tuple[Tag | None, ...]:
+    recorded = (node.meta.get("custom") or {}).get(_MEMBERS_KEY)
+    if recorded is not None:
+        return tuple(_decode(m) for m in recorded)
+    return tuple(_decode((c or {}).get(_TAG_KEY)) for c in node.meta[_SOURCES_KEY])
+
+
+def _decode(raw: Any) -> Tag | None:
+    return None if raw is None else Tag(raw[0], tuple(raw[1:]))
