@@ -45,7 +45,7 @@ from torch_ext_bucketing.demo.results import Payload
 from torch_ext_bucketing.demo.train import count_collectives as count_calls
 from torch_ext_bucketing.demo.train import digest
 from torch_ext_bucketing.graph.collectives import count_collectives
-from torch_ext_bucketing.passes.backend import backend
+from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 

@@ -44,7 +44,7 @@ from torch_ext_bucketing.demo.results import Member, Payload, RunRecord, layout_
 from torch_ext_bucketing.demo.train import digest, start_rank
 from torch_ext_bucketing.fqns import canonical_fqn
 from torch_ext_bucketing.graph.collectives import KINDS
-from torch_ext_bucketing.passes.backend import BucketingBackend, backend
+from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward

@@ -33,7 +33,7 @@ from torch_ext_bucketing.demo.ranks import Rank
 from torch_ext_bucketing.demo.results import Member, Payload
 from torch_ext_bucketing.demo.train import digest, start_rank
 from torch_ext_bucketing.fqns import canonical_fqn
-from torch_ext_bucketing.passes.backend import backend
+from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward

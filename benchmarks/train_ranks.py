@@ -38,7 +38,7 @@ from torch_ext_bucketing.demo.train import (
     model_config,
 )
 from torch_ext_bucketing.graph.collectives import Kind
-from torch_ext_bucketing.passes.backend import backend
+from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward

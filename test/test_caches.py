@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.passes import cache_key as _cache_key
-from torch_ext_bucketing.passes.backend import PassManager
+from torch_ext_bucketing.passes.backends import PassManager
 
 CHILD = Path(__file__).parent / "cache_child.py"
 LIMIT_S = 400

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.bucketing.groups import primary_group
-from torch_ext_bucketing.passes import backend as backend_module
-from torch_ext_bucketing.passes.backend import backend
+from torch_ext_bucketing.passes import backends as backend_module
+from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByCap, bucket_graph
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.plans.order import FSDPParamOrder

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import UncoveredParametersWarning, UnitIndex, plan_units
 from torch_ext_bucketing.graph.collectives import count_collectives
-from torch_ext_bucketing.passes.backend import PassManager, backend
+from torch_ext_bucketing.passes.backends import PassManager, backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.passes.tagging import TagParameters

@@ -106,7 +106,7 @@ def bucketing_passes(reshard):
 
 
 def _aot_eager_equals_uncompiled(rank, mode, reshard):
-    from torch_ext_bucketing.passes.backend import backend
+    from torch_ext_bucketing.passes.backends import backend
 
     module = shard(mode, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     expected = gradients(module, module, rank)
@@ -132,7 +132,7 @@ def test_aot_eager_equals_uncompiled(tmp_path, mode, reshard):
 
 
 def _inductor_equals_inductor_without_buckets(rank):
-    from torch_ext_bucketing.passes.backend import backend
+    from torch_ext_bucketing.passes.backends import backend
 
     module = shard("fully_shard", param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     expected = gradients(torch.compile(module), module, rank)
@@ -149,7 +149,7 @@ def test_inductor_equals_inductor_without_buckets(tmp_path):
 
 
 def _reductions_on_their_own_groups(rank, mode):
-    from torch_ext_bucketing.passes.backend import backend
+    from torch_ext_bucketing.passes.backends import backend
     from torch_ext_bucketing.passes.separate_groups import SeparateGroups
 
     where, module = mesh(mode), model()

@@ -493,7 +493,7 @@ def demo_graphs() -> dict[str, fx.GraphModule]:
 
     from torch_ext_bucketing._torch.aot import stage_of
     from torch_ext_bucketing.demo.model import ModelConfig, Transformer
-    from torch_ext_bucketing.passes.backend import backend
+    from torch_ext_bucketing.passes.backends import backend
     from torch_ext_bucketing.passes.resharding import ReshardAfterForward
     from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 
@@ -667,7 +667,7 @@ def test_inductor_runs_collectives_and_products_in_the_planned_order():
     from torch._inductor.utils import run_and_get_code
     from torch.distributed.device_mesh import init_device_mesh
 
-    from torch_ext_bucketing.passes.backend import backend
+    from torch_ext_bucketing.passes.backends import backend
     from torch_ext_bucketing.passes.scheduling import Schedule
     from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 

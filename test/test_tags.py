@@ -132,7 +132,7 @@ def test_tied_weights_have_one_name(fake_world):
 
 def test_inference_graph(fake_world):
     model = data_parallel(TwoBlocks(), mesh_1d())
-    from torch_ext_bucketing.passes.backend import backend
+    from torch_ext_bucketing.passes.backends import backend
     from torch_ext_bucketing.passes.bucketing import BucketUnits
 
     b = backend("aot_eager", [BucketUnits([["layers.0"], ["layers.1"], ["embedding", "head"]])])

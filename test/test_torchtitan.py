@@ -55,7 +55,7 @@ from torch_ext_bucketing.demo import text  # noqa: E402
 from torch_ext_bucketing.demo.model import ModelConfig, Transformer  # noqa: E402
 from torch_ext_bucketing.demo.ranks import Rank, run_ranks  # noqa: E402
 from torch_ext_bucketing.demo.train import count_collectives, digest  # noqa: E402
-from torch_ext_bucketing.passes.backend import backend  # noqa: E402
+from torch_ext_bucketing.passes.backends import backend  # noqa: E402
 from torch_ext_bucketing.passes.bucketing import BucketUnits  # noqa: E402
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward  # noqa: E402
 from torch_ext_bucketing.patching import hooks_status  # noqa: E402

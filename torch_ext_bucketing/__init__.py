@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .agreement.exchange import AgreementError, PlanMismatchError, RankMissingError
     from .bucketing.caps import plan_by_cap
     from .bucketing.groups import primary_group
-    from .passes.backend import backend
+    from .passes.backends import backend
     from .passes.base import GraphPass
     from .passes.bucketing import BucketByCap, BucketUnits, bucket_graph
     from .passes.resharding import ReshardAfterForward
@@ -103,7 +103,7 @@ _HOME = {
     ),
     "bucketing.caps": ("plan_by_cap",),
     "bucketing.groups": ("primary_group",),
-    "passes.backend": ("backend",),
+    "passes.backends": ("backend",),
     "passes.base": ("GraphPass",),
     "passes.bucketing": (
         "BucketByCap",

@@ -321,7 +321,7 @@ def _compile(
     import torch
     import torch.utils._pytree as pytree
 
-    from .passes.backend import backend
+    from .passes.backends import backend
     from .reports.data import CompileReport
 
     compiler = backend("aot_eager", passes, model)

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..fqns import canonical_fqn
-from ..passes.backend import BucketingBackend, backend
+from ..passes.backends import BucketingBackend, backend
 from ..passes.bucketing import BucketUnits
 from ..passes.resharding import ReshardAfterForward
 from ..plans.order import FSDPParamOrder
