@@ -50,7 +50,7 @@ from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
-from torch_ext_bucketing.reports.data import CompileReport
+from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.ring.group import RingTopology
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

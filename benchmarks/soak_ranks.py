@@ -40,7 +40,8 @@ from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
-from torch_ext_bucketing.reports.data import BucketReport, CompileReport
+from torch_ext_bucketing.reports.buckets import BucketReport
+from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.ring.group import RingTopology
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.scheduling.overlap import Overlap

@@ -16,8 +16,8 @@ from random_graphs import Builder
 
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.passes.bucketing import BucketByCap, bucket_graph
-from torch_ext_bucketing.reports.data import CompileReport
-from torch_ext_bucketing.reports.text import ARTIFACT
+from torch_ext_bucketing.reports.compile import CompileReport
+from torch_ext_bucketing.reports.graph import ARTIFACT
 from torch_ext_bucketing.tagging.tags import Tag, set_tag
 
 CAP = 200 / 2**20

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from .plans.order import FSDPParamOrder
     from .plans.plan import BucketPlan
     from .plans.simple_fsdp import data_parallel
-    from .reports.data import CompileReport, GraphReport, ScheduleReport
+    from .reports.compile import CompileReport
+    from .reports.graph import GraphReport
+    from .reports.schedule import ScheduleReport
     from .ring.group import init_ring_process_group, register_ring_backend
     from .ring.sums import RingTopology
     from .scheduling.cost import H100, Machine
@@ -123,11 +125,9 @@ _HOME = {
     "plans.order": ("FSDPParamOrder",),
     "plans.plan": ("BucketPlan",),
     "plans.simple_fsdp": ("data_parallel",),
-    "reports.data": (
-        "CompileReport",
-        "GraphReport",
-        "ScheduleReport",
-    ),
+    "reports.compile": ("CompileReport",),
+    "reports.graph": ("GraphReport",),
+    "reports.schedule": ("ScheduleReport",),
     "ring.group": (
         "init_ring_process_group",
         "register_ring_backend",

@@ -27,7 +27,7 @@ OLD_NAMES: dict[str, tuple[str, ...]] = {
     "memory": ("scheduling.memory",),
     "order": ("plans.order",),
     "overlap": ("scheduling.overlap",),
-    "report": ("reports.data",),
+    "report": ("reports.compile", "reports.graph", "reports.buckets", "reports.schedule"),
     "ring_sum": ("ring.sums",),
     "scheduling_passes": ("passes.scheduling",),
     "separate_groups": ("passes.separate_groups",),

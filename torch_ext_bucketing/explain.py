@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch.nn as nn
 
     from .passes.base import GraphPass
-    from .reports.data import CompileReport
+    from .reports.compile import CompileReport
     from .scheduling.trace import Drawn
 
 __all__ = ["ExplainError", "add_parser", "explain"]
@@ -322,7 +322,7 @@ def _compile(
     import torch.utils._pytree as pytree
 
     from .passes.backends import backend
-    from .reports.data import CompileReport
+    from .reports.compile import CompileReport
 
     compiler = backend("aot_eager", passes, model)
     compiled = torch.compile(model, backend=compiler)

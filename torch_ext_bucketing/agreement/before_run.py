@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from .._torch import process_groups as groups
 from .._torch.aot import stage_of
-from ..reports.data import GraphReport
+from ..reports.graph import GraphReport
 from .differences import Version
 from .exchange import (
     Exchange,

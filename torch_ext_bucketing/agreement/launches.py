@@ -24,7 +24,7 @@ import torch
 import torch.fx as fx
 
 from ..graph.collectives import argument, collective_group, kind_of, reduce_op
-from ..reports.data import BucketReport
+from ..reports.buckets import BucketReport
 from ..tagging.tags import is_bucket, member_tags, tag_of
 
 __all__ = [

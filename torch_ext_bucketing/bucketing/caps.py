@@ -39,7 +39,7 @@ from ..graph.collectives import (
     waited_for,
     wire_bytes,
 )
-from ..reports.data import ClosedBy, Unmerged
+from ..reports.buckets import ClosedBy, Unmerged
 from ..tagging.tags import is_bucket, member_count, tag_of
 from .contraction import Contraction
 from .groups import GroupFilter, chosen_groups

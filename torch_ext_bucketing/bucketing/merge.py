@@ -19,7 +19,7 @@ from .._torch.estimates import size_hint
 from .._torch.merge_traces import shared_traces
 from ..graph.collectives import group_name, group_size, kind_of, reduce_op
 from ..graph.snapshot import unchanged_on_error
-from ..reports.data import BucketReport, PayloadMember
+from ..reports.buckets import BucketReport, PayloadMember
 from ..tagging.tags import set_member_tags, tag_of
 from .hook_guard import reading_only
 from .plan import Bucket, BucketingPlan

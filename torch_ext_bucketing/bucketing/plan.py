@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from ..graph.collectives import Kind
-from ..reports.data import ClosedBy, Unmerged
+from ..reports.buckets import ClosedBy, Unmerged
 
 __all__ = [
     "Bucket",

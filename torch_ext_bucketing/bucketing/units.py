@@ -10,7 +10,7 @@ import torch.fx as fx
 from .._torch import bucketing as tb
 from ..graph.collectives import Kind, bucket_key, group_name, kind_of
 from ..graph.writes import written_roots
-from ..reports.data import ClosedBy
+from ..reports.buckets import ClosedBy
 from ..tagging.tags import Tag, tag_of
 from .contraction import Contraction
 from .members import unmergeable

@@ -27,7 +27,7 @@ from .._torch.process_groups import default_group
 from ..agreement import op as _agree_op
 from ..agreement.before_run import as_fresh_frame, before_first_run
 from ..agreement.launches import GraphPlan, plan_of
-from ..reports.data import CompileReport
+from ..reports.compile import CompileReport
 from ..scheduling.overlap import DEFAULT_PREFETCH, PrefetchDepth
 from ..scheduling.pin_order import pin_order
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of

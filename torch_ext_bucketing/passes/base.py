@@ -18,7 +18,7 @@ from .._source import package_digest
 from .._torch import bucketing as tb
 from .._torch.process_groups import group_sizes
 from ..bucketing.units import UncoveredParametersWarning
-from ..reports.data import CompileReport
+from ..reports.compile import CompileReport
 from ..tagging.tag_graph import FqnOf
 from .cache_key import NoUuidError, describe, digest, hash_sources, log_no_uuid, sources_of
 

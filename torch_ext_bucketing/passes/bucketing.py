@@ -14,8 +14,7 @@ from ..bucketing.merge import apply_plan
 from ..bucketing.plan import BucketingPlan
 from ..bucketing.units import HasUnits, UnitIndex, plan_units
 from ..graph.collectives import KINDS, Kind, count_collectives
-from ..reports.data import GraphReport
-from ..reports.text import emit
+from ..reports.graph import GraphReport, emit
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
 
 __all__ = [

@@ -12,7 +12,8 @@ from typing import Any
 import torch.fx as fx
 
 from ..graph.collectives import Kind
-from ..reports.data import GraphReport, ScheduleReport
+from ..reports.graph import GraphReport
+from ..reports.schedule import ScheduleReport
 from ..scheduling.cap_search import choose_caps
 from ..scheduling.cost import H100, Machine, check_machine
 from ..scheduling.model import peak_bytes

@@ -24,7 +24,7 @@ from ..bucketing.caps import CapPlanner, check_cap
 from ..bucketing.merge import merge_buckets
 from ..bucketing.plan import BucketingPlan
 from ..graph.collectives import Kind, group_name, is_collective
-from ..reports.data import ScheduleReport
+from ..reports.schedule import ScheduleReport
 from .cost import H100, Costs, Machine
 from .memory import CapComputeRun
 from .model import Model, model_of, peak_bytes

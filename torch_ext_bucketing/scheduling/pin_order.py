@@ -1,8 +1,7 @@
-"""Make Inductor keep an order: the one place that touches its control dependencies.
+"""Make Inductor keep an order.
 
-Inductor's scheduler is free to move a node to anywhere behind its inputs. ``control_deps`` wraps a
-node with further nodes that must come before it. What is pinned is how collectives, waits and
-compute nodes interleave; the kernels between them stay free to fuse::
+Inductor's scheduler is free to move a node to anywhere behind its inputs. What is pinned is how
+collectives, waits and compute nodes interleave; the kernels between them stay free to fuse::
 
     mm1  rs  mm2  wait  mm3         rs after mm1, mm2 after rs, wait after mm2, mm3 after wait
 """
@@ -10,8 +9,8 @@ compute nodes interleave; the kernels between them stay free to fuse::
 from __future__ import annotations
 
 import torch.fx as fx
-from torch.utils._ordered_set import OrderedSet
 
+from .._torch.control_dependencies import run_after
 from ..graph.collectives import is_collective, is_compute, started_by
 
 __all__ = [
@@ -28,20 +27,18 @@ def pin_order(graph: fx.Graph) -> int:
     Returns:
         The number of nodes that were wrapped.
     """
-    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-
-    wanted: dict[fx.Node, OrderedSet[fx.Node]] = {}
+    wanted: dict[fx.Node, list[fx.Node]] = {}
     compute: fx.Node | None = None
     since: list[fx.Node] = []  # collectives and waits since then
     for node in graph.nodes:
         if is_compute(node):
             if since:
-                wanted[node] = OrderedSet(since)
+                wanted[node] = since
             compute, since = node, []
         elif is_collective(node) or started_by(node) is not None:
             before = [since[-1]] if since else [compute] if compute is not None else []
             if before and before[0] not in node.all_input_nodes:
-                wanted[node] = OrderedSet(before)
+                wanted[node] = before
             since = [node]
-    preserve_node_ordering(graph, wanted)
+    run_after(graph, wanted)
     return len(wanted)

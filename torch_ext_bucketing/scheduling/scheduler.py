@@ -21,7 +21,7 @@ import torch.fx as fx
 from .._gc import paused_gc
 from ..graph.collectives import kind_of
 from ..graph.dependencies import Precedence
-from ..reports.data import ScheduleReport
+from ..reports.schedule import ScheduleReport
 from ..tagging.tags import member_tags, tag_of
 from .cost import H100, Machine, check_machine
 from .list_schedule import Options, first_uses, list_schedule

@@ -1,0 +1,166 @@
+"""The package's folders: imports point one way, and the names of modules that moved go on working."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_ext_bucketing
+from torch_ext_bucketing._moved import OLD_NAMES
+
+ROOT = Path(torch_ext_bucketing.__file__).parent
+MODULES = sorted(p for p in ROOT.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(p for p in parts if p != "__init__")
+
+
+def imports(path: Path, *, lazy: bool) -> set[str]:
+    """The package's modules that a module imports, below the package; ``lazy``: in functions, too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    own = path.relative_to(ROOT.parent).with_suffix("").parts
+    package = own[:-1]
+    found = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        if not lazy and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            full = [*base, *(node.module or "").split(".")]
+            module = ".".join(p for p in full if p)
+            for alias in node.names:
+                if module == ROOT.name or module.startswith(f"{ROOT.name}."):
+                    below = module[len(ROOT.name) + 1 :]
+                    inner = f"{below}.{alias.name}" if below else alias.name
+                    found.add(inner if inner in NAMES else below)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(tree)
+    return found - {""}
+
+
+NAMES = {name_of(p) for p in MODULES}
+
+
+def cycle(edges: dict[str, set[str]]) -> list[str]:
+    """One cycle, or nothing."""
+    done: set[str] = set()
+
+    def walk(at: str, path: list[str]) -> list[str]:
+        if at in path:
+            return [*path[path.index(at) :], at]
+        if at in done:
+            return []
+        for other in sorted(edges.get(at, ())):
+            found = walk(other, [*path, at])
+            if found:
+                return found
+        done.add(at)
+        return []
+
+    for start in sorted(edges):
+        found = walk(start, [])
+        if found:
+            return found
+    return []
+
+
+def test_a_cycle_is_found():
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+def test_imports_between_modules_point_one_way():
+    found = cycle({name_of(p): imports(p, lazy=True) - {name_of(p)} for p in MODULES})
+    assert not found, " -> ".join(found)
+
+
+def test_imports_between_folders_point_one_way():
+    """The root's ``_moved``, ``_gc``, ``_source`` and ``fqns`` are below all folders; ``__init__``,
+    ``__main__`` and the rest of the root are above them."""
+    edges: dict[str, set[str]] = {}
+    for path in MODULES:
+        folder = name_of(path).partition(".")[0]
+        if path.parent == ROOT:
+            continue
+        others = {n.partition(".")[0] for n in imports(path, lazy=False)}
+        edges.setdefault(folder, set()).update(others - {folder})
+    found = cycle(edges)
+    assert not found, " -> ".join(found)
+
+
+def test_the_root_is_small_and_no_module_is_long():
+    at_root = [p.name for p in MODULES if p.parent == ROOT]
+    assert len(at_root) <= 8, at_root
+    lines = {name_of(p): len(p.read_text(encoding="utf-8").splitlines()) for p in MODULES}
+    assert {n: k for n, k in lines.items() if k > 600} == {}
+
+
+def test_private_torch_is_touched_in_one_folder():
+    """``torch._inductor``, ``torch._functorch`` and ``torch._dynamo`` behind ``_torch/`` alone.
+
+    What upstream offers for others to build on is no such touch: config entries and the base class
+    of custom passes. ``patching`` is about torch's files, and ``demo`` is a client.
+    """
+    offered = ("torch._inductor.config", "torch._inductor.custom_graph_pass")
+    found = []
+    for path in MODULES:
+        if path.relative_to(ROOT).parts[0] in ("_torch", "patching", "demo"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [f"{node.module}.{a.name}" for a in node.names]
+            elif isinstance(node, ast.Import):
+                names = [a.name for a in node.names]
+            found += [
+                f"{name_of(path)}: {n}"
+                for n in names
+                if n.startswith(("torch._inductor", "torch._functorch", "torch._dynamo"))
+                and not n.startswith(offered)
+            ]
+    assert found == []
+
+
+@pytest.mark.parametrize("old", sorted(OLD_NAMES))
+def test_old_module_names_work(old: str):
+    code = f"""
+import torch_ext_bucketing, importlib
+old = importlib.import_module("torch_ext_bucketing.{old}")
+for new in {OLD_NAMES[old]!r}:
+    module = importlib.import_module(f"torch_ext_bucketing.{{new}}")
+    for name in module.__all__:
+        assert getattr(old, name) is getattr(module, name), name
+exec("from torch_ext_bucketing.{old} import *")
+try:
+    old.no_such_name
+except AttributeError as error:
+    assert "no_such_name" in str(error)
+else:
+    raise AssertionError("an attribute out of nowhere")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_folders_answer_for_the_modules_that_had_their_names():
+    code = """
+from torch_ext_bucketing.passes import BucketUnits, PassManager, TagParameters, backend
+from torch_ext_bucketing.plans import BucketPlan, make_plan, manual_plan, transformer_block_plan
+from torch_ext_bucketing.scheduling import model_of, peak_bytes, schedule
+from torch_ext_bucketing.ring import RingTopology, init_ring_process_group
+from torch_ext_bucketing.agreement import PlanMismatchError, agree
+import torch_ext_bucketing.passes.backends
+from torch_ext_bucketing.passes import backend as again
+assert callable(again) and again is backend
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,25 @@
+"""Inductor's control dependencies: the one place that touches them.
+
+``control_deps`` wraps a node with further nodes that must come before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.fx as fx
+from torch.utils._ordered_set import OrderedSet
+
+__all__ = ["run_after"]
+
+
+def run_after(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Let Inductor run each node after the nodes that ``before`` has for it.
+
+    Args:
+        graph: of a ``GraphModule``: wrapped nodes become submodules of it.
+        before: nodes that come before the key in the graph already.
+    """
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+    preserve_node_ordering(graph, {node: OrderedSet(first) for node, first in before.items()})

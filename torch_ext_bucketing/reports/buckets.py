@@ -1,0 +1,95 @@
+"""What became of each collective: a member of a bucket, or not merged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["BucketReport", "ClosedBy", "PayloadMember", "Unmerged"]
+
+ClosedBy = Literal["bytes", "span", "run", "dependency", "end"]
+
+
+@dataclass(frozen=True)
+class PayloadMember:
+    """One member's place in a bucket's packed buffer.
+
+    Args:
+        fqns: the parameters that it serves; empty when it has no tag.
+        offset: where it starts, in bytes, in one rank's part of the buffer: the rank's shards in
+            an all-gather, the rows that the rank receives in a reduce-scatter, the whole buffer in
+            an all-reduce.
+        nbytes: its size there, padding included.
+        shape: its shape in one rank's part.
+        dtype: its dtype on the wire, such as ``"bfloat16"``.
+    """
+
+    fqns: tuple[str, ...]
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class BucketReport:
+    """One bucket, its members in payload order.
+
+    Args:
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        unit: index of the unit in the order or plan; None for a bucket by size.
+        group: name of the process group.
+        group_size: number of ranks in it.
+        reduce_op: ``"avg"``, ``"sum"``, ...; None for a gather.
+        node: name of the bucket's start in the graph.
+        members: in the order of their bytes.
+        span: distance in graph order between the first and the last member before merging, in
+            nodes.
+        closed_by: what kept the next candidate out: the byte cap, the span bound, the bound on
+            compute runs, a dependency (or a write to a tensor), or ``"end"``: there was none.
+        detail: which candidate, and why, in words.
+        wire_bytes: what the members count against the byte cap: per member the larger of its input
+            and its output; None where no cap was kept.
+        cap_bytes: the cap; None where no cap was kept.
+    """
+
+    kind: str
+    unit: int | None
+    group: str
+    group_size: int
+    reduce_op: str | None
+    node: str
+    members: tuple[PayloadMember, ...]
+    span: int = 0
+    closed_by: ClosedBy = "end"
+    detail: str = ""
+    wire_bytes: int | None = None
+    cap_bytes: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of one rank's part, in bytes."""
+        return sum(m.nbytes for m in self.members)
+
+
+@dataclass(frozen=True)
+class Unmerged:
+    """A collective that could have been in a bucket and is in none.
+
+    Args:
+        node: name of its start.
+        kind: as in :class:`BucketReport`.
+        group: name of the process group.
+        fqns: the parameters that it serves; empty when it has no tag.
+        wire_bytes: as in :class:`BucketReport`.
+        closed_by: what kept the next candidate of its bucket key out.
+        detail: which one, and why, in words.
+    """
+
+    node: str
+    kind: str
+    group: str
+    fqns: tuple[str, ...]
+    wire_bytes: int
+    closed_by: ClosedBy
+    detail: str

@@ -1,0 +1,94 @@
+"""All graphs of one compile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .buckets import BucketReport
+from .graph import GraphReport
+from .schedule import ScheduleReport
+from .text import change
+
+__all__ = ["CompileReport"]
+
+
+@dataclass
+class CompileReport:
+    """All graphs of one compile. The backward graph appears once it is compiled.
+
+    Args:
+        graphs: in the order in which they were compiled.
+        unnamed: collectives on parameters whose FQN could not be found, with the reason.
+        warnings: texts of the warnings that were given.
+        schedules: of the graphs that were scheduled, in the order in which they were compiled.
+    """
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    unnamed: tuple[tuple[str, str], ...] = ()
+    warnings: list[str] = field(default_factory=list)
+    schedules: list[ScheduleReport] = field(default_factory=list)
+
+    @property
+    def collectives_before(self) -> dict[str, int]:
+        """Collectives per kind in all graphs together, before bucketing."""
+        return _total(g.collectives_before for g in self.graphs)
+
+    @property
+    def collectives_after(self) -> dict[str, int]:
+        """Collectives per kind in all graphs together, after bucketing."""
+        return _total(g.collectives_after for g in self.graphs)
+
+    @property
+    def buckets(self) -> tuple[BucketReport, ...]:
+        """The buckets of all graphs."""
+        return tuple(b for g in self.graphs for b in g.buckets)
+
+    def graph(self, stage: str) -> GraphReport | None:
+        """The last graph of a stage, or None."""
+        return next((g for g in reversed(self.graphs) if g.stage == stage), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields, and the totals."""
+        return {
+            "collectives_before": self.collectives_before,
+            "collectives_after": self.collectives_after,
+            "graphs": [g.as_dict() for g in self.graphs],
+            "unnamed": [list(u) for u in self.unnamed],
+            "warnings": list(self.warnings),
+            "schedules": [s.as_dict() for s in self.schedules],
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`as_dict` as JSON."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def to_text(self, members: bool = True) -> str:
+        """Aligned tables, graph by graph, and the totals.
+
+        Args:
+            members: list each bucket's members with their byte offsets.
+        """
+        return _compile_text(self, members)
+
+
+def _compile_text(report: CompileReport, members: bool = True) -> str:
+    """See :meth:`.CompileReport.to_text`."""
+    parts = [graph.to_text(members) for graph in report.graphs]
+    parts += [schedule.to_text() for schedule in report.schedules]
+    total = f"all graphs: {change(report.collectives_before, report.collectives_after)}\n"
+    if report.unnamed:
+        total += "parameters whose name was not found:\n"
+        total += "".join(f"  {node}: {reason}\n" for node, reason in report.unnamed)
+    total += "".join(f"warning: {text}\n" for text in report.warnings)
+    return "\n".join([*parts, total])
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for count in counts:
+        for kind, number in count.items():
+            total[kind] = total.get(kind, 0) + number
+    return total

@@ -1,0 +1,178 @@
+"""What bucketing did to one graph, and where that is logged."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .buckets import BucketReport, Unmerged
+from .text import KIND_NAMES, aligned, change, shape_text, size_text
+
+__all__ = ["ARTIFACT", "GraphReport", "emit"]
+
+ARTIFACT = "torch_ext_bucketing_report"
+"""Name of the artifact in TORCH_TRACE's logs: JSON, one per graph."""
+
+
+_log = logging.getLogger("torch_ext_bucketing")
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One graph.
+
+    Args:
+        stage: ``"forward"``, ``"backward"`` or ``"inference"``.
+        collectives_before: number of collectives per kind.
+        collectives_after: the same after bucketing.
+        buckets: those that were merged, in graph order.
+        uncovered: FQNs of the parameters whose collectives are in no unit.
+        left_alone: ``(node, reason)`` of the collectives that can't be in a bucket.
+        splits: what had to go into a bucket of its own to avoid a cycle, in words.
+        alone: what was eligible and not merged, and why.
+    """
+
+    stage: str
+    collectives_before: Mapping[str, int]
+    collectives_after: Mapping[str, int]
+    buckets: tuple[BucketReport, ...] = ()
+    uncovered: tuple[str, ...] = ()
+    left_alone: tuple[tuple[str, str], ...] = ()
+    splits: tuple[str, ...] = ()
+    alone: tuple[Unmerged, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "buckets": [_bucket_dict(b) for b in self.buckets]}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`as_dict` as JSON."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def to_text(self, members: bool = True) -> str:
+        """An aligned table of the buckets, and what is in none.
+
+        Args:
+            members: list each bucket's members with their byte offsets.
+        """
+        return _graph_text(self, members)
+
+    def summary(self) -> str:
+        """One line: collectives per kind before and after, and what closed the buckets."""
+        return _graph_summary(self)
+
+
+def emit(report: GraphReport) -> None:
+    """Log a graph's report: a line at INFO on the package's logger (``TORCH_LOGS`` takes its name,
+    ``torch_ext_bucketing``), the whole of it at DEBUG, and an artifact for ``TORCH_TRACE``, which
+    tlparse shows."""
+    from torch._logging import trace_structured
+
+    _log.info("%s", report.summary())
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("%s", report.to_text())
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": ARTIFACT, "encoding": "json"},
+        payload_fn=report.to_json,
+        expect_trace_id=False,
+    )
+
+
+def _graph_summary(report: GraphReport) -> str:
+    """One line: collectives per kind before and after, and what closed the buckets."""
+    closed: Counter[str] = Counter(b.closed_by for b in report.buckets)
+    parts = [f"{report.stage}: {change(report.collectives_before, report.collectives_after)}"]
+    if closed:
+        reasons = ", ".join(f"{closed[r]} by {r}" for r in _in_order(closed))
+        number = len(report.buckets)
+        parts.append(f"{number} bucket{'s' if number > 1 else ''}, closed {reasons}")
+    if report.alone:
+        parts.append(f"{len(report.alone)} eligible not merged")
+    if report.left_alone:
+        parts.append(f"{len(report.left_alone)} not eligible")
+    return "; ".join(parts)
+
+
+def _graph_text(report: GraphReport, members: bool = True) -> str:
+    """See :meth:`.GraphReport.to_text`."""
+    lines = [_graph_summary(report)]
+    if report.buckets:
+        rows: list[tuple[str, ...]] = [
+            ("kind", "group", "ranks", "members", "bytes", "of cap", "span", "closed by", "node")
+        ]
+        rows += [_bucket_row(b) for b in report.buckets]
+        table = aligned(rows, right=(2, 3, 4, 5, 6))
+        lines += ["", table[0]]
+        for bucket, line in zip(report.buckets, table[1:], strict=True):
+            lines.append(line)
+            if bucket.detail:
+                lines.append(f"    {bucket.detail}")
+            if members:
+                lines += [f"    {line}" for line in _member_lines(bucket)]
+    if report.alone:
+        lines += ["", f"eligible and not merged: {len(report.alone)}"]
+        unmerged: list[tuple[str, ...]] = [
+            ("kind", "group", "bytes", "closed by", "node", "parameters", "why")
+        ]
+        unmerged += [
+            (
+                KIND_NAMES.get(a.kind, a.kind),
+                a.group,
+                size_text(a.wire_bytes),
+                a.closed_by,
+                a.node,
+                ", ".join(a.fqns) or "-",
+                a.detail,
+            )
+            for a in report.alone
+        ]
+        lines += [f"  {line}" for line in aligned(unmerged, right=(2,))]
+    if report.left_alone:
+        lines += ["", f"not eligible: {len(report.left_alone)}"]
+        by_reason: dict[str, list[str]] = {}
+        for node, reason in report.left_alone:
+            by_reason.setdefault(reason, []).append(node)
+        lines += [f"  {reason}: {', '.join(nodes)}" for reason, nodes in by_reason.items()]
+    if report.uncovered:
+        lines += ["", f"in no unit: {', '.join(report.uncovered)}"]
+    if report.splits:
+        lines += ["", *report.splits]
+    return "\n".join(lines) + "\n"
+
+
+def _in_order(closed: Mapping[str, int]) -> list[str]:
+    return [r for r in ("bytes", "span", "dependency", "end") if closed.get(r)]
+
+
+def _bucket_row(bucket: BucketReport) -> tuple[str, ...]:
+    kind, wire = KIND_NAMES.get(bucket.kind, bucket.kind), bucket.wire_bytes
+    share = f"{100 * wire / bucket.cap_bytes:.0f}%" if wire and bucket.cap_bytes else "-"
+    return (
+        kind + (f" {bucket.reduce_op}" if bucket.reduce_op else ""),
+        bucket.group,
+        str(bucket.group_size),
+        str(len(bucket.members)),
+        size_text(bucket.nbytes if wire is None else wire),
+        share,
+        str(bucket.span),
+        bucket.closed_by,
+        bucket.node,
+    )
+
+
+def _member_lines(bucket: BucketReport) -> list[str]:
+    rows = [("offset", "bytes", "dtype", "shape", "parameters")]
+    rows += [
+        (str(m.offset), str(m.nbytes), m.dtype, shape_text(m.shape), ", ".join(m.fqns) or "-")
+        for m in bucket.members
+    ]
+    return aligned(rows, right=(0, 1))
+
+
+def _bucket_dict(bucket: BucketReport) -> dict[str, Any]:
+    return {**asdict(bucket), "nbytes": bucket.nbytes}
