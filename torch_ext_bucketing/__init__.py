@@ -192,6 +192,6 @@ def _is_own_command() -> bool:
     return False
 
 
-_keep_old_names()
 if not _is_own_command():
     _ensure_hooks()
+_keep_old_names()  # Last: an import that fails leaves no finder behind.
