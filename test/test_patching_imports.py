@@ -114,6 +114,36 @@ def test_served_modules_look_normal(small: Path) -> None:
     assert before == after
 
 
+def test_tracebacks_never_show_the_lines_of_the_file_on_disk() -> None:
+    """Python up to 3.12 prints an uncaught exception without asking ``linecache``, from the file
+    that the code names, where the patched line's number belongs to another line."""
+    done = run_python(
+        """
+        import inspect, sys, traceback
+        import torch_ext_bucketing
+        from torch._inductor.fx_passes import bucketing
+        check = bucketing.check_payload_order_key
+        assert inspect.getsource(check).startswith("def check_payload_order_key(")
+        assert "for node in starts:" in inspect.getsource(check.__code__)
+        try:
+            check(None)
+        except TypeError:
+            assert "    for node in starts:" in traceback.format_exc(), traceback.format_exc()
+        check(None)
+        """,
+        ROOT,
+        check=False,
+    )
+    lines = [line.strip() for line in done.stderr.splitlines()]
+    (at,) = (i for i, line in enumerate(lines) if "in check_payload_order_key" in line)
+    name = lines[at].split('"')[1]
+    assert name.startswith(str(TORCH_DIR)), done.stderr
+    assert not Path(name).exists(), done.stderr
+    error = "TypeError: 'NoneType' object is not iterable"
+    assert lines[-1] == error, done.stderr
+    assert lines[at + 1] in ("for node in starts:", error), done.stderr
+
+
 FIRST = [
     "import torch._inductor.config",
     "import torch._dynamo",

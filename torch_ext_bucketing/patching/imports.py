@@ -29,7 +29,7 @@ from typing import Literal
 
 from .errors import HooksError, HooksWarning, ImportedTooEarlyError, SeriesError
 from .journal import Journal, load_journal, sha256, source_digest
-from .live import LIVE_MODULES, Action, cache_lines, plan_update
+from .live import LIVE_MODULES, Action, cache_lines, memory_name, plan_update
 from .series import CONFIG_PATH, Series, TorchTree, choose_series, find_torch, has_hook_entries
 from .unified import FileChange
 
@@ -89,8 +89,10 @@ class PatchedLoader(importlib.machinery.SourceFileLoader):
         return self._served.after if path == self.path else super().get_data(path)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Before execution: install_config_module() reads its module's comments with inspect.
-        cache_lines(self._served.path, self._served.after)
+        # Before execution: install_config_module() reads its module's comments with inspect, which
+        # looks a module up by its file and a function by its code's filename.
+        for filename in (self._served.path, memory_name(self._served.path)):
+            cache_lines(filename, self._served.after)
         super().exec_module(module)
 
 
@@ -253,15 +255,15 @@ def _compile(
         if not path.endswith(".py") or change.after is None:
             raise SeriesError(f"series {series.name} changes {path}, which can't be done in memory")
         name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        filename = str(tree.path(path))
+        file = str(tree.path(path))
         after = _with_digest(change.after, digest) if path == CONFIG_PATH else change.after
         try:
-            code = compile(after, filename, "exec", dont_inherit=True)
+            code = compile(after, memory_name(file), "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise SeriesError(
                 f"series {series.name} gives a {path} that does not compile: {error}"
             ) from None
-        served[name] = _Served(name, filename, change.before, after, code)
+        served[name] = _Served(name, file, change.before, after, code)
     return served
 
 

@@ -31,6 +31,17 @@ Action = Callable[[], None]
 _Def = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+def memory_name(path: str) -> str:
+    """The filename of code compiled from a patched source of the module at ``path``.
+
+    No file has it: the disk has the original, and Python up to 3.12 prints an uncaught exception
+    with the lines of the file that the code names, if there is one, and asks ``linecache`` only
+    otherwise. It lies inside torch's directory, because Dynamo decides by directory what it does
+    not trace.
+    """
+    return f"{path}<patched by torch_ext_bucketing>"
+
+
 def cache_lines(filename: str, source: bytes) -> None:
     """Make tracebacks and ``inspect`` show ``source`` for code compiled under ``filename``.
 
@@ -52,10 +63,8 @@ def plan_update(module: ModuleType, path: str, before: bytes, after: bytes) -> l
         HooksError: something changed that can't be updated in a live module, named in the
             message; or executing a new top-level statement failed. Nothing is changed then.
     """
-    # The disk still has the original, which is right for the functions that keep their code. The
-    # new code goes by a name of its own, inside torch's directory because Dynamo decides by
-    # directory what it does not trace.
-    filename = f"{path}<patched by torch_ext_bucketing>"
+    # Functions that keep their code keep the file's name, for the disk has the original.
+    filename = memory_name(path)
     actions = _FunctionPlan(module, filename, before, after).plan()
     actions.append(lambda: cache_lines(filename, after))
     if module.__name__ == CONFIG_MODULE:
