@@ -1,9 +1,9 @@
-"""Digests of source code, for the `uuid()` of objects that Inductor keys its caches by.
+"""Digests of source code, for the ``uuid()`` of objects that Inductor keys its caches by.
 
 A cache key made of a hook's fields alone goes on hitting after the hook's code was changed.
 Upstream answers this by hashing the files of a custom pass
-(`torch._inductor.custom_graph_pass.get_hash_for_files`); this does the same by module name, so that
-it works for a package in a zip file, too.
+(``torch._inductor.custom_graph_pass.get_hash_for_files``); this does the same by module name, so
+that it works for a package in a zip file, too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Names of modules and parameters (FQNs), as everybody in the package spells them.
 
-A wrapper puts its own attribute into every name below it: `torch.compile(block)` turns
-`layers.0.wq.weight` into `layers.0._orig_mod.wq.weight`. A plan written for the plain model, a tag
-read from a trace of the wrapped one and an order read from eager FSDP2 must agree on one spelling,
-the canonical one: the name that the parameter has in the model before anything was wrapped.
+A wrapper puts its own attribute into every name below it: ``torch.compile(block)`` turns
+``layers.0.wq.weight`` into ``layers.0._orig_mod.wq.weight``. A plan written for the plain model, a
+tag read from a trace of the wrapped one and an order read from eager FSDP2 must agree on one
+spelling, the canonical one: the name that the parameter has in the model before anything was
+wrapped.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from collections.abc import Iterable, Iterator
 
 import torch.nn as nn
 
-# Attribute under which each wrapper keeps the module that it wraps: `torch.compile`
-# (OptimizedModule), `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`, FSDP1.
+# Attribute under which each wrapper keeps the module that it wraps: ``torch.compile``
+# (OptimizedModule), ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``, FSDP1.
 WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def canonical_fqn(fqn: str) -> str:
-    """`fqn` of a module or parameter without the names that wrappers put into it.
+    """``fqn`` of a module or parameter without the names that wrappers put into it.
 
-    `a._orig_mod.b` is `a.b` (see `WRAPPER_ATTRIBUTES`) and `a.parametrizations.weight.original`,
-    where `torch.nn.utils.parametrize` moves a parameter, is `a.weight`. A parametrization that
-    keeps several tensors (`original0`, `original1`: weight norm) has no single parameter to name:
-    those stay. What is no string is a TypeError.
+    ``a._orig_mod.b`` is ``a.b`` (see ``WRAPPER_ATTRIBUTES``) and
+    ``a.parametrizations.weight.original``, where ``torch.nn.utils.parametrize`` moves a parameter,
+    is ``a.weight``. A parametrization that keeps several tensors (``original0``, ``original1``:
+    weight norm) has no single parameter to name: those stay. What is no string is a TypeError.
 
     >>> canonical_fqn("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight")
     'layers.0.wq.weight'
@@ -40,10 +41,10 @@ def canonical_fqn(fqn: str) -> str:
 
 
 def canonical_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module of `model` by canonical FQN, in registration order, the root as `""`.
+    """Every module of ``model`` by canonical FQN, in registration order, the root as ``""``.
 
     A module reachable by several names has several entries. A wrapper and the module inside it
-    share one name, which stands for the wrapper: that is the one that callers of `fully_shard`
+    share one name, which stands for the wrapper: that is the one that callers of ``fully_shard``
     pass.
     """
     modules: dict[str, nn.Module] = {}
@@ -53,10 +54,10 @@ def canonical_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Canonical FQNs of every parameter of `model`: several for a shared (tied) one.
+    """Canonical FQNs of every parameter of ``model``: several for a shared (tied) one.
 
-    The first name is the one that `model.named_parameters()` gives, which is also what FSDP2 calls
-    the parameter (`FSDPState._init_fqns`).
+    The first name is the one that ``model.named_parameters()`` gives, which is also what FSDP2
+    calls the parameter (``FSDPState._init_fqns``).
     """
     names: dict[nn.Parameter, list[str]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
@@ -69,11 +70,11 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """`module`'s own parameters (not its children's) as (name, parameter), one that it has twice
+    """``module``'s own parameters (not its children's) as (name, parameter), one that it has twice
     given twice.
 
-    Reads `module._parameters`, as attribute access may compute: a parametrization by class property
-    (SimpleFSDP's) gathers the parameter when it is read.
+    Reads ``module._parameters``, as attribute access may compute: a parametrization by class
+    property (SimpleFSDP's) gathers the parameter when it is read.
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -81,10 +82,11 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def nearest_names(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about the unknown `name`: up to three near names among `known`.
+    """The end of an error message about the unknown ``name``: up to three near names among
+    ``known``.
 
-    Names that end alike count as near too: `layers.3` for a model whose blocks are
-    `model.layers.3`.
+    Names that end alike count as near too: ``layers.3`` for a model whose blocks are
+    ``model.layers.3``.
     """
     candidates = [candidate for candidate in known if candidate]
     near = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)

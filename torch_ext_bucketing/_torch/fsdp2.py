@@ -1,16 +1,16 @@
 """What eager FSDP2 made of a model: the one place that knows FSDP2's private names.
 
-Versions (`torch/distributed/fsdp/_fully_shard`):
+Versions (``torch/distributed/fsdp/_fully_shard``):
 
-* A `FSDPState` holds `_fsdp_param_groups`, a list, in 2.13 to 2.15; in 2.11 `_fsdp_param_group`.
-  `fully_shard` makes one group, or one per pair of process groups where a `shard_placement_fn`
-  sends parameters to several meshes (`_init_param_group`); a param group never splits by dtype up
-  to 2.15.
-* The all-gather packs a group in the order of `fsdp_params`, and so does the reduce-scatter up to
+* A ``FSDPState`` holds ``_fsdp_param_groups``, a list, in 2.13 to 2.15; in 2.11
+  ``_fsdp_param_group``. ``fully_shard`` makes one group, or one per pair of process groups where a
+  ``shard_placement_fn`` sends parameters to several meshes (``_init_param_group``); a param group
+  never splits by dtype up to 2.15.
+* The all-gather packs a group in the order of ``fsdp_params``, and so does the reduce-scatter up to
   2.14. 2.15 packs the reduce-scatter by gradient dtype, in order of first appearance, and within
-  one dtype in the order of `fsdp_params` (`_init_reduce_scatter_param_order`). That differs only
-  where `param.grad_dtype` was set on some parameters of a group or frozen parameters have another
-  dtype.
+  one dtype in the order of ``fsdp_params`` (``_init_reduce_scatter_param_order``). That differs
+  only where ``param.grad_dtype`` was set on some parameters of a group or frozen parameters have
+  another dtype.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ class ParamGroup:
     """One payload of eager FSDP2."""
 
     modules: tuple[str, ...]
-    """Canonical FQNs of the modules that the `fully_shard` call was given, in its order."""
+    """Canonical FQNs of the modules that the ``fully_shard`` call was given, in its order."""
     params: tuple[str, ...]
     """Canonical parameter FQNs in all-gather order."""
     reduce_params: tuple[str, ...]
     """The same FQNs in reduce-scatter order."""
     aliases: tuple[tuple[str, str], ...]
-    """(other name, name in `params`) of shared parameters."""
+    """(other name, name in ``params``) of shared parameters."""
     origins: tuple[Hashable, ...]
     """Per parameter, what identifies the parameter that it was before sharding: the same value in
-    two groups is a parameter shared across them. `None` where this torch does not keep it (before
+    two groups is a parameter shared across them. ``None`` where this torch does not keep it (before
     2.13)."""
 
 
 def read_param_groups(model: nn.Module) -> list[ParamGroup]:
-    """The param groups of all FSDP2 states in `model`, in the order of the `fully_shard` calls.
+    """The param groups of all FSDP2 states in ``model``, in the order of the ``fully_shard`` calls.
 
     Works before and after FSDP2's lazy initialization, sharded or unsharded. Names are relative to
-    `model`.
+    ``model``.
 
     Raises:
-        ValueError: nothing in `model` was wrapped by `fully_shard`, or a unit reaches outside of
-            `model`.
+        ValueError: nothing in ``model`` was wrapped by ``fully_shard``, or a unit reaches outside
+            of ``model``.
     """
     states: dict[FSDPState, None] = {}
     for module in model.modules():
@@ -88,7 +88,7 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
 
 
 def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tuple[str, ...]:
-    """`params` in the order in which this torch packs their gradients (`grad_dtypes`: one per
+    """``params`` in the order in which this torch packs their gradients (``grad_dtypes``: one per
     parameter)."""
     if not REDUCES_BY_GRAD_DTYPE:
         return tuple(params)
@@ -100,15 +100,15 @@ def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tupl
 
 def grad_dtype(parameter: nn.Parameter) -> Hashable:
     """The gradient dtype that FSDP2 would record for a parameter that it wraps
-    (`FSDPParam.sharded_grad_dtype`)."""
+    (``FSDPParam.sharded_grad_dtype``)."""
     if getattr(parameter, "_has_grad_dtype_override", False):
         return parameter.grad_dtype
     return parameter.dtype
 
 
 def _grad_dtype(fsdp_param: Any) -> Hashable:
-    # `sharded_grad_dtype` is only final after lazy initialization; without an override it becomes
-    # the dtype of the sharded parameter (`FSDPParam.init_dtype_attrs`).
+    # ``sharded_grad_dtype`` is only final after lazy initialization; without an override it becomes
+    # the dtype of the sharded parameter (``FSDPParam.init_dtype_attrs``).
     if getattr(fsdp_param, "_has_sharded_grad_dtype_override", False):
         return fsdp_param.sharded_grad_dtype
     return fsdp_param.sharded_param.dtype
@@ -121,7 +121,7 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def _in_call_order(states: list[FSDPState]) -> list[FSDPState]:
-    """Sorts by the time of the `fully_shard` call.
+    """Sorts by the time of the ``fully_shard`` call.
 
     A state does not record when it was made, but the table from modules to states is filled by the
     calls, and keeps insertion order.
@@ -150,7 +150,7 @@ class _ParameterPlaces:
                 index += 1
 
     def of(self, fsdp_param: Any) -> list[str]:
-        """All canonical FQNs of a `FSDPParam`, the one of `model.named_parameters()` first."""
+        """All canonical FQNs of a ``FSDPParam``, the one of ``model.named_parameters()`` first."""
         info = fsdp_param._module_info
         places = [
             (info.module, info.param_name),

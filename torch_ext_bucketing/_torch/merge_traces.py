@@ -4,9 +4,9 @@ The one place that touches ``bucketing._trace``, ``NodeSource`` and ``_sort_buck
 
 torch merges a bucket by tracing a small function on its members' fake tensors and copying the
 traced nodes into the graph. Most of the time goes into the tracing, and a model has few different
-buckets, repeated layer after layer. Within :func:`shared_traces` the tracing is :mod:`._record`'s,
-and the second bucket of the same function, shapes and dtypes takes the first one's nodes; only the
-fake tensors are made anew, so that no two buckets share a storage::
+buckets, repeated layer after layer. Within :func:`shared_traces` the tracing is
+:mod:`._torch.record`'s, and the second bucket of the same function, shapes and dtypes takes the
+first one's nodes; only the fake tensors are made anew, so that no two buckets share a storage::
 
     a1, b1 -> trace -> nodes -> copy          a2, b2 -> (the same nodes, own values) -> copy
 

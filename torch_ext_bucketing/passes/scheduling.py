@@ -1,7 +1,7 @@
 """Scheduling as graph passes for :func:`.backend`.
 
 With ``"aot_eager"`` a graph runs in its order, so reordering it is enough. With ``"inductor"`` the
-backend pins the order afterwards (see :mod:`._inductor_order`).
+backend pins the order afterwards (see :mod:`.scheduling.pin_order`).
 """
 
 from __future__ import annotations
