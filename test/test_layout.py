@@ -133,8 +133,9 @@ def test_old_names_work():
     """In a child, where nothing has imported the new modules yet."""
     code = """
 import importlib, torch_ext_bucketing
+from torch_ext_bucketing._moved import OLD_NAMES
 for name, modules in OLD_NAMES.items():
-    exec(f"from torch_ext_bucketing.{name} import *")
+    exec(f"from torch_ext_bucketing.{name} import *", {})
     old = importlib.import_module(f"torch_ext_bucketing.{name}")
     for new in modules:
         module = importlib.import_module(f"torch_ext_bucketing.{new}")
