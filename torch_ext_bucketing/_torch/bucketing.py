@@ -42,7 +42,7 @@ def register_ops() -> None:
 
     What Inductor made of a graph bucketed in mode ``custom_ops`` calls them, also where it comes
     from a cache and no bucketing has run in the process. The ``uuid()`` of passes and hooks, which
-    is what a cache is asked with, calls this first.
+    is what a cache is asked with, calls this first (:func:`.caches.before_key`).
     """
     from torch._inductor.fx_passes import bucketing  # noqa: F401
 

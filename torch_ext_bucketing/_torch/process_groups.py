@@ -12,6 +12,7 @@ __all__ = [
     "default_group",
     "default_store",
     "group_by_name",
+    "group_places",
     "group_size_of",
     "group_timeout",
     "has_peers",
@@ -29,13 +30,16 @@ def group_size_of(group: str) -> int:
     return int(_resolve_process_group(group).size())  # type: ignore[arg-type]
 
 
-def group_sizes() -> tuple[tuple[str, int], ...]:
-    """Names and numbers of ranks of all process groups that this rank knows, sorted."""
+def group_places() -> tuple[tuple[str, int, int], ...]:
+    """Of all process groups that this rank knows, sorted: the name, the number of ranks, and which
+    of them this one is (-1: none)."""
     if not dist.is_available() or not dist.is_initialized():
         return ()
     from torch.distributed.distributed_c10d import _world
 
-    return tuple(sorted((name, group.size()) for group, name in _world.pg_names.items()))
+    return tuple(
+        sorted((name, group.size(), group.rank()) for group, name in _world.pg_names.items())
+    )
 
 
 def default_group() -> Any:

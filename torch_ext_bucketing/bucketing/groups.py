@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from .._source import package_digest
-from .._torch import bucketing as tb
+from .._torch.caches import before_key
 
 __all__ = [
     "GroupFilter",
@@ -35,7 +35,7 @@ class PrimaryGroup:
 
     def uuid(self) -> str:
         """Equal in every process, for Inductor's caches."""
-        tb.register_ops()
+        before_key()
         return hashlib.sha256(f"PrimaryGroup\0{package_digest()}".encode()).hexdigest()
 
     def __repr__(self) -> str:

@@ -15,8 +15,8 @@ import torch.fx as fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from .._source import package_digest
-from .._torch import bucketing as tb
-from .._torch.process_groups import group_sizes
+from .._torch.caches import before_key
+from .._torch.process_groups import group_places
 from ..bucketing.units import UncoveredParametersWarning
 from ..reports.compile import CompileReport
 from ..tagging.tag_graph import FqnOf
@@ -95,7 +95,7 @@ class GraphPass(CustomGraphPass):
         The code is this package and the modules of the pass's own classes; what those import from
         elsewhere is not looked at.
         """
-        tb.register_ops()
+        before_key()
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         try:
             settings = repr(describe(self.settings()))
@@ -104,7 +104,8 @@ class GraphPass(CustomGraphPass):
             log_no_uuid(name, error)
             return None
         # Byte caps and costs depend on sizes of groups, and an all-reduce's is not in the graph.
-        groups = repr(group_sizes())
+        # A merged gather writes this rank's shards to its own place in the buffer, a constant.
+        groups = repr(group_places())
         return digest(name, package_digest(), *sources, settings, groups)
 
     def settings(self) -> tuple[Any, ...]:

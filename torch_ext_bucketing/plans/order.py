@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn as nn
 
 from .._source import package_digest
-from .._torch import bucketing as tb
+from .._torch.caches import before_key
 from ..fqns import canonical_fqn, canonical_modules, nearest_names, parameter_names
 from ..tagging import tag_graph as tags
 
@@ -270,7 +270,7 @@ class FSDPParamOrder:
         The same in every process for equal contents, another one when the contents or the code of
         the key change.
         """
-        tb.register_ops()
+        before_key()
         contents = json.dumps([_VERSION, self.units, self.aliases, self.reduce_units])
         return hashlib.sha256(f"{package_digest()}\0{contents}".encode()).hexdigest()
 

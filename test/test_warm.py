@@ -1,0 +1,71 @@
+"""Warm starts: a rank finds what it compiled before, and never what another rank did."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+CHILD = Path(__file__).parent / "warm_child.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LIMIT_S = 400
+
+HIT, MISS, BYPASS = [1, 0, 0], [0, 1, 0], [0, 0, 1]
+
+
+def run(*arguments: str, **environment: str) -> list[dict[str, Any]]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCH_", "TORCHINDUCTOR"))}
+    paths = [str(CHILD.parent.parent), str(CHILD.parent)]
+    env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_state(result: dict[str, Any], state: list[int]) -> None:
+    """Of forward and backward; the whole step is one entry of AOTAutograd's cache."""
+    assert (result["graphs"], result["aot"]) == ([2 * n for n in state], state), result
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A folder that rank 0 and then rank 1 came to, a copy from between ("-0"), and what they did."""
+    folder = tmp_path_factory.mktemp("ranks") / "cache"
+    return folder, run(str(CHILD), "ranks", "even", str(folder))
+
+
+def test_ranks_that_share_a_folder_run_their_own_code(ranks):
+    results = ranks[1]
+    for result, state in zip(results, (MISS, MISS, HIT, HIT), strict=True):
+        assert_state(result, state)
+        # Two shards of 32 elements in a buffer of 128; what is reduced is sent whole.
+        assert result["places"] == [0, 64 * result["rank"]]
+
+
+def test_a_folder_that_rank_0_made_serves_rank_0_alone(ranks):
+    results = run(*TORCHRUN, str(CHILD), "real", "even", TORCHINDUCTOR_CACHE_DIR=f"{ranks[0]}-0")
+    zero, one = sorted(results, key=lambda r: r["rank"])
+    assert_state(zero, HIT)
+    assert_state(one, MISS)
+    for result in (zero, one):
+        for value, expected in zip(result["values"], result["expected"], strict=True):
+            torch.testing.assert_close(torch.tensor(value), torch.tensor(expected))
+
+
+def test_artifacts_of_rank_0_serve_rank_0_alone():
+    """Uneven shards."""
+    saved, one, zero = run(str(CHILD), "artifacts", "data_parallel")
+    assert_state(saved, MISS)
+    assert_state(one, MISS)
+    assert_state(zero, HIT)
+    assert saved["places"] == zero["places"] == [0, 0]
+    # Rank 0 has 4 of 7 rows of 8, and 4 rows of 7.
+    assert one["places"] == [0, 4 * 8 + 4 * 7]

@@ -1,0 +1,151 @@
+"""A process of test_warm.py: ``python warm_child.py FUNCTION [ARGUMENT ...]``.
+
+Prints one line of JSON per rank. Ranks of a fake group take turns in one process; under torchrun
+they are a gloo group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from sharded_models import shard_by_parametrization
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import torch_ext_bucketing as teb
+
+ORDER = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
+
+
+class Pair(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, rows, bias=False)
+        self.b = nn.Linear(rows, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+Shard = Callable[[nn.Module, Any], nn.Module]
+WAYS: dict[str, tuple[Shard, int]] = {
+    # Nothing of an even graph but the merged gather differs between ranks.
+    "even": (shard_by_parametrization, 8),
+    "uneven": (shard_by_parametrization, 7),
+    "data_parallel": (teb.data_parallel, 7),
+}
+
+
+@contextmanager
+def fake_rank(rank: int, world: int = 2) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def model_of(way: str) -> nn.Module:
+    shard, rows = WAYS[way]
+    torch.manual_seed(0)
+    return shard(Pair(rows), init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def step(model: Any) -> list[Any]:
+    """The output, and this rank's gradients."""
+    x = torch.arange(32.0).view(4, 8).add(dist.get_rank())
+    y = model(x)
+    (y * y).sum().backward()
+    params = model.parameters()
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params]
+    return [t.detach().flatten().tolist() for t in (y, *grads)]
+
+
+def states() -> dict[str, list[int]]:
+    """Hits, misses and bypasses of the FX graph cache and of AOTAutograd's."""
+    kinds = ("hit", "miss", "bypass")
+    return {
+        "graphs": [counters["inductor"][f"fxgraph_cache_{k}"] for k in kinds],
+        "aot": [counters["aot_autograd"][f"autograd_cache_{k}"] for k in kinds],
+    }
+
+
+def compile_step(way: str) -> dict[str, Any]:
+    """Compile a step, or load it, and run it."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = model_of(way)
+    compiled = torch.compile(model, backend=teb.backend("inductor", [teb.BucketUnits(ORDER)]))
+    found: list[Any] = []
+    codes = run_and_get_code(lambda: found.extend(step(compiled)))[1]
+    # The place of this rank's shards in the buffer, in elements.
+    places = re.findall(
+        r"agree\.default\(reinterpret_tensor\(\w+, \(\d+, \), \(1, \), (\d+)\)", "".join(codes)
+    )
+    return {**states(), "places": sorted(map(int, places)), "values": found}
+
+
+def as_rank(rank: int, way: str) -> dict[str, Any]:
+    with fake_rank(rank):
+        return {**compile_step(way), "rank": rank, "values": None}
+
+
+def ranks(way: str, folder: str) -> list[dict[str, Any]]:
+    """Rank 0 fills ``folder``, of which ``folder-0`` is a copy, rank 1 comes to it, and both come
+    again."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    results = [as_rank(0, way)]
+    shutil.copytree(folder, folder + "-0")
+    return results + [as_rank(rank, way) for rank in (1, 0, 1)]
+
+
+def artifacts(way: str) -> list[dict[str, Any]]:
+    """What rank 0 saves is loaded into a new folder, for rank 1 and then for rank 0."""
+    from torch.compiler._cache import CacheArtifactManager
+
+    CacheArtifactManager.clear()
+    with fresh_cache():
+        results = [as_rank(0, way)]
+        saved = torch.compiler.save_cache_artifacts()
+    assert saved is not None
+    with fresh_cache():
+        torch.compiler.load_cache_artifacts(saved[0])
+        return results + [as_rank(rank, way) for rank in (1, 0)]
+
+
+def real(way: str) -> list[dict[str, Any]]:
+    """A rank of a gloo group, and what the model without a compiler gives."""
+    dist.init_process_group("gloo")
+    result = {"expected": step(model_of(way)), "rank": dist.get_rank(), **compile_step(way)}
+    dist.barrier()
+    return [result]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    name, *arguments = sys.argv[1:]
+    results = globals()[name](*arguments)
+    lines = "".join(json.dumps(r) + "\n" for r in results)
+    sys.stdout.write(lines)  # at once, so that lines of two ranks don't mix
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
