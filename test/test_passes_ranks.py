@@ -3,54 +3,16 @@
 from __future__ import annotations
 
 import copy
-import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import on_ranks
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from torch_ext_bucketing.ring.group import init_ring_process_group
-
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-
-
-def on_ranks(function, tmp_path, *args, world=2):
-    """Run ``function(rank, *args)`` on ring ranks; fails after four minutes, leaves none behind."""
-    here = str(Path(__file__).parent)
-    context = mp.spawn(
-        _rank, (world, function, str(tmp_path / "store"), here, *args), nprocs=world, join=False
-    )
-    try:
-        for _ in range(240):
-            if context.join(timeout=1):
-                return
-        raise TimeoutError("the ranks did not end within four minutes")
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-
-
-def _rank(rank, world, function, store, here, *args):
-    sys.path.insert(0, here)
-    torch.set_num_threads(1)
-    # Not plain gloo: its threads can corrupt a rank's memory (see torch_ext_bucketing/_gloo.py).
-    init_ring_process_group(rank, world, init_method=f"file://{store}")
-    try:
-        function(rank, *args)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    # Gloo's threads can outlive the group where something still refers to it; when the interpreter
-    # then destroys them, C++ aborts the process ("terminate called without an active exception").
-    os._exit(0)
 
 
 def model():
@@ -127,8 +89,8 @@ def _aot_eager_equals_uncompiled(rank, mode, reshard):
     ("mode", "reshard"),
     [("fully_shard", False), ("fully_shard", True), ("hybrid_shard", True), ("replicate", False)],
 )
-def test_aot_eager_equals_uncompiled(tmp_path, mode, reshard):
-    on_ranks(_aot_eager_equals_uncompiled, tmp_path, mode, reshard)
+def test_aot_eager_equals_uncompiled(mode, reshard):
+    on_ranks(_aot_eager_equals_uncompiled, mode, reshard)
 
 
 def _inductor_equals_inductor_without_buckets(rank):
@@ -144,8 +106,8 @@ def _inductor_equals_inductor_without_buckets(rank):
     assert b.last_report().collectives_after == {"all_gather": 3, "reduce_scatter": 3}
 
 
-def test_inductor_equals_inductor_without_buckets(tmp_path):
-    on_ranks(_inductor_equals_inductor_without_buckets, tmp_path)
+def test_inductor_equals_inductor_without_buckets():
+    on_ranks(_inductor_equals_inductor_without_buckets)
 
 
 def _reductions_on_their_own_groups(rank, mode):
@@ -181,8 +143,8 @@ def _reductions_on_their_own_groups(rank, mode):
 
 
 @pytest.mark.parametrize(("mode", "world"), [("fully_shard", 2), ("hybrid_shard", 4)])
-def test_reductions_on_their_own_groups(tmp_path, mode, world):
-    on_ranks(_reductions_on_their_own_groups, tmp_path, mode, world=world)
+def test_reductions_on_their_own_groups(mode, world):
+    on_ranks(_reductions_on_their_own_groups, mode, world=world)
 
 
 def test_separate_groups_names_what_is_wrong(fake_world):
@@ -224,5 +186,5 @@ def _uncompiled_equals_fsdp2(rank, mode, param_dtype, reduce_dtype):
         ("hybrid_shard", 4, torch.bfloat16, None),
     ],
 )
-def test_uncompiled_equals_fsdp2(tmp_path, mode, world, param_dtype, reduce_dtype):
-    on_ranks(_uncompiled_equals_fsdp2, tmp_path, mode, param_dtype, reduce_dtype, world=world)
+def test_uncompiled_equals_fsdp2(mode, world, param_dtype, reduce_dtype):
+    on_ranks(_uncompiled_equals_fsdp2, mode, param_dtype, reduce_dtype, world=world)

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,6 +95,7 @@ def run_ranks(
     threads: int = 1,
     environment: Mapping[str, str] | None = None,
     on_message: Callable[[int, Any], None] | None = None,
+    context: BaseContext | None = None,
 ) -> list[T]:
     """Run ``function(rank, *args)`` on ``world_size`` ranks and return their results by rank.
 
@@ -107,6 +109,9 @@ def run_ranks(
         environment: more environment variables for the ranks.
         on_message: called in this process with ``(rank, message)`` for each
             :meth:`Rank.send`. What it raises ends the ranks and reaches the caller.
+        context: of :mod:`multiprocessing`; by default "spawn". Not "fork": a forked copy of a
+            process that has run torch can deadlock. With "forkserver", ``threads`` is too late
+            where the server has imported torch.
 
     Raises:
         RankError: a rank raised or died.
@@ -123,7 +128,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="torch-ext-bucketing-") as folder:
         run = _Run(world_size, Path(folder), timeout_s)
         try:
-            run.start(function, args, threads, environment or {})
+            run.start(function, args, threads, environment or {}, context)
             return run.collect(on_message)
         finally:
             run.end()
@@ -149,9 +154,9 @@ class _Run:
         args: tuple[object, ...],
         threads: int,
         environment: Mapping[str, str],
+        context: BaseContext | None,
     ) -> None:
-        # "spawn", not "fork": a forked copy of a process that has run torch can deadlock.
-        context = multiprocessing.get_context("spawn")
+        context = context or multiprocessing.get_context("spawn")
         variables = {
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
@@ -163,7 +168,7 @@ class _Run:
             for rank in range(self.world_size):
                 pipe, childs_pipe = context.Pipe(duplex=False)
                 childs_lifeline, lifeline = context.Pipe(duplex=False)
-                process = context.Process(
+                process = context.Process(  # type: ignore[attr-defined]
                     target=_rank_main,
                     args=(
                         rank,
@@ -172,6 +177,7 @@ class _Run:
                         self.timeout_s,
                         childs_pipe,
                         childs_lifeline,
+                        variables,
                         function,
                         args,
                     ),
@@ -287,10 +293,12 @@ def _rank_main(
     timeout_s: float,
     pipe: Connection,
     lifeline: Connection,
+    variables: Mapping[str, str],
     function: Callable[..., Any],
     args: tuple[object, ...],
 ) -> None:
     os.setsid()
+    os.environ.update(variables)  # A process of a fork server has the server's environment.
     _start_watcher(lifeline)
     log = os.open(_log_path(Path(folder), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
