@@ -1,6 +1,7 @@
-"""What the ranks of ``test_agreement`` run, each as a process of its own:
+"""What the ranks of ``test_agreement`` run, each as a process of its own: ``main``, or as a command
 
-``python agreement_ranks.py FUNCTION RANK WORLD FOLDER``. Results go to ``FOLDER/result<rank>.json``.
+``python agreement_ranks.py FUNCTION RANK WORLD FOLDER LOG``. Results go to
+``FOLDER/result<rank>.json``.
 """
 
 from __future__ import annotations
@@ -254,8 +255,12 @@ def _tcp_store(folder, rank, world):
     return dist.TCPStore("127.0.0.1", int(port.read_text()), world, False)
 
 
-def main():
-    name, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+def main(name, rank, world, folder, log, environment=()):
+    """Run the function of this name; what the process prints goes to the file ``log``."""
+    os.environ.update(environment)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     torch.set_num_threads(1)
     if name == "dies":
         store = _tcp_store(folder, rank, world)
@@ -271,4 +276,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

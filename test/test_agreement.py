@@ -11,17 +11,45 @@ import sys
 import time
 from pathlib import Path
 
+import agreement_ranks
 import pytest
 import torch
 from collective_graphs import all_gather, all_reduce, trace
+from ranks import fork_server
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.agreement import exchange as agreement
+from torch_ext_bucketing.agreement.differences import Version, mismatch_text
 from torch_ext_bucketing.agreement.launches import GraphPlan, GroupPlan, Launch, Member, plan_of
 
 HERE = Path(__file__).parent
 PACKAGE = Path(teb.__file__).parent
 LIMIT_S = 300
+
+
+class Forked:
+    """A rank from the fork server, with ``wait`` and ``kill`` as of ``Popen``."""
+
+    def __init__(self, arguments, environment):
+        self.process = fork_server().Process(
+            target=agreement_ranks.main, args=(*arguments, environment)
+        )
+        self.process.start()
+
+    def wait(self, seconds=None):
+        self.process.join(seconds)
+        return self.process.exitcode  # None where it still runs
+
+    def kill(self):
+        self.process.kill()
+
+
+def executed(arguments, environment):
+    """A rank that imports the package that ``environment`` leads it to."""
+    command = [sys.executable, str(HERE / "agreement_ranks.py"), *map(str, arguments)]
+    return subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, text=True
+    )
 
 
 def on_ranks(folder, function, world=2, environments=None, may_die=()):
@@ -35,29 +63,15 @@ def on_ranks(folder, function, world=2, environments=None, may_die=()):
     try:
         for rank in range(world):
             own = {} if environments is None else environments[rank]
-            environment = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(PACKAGE.parent),
-                **own,
-            }
-            command = [sys.executable, str(HERE / "agreement_ranks.py"), function]
-            with logs[rank].open("w") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [*command, str(rank), str(world), str(folder)],
-                        env=environment,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            start = executed if "PYTHONPATH" in own else Forked
+            processes.append(start((function, rank, world, str(folder), str(logs[rank])), own))
         codes = [p.wait(max(0.1, deadline - time.monotonic())) for p in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
     bad = [r for r, code in enumerate(codes) if code != 0 and r not in may_die]
-    assert not bad, "\n".join(logs[r].read_text()[-3000:] for r in bad)
+    assert not bad, "\n".join(f"rank {r}: {codes[r]}\n{logs[r].read_text()[-3000:]}" for r in bad)
     results = [folder / f"result{rank}.json" for rank in range(world)]
     return [json.loads(r.read_text()) if r.exists() else None for r in results]
 
@@ -224,10 +238,10 @@ def test_a_message_shows_no_more_of_a_large_bucket_than_differs():
     members = [Member((f"layers.{i}.weight",), 8 * i, 8, "float32") for i in range(300)]
     swapped = [*members[:200], members[201], members[200], *members[202:]]
     versions = [
-        ([0, 1, 2, 5], agreement._Version("torch", "forward", plan(*members))),
-        ([4], agreement._Version("torch", "forward", plan(*swapped))),
+        ([0, 1, 2, 5], Version("torch", "forward", plan(*members))),
+        ([4], Version("torch", "forward", plan(*swapped))),
     ]
-    text = agreement._mismatch_text(versions, [3], 6)
+    text = mismatch_text(versions, [3], 6)
     assert "ranks 0-2, 5: all_gather float32, bucket of 300: ...; layers.198.weight" in text
     assert "(their members differ from number 201 on)" in text
     assert "Not heard of yet: rank 3." in text
