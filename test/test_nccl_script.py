@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -207,11 +207,10 @@ def test_a_failing_rank_ends_all_and_loses_nothing(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(nccl, "run_on_rank", fails_on_one)
     path = tmp_path / "nccl.json"
     only = "2/fsdp/aot_eager/unbucketed"
-    began = time.monotonic()
     status = nccl.main(["--backend", "gloo", "--ranks", "2", "--only", only, "--json", str(path)])
     assert status == 1
-    assert time.monotonic() - began < 60
     printed = capsys.readouterr()
+    assert "time limit" not in printed.err  # the other rank, which would go on, was ended before
     assert "2 ranks: rank 1 failed" in printed.err
     assert "LookupError: this rank has no such weight" in printed.err
     assert 'raise LookupError("this rank has no such weight")' in printed.err
@@ -221,12 +220,11 @@ def test_a_failing_rank_ends_all_and_loses_nothing(monkeypatch, capsys, tmp_path
 
 def test_the_time_limit_ends_all(monkeypatch, capsys):
     monkeypatch.setattr(nccl, "run_on_rank", never_ends)
-    began = time.monotonic()
     # The time is that of all numbers of ranks together.
     assert nccl.main(["--backend", "gloo", "--ranks", "2,4", "--timeout", "8"]) == 1
-    assert time.monotonic() - began < 40
     printed = capsys.readouterr()
-    assert "time limit of" in printed.err
+    (said,) = re.findall(r"time limit of ([\d.]+) s reached", printed.err)
+    assert float(said) <= 8
     assert "unfinished ranks: 0, 1" in printed.err
     assert "never_ends" in printed.err  # where they were
     assert "2/fsdp/aot_eager/ours: not run" in printed.out
@@ -249,6 +247,7 @@ def test_without_a_gpu_the_script_says_so():
     assert "sees no CUDA device; --backend gloo runs the same on the CPU" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_same_script_on_gloo(tmp_path):
     path = tmp_path / "nccl.json"
     done = _script(
