@@ -699,11 +699,11 @@ class TestIdentity:
 
     def test_uuid_across_processes_and_edits(self, tmp_path):
         """The same for the same code wherever it lies; another once the body of the key function was edited."""
-        package = os.path.dirname(order_module.__file__)
+        package = os.path.dirname(os.path.dirname(order_module.__file__))
         copied = tmp_path / "torch_ext_bucketing"
         shutil.copytree(package, copied, ignore=shutil.ignore_patterns("__pycache__"))
         code = (
-            "from torch_ext_bucketing.order import FSDPParamOrder as F;"
+            "from torch_ext_bucketing.plans.order import FSDPParamOrder as F;"
             "print(F.from_fqns([['a', 'b'], ['c']], aliases={'y': 'c', 'x': 'a'}).uuid())"
         )
 
@@ -722,7 +722,7 @@ class TestIdentity:
 
         here = FSDPParamOrder.from_fqns([["a", "b"], ["c"]], aliases={"y": "c", "x": "a"}).uuid()
         assert uuid("1") == here
-        source = copied / "order.py"
+        source = copied / "plans" / "order.py"
         edited = source.read_text().replace("return min(", "return max(")
         assert edited != source.read_text()
         source.write_text(edited)
