@@ -61,7 +61,7 @@ setup(
     package_data={"torch_ext_bucketing": ["py.typed"]},
     install_requires=["torch>=2.11"],
     extras_require={
-        "test": ["expecttest", "hypothesis", "pytest", "numpy", "ruff"],
+        "test": ["expecttest", "hypothesis", "pytest", "pytest-xdist", "numpy", "ruff"],
         "dev": ["ruff", "mypy"],
         # For explain --plot.
         "plot": ["matplotlib"],

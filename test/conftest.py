@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
+# Inductor would compile and load six small programs, in processes of their own, in every cache
+# directory that it finds empty: is there AVX-512, ...? Ten seconds of CPU time each time. What the
+# CPU says of itself is enough here.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 import torch_ext_bucketing  # noqa: F401
+
+# With two workers, each of which takes the next file when it has finished one, the long files must
+# not come last.
+LONG = (
+    "test_demo.py",
+    "test_parity.py",
+    "test_explain.py",
+    "test_passes_ranks.py",
+    "test_caches.py",
+    "test_patching_imports.py",
+    "test_graphs.py",
+    "test_torchtitan.py",
+    "test_nccl_script.py",
+    "test_agreement.py",
+    "test_fuzz.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
 @pytest.fixture

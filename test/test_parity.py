@@ -105,7 +105,7 @@ FIELDS = [
     ("options", "cells"),
     [
         (["--only", "uneven/2x2/aot_eager/fsdp*/bf16"], 2),
-        (["--only", "uneven/2x2/inductor/fsdp/bf16"], 1),
+        pytest.param(["--only", "uneven/2x2/inductor/fsdp/bf16"], 1, marks=pytest.mark.slow),
     ],
     ids=["aot_eager", "inductor"],
 )
@@ -128,6 +128,7 @@ def test_cells_on_real_ranks(
     assert f"{cells} of {cells} cells pass" in printed.out
 
 
+@pytest.mark.slow
 def test_virtual_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "virtual.json"
     status = parity.main(["--virtual-ranks", "16", "--steps", "2", "--json", str(path)])

@@ -296,6 +296,7 @@ def test_refused_by_the_system_at_every_operation(
     assert outcomes > 10
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["apply", "revert"])
 def test_killed_at_every_operation(tiny, tmp_path: Path, name: str) -> None:
     """Each prefix of the order is what is found, and both commands can finish it."""
@@ -348,6 +349,7 @@ def test_killed_at_every_operation(tiny, tmp_path: Path, name: str) -> None:
     assert sorted(seen) == ["applied", "interrupted", "not applied"]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["apply", "revert"])
 def test_killed_again_while_finishing(tiny, tmp_path: Path, name: str) -> None:
     """A kill, and another one in the command that finishes or undoes it, each at any operation."""
@@ -490,6 +492,7 @@ def test_directories_that_one_may_only_read(
     assert snapshot(torch_dir) == original
 
 
+@pytest.mark.once
 def test_processes_that_race_and_are_killed(tiny) -> None:
     """Four processes apply, revert and look, over and over; some are killed at a random moment."""
     torch_dir, edited = tiny
@@ -789,6 +792,7 @@ FILES = sorted(
 FIND = "import os; from torch_ext_bucketing.patching.series import *; print(find_patches_dir()); print([len(s.patches) for s in list_series()])"
 
 
+@pytest.mark.once
 def test_patches_are_found_from_a_wheel(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", reason="setuptools is needed to build")
     wheel = build(
@@ -802,6 +806,7 @@ def test_patches_are_found_from_a_wheel(tmp_path: Path) -> None:
     assert out[1] == str([len(s.patches) for s in series.list_series()])
 
 
+@pytest.mark.once
 def test_patches_are_found_from_an_sdist(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", reason="setuptools is needed to build")
     sdist = build(tmp_path, "setup.py", "-q", "sdist", "-d")
@@ -819,6 +824,7 @@ def test_patches_are_found_from_a_checkout_as_an_editable_install_sees_it() -> N
     assert out[0] == str(ROOT / "torch_patches")
 
 
+@pytest.mark.once
 def test_damaged_installations_are_named(tmp_path: Path) -> None:
     folder = copy_package(tmp_path)
     code = "import torch_ext_bucketing"

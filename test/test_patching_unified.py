@@ -14,6 +14,8 @@ from torch_ext_bucketing.patching import PatchDoesNotApplyError, SeriesError
 from torch_ext_bucketing.patching.series import list_series
 from torch_ext_bucketing.patching.unified import apply_patches, parse_patch, split_lines
 
+pytestmark = pytest.mark.once
+
 GIT = shutil.which("git")
 needs_git = pytest.mark.skipif(GIT is None, reason="git is not installed")
 
