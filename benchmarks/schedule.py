@@ -72,7 +72,8 @@ def run_ours(
     from torch_ext_bucketing.scheduling.cap_search import choose_caps
     from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
     from torch_ext_bucketing.scheduling.overlap import Overlap
-    from torch_ext_bucketing.scheduling.scheduler import Policy, schedule
+    from torch_ext_bucketing.scheduling.policy import Policy
+    from torch_ext_bucketing.scheduling.scheduler import schedule
 
     keep = parameter_groups(graph)
     policies: list[Policy] = [Overlap(), PeakMemory(gib=1.02 * reference / GIB)]

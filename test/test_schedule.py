@@ -571,8 +571,8 @@ def test_the_cap_is_chosen_on_the_cost_model_and_the_graph_is_only_read():
     )
     assert order_of(gm) == before
     # From few collectives to many, 2 ms each, until one more bucket takes longer than the best step.
-    assert [dict(c)["0 all_gather"] for c, *_ in report.cap_alternatives] == [caps[2], caps[1]]
-    steps = {dict(c)["0 all_gather"]: step for c, step, *_ in report.cap_alternatives}
+    assert [dict(t.caps_mb)["0 all_gather"] for t in report.tried] == [caps[2], caps[1]]
+    steps = {dict(t.caps_mb)["0 all_gather"]: t.step_ms for t in report.tried}
     assert dict(report.caps_mb)["0 all_gather"] == min(steps, key=steps.__getitem__)
     assert len(plan.buckets) >= 1
 
@@ -615,7 +615,7 @@ def test_the_memory_bound_decides_over_speed():
     bound = PeakMemory(ratio=1.6)
     tight, report = choose_caps(gm.graph, [Overlap(), bound], **options)
     assert max(len(b.members) for b in tight.buckets) < max(len(b.members) for b in free.buckets)
-    assert report.misses == 0
+    assert report.chosen.misses == 0
 
 
 def test_buckets_are_closed_by_the_run_bound_where_it_decides():
@@ -627,11 +627,11 @@ def test_buckets_are_closed_by_the_run_bound_where_it_decides():
     plan, report = choose_caps(
         gm.graph, bounds, caps_mb=[cap], eligible=lambda start: True, machine=machine(2.0)
     )
-    assert report.misses == 0
-    assert report.longest_run[1] <= 8
+    assert report.chosen.misses == 0
+    assert report.chosen.longest_run <= 8
     assert plan.buckets
     assert {b.closed_by for b in plan.buckets} <= {"run", "end"}
-    assert [c for caps, *_ in report.cap_alternatives for _, c in caps] == [cap]
+    assert [c for t in report.tried for _, c in t.caps_mb] == [cap]
 
 
 # --- after bucketing -----------------------------------------------------------------------------

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .scheduling.memory import CapComputeRun, PeakMemory
     from .scheduling.model import peak_bytes
     from .scheduling.overlap import Overlap, PrefetchDepth
+    from .scheduling.policy import Policy
     from .scheduling.scheduler import BoundNotKeptWarning, schedule
     from .tagging.tag_graph import tag_joint_graph
     from .tagging.tags import Tag, set_tag, tag_of
@@ -67,6 +68,7 @@ __all__ = [
     "Overlap",
     "PeakMemory",
     "PlanMismatchError",
+    "Policy",
     "PrefetchDepth",
     "RankMissingError",
     "ReshardAfterForward",
@@ -146,6 +148,7 @@ _HOME = {
         "Overlap",
         "PrefetchDepth",
     ),
+    "scheduling.policy": ("Policy",),
     "scheduling.scheduler": (
         "BoundNotKeptWarning",
         "schedule",

@@ -68,6 +68,37 @@ def package_modules() -> list[str]:
     return sorted(names)
 
 
+_noted: dict[str, str] = {}
+
+
+def note_sources(cls: type) -> None:
+    """Note the sources of a class and its bases, those of this package and of torch excepted.
+
+    To be called when a class is made: what is on disk later may not be what runs.
+    """
+    for name in modules_of(cls):
+        if name not in _noted:
+            try:
+                _noted[name] = source_digest(name)
+            except RuntimeError:
+                _noted[name] = ""
+
+
+def noted_sources(cls: type) -> dict[str, str]:
+    """The modules of a class and its bases, each with the digest of its source when
+    :func:`note_sources` met it first; an empty one where the source can't be read."""
+    note_sources(cls)
+    return {name: _noted[name] for name in modules_of(cls)}
+
+
+def modules_of(cls: type) -> list[str]:
+    """The modules that define a class and its bases, but for those that have a digest of their own:
+    this package, and torch, which Inductor's keys name."""
+    modules = dict.fromkeys(c.__module__ for c in cls.__mro__)
+    known = ("builtins", "abc", "typing", "collections", "torch", __package__)
+    return [name for name in modules if name.partition(".")[0] not in known]
+
+
 def _source_of(name: str) -> str | None:
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)

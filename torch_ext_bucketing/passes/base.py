@@ -14,13 +14,13 @@ from typing import Any, Literal, TypeAlias
 import torch.fx as fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from .._source import package_digest
+from .._source import note_sources, package_digest
 from .._torch.caches import before_key
 from .._torch.process_groups import group_places
 from ..bucketing.units import UncoveredParametersWarning
 from ..reports.compile import CompileReport
 from ..tagging.tag_graph import FqnOf
-from .cache_key import NoUuidError, describe, digest, hash_sources, log_no_uuid, sources_of
+from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
 
 __all__ = [
     "Compilation",
@@ -83,7 +83,7 @@ class GraphPass(CustomGraphPass):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        hash_sources(cls)
+        note_sources(cls)
 
     def uuid(self) -> str | None:
         """Equal for equal settings and equal source code, in any process: a cache key.

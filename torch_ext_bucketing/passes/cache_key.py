@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from .._source import source_digest
+from .._source import noted_sources
 
 __all__ = [
     "NoUuidError",
     "describe",
     "digest",
-    "hash_sources",
     "log_no_uuid",
     "sources_of",
 ]
@@ -78,42 +77,18 @@ def describe(value: Any) -> Any:
     )
 
 
-_sources: dict[str, str] = {}
-
-
-def hash_sources(cls: type) -> None:
-    """Note the sources of a class and its bases, those of this package and of torch excepted.
-
-    To be called when a class is made: what is on disk later may not be what runs.
-    """
-    for name in _modules_of(cls):
-        if name not in _sources:
-            try:
-                _sources[name] = source_digest(name)
-            except RuntimeError:
-                _sources[name] = ""
-
-
 def sources_of(cls: type) -> tuple[str, ...]:
-    """Names and digests of the modules of a class and its bases, as :func:`hash_sources` found
-    them.
+    """Names and digests of the modules of a class and its bases, as :func:`.note_sources` found
+    them when the class was made.
 
     Raises:
         NoUuidError: the source of a module can't be read, as of a notebook's.
     """
-    hash_sources(cls)
-    modules = _modules_of(cls)
-    unknown = [name for name in modules if not _sources[name]]
+    sources = noted_sources(cls)
+    unknown = [name for name, digest in sources.items() if not digest]
     if unknown:
         raise NoUuidError(f"the source of {', '.join(unknown)}, which defines it, can't be read")
-    return tuple(f"{name} {_sources[name]}" for name in modules)
-
-
-def _modules_of(cls: type) -> list[str]:
-    modules = dict.fromkeys(c.__module__ for c in cls.__mro__)
-    # The package has one digest for all, and Inductor's keys have torch's version and sources.
-    known = ("builtins", "abc", "typing", "collections", "torch", __package__.partition(".")[0])
-    return [name for name in modules if name.partition(".")[0] not in known]
+    return tuple(f"{name} {digest}" for name, digest in sources.items())
 
 
 def _name(value: Any) -> str:

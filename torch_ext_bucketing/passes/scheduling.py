@@ -7,17 +7,20 @@ backend pins the order afterwards (see :mod:`.scheduling.pin_order`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch.fx as fx
 
 from ..graph.collectives import Kind
+from ..reports.caps import CapsReport
 from ..reports.graph import GraphReport
 from ..reports.schedule import ScheduleReport
 from ..scheduling.cap_search import choose_caps
 from ..scheduling.cost import H100, Machine, check_machine
 from ..scheduling.model import peak_bytes
-from ..scheduling.scheduler import Policy, Settings, schedule
+from ..scheduling.policy import Policy, policies_of
+from ..scheduling.scheduler import schedule
 from .base import Compilation, GraphLike, GraphPass, Stage
 from .bucketing import apply_and_report
 
@@ -46,10 +49,9 @@ class Schedule(GraphPass):
     orders = True
 
     def __init__(self, policies: Policy | Iterable[Policy], machine: Machine = H100) -> None:
-        self.policies = tuple(policies) if isinstance(policies, Iterable) else (policies,)
+        self.policies = policies_of(policies)
         self.machine = machine
         self.last_report: ScheduleReport | None = None
-        Settings.of(self.policies)
         check_machine(machine)
 
     def prepare(self, graph: GraphLike, compilation: Compilation) -> None:
@@ -60,10 +62,17 @@ class Schedule(GraphPass):
             compilation.reference_bytes = None
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+        self._schedule(graph, compilation)
+
+    def _schedule(
+        self,
+        graph: GraphLike,
+        compilation: Compilation | None,
+        caps: CapsReport | None = None,
+    ) -> None:
         reference = None if compilation is None else compilation.reference_bytes
-        self.last_report = schedule(
-            graph, self.policies, machine=self.machine, reference_bytes=reference
-        )
+        report = schedule(graph, self.policies, machine=self.machine, reference_bytes=reference)
+        self.last_report = replace(report, caps=caps)
         if compilation is not None:
             compilation.report.schedules.append(self.last_report)
 
@@ -129,11 +138,7 @@ class BucketAndSchedule(Schedule):
         self.last_buckets = apply_and_report(g, plan, self.payload_key)
         if compilation is not None:
             compilation.report.graphs.append(self.last_buckets)
-        super().__call__(graph, compilation)
-        assert self.last_report is not None
-        self.last_report = self.last_report.with_caps(found)
-        if compilation is not None:
-            compilation.report.schedules[-1] = self.last_report
+        self._schedule(graph, compilation, found)
 
     def settings(self) -> tuple[Any, ...]:
         """Everything that was given."""

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .caps import CapsReport
 from .text import aligned
 
-__all__ = ["ScheduleReport"]
+__all__ = ["PolicyReport", "ScheduleReport"]
+
+
+@dataclass(frozen=True)
+class PolicyReport:
+    """What one policy says of the order that was taken.
+
+    Args:
+        policy: its ``repr``.
+        figures: its bound and what was reached, by name, for JSON.
+        text: the same in a few words, for a line of the report's text; empty: no line.
+        warning: by how much the bound is missed and what stands in the way; empty: it is kept.
+    """
+
+    policy: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+    warning: str = ""
 
 
 @dataclass(frozen=True)
@@ -23,16 +42,12 @@ class ScheduleReport:
         exposed_ms: time that it waits for communication.
         peak_bytes: estimated peak of live bytes.
         reference_bytes: the peak that ratios refer to.
-        limit_bytes: the memory bound; None where none was asked for.
         longest_run: most compute nodes between two reduce-scatters.
-        max_run: its bound, or None.
-        forced_run: what dependencies force some run to be at least, in any order.
+        bounds: what each policy says of it.
         misses: by how much bounds are missed, as parts of them added up; 0: all are kept.
         chosen: which of the orders tried was taken.
         alternatives: all of them: name, step in ms, peak in bytes.
-        caps_mb: byte cap in MiB per process group and kind, such as ``"0 all_gather"``, where caps
-            were chosen here.
-        cap_alternatives: all that were tried: the caps, step in ms, peak in bytes, misses.
+        caps: how the byte caps of the graph's buckets were chosen, where that was part of it.
         notes: what was asked for and does not apply to this graph.
         warnings: the bounds that are not kept, or why the graph kept its order.
         order: the movable nodes' names, in the new order.
@@ -46,27 +61,54 @@ class ScheduleReport:
     exposed_ms: tuple[float, float] = (0.0, 0.0)
     peak_bytes: tuple[int, int] = (0, 0)
     reference_bytes: int = 0
-    limit_bytes: int | None = None
     longest_run: tuple[int, int] = (0, 0)
-    max_run: int | None = None
-    forced_run: int = 0
+    bounds: tuple[PolicyReport, ...] = ()
     misses: float = 0.0
     chosen: str = "as given"
     alternatives: tuple[tuple[str, float, int], ...] = ()
-    caps_mb: tuple[tuple[str, float], ...] = ()
-    cap_alternatives: tuple[tuple[tuple[tuple[str, float], ...], float, int, float], ...] = ()
+    caps: CapsReport | None = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
     seconds: float = 0.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    def figure(self, name: str) -> Any:
+        """A figure that one of the policies reports; None where none does."""
+        return next((b.figures[name] for b in self.bounds if name in b.figures), None)
 
-    def with_caps(self, search: ScheduleReport) -> ScheduleReport:
-        """This report, with what a search for caps found."""
-        return replace(self, caps_mb=search.caps_mb, cap_alternatives=search.cap_alternatives)
+    @property
+    def limit_bytes(self) -> int | None:
+        """The bound of ``PeakMemory``; None where there was none."""
+        found: int | None = self.figure("limit_bytes")
+        return found
+
+    @property
+    def max_run(self) -> int | None:
+        """The bound of ``CapComputeRun``; None where there was none."""
+        found: int | None = self.figure("max_run")
+        return found
+
+    @property
+    def forced_run(self) -> int:
+        """What dependencies force some run to be at least, in any order; 0 without
+        ``CapComputeRun``."""
+        return self.figure("forced_run") or 0
+
+    @property
+    def caps_mb(self) -> tuple[tuple[str, float], ...]:
+        """As of :class:`.CapsReport`; empty where no caps were chosen."""
+        return () if self.caps is None else self.caps.caps_mb
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields, and the figures of the policies and of the caps at top level."""
+        own = {"limit_bytes": self.limit_bytes, "max_run": self.max_run}
+        return {
+            **asdict(self),
+            **own,
+            "forced_run": self.forced_run,
+            "caps_mb": self.caps_mb,
+            "cap_alternatives": () if self.caps is None else self.caps.alternatives(),
+        }
 
     def to_text(self) -> str:
         """A few lines."""
@@ -101,7 +143,7 @@ def _schedule_text(report: ScheduleReport) -> str:
             else f"bound {report.max_run}, dependencies force {report.forced_run}",
         ),
     ]
-    if report.caps_mb:
-        caps = ", ".join(f"{cap:g} for {name}" for name, cap in report.caps_mb)
-        rows.append(("byte cap, MiB", "", "", f"{caps}, of {len(report.cap_alternatives)} tried"))
+    if report.caps is not None and report.caps_mb:
+        rows.append(("byte cap, MiB", "", "", report.caps.to_text()))
+    rows += [(bound.policy, "", "", bound.text) for bound in report.bounds if bound.text]
     return "\n".join([*aligned(rows, right=(1, 2)), *report.notes, *report.warnings]) + "\n"

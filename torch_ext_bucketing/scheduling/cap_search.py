@@ -12,7 +12,8 @@ group busy for longer than the best step so far takes; those that need least com
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -24,12 +25,13 @@ from ..bucketing.caps import CapPlanner, check_cap
 from ..bucketing.merge import merge_buckets
 from ..bucketing.plan import BucketingPlan
 from ..graph.collectives import Kind, group_name, is_collective
+from ..reports.caps import CapsReport, TriedCaps
 from ..reports.schedule import ScheduleReport
 from .cost import H100, Costs, Machine
-from .memory import CapComputeRun
 from .model import Model, model_of, peak_bytes
 from .planned_model import planned_model
-from .scheduler import Policy, schedule_model
+from .policy import Policy, policies_of
+from .scheduler import schedule_model
 
 __all__ = [
     "CAPS_MB",
@@ -55,7 +57,7 @@ def choose_caps(
     machine: Machine = H100,
     reference_bytes: int | None = None,
     **options: Any,
-) -> tuple[BucketingPlan, ScheduleReport]:
+) -> tuple[BucketingPlan, CapsReport]:
     """The plan with the caps that give the fastest step within the policies' bounds. The graph is
     only read.
 
@@ -71,20 +73,20 @@ def choose_caps(
         options: of :func:`.plan_by_cap`: ``eligible``, ``group_filter``, ``max_node_span``.
 
     Returns:
-        The plan for ``graph``, and a report of which only ``caps_mb`` and ``cap_alternatives`` say
-        something of the whole search.
+        The plan for ``graph``, and what was tried.
 
     Raises:
         ValueError: ``caps_mb`` is empty, or holds something else than positive numbers.
         Exception: what :func:`.plan_by_cap` raises.
     """
+    clock = time.perf_counter()
     largest = _LARGEST_MB if caps_mb is None else 0.0
     caps_mb = CAPS_MB if caps_mb is None else caps_mb
     if not caps_mb:
         raise ValueError("caps_mb is empty: give at least one cap in MiB")
     for cap in caps_mb:
         check_cap(cap, "each of caps_mb")
-    policies = tuple(policies) if isinstance(policies, Iterable) else (policies,)
+    policies = policies_of(policies)
     if reference_bytes is None:
         reference_bytes = peak_bytes(graph)
     search = _Search(graph, policies, machine, reference_bytes, kinds, options)
@@ -107,14 +109,17 @@ def choose_caps(
                 if 0 <= near < len(ladder):
                     search.attempt({**caps, key: ladder[near]})
     caps_found = search.best()
-    plan = search.plan(dict(caps_found) or ladder[0], search.max_run[caps_found])
-    named = tuple((f"{group} {kind}", cap) for (group, kind), cap in caps_found)
-    alternatives = tuple(
-        (tuple((f"{g} {k}", c) for (g, k), c in caps), r.step_ms[1], r.peak_bytes[1], r.misses)
-        for caps, r in search.tried.items()
-    )
-    report = replace(search.tried[caps_found], caps_mb=named, cap_alternatives=alternatives)
+    plan = search.plan(dict(caps_found) or ladder[0], search.bounds[caps_found])
+    tried = {caps: _tried(caps, report) for caps, report in search.tried.items()}
+    report = CapsReport(tried[caps_found], tuple(tried.values()), time.perf_counter() - clock)
     return plan, report
+
+
+def _tried(caps: _Caps, report: ScheduleReport) -> TriedCaps:
+    named = tuple((f"{group} {kind}", cap) for (group, kind), cap in caps)
+    return TriedCaps(
+        named, report.step_ms[1], report.peak_bytes[1], report.longest_run[1], report.misses
+    )
 
 
 class _Search:
@@ -130,11 +135,10 @@ class _Search:
         options: dict[str, Any],
     ) -> None:
         self.tried: dict[_Caps, ScheduleReport] = {}
-        self.max_run: dict[_Caps, int | None] = {}
+        self.bounds: dict[_Caps, Mapping[str, Any]] = {}  # that their buckets keep
         self._graph = graph
         self._policies = policies
-        runs = [p.max_consecutive for p in policies if isinstance(p, CapComputeRun)]
-        self._max_run = runs[0] if runs else None
+        self._bounds = {k: v for p in policies for k, v in p.bucket_bounds().items()}
         self._costs = Costs(machine)
         self._model: Model | None = None
         self._groups = {n: group_name(n) for n in graph.nodes if is_collective(n)}
@@ -144,31 +148,30 @@ class _Search:
         self._plans: dict[str, BucketingPlan] = {}
         self._known: dict[tuple[Any, ...], ScheduleReport] = {}
 
-    def plan(self, caps: Any, max_run: int | None = None) -> BucketingPlan:
-        """The plan for the graph itself."""
-        name = repr((caps, max_run))
+    def plan(self, caps: Any, bounds: Mapping[str, Any] | None = None) -> BucketingPlan:
+        """The plan for the graph itself, with buckets that keep ``bounds``."""
+        bounds = {"max_node_span": self._max_node_span, **(bounds or {})}
+        name = repr((caps, bounds))
         if name not in self._plans:
-            self._plans[name] = self._planner.plan(
-                caps, max_node_span=self._max_node_span, max_compute_run=max_run
-            )
+            self._plans[name] = self._planner.plan(caps, **bounds)
         return self._plans[name]
 
     def attempt(self, caps: dict[tuple[str, str], float] | float) -> None:
-        """Try caps: where a bound on runs is set, with buckets that are closed by it, and without
-        only while nothing keeps the bounds."""
-        plan = self.plan(caps, self._max_run)
+        """Try caps: where a policy has bounds for buckets, with buckets that keep them, and
+        without only while nothing keeps the policies' bounds."""
+        plan = self.plan(caps, self._bounds)
         name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in _keys(plan))
         if name in self.tried or self._too_slow(plan):
             return
-        self.tried[name], self.max_run[name] = self._outcome(plan), self._max_run
-        if self.tried[self.best()].misses and self._max_run is not None:
+        self.tried[name], self.bounds[name] = self._outcome(plan), self._bounds
+        if self.tried[self.best()].misses and self._bounds:
             free = self._outcome(self.plan(caps))
             if _rank(free) < _rank(self.tried[name]):
-                self.tried[name], self.max_run[name] = free, None
+                self.tried[name], self.bounds[name] = free, {}
 
     def busiest_ms(self, caps: dict[tuple[str, str], float] | float) -> float:
         """The time that the collectives of the busiest process group take: no step is faster."""
-        return self._busiest_ms(self.plan(caps, self._max_run))
+        return self._busiest_ms(self.plan(caps, self._bounds))
 
     def _busiest_ms(self, plan: BucketingPlan) -> float:
         busy = dict.fromkeys(self._groups.values(), 0.0)

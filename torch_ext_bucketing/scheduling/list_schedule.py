@@ -6,37 +6,56 @@ Nodes are of three sorts:
   tensor or expert parallelism) launches as soon as that is there. One that needs no computation (a
   parameter's gather) is prefetched: a number of buckets ahead, or earlier when its stream would
   not be done in time, as far as memory allows.
-- nodes *on demand*: waits, views, and what needs neither computation nor its own place, such as the
-  unpacking of a gathered bucket. They come right before the first node that uses them.
-- *anchors*, all others. They follow the order of the graph, except that one which would have to
-  wait for communication lets others go first, and that within ``window`` compute nodes the anchor
-  with the longest remaining path may go first.
+- *lazy* nodes: waits, views, and what needs no computation, such as the unpacking of a gathered
+  bucket. They come right before the first node that uses them; one that nothing uses comes as soon
+  as what it needs is there.
+- *kernels*, all others. They follow the order of the graph, except that one which would have to
+  wait for communication lets others go first, and that within ``window`` compute nodes the kernel
+  with the longest remaining path, the critical one, has priority.
 
 ::
 
     in      rs(a) wait(a) mm1 gather(w) wait(w) mm2 mm3
     out     rs(a) gather(w) mm1 wait(w) mm2 wait(a) mm3
 
-Time is that of :mod:`.timeline`. Nothing depends on hash order: the same graph gives the same order
+Policies that bound what happens node by node do so through a :class:`.Gate`. Time is that of
+:mod:`.timeline`. Nothing depends on hash order: the same graph gives the same order
 in every process and on every rank.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from ..graph.liveness import LiveBytes
 from .model import Model
 
 __all__ = [
+    "Gate",
     "Options",
     "first_uses",
     "list_schedule",
 ]
 
 _NO_STALL_MS = 1e-3
+
+
+class Gate(Protocol):
+    """A bound that is kept while an order grows. Nodes are named by their places in the model."""
+
+    def may_launch(self, start: int) -> bool:
+        """Whether a collective may be launched that nothing is waiting for yet. One that is held
+        back is asked for again later, and launched at the latest when something needs it."""
+
+    def before(self, node: int) -> Iterable[int]:
+        """What is to be placed before ``node``, which comes next. Nodes that can't be, because
+        something that they need must come later, are left out."""
+
+    def placed(self, node: int) -> None:
+        """``node`` was placed."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +70,9 @@ class Options:
         max_prefetch: compute nodes that a gather may be ahead of its use.
         deadlines: whether gathers may also go as early as their stream needs to be done in time.
         max_run: most compute nodes between two reduce-scatters; None: no bound.
-        under: for a gather, by place, the place of the anchor before which it must be launched and
+        under: for a gather, by place, the place of the kernel before which it must be launched and
             not long before.
+        gates: bounds that are kept node by node; each makes a gate for one order of a model.
     """
 
     limit_bytes: int | None = None
@@ -63,6 +83,27 @@ class Options:
     deadlines: bool = True
     max_run: int | None = None
     under: Mapping[int, int] = field(default_factory=dict)
+    gates: tuple[Callable[[Model], Gate], ...] = ()
+
+    def tightened(
+        self,
+        *,
+        limit_bytes: int | None = None,
+        max_run: int | None = None,
+        gate: Callable[[Model], Gate] | None = None,
+    ) -> Options:
+        """These options with further bounds; of two bounds of one sort the tighter one holds."""
+        return replace(
+            self,
+            limit_bytes=_tighter(self.limit_bytes, limit_bytes),
+            max_run=_tighter(self.max_run, max_run),
+            gates=self.gates if gate is None else (*self.gates, gate),
+        )
+
+
+def _tighter(one: int | None, other: int | None) -> int | None:
+    given = [bound for bound in (one, other) if bound is not None]
+    return min(given, default=None)
 
 
 def list_schedule(model: Model, options: Options) -> list[int]:
@@ -76,34 +117,34 @@ class _Shape:
     def __init__(self, model: Model) -> None:
         needs = model.dependencies.needs
         size = len(model)
-        self.on_demand = [False] * size
-        self.source = [False] * size  # needs no anchor
+        self.lazy = [False] * size
+        self.source = [False] * size  # needs no kernel
         for i, mine in enumerate(needs):
             group, wait = model.group[i], model.start_of[i] >= 0
-            free = all(self.source[j] for j in mine if not model.chained(j, i))
+            free = all(self.source[j] for j in mine if not model.only_ordered(j, i))
             plain = group is None and not model.compute[i]
             self.source[i] = free and not model.compute[i]
-            self.on_demand[i] = plain and (wait or model.view[i] or free)
-            if plain and not self.on_demand[i]:
+            self.lazy[i] = plain and (wait or model.view[i] or free)
+            if plain and not self.lazy[i]:
                 self.source[i] = False
-        self.anchors = [i for i in range(size) if not self.on_demand[i] and model.group[i] is None]
-        self.at = {i: k for k, i in enumerate(self.anchors)}
-        # Compute nodes, and milliseconds, before each anchor in the order of the graph.
+        self.kernels = [i for i in range(size) if not self.lazy[i] and model.group[i] is None]
+        self.at = {i: k for k, i in enumerate(self.kernels)}
+        # Compute nodes, and milliseconds, before each kernel in the order of the graph.
         self.compute_before, self.ms_before = [], []
         count, ms = 0, 0.0
-        for i in self.anchors:
+        for i in self.kernels:
             self.compute_before.append(count)
             self.ms_before.append(ms)
             count += model.compute[i]
             ms += model.ms[i]
         self.total_ms = ms
         self.tail = [0.0] * size
-        self.first_use = [len(self.anchors)] * size
+        self.first_use = [len(self.kernels)] * size
         for i in reversed(range(size)):
             for j in model.dependencies.needed_by[i]:
                 # The collectives that follow on the same stream count as a path, too.
                 self.tail[i] = max(self.tail[i], self.tail[j])
-                if not model.chained(i, j):
+                if not model.only_ordered(i, j):
                     self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
             self.tail[i] += model.ms[i]
         self.gathers: dict[str, list[int]] = {}
@@ -112,15 +153,15 @@ class _Shape:
             if group is not None and self.source[i]:
                 self.gathers.setdefault(group, []).append(i)
         self.latest = self._latest_starts(model)
-        self.live = self._live_before_anchors(model)
+        self.live = self._live_before_kernels(model)
 
     def _latest_starts(self, model: Model) -> dict[int, float]:
-        """When each gather must begin for its stream to be done in time, in anchors' time."""
+        """When each gather must begin for its stream to be done in time, in kernels' time."""
         load: dict[str, list[tuple[float, float]]] = {}
         for i, group in enumerate(model.group):
             if group is not None and not self.source[i]:
                 produced = max(
-                    (self.ms_before[self.at[j]] for j in self._anchors_behind(model, i)),
+                    (self.ms_before[self.at[j]] for j in self._kernels_behind(model, i)),
                     default=0.0,
                 )
                 load.setdefault(group, []).append((produced, model.ms[i]))
@@ -130,7 +171,7 @@ class _Shape:
             bound = self.total_ms
             for i in reversed(gathers):
                 use = self.first_use[i]
-                due = self.ms_before[use] if use < len(self.anchors) else self.total_ms
+                due = self.ms_before[use] if use < len(self.kernels) else self.total_ms
                 bound = min(bound, due)
                 while others and others[-1][0] >= bound:
                     others.pop()
@@ -141,21 +182,21 @@ class _Shape:
                 latest[i] = bound
         return latest
 
-    def _anchors_behind(self, model: Model, i: int) -> list[int]:
+    def _kernels_behind(self, model: Model, i: int) -> list[int]:
         found, seen, stack = [], {i}, [i]
         while stack:
             node = stack.pop()
             for j in model.dependencies.needs[node]:
-                if j in seen or model.chained(j, node):
+                if j in seen or model.only_ordered(j, node):
                     continue
                 seen.add(j)
                 if j in self.at:
                     found.append(j)
-                elif self.on_demand[j] and not self.source[j]:
+                elif self.lazy[j] and not self.source[j]:
                     stack.append(j)
         return found
 
-    def _live_before_anchors(self, model: Model) -> list[int]:
+    def _live_before_kernels(self, model: Model) -> list[int]:
         live, found = LiveBytes(model.liveness), []
         for i in range(len(model)):
             if i in self.at:
@@ -165,13 +206,13 @@ class _Shape:
 
 
 def first_uses(model: Model) -> dict[int, int]:
-    """For each start that needs no computation, the place of the first anchor that uses it."""
+    """For each start that needs no computation, the place of the first kernel that uses it."""
     shape = shape_of(model)
     return {
-        i: shape.anchors[shape.first_use[i]]
+        i: shape.kernels[shape.first_use[i]]
         for gathers in shape.gathers.values()
         for i in gathers
-        if shape.first_use[i] < len(shape.anchors)
+        if shape.first_use[i] < len(shape.kernels)
     }
 
 
@@ -195,8 +236,8 @@ class _Scheduler:
         self.done = [False] * size
         self.missing = [len(n) for n in self.needs]  # needs that are neither done nor available
         self.available = [False] * size
-        self.ready: list[int] = []  # anchors whose needs are done or available, by number
-        self.pending: dict[int, list[int]] = {}  # of a ready anchor: starts that it waits for
+        self.ready: list[int] = []  # kernels whose needs are done or available, by number
+        self.pending: dict[int, list[int]] = {}  # of a ready kernel: starts that it waits for
         self.to_launch: list[int] = []
         self.in_flight: list[int] = []  # reductions whose wait is still to come
         self.wait_of = {s: i for i, s in enumerate(model.start_of) if s >= 0}
@@ -214,28 +255,30 @@ class _Scheduler:
         self.wanted: dict[int, None] = {}  # compute nodes that the next reduction needs
         self.reducing = False  # whether there is a next one
         self.under: dict[int, list[int]] = {}
-        for gather, anchor in options.under.items():
-            self.under.setdefault(anchor, []).append(gather)
+        for gather, kernel in options.under.items():
+            self.under.setdefault(kernel, []).append(gather)
+        self.gates = [make(model) for make in options.gates]
+        self.asking = False  # a gate's nodes are being placed
 
     def run(self) -> list[int]:
         for i in range(len(self.model)):
             if not self.needs[i]:
                 self._becomes_available(i)
         self._want_next_reduction()
-        anchors = self.shape.anchors
+        kernels = self.shape.kernels
         while True:
-            while self.head < len(anchors) and self.done[anchors[self.head]]:
+            while self.head < len(kernels) and self.done[kernels[self.head]]:
                 self.head += 1
             self._launch_produced()
-            if self.head == len(anchors):
+            if self.head == len(kernels):
                 break
             self._prefetch()
             self._retire()
             chosen = self._choose()
-            for gather in self.under.pop(anchors[chosen], ()):
-                if self._fits(gather, self.shape.first_use[gather]):
+            for gather in self.under.pop(kernels[chosen], ()):
+                if self._fits(gather, self.shape.first_use[gather]) and self._allowed(gather):
                     self._emit(gather)
-            self._emit(anchors[chosen])
+            self._emit(kernels[chosen])
         for i in range(len(self.model)):
             self._emit(i)
         return self.order
@@ -257,12 +300,31 @@ class _Scheduler:
                 stack += reversed(open_needs)
                 continue
             stack.pop()
-            self._place(node)
+            if self.gates:
+                self._place_for_gates(node)
+            if not self.done[node]:
+                self._place(node)
+
+    def _allowed(self, start: int) -> bool:
+        return all(gate.may_launch(start) for gate in self.gates)
+
+    def _place_for_gates(self, node: int) -> None:
+        """Place what gates want before ``node``, as far as it needs nothing that is still open."""
+        if self.asking:  # one thing after the other: what they want must not call for more
+            return
+        self.asking = True
+        for gate in self.gates:
+            for other in gate.before(node):
+                if self.available[other] or not self.missing[other]:
+                    self._emit(other)
+        self.asking = False
 
     def _place(self, i: int) -> None:
         model = self.model
         self.order.append(i)
         self.done[i] = True
+        for gate in self.gates:
+            gate.placed(i)
         self.live.run(i)
         group = model.group[i]
         if group is not None:
@@ -292,7 +354,7 @@ class _Scheduler:
             self._satisfied(i)
 
     def _becomes_available(self, i: int) -> None:
-        """All that ``i`` needs is done or can be placed on demand."""
+        """All that ``i`` needs is done or can be placed lazily."""
         number = self.shape.at.get(i)
         if number is not None:
             bisect.insort(self.ready, number)
@@ -322,8 +384,15 @@ class _Scheduler:
     def _launch_produced(self) -> None:
         while self.to_launch:
             starts, self.to_launch = sorted(self.to_launch), []
+            held = []
             for i in starts:
-                self._emit(i)
+                if self.done[i] or self._allowed(i):
+                    self._emit(i)
+                else:
+                    held.append(i)
+            if held:
+                self.to_launch += held
+                break
 
     def _retire(self) -> None:
         """Place the waits of reductions that are through: what they read and wrote is free then."""
@@ -339,8 +408,8 @@ class _Scheduler:
                 self._emit(wait)
 
     def _is_reduction(self, start: int) -> bool:
-        # What leads to no anchor is waited for for its memory's sake alone.
-        return self.shape.first_use[start] == len(self.shape.anchors)
+        # What leads to no kernel is waited for for its memory's sake alone.
+        return self.shape.first_use[start] == len(self.shape.kernels)
 
     # --- prefetching -----------------------------------------------------------------------------
 
@@ -362,7 +431,7 @@ class _Scheduler:
     def _may_launch(self, gather: int, gathers: Sequence[int], at: int) -> bool:
         shape, options = self.shape, self.options
         use = shape.first_use[gather]
-        if use == len(shape.anchors) or self.missing[gather]:
+        if use == len(shape.kernels) or self.missing[gather]:
             return False
         head = self.head
         distance = shape.compute_before[use] - shape.compute_before[head]
@@ -370,9 +439,11 @@ class _Scheduler:
             return False
         ahead = 0
         for other in reversed(gathers[max(0, at - options.depth) : at]):
-            ahead += self.done[other] and not self.done[shape.anchors[shape.first_use[other]]]
+            ahead += self.done[other] and not self.done[shape.kernels[shape.first_use[other]]]
         late = options.deadlines and shape.latest[gather] <= shape.ms_before[head]
         if ahead >= options.depth and not late:
+            return False
+        if not self._allowed(gather):
             return False
         if use <= head:
             return True
@@ -392,12 +463,12 @@ class _Scheduler:
         growth = max(profile[self.head : use + 1]) - profile[self.head]
         return self.live.now + added + growth <= limit
 
-    # --- the next anchor -------------------------------------------------------------------------
+    # --- the next kernel -------------------------------------------------------------------------
 
     def _choose(self) -> int:
-        """Number of the anchor to run next."""
+        """Number of the kernel to run next."""
         shape, options, model = self.shape, self.options, self.model
-        before, anchors = shape.compute_before, shape.anchors
+        before, kernels = shape.compute_before, shape.kernels
         reach = before[self.head] + max(options.window, options.fill)
         near = before[self.head] + options.window
         capped = self._run_is_full()
@@ -407,11 +478,11 @@ class _Scheduler:
         for number in self.ready:
             if before[number] > reach:
                 break
-            anchor = anchors[number]
-            if capped and model.compute[anchor] and anchor not in self.wanted:
+            kernel = kernels[number]
+            if capped and model.compute[kernel] and kernel not in self.wanted:
                 continue
-            tail = shape.tail[anchor]
-            stall = self._stall(anchor)
+            tail = shape.tail[kernel]
+            stall = self._stall(kernel)
             if stall > _NO_STALL_MS:
                 if (stall, -tail) < soonest:
                     soonest, fallback = (stall, -tail), number
@@ -421,7 +492,7 @@ class _Scheduler:
             else:
                 # Without a window the first one that need not wait goes, else the longest path.
                 wins = before[number] <= near and tail > best_tail
-            if wins and number != self.head and not self._affordable(anchor):
+            if wins and number != self.head and not self._affordable(kernel):
                 continue
             if wins:
                 best, best_tail = number, tail
@@ -433,15 +504,15 @@ class _Scheduler:
             return fallback
         # What is near is held back by the run bound; what the reduction needs lies further ahead.
         allowed = (
-            n for n in self.ready if not model.compute[anchors[n]] or anchors[n] in self.wanted
+            n for n in self.ready if not model.compute[kernels[n]] or kernels[n] in self.wanted
         )
         return next(allowed, self.ready[0])
 
-    def _stall(self, anchor: int) -> float:
-        """How long the compute stream would have to wait before ``anchor``."""
-        starts = self.pending.get(anchor)
+    def _stall(self, kernel: int) -> float:
+        """How long the compute stream would have to wait before ``kernel``."""
+        starts = self.pending.get(kernel)
         if starts is None:
-            starts = self.pending[anchor] = self._starts_behind(anchor)
+            starts = self.pending[kernel] = self._starts_behind(kernel)
         latest = 0.0
         for start in starts:
             if self.done[start]:
@@ -453,8 +524,8 @@ class _Scheduler:
                 latest = max(latest, begin + self.model.ms[start])
         return latest - self.now
 
-    def _starts_behind(self, anchor: int) -> list[int]:
-        found, seen, stack = [], {anchor}, [anchor]
+    def _starts_behind(self, kernel: int) -> list[int]:
+        found, seen, stack = [], {kernel}, [kernel]
         while stack:
             for j in self.needs[stack.pop()]:
                 if self.done[j] or j in seen:
@@ -467,9 +538,9 @@ class _Scheduler:
                     stack.append(j)
         return found
 
-    def _affordable(self, anchor: int) -> bool:
+    def _affordable(self, kernel: int) -> bool:
         limit = self.options.limit_bytes
-        return limit is None or self.live.now + self.live.change(anchor)[0] <= limit
+        return limit is None or self.live.now + self.live.change(kernel)[0] <= limit
 
     # --- runs between reduce-scatters ------------------------------------------------------------
 

@@ -1,15 +1,19 @@
-"""Bounds on what an order may do to memory.
+"""Policies that bound what an order may do to memory.
 
-Both are policies for :func:`.schedule`. A bound that can't be kept is never silent: the
-report and one warning say by how much it is missed and what stands in the way. The third bound, on
-the span of a bucket, prevents instead: ``max_node_span`` of :func:`.plan_by_cap`.
+A bound that can't be kept is never silent: the report and one warning say by how much it is missed
+and what stands in the way. The third bound, on the span of a bucket, prevents instead:
+``max_node_span`` of :func:`.plan_by_cap`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .model import Model
+from .policy import Case, Options, Policy, PolicyReport
+from .timeline import Timeline
 
 __all__ = [
     "CapComputeRun",
@@ -22,7 +26,7 @@ _ALL = 2**63  # bytes: more than any graph needs
 
 
 @dataclass(frozen=True)
-class CapComputeRun:
+class CapComputeRun(Policy):
     """No more than so many compute nodes between two reduce-scatters.
 
     Buckets tie far-apart nodes together, and the sort that follows may run the recomputation of
@@ -45,9 +49,40 @@ class CapComputeRun:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"max_consecutive must be a whole number of at least 1, got {n!r}")
 
+    def ask(self, case: Case, options: Options) -> Options:
+        """Runs of that length. One that dependencies force anyway is no reason to hold others
+        back."""
+        return options.tightened(max_run=max(self.max_consecutive, case.fact(forced_run)))
+
+    def misses(self, case: Case, timeline: Timeline) -> float:
+        """Compute nodes of the longest run above the bound, over the bound."""
+        return max(0, timeline.longest_run - self.max_consecutive) / self.max_consecutive
+
+    def report(self, case: Case, timeline: Timeline) -> PolicyReport:
+        """The bound, what dependencies force, and where the longest run ends."""
+        most, forced = self.max_consecutive, case.fact(forced_run)
+        figures = {"max_run": most, "forced_run": forced}
+        if timeline.longest_run <= most:
+            return PolicyReport(repr(self), figures)
+        why = (
+            f"dependencies force a run of at least {forced}"
+            if forced > most
+            else "no order was found that keeps it within the memory bound"
+        )
+        warning = (
+            f"CapComputeRun({most}): {timeline.longest_run} compute nodes in a row "
+            f"before {_run_end(case.model, timeline)}; {why}. Smaller reduce-scatter buckets make "
+            "shorter runs."
+        )
+        return PolicyReport(repr(self), figures, warning=warning)
+
+    def bucket_bounds(self) -> Mapping[str, Any]:
+        """Buckets of reduce-scatters that leave no longer run."""
+        return {"max_compute_run": self.max_consecutive}
+
 
 @dataclass(frozen=True)
-class PeakMemory:
+class PeakMemory(Policy):
     """The estimated peak of live bytes stays under a bound.
 
     Args:
@@ -80,6 +115,32 @@ class PeakMemory:
         assert self.ratio is not None
         return int(min(self.ratio * reference, _ALL))
 
+    def ask(self, case: Case, options: Options) -> Options:
+        """Prefetching and overtaking that stay under the bound."""
+        return options.tightened(limit_bytes=self.limit_bytes(case.reference_bytes))
+
+    def misses(self, case: Case, timeline: Timeline) -> float:
+        """Bytes of the peak above the bound, over the bound."""
+        limit = self.limit_bytes(case.reference_bytes)
+        return max(0, timeline.peak_bytes - limit) / max(1, limit)
+
+    def report(self, case: Case, timeline: Timeline) -> PolicyReport:
+        """The bound in bytes, and what is live where the peak is above it."""
+        limit = self.limit_bytes(case.reference_bytes)
+        figures = {"limit_bytes": limit}
+        if timeline.peak_bytes <= limit:
+            return PolicyReport(repr(self), figures)
+        nodes = case.model.dependencies.nodes
+        at = timeline.live.index(timeline.peak_bytes) if timeline.live else 0
+        where = nodes[timeline.order[at]].name if timeline.live else "the inputs"
+        warning = (
+            f"PeakMemory: {timeline.peak_bytes / _GIB:.3f} GiB live at {where}, above the bound "
+            f"of {limit / _GIB:.3f} GiB; inputs, saved values and constants are "
+            f"{case.model.liveness.at_start / _GIB:.3f} GiB of it, and no order tried needs less. "
+            "Smaller buckets and more recomputation need less."
+        )
+        return PolicyReport(repr(self), figures, warning=warning)
+
 
 def forced_run(model: Model) -> int:
     """A number of compute nodes that no order can keep every run between reduce-scatters under.
@@ -109,3 +170,14 @@ def forced_run(model: Model) -> int:
                         stack.append(j)
             forced = max(forced, -(-compute // (k + total - len(starts))))
     return forced
+
+
+def _run_end(model: Model, timeline: Timeline) -> str:
+    run = 0
+    for i in timeline.order:
+        run += model.compute[i]
+        if model.reduces[i]:
+            if run == timeline.longest_run:
+                return model.dependencies.nodes[i].name
+            run = 0
+    return "the end"

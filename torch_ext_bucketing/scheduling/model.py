@@ -94,6 +94,7 @@ class Model:
     def __len__(self) -> int:
         return len(self.ms)
 
-    def chained(self, before: int, after: int) -> bool:
-        """Whether the two are starts, of which one needs the other for their order's sake alone."""
+    def only_ordered(self, before: int, after: int) -> bool:
+        """Whether the two are starts: then ``after`` needs ``before`` for the launch order alone,
+        and not its end."""
         return self.group[before] is not None and self.group[after] is not None

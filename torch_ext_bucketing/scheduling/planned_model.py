@@ -119,7 +119,7 @@ class _Sorted:
         model = self._model
         for j in model.dependencies.needs[i]:
             # Starts keep their order, but which one it is only comes out at the end.
-            if not model.chained(j, i):
+            if not model.only_ordered(j, i):
                 yield self._unit[j]
 
     def _hoist(self, merged: _Merged) -> None:
@@ -293,9 +293,9 @@ class _Rewritten:
     def _mapped(self, i: int) -> list[int]:
         """The new places of what old node ``i`` needs, but for the order of starts."""
         old, at = self._old, self._at
-        return [at[j] for j in old.dependencies.needs[i] if not old.chained(j, i)]
+        return [at[j] for j in old.dependencies.needs[i] if not old.only_ordered(j, i)]
 
-    def _chained(self, start: fx.Node, group: str | None, needs: list[int]) -> list[int]:
+    def _in_launch_order(self, start: fx.Node, group: str | None, needs: list[int]) -> list[int]:
         key = (group, kind_of(start))
         if key in self._last:
             needs.append(self._last[key])
@@ -307,7 +307,7 @@ class _Rewritten:
         node, group = old.dependencies.nodes[i], old.group[i]
         needs = self._mapped(i)
         if group is not None:
-            needs = self._chained(node, group, needs)
+            needs = self._in_launch_order(node, group, needs)
         if i in self._casts:
             self._at[i] = self._new.add(node, needs, (), self._casts[i], view=True)
             return
@@ -348,7 +348,7 @@ class _Rewritten:
         pack = new.add(first, self._all_mapped(m.starts), allocated, (*allocated, *inputs), pack_ms)
         start = new.add(
             first,
-            self._chained(first, group, [pack]),
+            self._in_launch_order(first, group, [pack]),
             () if gathers else (buffer,),
             sent,
             costs.collective(first, sum(moved)),

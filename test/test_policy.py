@@ -1,0 +1,243 @@
+"""A scheduling policy that is written here and nowhere else: it bounds orders, reports what was
+reached, warns where it can't be kept, is part of cache keys, and goes with the others."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.fx as fx
+from collective_graphs import run_all_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import random_graph, real_inputs
+from test_schedule import Trainer, backward_graph, forward_graph, machine, order_of
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing import _source
+from torch_ext_bucketing.reports.compile import CompileReport
+from torch_ext_bucketing.scheduling.cap_search import choose_caps
+from torch_ext_bucketing.scheduling.model import Model, model_of
+from torch_ext_bucketing.scheduling.policy import Case, Options, Policy, PolicyReport
+from torch_ext_bucketing.scheduling.timeline import Timeline
+
+pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _world(fake_world: int) -> int:
+    return fake_world
+
+
+def most_in_flight(model: Model, order: Sequence[int]) -> int:
+    """Collectives between launch and wait, at the place where they are most."""
+    now = most = 0
+    for i in order:
+        now += model.group[i] is not None
+        most = max(most, now)
+        now -= model.start_of[i] >= 0
+    return most
+
+
+class Window:
+    """Keeps the number of collectives under way by waiting for the oldest."""
+
+    def __init__(self, model: Model, most: int) -> None:
+        self.model, self.most = model, most
+        self.wait_of = {s: i for i, s in enumerate(model.start_of) if s >= 0}
+        self.open: dict[int, None] = {}
+
+    def may_launch(self, start: int) -> bool:
+        return len(self.open) < self.most
+
+    def before(self, node: int) -> Iterable[int]:
+        if self.model.group[node] is None or len(self.open) < self.most:
+            return ()
+        return [self.wait_of[s] for s in self.open if s in self.wait_of][:1]
+
+    def placed(self, node: int) -> None:
+        if self.model.group[node] is not None:
+            self.open[node] = None
+        self.open.pop(self.model.start_of[node], None)
+
+
+@dataclass(frozen=True)
+class InFlight(Policy):
+    """At most so many collectives between launch and wait."""
+
+    most: int = 2
+
+    def ask(self, case: Case, options: Options) -> Options:
+        return options.tightened(gate=lambda model: Window(model, self.most))
+
+    def misses(self, case: Case, timeline: Timeline) -> float:
+        return max(0, most_in_flight(case.model, timeline.order) - self.most) / self.most
+
+    def report(self, case: Case, timeline: Timeline) -> PolicyReport:
+        before = most_in_flight(case.model, case.given.order)
+        after = most_in_flight(case.model, timeline.order)
+        missed = f"InFlight: {after} collectives are under way at once, above {self.most}"
+        return PolicyReport(
+            repr(self),
+            {"most_in_flight": self.most, "in_flight": (before, after)},
+            f"{before} -> {after} under way, bound {self.most}",
+            missed if after > self.most else "",
+        )
+
+
+def all_at_once(layers: int = 5) -> fx.GraphModule:
+    """Gathers that are all launched first, products, reduce-scatters that are waited for last."""
+    gm = forward_graph(layers)
+    nodes = list(gm.graph.nodes)
+    gathers = [
+        n for n in nodes if n.target is torch.ops._c10d_functional.all_gather_into_tensor.default
+    ]
+    for other, gather in itertools.pairwise(gathers):
+        other.append(gather)
+    gm.recompile()
+    return gm
+
+
+def reached(gm: fx.GraphModule) -> int:
+    model = model_of(gm.graph)
+    return most_in_flight(model, range(len(model)))
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_it_bounds_and_reports(most: int):
+    gm = all_at_once()
+    assert reached(gm) == 5
+    report = teb.schedule(gm, [teb.Overlap(depth=4), InFlight(most)], machine=machine(2.0))
+    assert reached(gm) == most
+    assert report.misses == 0
+    assert not report.warnings
+    assert report.figure("in_flight") == (5, most)
+    assert report.bounds[1].figures["most_in_flight"] == most
+    assert f"InFlight(most={most})" in report.to_text()
+    assert f"5 -> {most} under way, bound {most}" in report.to_text()
+    whole = json.loads(CompileReport(schedules=[report]).to_json())
+    assert whole["schedules"][0]["bounds"][1]["figures"]["in_flight"] == [5, most]
+
+
+def test_alone_it_changes_only_what_misses_it():
+    gm = all_at_once()
+    before = order_of(gm)
+    assert teb.schedule(gm, InFlight(5)).chosen == "as given"
+    assert order_of(gm) == before
+    assert teb.schedule(gm, InFlight(2)).chosen.startswith("gathers at their use")
+    assert reached(gm) <= 2
+
+
+def test_produced_collectives_are_held_back():
+    gm = backward_graph(layers=6, products=1)
+    teb.schedule(gm, [teb.Overlap(), InFlight(1)], machine=machine(20.0))
+    assert reached(gm) == 1
+
+
+def test_a_bound_that_cannot_be_kept_is_a_warning():
+    """The wait of the first one stands behind an operator of unknown effect, and the second before
+    it."""
+    b = Trainer()
+    x, w = b.matrix(), b.matrix()
+    waits = [b.start("reduce_scatter", b.mm(x, w)) for _ in range(3)]
+    unknown = b.graph.call_function(torch.manual_seed, (0,))
+    gm = b.finish(waits)
+    for wait in waits:
+        unknown.append(wait)
+    assert reached(gm) == 3
+    with pytest.warns(teb.BoundNotKeptWarning, match="InFlight: 3 collectives .* above 2"):
+        report = teb.schedule(gm, [teb.Overlap(), InFlight(2)], machine=machine())
+    assert report.misses == 0.5
+    assert report.warnings == ("InFlight: 3 collectives are under way at once, above 2",)
+
+
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 12), most=st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_it_goes_with_the_others(seed: int, size: int, most: int):
+    """Same values, and each bound is kept or said to be missed."""
+    gm = random_graph(seed, size, ["0"], share=False)
+    inputs = real_inputs(gm)
+    expected = run_all_ranks(gm, inputs)
+    policies = [teb.Overlap(depth=3), InFlight(most), teb.CapComputeRun(1), teb.PeakMemory(ratio=1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", teb.BoundNotKeptWarning)
+        report = teb.schedule(gm, policies)
+    assert report.order, report.warnings
+    figures = report.figure("in_flight")
+    assert figures[1] == reached(gm)
+    for name, kept in (
+        ("InFlight", figures[1] <= most),
+        ("CapComputeRun", report.longest_run[1] <= 1),
+        ("PeakMemory", report.peak_bytes[1] <= (report.limit_bytes or 0)),
+    ):
+        assert kept != any(w.startswith(name) for w in report.warnings)
+    assert (report.misses > 0) == bool(report.warnings)
+    for ours, theirs in zip(run_all_ranks(gm, inputs), expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_caps_are_chosen_under_it():
+    gm = forward_graph(8)
+    caps = [0.02, 0.05, 1.0]
+    policies = [teb.Overlap(depth=4), InFlight(1), teb.PeakMemory(ratio=10)]
+    _, free = choose_caps(gm.graph, policies[::2], caps_mb=caps, machine=machine(2.0))
+    _, report = choose_caps(gm.graph, policies, caps_mb=caps, machine=machine(2.0))
+    assert report.chosen.misses == 0
+    assert report.chosen.step_ms >= free.chosen.step_ms
+
+
+POLICY = """
+from dataclasses import dataclass
+from torch_ext_bucketing import Policy
+
+@dataclass(frozen=True)
+class Mine(Policy):
+    most: int = 2
+
+    def misses(self, case, timeline):
+        return {result}
+"""
+
+
+def test_settings_and_source_are_part_of_the_cache_key(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def uuid(result: str, **fields: int) -> str | None:
+        """As in a process that finds this source."""
+        (tmp_path / "policy_of_mine.py").write_text(POLICY.format(result=result))
+        monkeypatch.setattr(_source, "_noted", {})
+        sys.modules.pop("policy_of_mine", None)
+        importlib.invalidate_caches()
+        _source.source_digest.cache_clear()
+        module = importlib.import_module("policy_of_mine")
+        return teb.Schedule([teb.Overlap(), module.Mine(**fields)]).uuid()
+
+    first = uuid("0.0")
+    found = [first, uuid("0.0", most=3), uuid("1.0"), teb.Schedule(teb.Overlap()).uuid()]
+    assert None not in found
+    assert len(set(found)) == 4
+    assert uuid("0.0") == first
+    sys.modules.pop("policy_of_mine")
+
+
+def test_a_policy_without_known_fields_has_no_key(caplog):
+    class Opaque(Policy):
+        def __init__(self) -> None:
+            self.ask_somebody = object()
+
+    assert teb.Schedule([Opaque()]).uuid() is None
+    assert "no plain value; give it a uuid()" in caplog.text
+
+
+def test_two_of_one_class_are_an_error():
+    with pytest.raises(ValueError, match="two InFlight policies"):
+        teb.Schedule([InFlight(), InFlight(3)])

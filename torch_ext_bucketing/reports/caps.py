@@ -1,0 +1,63 @@
+"""How byte caps were chosen for one graph."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+__all__ = ["CapsReport", "TriedCaps"]
+
+NamedCaps: TypeAlias = tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class TriedCaps:
+    """Caps that were tried on the cost model, and the best order that was found with them.
+
+    Args:
+        caps_mb: byte cap in MiB per process group and kind, such as ``"0 all_gather"``.
+        step_ms: time of the graph.
+        peak_bytes: estimated peak of live bytes.
+        longest_run: most compute nodes between two reduce-scatters.
+        misses: by how much bounds are missed, as parts of them added up; 0: all are kept.
+    """
+
+    caps_mb: NamedCaps
+    step_ms: float
+    peak_bytes: int
+    longest_run: int
+    misses: float
+
+
+@dataclass(frozen=True)
+class CapsReport:
+    """What :func:`.choose_caps` tried, and what it chose.
+
+    Args:
+        chosen: the caps that were taken: those that miss the bounds least, then the fastest.
+        tried: all of them, in the order in which they were tried. Caps that can't be faster than
+            others were passed over and are not among them.
+        seconds: what the search took.
+    """
+
+    chosen: TriedCaps
+    tried: tuple[TriedCaps, ...]
+    seconds: float = 0.0
+
+    @property
+    def caps_mb(self) -> NamedCaps:
+        """Byte cap in MiB per process group and kind, such as ``"0 all_gather"``."""
+        return self.chosen.caps_mb
+
+    def alternatives(self) -> tuple[tuple[NamedCaps, float, int, float], ...]:
+        """All that were tried, in short: the caps, step in ms, peak in bytes, misses."""
+        return tuple((t.caps_mb, t.step_ms, t.peak_bytes, t.misses) for t in self.tried)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def to_text(self) -> str:
+        """The caps that were chosen, and of how many, in one line."""
+        caps = ", ".join(f"{cap:g} for {name}" for name, cap in self.caps_mb)
+        return f"{caps}, of {len(self.tried)} tried"
