@@ -7,7 +7,9 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from random_graphs import Builder
 
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.passes.bucketing import BucketByCap, bucket_graph
+from torch_ext_bucketing.reports.buckets import ClosedBy
 from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.reports.graph import ARTIFACT
 from torch_ext_bucketing.tagging.tags import Tag, set_tag
@@ -73,6 +76,17 @@ def test_text_without_members(report):
     text = report.to_text(members=False)
     assert "offset" not in text
     assert "closed by" in text
+
+
+def test_every_reason_is_in_the_text(report):
+    """Also ``"run"``, which was left out."""
+    (bucket,) = report.buckets
+    reasons = get_args(ClosedBy)
+    buckets = tuple(replace(bucket, closed_by=reason) for reason in reasons)
+    text = replace(report, buckets=buckets).summary()
+    assert text.split("; ")[1] == (
+        f"{len(reasons)} buckets, closed " + ", ".join(f"1 by {r}" for r in reasons)
+    )
 
 
 def test_json_holds_all_of_it(report):

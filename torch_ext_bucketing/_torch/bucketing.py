@@ -27,6 +27,7 @@ __all__ = [
     "packing_ops",
     "payload_inputs",
     "register_ops",
+    "require_packed_reductions",
     "require_payload_order_hook",
     "sort_topologically",
 ]
@@ -57,6 +58,21 @@ def require_payload_order_hook() -> None:
         from ..patching import require_hooks
 
         require_hooks()
+
+
+def require_packed_reductions() -> None:
+    """Check that torch is configured to merge reduce-scatters over a packed buffer.
+
+    Raises:
+        ValueError: ``bucket_mode`` is ``"coalesced"``, which launches the members of a bucket as
+            one group of calls, each on its own tensor: there is no payload to lay out.
+    """
+    if getattr(inductor_config.aten_distributed_optimizations, "bucket_mode", None) == "coalesced":
+        raise ValueError(
+            "torch._inductor.config.aten_distributed_optimizations.bucket_mode is 'coalesced', "
+            "which packs no buffer, so reduce-scatters can't be merged in an order of their own: "
+            "set it to None, 'default' or 'custom_ops', or bucket all-gathers only"
+        )
 
 
 def configured_payload_key() -> Callable[[fx.Node], Any] | None:

@@ -53,6 +53,7 @@ def apply_plan(
         One report per bucket, in graph order.
 
     Raises:
+        ValueError: the plan merges reduce-scatters and torch's ``bucket_mode`` is ``"coalesced"``.
         HooksError: ``payload_key`` is given, but this torch has no payload-order hook.
         RuntimeError: the key failed at a node, its keys for one bucket have no order, or it changed
             the graph or communicated; or, torch's own, a symbolic size has no hint.
@@ -73,6 +74,8 @@ def merge_buckets(
         plan: as of :func:`apply_plan`.
         keys: every member's key; None packs in graph order.
     """
+    if any(bucket.kind == "reduce_scatter" for bucket in plan.buckets):
+        tb.require_packed_reductions()
     for duplicate, original in plan.duplicates:
         _reuse_gather(duplicate, original)
     position = {node: i for i, node in enumerate(graph.nodes)}
@@ -119,8 +122,8 @@ def _check_order(name: str, keys: Mapping[fx.Node, Any]) -> None:
         if not all(a < b or a == b for a, b in itertools.pairwise(known)):
             raise TypeError("keys without a total order, such as NaN")
     except Exception as error:
-        said = ", ".join(f"{node.name}: {key!r}" for node, key in keys.items())
-        raise RuntimeError(f"{name}: the keys of a bucket can't be sorted: {said}") from error
+        listed = ", ".join(f"{node.name}: {key!r}" for node, key in keys.items())
+        raise RuntimeError(f"{name}: the keys of a bucket can't be sorted: {listed}") from error
 
 
 def _apply_bucket(
@@ -148,7 +151,7 @@ def _apply_bucket(
     packed = [by_input[value].pop(0) for value in tb.payload_inputs(new_nodes, start)]
     if len(packed) != len(bucket.members):
         raise AssertionError(f"{start.name} packs {len(packed)} of {len(bucket.members)} members")
-    # torch gave every new node the first member's metadata; who the members are is said once.
+    # torch gave every new node the first member's metadata; the start alone lists all members.
     set_member_tags(start, [tags[m] for m in packed])
     layout, offset = [], 0
     for member in packed:

@@ -7,9 +7,9 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
-from .buckets import BucketReport, Unmerged
+from .buckets import BucketReport, ClosedBy, Unmerged
 from .text import KIND_NAMES, aligned, change, shape_text, size_text
 
 __all__ = ["ARTIFACT", "GraphReport", "emit"]
@@ -88,7 +88,7 @@ def _graph_summary(report: GraphReport) -> str:
     closed: Counter[str] = Counter(b.closed_by for b in report.buckets)
     parts = [f"{report.stage}: {change(report.collectives_before, report.collectives_after)}"]
     if closed:
-        reasons = ", ".join(f"{closed[r]} by {r}" for r in _in_order(closed))
+        reasons = ", ".join(f"{closed[r]} by {r}" for r in get_args(ClosedBy) if closed[r])
         number = len(report.buckets)
         parts.append(f"{number} bucket{'s' if number > 1 else ''}, closed {reasons}")
     if report.alone:
@@ -143,10 +143,6 @@ def _graph_text(report: GraphReport, members: bool = True) -> str:
     if report.splits:
         lines += ["", *report.splits]
     return "\n".join(lines) + "\n"
-
-
-def _in_order(closed: Mapping[str, int]) -> list[str]:
-    return [r for r in ("bytes", "span", "dependency", "end") if closed.get(r)]
 
 
 def _bucket_row(bucket: BucketReport) -> tuple[str, ...]:
