@@ -27,9 +27,9 @@ from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
+from torch_ext_bucketing.scheduling.merged_model import merged_model
 from torch_ext_bucketing.scheduling.model import model_of, peak_bytes
 from torch_ext_bucketing.scheduling.overlap import Overlap
-from torch_ext_bucketing.scheduling.planned_model import planned_model
 from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.tagging.tags import member_tags, tag_of
@@ -162,21 +162,21 @@ def test_nothing_is_left_out_of_even_graphs(even, uneven):
         for gm in stages:
             side = shard_side(gm.graph)
             assert side.nodes
-            assert bool(side.lacking) == (rank == 1)
+            assert bool(side.uncounted) == (rank == 1)
             assert not any(kind_of(n) for n in side.nodes)
 
 
 @packs_in_parts
 @pytest.mark.parametrize("cap", [0.0005, 0.002, 1.0])
 @pytest.mark.parametrize("phase", [0, 1], ids=["forward", "backward"])
-def test_a_planned_model_is_alike_and_as_if_merged(uneven, phase, cap):
+def test_a_merged_model_is_alike_on_all_ranks_and_as_if_merged(uneven, phase, cap):
     found = []
     for rank in range(WORLD):
         gm = copy.deepcopy(uneven[rank][phase])
         costs = Costs(Machine(bandwidth=1e9, kernel_ms=1e-9))  # whatever is moved takes time
         plan = plan_by_cap(gm.graph, cap)
         assert plan.buckets
-        planned = planned_model(model_of(gm.graph, costs), plan.buckets, costs)
+        planned = merged_model(model_of(gm.graph, costs), plan.buckets, costs)
         assert planned is not None
         apply_plan(gm.graph, plan)
         timelines = [Timeline.of(m) for m in (planned, model_of(gm.graph, costs))]

@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from .._torch import process_groups as groups
 from .._torch.aot import stage_of
+from ..graph.graph_of import graph_of
 from ..reports.graph import GraphReport
 from .differences import Version
 from .exchange import (
@@ -52,7 +53,7 @@ def agree(
         RankMissingError: a rank did not come in time.
         AgreementError: the store can't be reached.
     """
-    g = graph.graph if isinstance(graph, fx.GraphModule) else graph
+    g = graph_of(graph)
     buckets = () if report is None else report.buckets
     agree_on_plan(plan_of(g, stage_of(g), buckets), timeout, fresh=True)
 

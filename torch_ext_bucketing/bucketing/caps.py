@@ -31,6 +31,7 @@ from ..graph.collectives import (
     KINDS,
     Kind,
     bucket_key,
+    check_kinds,
     group_name,
     group_size,
     is_compute,
@@ -133,9 +134,7 @@ class CapPlanner:
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
     ) -> None:
-        unknown = [k for k in kinds if k not in KINDS]
-        if isinstance(kinds, str) or unknown:
-            raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
+        kinds = check_kinds(kinds)
         if group_filter is not None and not callable(group_filter):
             raise TypeError(f"group_filter must be a callable or None, got {group_filter!r}")
         self._graph = graph

@@ -72,7 +72,7 @@ class Contraction:
         self._position: list[int] = []
         self._epoch: list[int] = []  # number of unordered writes before it
         self._writes = unordered_writes(nodes)
-        self._project(nodes, shard_side(graph).lacking)
+        self._project(nodes, shard_side(graph).uncounted)
         self.reset()
 
     def reset(self) -> None:
@@ -87,7 +87,7 @@ class Contraction:
         self._first = self._last = 0
         self._open_epoch = 0
 
-    def _project(self, nodes: list[fx.Node], lacking: Mapping[fx.Node, None]) -> None:
+    def _project(self, nodes: list[fx.Node], uncounted: Mapping[fx.Node, None]) -> None:
         writes = dict.fromkeys(self._writes)
         needs: dict[fx.Node, int] = {}
         uses: dict[fx.Node, int] = {}
@@ -96,7 +96,7 @@ class Contraction:
         for node in nodes:
             if node.op == "output":
                 continue
-            position += node not in lacking
+            position += node not in uncounted
             mask = 0
             for arg in node.all_input_nodes:
                 left = uses.get(arg)

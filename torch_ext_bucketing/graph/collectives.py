@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, Literal
 
 import torch
@@ -24,12 +25,15 @@ __all__ = [
     "Kind",
     "argument",
     "bucket_key",
+    "check_kinds",
     "collective_group",
     "count_collectives",
     "group_name",
     "group_size",
+    "is_assertion",
     "is_collective",
     "is_compute",
+    "is_number",
     "is_start",
     "is_view",
     "is_wait",
@@ -54,6 +58,17 @@ _KIND_OF_TARGET: dict[Any, Kind] = {
     _c10d.all_reduce.default: "all_reduce",
     _c10d.all_reduce_.default: "all_reduce",
 }
+
+
+def check_kinds(kinds: Collection[Kind]) -> tuple[Kind, ...]:
+    """Some kinds in the order of :data:`KINDS`.
+
+    Raises:
+        ValueError: one is unknown, or ``kinds`` is a single string.
+    """
+    if isinstance(kinds, str) or any(k not in KINDS for k in kinds):
+        raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
+    return tuple(k for k in KINDS if k in kinds)
 
 
 def kind_of(node: fx.Node) -> Kind | None:
@@ -97,12 +112,55 @@ def started_by(wait: fx.Node) -> fx.Node | None:
     return start if start is not None and is_collective(start) else None
 
 
+_ASSERTIONS = frozenset(
+    {
+        torch._assert,
+        torch._assert_async,
+        torch._check,
+        torch._check_is_size,
+        torch.ops.aten._assert_async.default,
+        torch.ops.aten._assert_async.msg,
+        torch.ops.aten._assert_scalar.default,
+        torch.ops.aten._assert_tensor_metadata.default,
+        torch.ops.aten.sym_constrain_range.default,
+        torch.ops.aten.sym_constrain_range_for_size.default,
+    }
+)
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """Whether ``node`` only checks its inputs, or tells the compiler something about them."""
+    try:
+        return node.op == "call_function" and node.target in _ASSERTIONS
+    except TypeError:  # an unhashable target
+        return False
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether ``node`` gives a number, such as a size, that is not known when the graph is made."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _gives_a_size(target: Any) -> bool:
+    """Whether it is ``torch.sym_sum``, ``aten.sym_size`` or the like: the CPU knows the result."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace == "aten" and target._opname.startswith("sym_")
+    name = getattr(target, "__name__", "").removeprefix("_")
+    return getattr(target, "__module__", "") == "torch" and name.startswith("sym_")
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether ``node`` runs no kernel."""
     if node.op != "call_function":
         return True
     target = node.target
     if target in _COPIES_NOTHING:
+        return True
+    if is_assertion(node):
+        return "_assert_async" not in str(target)  # which looks at values on the GPU
+    if _gives_a_size(target):
+        return True
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "profiler":
         return True
     if isinstance(target, torch._ops.OpOverload):
         return bool(target.is_view)

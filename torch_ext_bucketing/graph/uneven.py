@@ -51,13 +51,13 @@ class ShardSide:
     Args:
         nodes: those that only handle this rank's shards, inputs of the graph included: what stands
             before gathers without computation, and behind reductions up to the outputs.
-        lacking: the pads and cuts among them, which some ranks have and others lack.
+        uncounted: the pads and cuts among them, which only some ranks have.
         elements: per node, how many the largest rank has of its parameter or its gradient. Without
             an entry: what not every rank copies, and inputs that nothing uses.
     """
 
     nodes: dict[fx.Node, None] = field(default_factory=dict)
-    lacking: dict[fx.Node, None] = field(default_factory=dict)
+    uncounted: dict[fx.Node, None] = field(default_factory=dict)
     elements: dict[fx.Node, int] = field(default_factory=dict)
 
 
@@ -92,8 +92,8 @@ def shard_side(graph: fx.Graph) -> ShardSide:
     # What a gather writes to is as large on every rank, and larger than a shard.
     buffers = dict.fromkeys(n.kwargs.get("out") for n in starts)
     found = {n: None for n in nodes if ours[n] and n not in buffers}
-    lacking = {n: None for n in found if _is_pad(n) or _is_cut(n)}
-    return ShardSide(found, lacking, _parameters(found) | _gradients(found, reduced))
+    uncounted = {n: None for n in found if _is_pad(n) or _is_cut(n)}
+    return ShardSide(found, uncounted, _parameters(found) | _gradients(found, reduced))
 
 
 def _parameters(ours: dict[fx.Node, None]) -> dict[fx.Node, int]:

@@ -9,27 +9,28 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
-import torch.fx as fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from .._source import note_sources, package_digest
 from .._torch.caches import before_key
 from .._torch.process_groups import group_places
 from ..bucketing.units import UncoveredParametersWarning
+from ..graph.graph_of import GraphLike, graph_of
 from ..reports.compile import CompileReport
 from ..tagging.tag_graph import FqnOf
 from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
 
 __all__ = [
     "Compilation",
+    "GraphLike",
     "GraphPass",
     "Stage",
+    "graph_of",
 ]
 
 Stage = Literal["joint", "forward_backward"]
-GraphLike: TypeAlias = fx.GraphModule | fx.Graph
 
 
 @dataclass
@@ -112,7 +113,3 @@ class GraphPass(CustomGraphPass):
         """What decides the pass's result: plain values, containers and dataclasses of them, and
         objects with a ``uuid()``. A subclass adds what it adds."""
         return ()
-
-
-def graph_of(graph: GraphLike) -> fx.Graph:
-    return graph.graph if isinstance(graph, fx.GraphModule) else graph

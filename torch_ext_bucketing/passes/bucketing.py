@@ -13,7 +13,7 @@ from ..bucketing.groups import GroupFilter
 from ..bucketing.merge import apply_plan
 from ..bucketing.plan import BucketingPlan
 from ..bucketing.units import HasUnits, UnitIndex, plan_units
-from ..graph.collectives import KINDS, Kind, count_collectives
+from ..graph.collectives import KINDS, Kind, check_kinds, count_collectives
 from ..reports.graph import GraphReport, emit
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
 
@@ -49,9 +49,7 @@ class BucketUnits(GraphPass):
         kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
         payload_order: bool | Callable[[fx.Node], Any] = False,
     ) -> None:
-        unknown = [k for k in kinds if k not in KINDS]
-        if isinstance(kinds, str) or unknown:
-            raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
+        self.kinds = check_kinds(kinds)
         if not isinstance(payload_order, bool) and not callable(payload_order):
             raise TypeError(
                 f"payload_order must be True, False or a callable of a node, got {payload_order!r}"
@@ -67,7 +65,6 @@ class BucketUnits(GraphPass):
         self.units = tuple((u,) if isinstance(u, str) else tuple(u) for u in units)
         self.aliases = tuple(getattr(order_or_plan, "aliases", ()))
         UnitIndex(self.units, self.aliases)  # bad names are known before anything is compiled
-        self.kinds = tuple(k for k in KINDS if k in kinds)
         self.last_report: GraphReport | None = None
         self.payload_key: Callable[[fx.Node], Any] | None = None
         if payload_order is True:
@@ -126,7 +123,7 @@ class BucketByCap(GraphPass):
             )
         self.options: dict[str, Any] = {
             "cap_mb": dict(cap_mb) if isinstance(cap_mb, Mapping) else cap_mb,
-            "kinds": kinds,
+            "kinds": check_kinds(kinds),
             "eligible": eligible,
             "group_filter": group_filter,
             "max_node_span": max_node_span,
@@ -137,7 +134,6 @@ class BucketByCap(GraphPass):
         empty = fx.Graph()
         empty.output(())
         plan_by_cap(empty, **self.options)  # bad options are known before anything is compiled
-        self.options["kinds"] = tuple(k for k in KINDS if k in kinds)
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         g = graph_of(graph)

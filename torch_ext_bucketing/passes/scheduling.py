@@ -21,7 +21,7 @@ from ..scheduling.cost import H100, Machine, check_machine
 from ..scheduling.model import peak_bytes
 from ..scheduling.policy import Policy, policies_of
 from ..scheduling.scheduler import schedule
-from .base import Compilation, GraphLike, GraphPass, Stage
+from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from .bucketing import apply_and_report
 
 __all__ = [
@@ -126,7 +126,7 @@ class BucketAndSchedule(Schedule):
         self.last_buckets: GraphReport | None = None
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
-        g = graph.graph if isinstance(graph, fx.GraphModule) else graph
+        g = graph_of(graph)
         plan, found = choose_caps(
             g,
             self.policies,

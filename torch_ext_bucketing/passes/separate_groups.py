@@ -17,12 +17,11 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch.distributed as dist
-import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..graph.collectives import KINDS, Kind, group_name, kind_of, set_group_name
+from ..graph.collectives import Kind, check_kinds, group_name, kind_of, set_group_name
 from ..tagging.tags import tag_of
-from .base import Compilation, GraphLike, GraphPass, Stage
+from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
 
 __all__ = [
     "SeparateGroups",
@@ -55,10 +54,7 @@ class SeparateGroups(GraphPass):
         kinds: Collection[Kind] = _REDUCTIONS,
         dims: Iterable[str | int] | None = None,
     ) -> None:
-        unknown = [k for k in kinds if k not in KINDS]
-        if isinstance(kinds, str) or unknown:
-            raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
-        self.kinds = tuple(k for k in KINDS if k in kinds)
+        self.kinds = check_kinds(kinds)
         names = mesh.mesh_dim_names or ()
         wanted = range(mesh.ndim) if dims is None else [_dim(d, names, mesh.ndim) for d in dims]
         self.twins: dict[str, str] = {}
@@ -79,7 +75,7 @@ class SeparateGroups(GraphPass):
         return twin
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
-        g = graph.graph if isinstance(graph, fx.GraphModule) else graph
+        g = graph_of(graph)
         for node in g.nodes:
             if kind_of(node) in self.kinds and tag_of(node) is not None:
                 twin = self.twins.get(group_name(node))

@@ -2,12 +2,14 @@
 
 Large buckets make few collectives, which need little time on the wire; small ones start earlier,
 hold less memory and leave less communication at the ends of a graph. Which is better depends on
-the graph, so caps are planned, and scheduled on a model of the graph that they would make
-(:mod:`.planned_model`). First all get the same cap, then each process group's gathers and
-reductions in turn try the caps next to it.
+the graph, so several caps are tried: each is planned, and the graph as it would be after merging is
+scheduled on the cost model (:mod:`.merged_model`). First all process groups and kinds get the same
+cap. Then the gathers and the reductions of each group in turn try the next smaller and the next
+larger one.
 
-Planning is cheap, scheduling is not. So no plan is scheduled whose collectives alone keep a process
-group busy for longer than the best step so far takes; those that need least come first.
+Planning is cheap, scheduling is not. So the caps whose collectives need the least time come first,
+and a plan is not scheduled if its collectives alone keep a process group busy for longer than the
+best step so far.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from ..graph.collectives import Kind, group_name, is_collective
 from ..reports.caps import CapsReport, TriedCaps
 from ..reports.schedule import ScheduleReport
 from .cost import H100, Costs, Machine
+from .merged_model import merged_model
 from .model import Model, model_of, peak_bytes
-from .planned_model import planned_model
 from .policy import Policy, policies_of
 from .scheduler import schedule_model
 
@@ -64,9 +66,9 @@ def choose_caps(
     Args:
         graph: as of :func:`.plan_by_cap`.
         policies: as of :func:`.schedule`.
-        caps_mb: what to try, ascending, in MiB; None tries :data:`CAPS_MB`, and more where the
-            largest of them is the best. Where all miss a bound, smaller ones are tried. Those
-            that can't be faster than another are passed over.
+        caps_mb: what to try, ascending, in MiB; None tries :data:`CAPS_MB`, and larger ones where
+            the largest is the best. Where all miss a bound, smaller ones are tried. Caps that can't
+            make a faster step than others are passed over.
         kinds: what is bucketed.
         machine: what the cost model times nodes for.
         reference_bytes: see :func:`.schedule`; None: the peak of ``graph``.
@@ -195,17 +197,17 @@ class _Search:
         members = tuple(b.members for b in plan.buckets)
         if members not in self._known:
             with paused_gc():  # for one model at a time: a copy of the graph holds cycles
-                model = self._planned(plan)
+                model = self._merged(plan)
                 report, _ = schedule_model(model, self._policies, self._reference, quick=True)
             self._known[members] = report
         return self._known[members]
 
-    def _planned(self, plan: BucketingPlan) -> Model:
+    def _merged(self, plan: BucketingPlan) -> Model:
         if self._model is None:
             self._model = model_of(self._graph, self._costs)
-        planned = planned_model(self._model, plan.buckets, self._costs)
-        if planned is not None:
-            return planned
+        merged = merged_model(self._model, plan.buckets, self._costs)
+        if merged is not None:
+            return merged
         # Members on both sides of a side effect: merging may move them past it, scheduling may not.
         copy, copied = _copied(self._graph, plan)
         merge_buckets(copy, copied)

@@ -9,6 +9,7 @@ import torch.fx as fx
 
 from ..graph.collectives import is_compute, is_view, kind_of, started_by
 from ..graph.dependencies import Dependencies, Precedence
+from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import Liveness, Storages
 from ..graph.uneven import ShardSide
 from .cost import H100, Costs, Machine
@@ -49,16 +50,14 @@ def model_of(
     )
 
 
-def peak_bytes(
-    gm: fx.GraphModule | fx.Graph, donated: Callable[[fx.Node], bool] | None = None
-) -> int:
+def peak_bytes(gm: GraphLike, donated: Callable[[fx.Node], bool] | None = None) -> int:
     """The estimated peak of live bytes of a graph in its own order; see :mod:`.graph.liveness`.
 
     Raises:
         ValueError: the graph is not in topological order.
         RuntimeError: torch's own, for a symbolic size without a hint.
     """
-    graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
+    graph = graph_of(gm)
     dependencies = Dependencies(graph)
     return Liveness(graph, dependencies, donated).peak(range(len(dependencies.nodes)))
 

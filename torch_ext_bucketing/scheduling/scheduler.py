@@ -19,6 +19,7 @@ import torch.fx as fx
 
 from .._gc import paused_gc
 from ..graph.dependencies import Precedence
+from ..graph.graph_of import GraphLike, graph_of
 from ..reports.schedule import ScheduleReport
 from .cost import H100, Machine, check_machine
 from .list_schedule import Options, list_schedule
@@ -51,7 +52,7 @@ class BoundNotKeptWarning(UserWarning):
 
 
 def schedule(
-    gm: fx.GraphModule | fx.Graph,
+    gm: GraphLike,
     policy: Policy | Iterable[Policy],
     *,
     machine: Machine = H100,
@@ -80,7 +81,7 @@ def schedule(
     number = isinstance(reference_bytes, int) and not isinstance(reference_bytes, bool)
     if reference_bytes is not None and (not number or reference_bytes < 0):
         raise ValueError(f"reference_bytes must be a number of bytes, got {reference_bytes!r}")
-    graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
+    graph = graph_of(gm)
     try:
         with paused_gc():
             model = model_of(graph, machine, donated)

@@ -34,6 +34,7 @@ from .._torch import descriptors as _descriptors
 from .._torch.dynamo_inputs import module_path
 from ..fqns import canonical_fqn
 from ..graph.collectives import Kind, is_start, kind_of
+from ..graph.graph_of import graph_of
 from .tags import Tag, TagReport, Untagged, is_bucket, set_tag, tag_of
 
 __all__ = [
@@ -119,7 +120,7 @@ def tag_joint_graph(
         ValueError: the output's descriptors, or ``grad_fqns``, don't match its flattened values in
             number. The graph is untouched then.
     """
-    graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
+    graph = graph_of(gm)
     names = _InputNames(fqn_of)
     nodes = list(graph.nodes)
     sources = _parameters_behind(nodes, names)

@@ -1,8 +1,8 @@
-"""The model of a graph as a plan would make it, without merging anything.
+"""The model of a graph as it would be after merging, without merging anything.
 
-To choose between plans, each one's buckets have to be scheduled. Merging them in a copy of the
-graph first, and reading a model of the copy, takes several times as long as the scheduling. Here
-the graph's own model is rewritten instead, with the few nodes that torch's merging leaves per
+To choose between bucketing plans, the buckets of each have to be scheduled. Merging them in a copy
+of the graph first, and reading a model of the copy, takes several times as long as the scheduling.
+Here the graph's own model is rewritten instead, with the few nodes that torch's merging leaves per
 bucket::
 
     gathers         ag(a) w(a) ... ag(b) w(b) ...        pack AG wait copy(a) copy(b) ... ...
@@ -32,11 +32,11 @@ from .cost import Costs
 from .model import Model
 
 __all__ = [
-    "planned_model",
+    "merged_model",
 ]
 
 
-def planned_model(model: Model, buckets: Sequence[Bucket], costs: Costs) -> Model | None:
+def merged_model(model: Model, buckets: Sequence[Bucket], costs: Costs) -> Model | None:
     """The model that :func:`.model_of` would give, nearly, once ``buckets`` are merged.
 
     Args:

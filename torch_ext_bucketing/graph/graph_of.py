@@ -1,0 +1,16 @@
+"""What functions take that are given a graph: a module of one, or the graph itself."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch.fx as fx
+
+__all__ = ["GraphLike", "graph_of"]
+
+GraphLike: TypeAlias = fx.GraphModule | fx.Graph
+
+
+def graph_of(gm: GraphLike) -> fx.Graph:
+    """The graph of a module, or the graph itself."""
+    return gm.graph if isinstance(gm, fx.GraphModule) else gm
