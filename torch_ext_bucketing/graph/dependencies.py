@@ -4,7 +4,12 @@ A node depends on its inputs. Besides, these keep their order whatever the edges
 
 - a write to a tensor, and everything that touches the tensor before or after it (:mod:`.writes`);
 - operators that draw random numbers from the generator's state, among themselves;
-- operators with side effects, and operators that are not known to have none, against everything;
+- an assertion on a size or another number, and what uses that number, or the tensor whose size it
+  is, after the assertion: what stood behind the check must not run unchecked;
+- the marks of profiled ranges, among themselves. Nothing ties them to the nodes between them, so
+  after scheduling a range no longer says where these run;
+- operators with other side effects, and operators that are not known to have none, against
+  everything;
 - the starts of one process group and kind. Ranks meet in a group in the order in which they launch,
   so the order that the graph came with, which is the same on every rank, is kept per kind; gathers
   may overtake reductions.
@@ -18,7 +23,15 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .collectives import BUILTIN_MODULES, group_name, is_collective, is_view, kind_of
+from .collectives import (
+    BUILTIN_MODULES,
+    group_name,
+    is_assertion,
+    is_collective,
+    is_number,
+    is_view,
+    kind_of,
+)
 from .writes import aliases_of, unordered_writes, written_values
 
 __all__ = [
@@ -106,6 +119,7 @@ class Dependencies(Precedence):
                 found = (self.index.get(arg) for arg in node.all_input_nodes)
                 needs.append(dict.fromkeys(at for at in found if at is not None))
         self._order_writes(everything, needs)
+        self._order_assertions(needs)
         self._order_chains(needs)
         super().__init__(self.nodes, needs)
 
@@ -126,6 +140,16 @@ class Dependencies(Precedence):
                         elif other is not None and other > at:
                             needs[other][at] = None
 
+    def _order_assertions(self, needs: list[dict[int, None]]) -> None:
+        for i, node in enumerate(self.nodes):
+            if not is_assertion(node):
+                continue
+            for value in _asserted(node):
+                for user in value.users:
+                    at = self.index.get(user, -1)
+                    if at > i and not is_assertion(user):
+                        needs[at][i] = None
+
     def _order_chains(self, needs: list[dict[int, None]]) -> None:
         last: dict[Any, int] = {}
         barrier = -1
@@ -143,6 +167,8 @@ class Dependencies(Precedence):
                 chain = (self.group[i], kind_of(node))
             elif _draws_random_numbers(node):
                 chain = "random"
+            elif _is_profiler_mark(node):
+                chain = "profiler"
             if chain is not None:
                 if chain in last:
                     needs[i][last[chain]] = None
@@ -161,10 +187,51 @@ def _is_barrier(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace == "_c10d_functional":
             return False
+        if is_assertion(node) or _is_profiler_mark(node):
+            return False
         return node.is_impure() and not _is_plain(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return target.name() not in _FUNCTIONAL
+    if is_assertion(node):
+        return False
     return getattr(target, "__module__", "") not in BUILTIN_MODULES and not is_view(node)
+
+
+def _asserted(assertion: fx.Node) -> list[fx.Node]:
+    """What an assertion is about: its inputs, the numbers that they were computed from, and the
+    tensors whose sizes these are.
+
+    Numbers that are inputs of the graph are left out where others are compared with them: nearly
+    everything uses the batch size, and it is known before the graph runs.
+    """
+    found: dict[fx.Node, None] = {}
+    given, made = [], False
+    stack = list(assertion.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        found[node] = None
+        if node.op == "placeholder" and is_number(node):
+            given.append(node)
+        elif is_number(node) and not _reads_contents(node):
+            stack += node.all_input_nodes
+        else:
+            made = True
+    for node in given if made else ():
+        del found[node]
+    return list(found)
+
+
+def _reads_contents(node: fx.Node) -> bool:
+    return node.target in (
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.item.default,
+    )
+
+
+def _is_profiler_mark(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "profiler"
 
 
 def _is_plain(target: torch._ops.OpOverload) -> bool:

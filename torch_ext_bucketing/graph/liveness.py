@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from .._torch import aot as _aot
 from .._torch.estimates import size_hint
-from .collectives import is_collective, is_view, started_by, tensors_in
+from .collectives import is_collective, is_number, is_view, started_by, tensors_in
 from .dependencies import Dependencies
 from .uneven import shard_side
 from .writes import written_values
@@ -130,6 +130,8 @@ class Liveness(Storages):
         super().__init__(self.size, self.allocates, self.touches, self.kept, self.at_start)
 
     def _storages(self, node: fx.Node) -> tuple[int, ...]:
+        if is_number(node):
+            return ()
         values = [v for v in tensors_in(node.meta.get("val")) if v.device.type != "meta"]
         returned = _returned_input(node)
         if returned is not None and len(self._of_node[returned]) == 1:

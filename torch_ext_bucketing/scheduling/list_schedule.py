@@ -147,6 +147,15 @@ class _Shape:
                 if not model.only_ordered(i, j):
                     self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
             self.tail[i] += model.ms[i]
+        # Lazy nodes that lead to no kernel and no collective, and add nothing that stays live.
+        self.ends = [False] * size
+        for i in reversed(range(size)):
+            self.ends[i] = (
+                self.lazy[i]
+                and model.start_of[i] < 0
+                and all(self.ends[j] for j in model.dependencies.needed_by[i])
+                and not any(s in model.liveness.kept for s in model.liveness.allocates[i])
+            )
         self.gathers: dict[str, list[int]] = {}
         for i in range(size):
             group = model.group[i]
@@ -265,6 +274,9 @@ class _Scheduler:
             if not self.needs[i]:
                 self._becomes_available(i)
         self._want_next_reduction()
+        for i in range(len(self.model)):
+            if self.shape.ends[i] and not self.needs[i]:
+                self._emit(i)
         kernels = self.shape.kernels
         while True:
             while self.head < len(kernels) and self.done[kernels[self.head]]:
@@ -352,6 +364,10 @@ class _Scheduler:
         if not self.available[i]:
             self.available[i] = True
             self._satisfied(i)
+        for j in self.needed_by[i]:
+            # Here it keeps nothing alive that others are done with.
+            if self.shape.ends[j] and all(self.done[k] for k in self.needs[j]):
+                self._emit(j)
 
     def _becomes_available(self, i: int) -> None:
         """All that ``i`` needs is done or can be placed lazily."""
