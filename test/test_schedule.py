@@ -34,7 +34,7 @@ from torch_ext_bucketing.scheduling.model import model_of, peak_bytes
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning, schedule, schedule_model
 from torch_ext_bucketing.scheduling.timeline import Timeline, longest_compute_run, lower_bound
-from torch_ext_bucketing.tagging.tags import Tag, set_tag
+from torch_ext_bucketing.tagging.tags import Tag, set_tag, tag_of
 
 _aten = torch.ops.aten
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
@@ -104,7 +104,9 @@ def backward_graph(layers: int = 4, products: int = 3) -> fx.GraphModule:
         for _ in range(products):
             x = b.mm(x, w)
         gradients.append(b.mm(x, w))
-    return b.finish([b.start("reduce_scatter", g) for g in gradients])
+    return b.finish(
+        [b.start("reduce_scatter", g, f"layers.{i}.w") for i, g in enumerate(gradients)]
+    )
 
 
 def machine(collective_ms: float = 1.0, mm_ms: float = 1.0) -> Machine:
@@ -123,19 +125,57 @@ def order_of(gm: fx.GraphModule) -> str:
     return " ".join(n.name for n in gm.graph.nodes if n.op not in skip)
 
 
+_SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
+
+
+def listing(gm: fx.GraphModule) -> str:
+    """The order, one node a line: what it is, and for a collective which parameter it serves."""
+    lines = []
+    for node in gm.graph.nodes:
+        start = started_by(node) or node
+        kind = kind_of(start)
+        if node.op in ("placeholder", "output"):
+            continue
+        if kind is None:
+            lines.append(f"{node.target.__name__.partition('.')[0]} -> {node.name}")
+            continue
+        tag = tag_of(start)
+        served = start.name if tag is None else ", ".join(tag.fqns)
+        lines.append(f"{'  wait ' if start is not node else ''}{_SHORT[kind]} {served}")
+    return "\n".join(lines)
+
+
 # --- snapshots -----------------------------------------------------------------------------------
 
 
 def test_gathers_launch_one_bucket_ahead():
     gm = forward_graph()
     assert_expected_inline(
-        order_of(gm),
-        """all_gather_into_tensor_default wait_tensor_default mm_default all_gather_into_tensor_default_1 wait_tensor_default_1 mm_default_1 all_gather_into_tensor_default_2 wait_tensor_default_2 mm_default_2""",
+        listing(gm),
+        """\
+AG layers.0.w
+  wait AG layers.0.w
+mm -> mm_default
+AG layers.1.w
+  wait AG layers.1.w
+mm -> mm_default_1
+AG layers.2.w
+  wait AG layers.2.w
+mm -> mm_default_2""",
     )
     report = schedule(gm, Overlap(), machine=machine())
     assert_expected_inline(
-        order_of(gm),
-        """all_gather_into_tensor_default all_gather_into_tensor_default_1 wait_tensor_default mm_default all_gather_into_tensor_default_2 wait_tensor_default_1 mm_default_1 wait_tensor_default_2 mm_default_2""",
+        listing(gm),
+        """\
+AG layers.0.w
+AG layers.1.w
+  wait AG layers.0.w
+mm -> mm_default
+AG layers.2.w
+  wait AG layers.1.w
+mm -> mm_default_1
+  wait AG layers.2.w
+mm -> mm_default_2""",
     )
     assert report.step_ms == pytest.approx((6.0, 4.0), abs=0.01)
     assert report.bound_ms == pytest.approx(4.0, abs=0.01)
@@ -145,14 +185,23 @@ def test_reductions_are_waited_for_late():
     b = Trainer()
     x, w = b.matrix(), b.matrix()
     gradients = []
-    for _ in range(3):
+    for i in range(3):
         x = b.mm(x, w)
-        gradients.append(b.start("reduce_scatter", x))
+        gradients.append(b.start("reduce_scatter", x, f"layers.{i}.w"))
     gm = b.finish(gradients)
     report = schedule(gm, Overlap(), machine=machine())
     assert_expected_inline(
-        order_of(gm),
-        """mm_default reduce_scatter_tensor_default mm_default_1 reduce_scatter_tensor_default_1 wait_tensor_default mm_default_2 reduce_scatter_tensor_default_2 wait_tensor_default_1 wait_tensor_default_2""",
+        listing(gm),
+        """\
+mm -> mm_default
+RS layers.0.w
+mm -> mm_default_1
+RS layers.1.w
+  wait RS layers.0.w
+mm -> mm_default_2
+RS layers.2.w
+  wait RS layers.1.w
+  wait RS layers.2.w""",
     )
     assert report.step_ms == pytest.approx((6.0, 4.0), abs=0.01)
 
@@ -161,15 +210,21 @@ def test_a_wait_is_filled_with_later_work():
     b = Trainer()
     x, w = b.matrix(), b.matrix()
     half = b.matrix(DIM // 2)
-    reduced = b.start("all_gather", b.mm(half, w))
+    reduced = b.start("all_gather", b.mm(half, w), "activation")
     critical = b.mm(reduced, w)
     weight_gradients = [b.mm(x, w) for _ in range(2)]
     gm = b.finish([critical, *weight_gradients])
     options = machine(collective_ms=2.0)
     report = schedule(gm, [Overlap(), PeakMemory(ratio=2)], machine=options)
     assert_expected_inline(
-        order_of(gm),
-        """mm_default all_gather_into_tensor_default mm_default_2 mm_default_3 wait_tensor_default mm_default_1""",
+        listing(gm),
+        """\
+mm -> mm_default
+AG activation
+mm -> mm_default_2
+mm -> mm_default_3
+  wait AG activation
+mm -> mm_default_1""",
     )
     assert report.exposed_ms[0] > 1.9
     assert report.exposed_ms[1] == pytest.approx(0.0, abs=0.01)
@@ -181,11 +236,34 @@ def test_runs_between_reduce_scatters_are_capped():
     assert report.longest_run == (16, 4)
     assert report.forced_run == 4
     assert not report.warnings
-    assert order_of(gm).split()[:7] == [
-        *("mm_default", "mm_default_1", "mm_default_2", "mm_default_3"),
-        "reduce_scatter_tensor_default",
-        *order_of(gm).split()[5:7],
-    ]
+    assert_expected_inline(
+        listing(gm),
+        """\
+mm -> mm_default
+mm -> mm_default_1
+mm -> mm_default_2
+mm -> mm_default_3
+RS layers.0.w
+mm -> mm_default_4
+mm -> mm_default_5
+mm -> mm_default_6
+mm -> mm_default_7
+RS layers.1.w
+  wait RS layers.0.w
+mm -> mm_default_8
+mm -> mm_default_9
+mm -> mm_default_10
+mm -> mm_default_11
+RS layers.2.w
+  wait RS layers.1.w
+mm -> mm_default_12
+mm -> mm_default_13
+mm -> mm_default_14
+mm -> mm_default_15
+RS layers.3.w
+  wait RS layers.2.w
+  wait RS layers.3.w""",
+    )
 
 
 # --- bounds that can't be kept -------------------------------------------------------------------
@@ -589,6 +667,51 @@ def test_no_step_is_faster_than_what_lets_caps_be_passed_over(graph, on):
         found.append(apart)
         assert 0 < apart <= search._outcome(search.plan(cap)).step_ms[1]
     assert found[0] > found[-1]
+
+
+def test_a_search_in_words():
+    gm = forward_graph(8)
+    shard = 1.5 * DIM * DIM * 4 / 2**20
+    policies = [Overlap(), PeakMemory(ratio=1.6)]
+    caps = [shard, 2 * shard, 4 * shard, 8 * shard]
+    plan, report = choose_caps(gm.graph, policies, caps_mb=caps, machine=machine(2.0))
+    lines = [report.to_text(), *map(str, report.tried)]
+    lines += [f"{len(b.members)} members, closed by {b.closed_by}" for b in plan.buckets]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+0.046875 for 0 all_gather, of 3 tried
+TriedCaps(caps_mb=(('0 all_gather', 0.1875),), step_ms=10.00001, peak_bytes=278528, longest_run=0, misses=0.3281262665999094)
+TriedCaps(caps_mb=(('0 all_gather', 0.09375),), step_ms=12.000012, peak_bytes=229376, longest_run=0, misses=0.09375104308227833)
+TriedCaps(caps_mb=(('0 all_gather', 0.046875),), step_ms=14.000013999999998, peak_bytes=196608, longest_run=0, misses=0.0)
+3 members, closed by bytes
+3 members, closed by bytes
+2 members, closed by end""",
+    )
+
+
+def test_a_report_in_words():
+    gm = backward_graph(layers=2, products=9)
+    with pytest.warns(BoundNotKeptWarning):
+        report = schedule(
+            gm,
+            [Overlap(prefetch_under={"a": "b"}), CapComputeRun(8), PeakMemory(gib=1e-4)],
+            machine=machine(),
+        )
+    assert_expected_inline(
+        report.to_text(),
+        """\
+                     before  after
+step, ms              22.00  21.00  lower bound 20.00, window 0, depth 1, by deadline
+exposed, ms            2.00   1.00
+peak, GiB              0.00   0.00  unreordered 0.00, bound 0.00
+longest compute run      20     10  bound 8, dependencies force 10
+prefetch_under: no gather in this graph serves a
+CapComputeRun(8): 10 compute nodes in a row before reduce_scatter_tensor_default; dependencies force a run of at least 10. Smaller reduce-scatter buckets make shorter runs.
+""",
+    )
+    figures = {"limit_bytes": 107374, "max_run": 8, "forced_run": 10, "caps_mb": ()}
+    assert figures.items() <= report.as_dict().items()
 
 
 def test_the_collector_runs_again_after_an_error_and_only_if_it_did():
