@@ -194,6 +194,29 @@ def test_caps_are_chosen_under_it():
     assert report.chosen.step_ms >= free.chosen.step_ms
 
 
+@dataclass(frozen=True)
+class ShortRuns(Policy):
+    """Bounds buckets alone."""
+
+    def bucket_bounds(self) -> dict[str, int]:
+        return {"max_compute_run": 4, "max_node_span": 9}
+
+
+def test_of_several_bounds_on_buckets_the_smallest_holds():
+    gm = backward_graph(layers=6, products=1)
+    policies = [teb.CapComputeRun(8), ShortRuns()]
+    found = []
+    for options in ({}, {"max_node_span": 30}, {"max_node_span": 3}):
+        plan, _ = choose_caps(
+            gm.graph, policies, caps_mb=[100.0], eligible=lambda start: True, **options
+        )
+        found.append([(len(b.members), b.closed_by, b.span) for b in plan.buckets])
+    assert found[0] == found[1]
+    assert {closed for _, closed, _ in found[0]} <= {"run", "end"}
+    assert all(members <= 2 for members, _, _ in found[0])
+    assert all(span <= 3 for _, _, span in found[2])
+
+
 POLICY = """
 from dataclasses import dataclass
 from torch_ext_bucketing import Policy

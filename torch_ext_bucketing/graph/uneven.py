@@ -1,17 +1,22 @@
 """Where the graphs of two ranks differ: parameters whose rows do not divide evenly.
 
-The last ranks have fewer rows, or none, fill up before they gather and cut off after they reduce::
+The last ranks have fewer rows, or none. They pad a shard before it is gathered, and cut off what a
+reduction gives them::
 
     rank 0    w [3] -> to bf16 ----------> all_gather      reduce_scatter -> wait ----------> output
     rank 1    w [2] -> to bf16 -> pad 1 -> all_gather      reduce_scatter -> wait -> [0:2] -> output
 
-After merging the differences are larger: torch casts while it packs, but not where a pad stands in
-between. All ranks must decide alike all the same. So in a graph with such parameters, and in no
-other, nothing is decided from what a rank does with its own shards alone: it takes no time, pads
-and cuts do not count as nodes, and a shard counts as many bytes as the largest rank's, which are
-those of the rows after the pad and before the cut. Copies on the way into a gather count nothing.
-Whether a graph is one of these shows alike on every rank: gathered parameters are cut, and
-gradients are filled up before they are reduced, on all of them.
+All ranks have to decide alike all the same. So in a graph with such parameters, and in no other, no
+decision depends on what a rank does with its own shards:
+
+- it takes no time;
+- pads and cuts are not counted as nodes;
+- a shard counts as many bytes as the largest rank's: the rows after the pad, or before the cut;
+- copies between a shard and its gather count nothing, for torch casts while it packs, except where
+  a pad stands in between.
+
+Every rank can tell whether its graph is one of these, also a rank whose own shards are full:
+gathered parameters are cut, and gradients are padded before they are reduced, on all of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes to tensors, and which nodes may share memory: what a graph's edges do not say.
 
-Read from the operators' schemas. See :mod:`.contraction` for what writes mean to merging, and
-:mod:`.dependencies` for what they mean to reordering.
+Read from the operators' schemas. :mod:`.contraction` keeps merging from moving nodes past a write,
+and :mod:`.dependencies` keeps reordering from it.
 """
 
 from __future__ import annotations

@@ -137,25 +137,30 @@ class _Search:
         options: dict[str, Any],
     ) -> None:
         self.tried: dict[_Caps, ScheduleReport] = {}
-        self.bounds: dict[_Caps, Mapping[str, Any]] = {}  # that their buckets keep
+        self.bounds: dict[_Caps, Mapping[str, int]] = {}  # that their buckets keep
         self._graph = graph
         self._policies = policies
-        self._bounds = {k: v for p in policies for k, v in p.bucket_bounds().items()}
+        self._max_node_span = options.pop("max_node_span", None)
+        self._bounds: dict[str, int] = {}
+        for policy in policies:
+            for name, bound in policy.bucket_bounds().items():
+                self._bounds[name] = min(bound, self._bounds.get(name, bound))
+        if self._max_node_span is not None and "max_node_span" in self._bounds:
+            self._bounds["max_node_span"] = min(self._max_node_span, self._bounds["max_node_span"])
         self._costs = Costs(machine)
         self._model: Model | None = None
         self._groups = {n: group_name(n) for n in graph.nodes if is_collective(n)}
         self._reference = reference_bytes
-        self._max_node_span = options.pop("max_node_span", None)
         self._planner = CapPlanner(graph, kinds=kinds, **options)
         self._plans: dict[str, BucketingPlan] = {}
         self._known: dict[tuple[Any, ...], ScheduleReport] = {}
 
-    def plan(self, caps: Any, bounds: Mapping[str, Any] | None = None) -> BucketingPlan:
+    def plan(self, caps: Any, bounds: Mapping[str, int] | None = None) -> BucketingPlan:
         """The plan for the graph itself, with buckets that keep ``bounds``."""
-        bounds = {"max_node_span": self._max_node_span, **(bounds or {})}
-        name = repr((caps, bounds))
+        options: dict[str, Any] = {"max_node_span": self._max_node_span, **(bounds or {})}
+        name = repr((caps, options))
         if name not in self._plans:
-            self._plans[name] = self._planner.plan(caps, **bounds)
+            self._plans[name] = self._planner.plan(caps, **options)
         return self._plans[name]
 
     def attempt(self, caps: dict[tuple[str, str], float] | float) -> None:

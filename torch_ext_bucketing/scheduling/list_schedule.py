@@ -18,9 +18,9 @@ Nodes are of three sorts:
     in      rs(a) wait(a) mm1 gather(w) wait(w) mm2 mm3
     out     rs(a) gather(w) mm1 wait(w) mm2 wait(a) mm3
 
-Policies that bound what happens node by node do so through a :class:`.Gate`. Time is that of
-:mod:`.timeline`. Nothing depends on hash order: the same graph gives the same order
-in every process and on every rank.
+A policy whose bound has to be kept node by node gives a :class:`.Gate`. Time is that of
+:mod:`.timeline`. Nothing depends on hash order: the same graph gives the same order in every
+process and on every rank.
 """
 
 from __future__ import annotations

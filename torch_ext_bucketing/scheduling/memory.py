@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from .model import Model
 from .policy import Case, Options, Policy, PolicyReport
@@ -76,7 +75,7 @@ class CapComputeRun(Policy):
         )
         return PolicyReport(repr(self), figures, warning=warning)
 
-    def bucket_bounds(self) -> Mapping[str, Any]:
+    def bucket_bounds(self) -> Mapping[str, int]:
         """Buckets of reduce-scatters that leave no longer run."""
         return {"max_compute_run": self.max_consecutive}
 

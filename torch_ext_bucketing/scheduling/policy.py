@@ -119,9 +119,9 @@ class Policy:
         bounds."""
         return 0
 
-    def bucket_bounds(self) -> Mapping[str, Any]:
-        """Arguments of :func:`.plan_by_cap` that help to keep the bound where :func:`.choose_caps`
-        plans."""
+    def bucket_bounds(self) -> Mapping[str, int]:
+        """Bounds of :func:`.plan_by_cap`, ``max_compute_run`` or ``max_node_span``, that help to
+        keep this one where :func:`.choose_caps` plans. Of several the smallest holds."""
         return {}
 
 
