@@ -463,6 +463,18 @@ def _data_parallel(e: Example) -> Any:
         raise
 
 
+def _recipe(e: Example) -> Any:
+    if e.rng.random() < 0.8:
+        teb.data_parallel(e.model, init_device_mesh("cpu", (WORLD,)))
+    goal = e.v.pick("parity", "parity", "speed")
+    return teb.recipe(
+        e.v.junk(lambda: e.model),
+        goal,
+        units=e.rng.choice((None, e.v.names(), ["layers.0", "layers.1", ""])),
+        reference=e.rng.choice((None, None, None, e.model)),
+    )
+
+
 def _separate_groups(e: Example) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     dims = e.v.pick(None, ["dp"], [0], [1], ["tp"], [])
@@ -505,6 +517,7 @@ CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
     "backend": (3, _backend),
     "groups": (1, _groups),
     "data_parallel": (2, _data_parallel),
+    "recipe": (3, _recipe),
     "agree": (2, lambda e: teb.agree(e.gm)),
     "SeparateGroups": (2, _separate_groups),
 }

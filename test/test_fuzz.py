@@ -29,6 +29,7 @@ ELSEWHERE = {
     "schedule": {"Overlap", "CapComputeRun", "PeakMemory", "Machine"},
 }
 NOT_CALLED = {"BoundNotKeptWarning", "GraphPass", "H100", "HooksError", "HooksWarning"}
+NOT_CALLED |= {"NotBucketedWarning", "PayloadOrderWarning"}
 NOT_CALLED |= {"AgreementError", "PlanMismatchError", "RankMissingError"}
 
 

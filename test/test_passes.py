@@ -10,7 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from collective_graphs import C10D, all_gather, reduce_scatter, run_all_ranks, show, trace
+from collective_graphs import (
+    C10D,
+    PAYLOAD_ORDER,
+    all_gather,
+    reduce_scatter,
+    run_all_ranks,
+    show,
+    trace,
+)
 from expecttest import assert_expected_inline
 from sharded_models import TWO_BLOCKS_FQNS, Capture, TwoBlocks, collectives, step
 from torch._inductor import config as inductor_config
@@ -20,11 +28,14 @@ from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import UncoveredParametersWarning, UnitIndex, plan_units
 from torch_ext_bucketing.graph.collectives import count_collectives
 from torch_ext_bucketing.passes.backends import PassManager, backend
-from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
+from torch_ext_bucketing.passes.silence import NotBucketedWarning, PayloadOrderWarning
 from torch_ext_bucketing.passes.tagging import TagParameters
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.tagging.tags import Tag, member_tags, set_tag, tag_of
 
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
@@ -311,6 +322,124 @@ def test_payload_is_laid_out_as_the_order_says(fake_world):
         assert bucket.nbytes == offset
 
 
+def packed_by(passes, hook=None, model=None):
+    """What packed each bucket of a step, and the report."""
+    torch._dynamo.reset()
+    b = backend("aot_eager", passes)
+    with inductor_config.patch({PAYLOAD_ORDER: hook}):
+        step(torch.compile(model or sharded(), backend=b), TOKENS)
+    return {bucket.packed_by for bucket in b.last_report().buckets}, b.last_report()
+
+
+class Shuffled:
+    """Packs by name, backwards."""
+
+    def __init__(self, uuid="shuffled"):
+        self._uuid = uuid
+
+    def __call__(self, start):
+        return [-ord(c) for c in tag_of(start).fqns[0]]
+
+    def uuid(self):
+        return self._uuid
+
+
+def test_an_order_packs_by_itself_unless_told_otherwise(fake_world):
+    """That it has to be asked to is what a new user does not expect."""
+    o = order()
+    assert packed_by([BucketUnits(o)])[0] == {"FSDPParamOrder"}
+    by_order = packed_by([BucketUnits(o)])[1]
+    assert [[f for m in b.members for f in m.fqns] for b in by_order.buckets if b.unit == 0] == [
+        list(o.units[0])
+    ] * 2
+    assert packed_by([BucketUnits(o, payload_order=False)])[0] == {"graph order"}
+    assert packed_by([BucketUnits(UNITS)])[0] == {"graph order"}
+    assert packed_by([BucketUnits(UNITS)], Shuffled())[0] == {"bucket_payload_order_key"}
+    assert packed_by([BucketUnits(o, payload_order=Shuffled())])[0] == {"Shuffled"}
+    assert packed_by([BucketByCap(1.0, payload_order=o)])[0] == {"FSDPParamOrder"}
+
+
+def test_a_config_entry_that_says_the_same_is_fine(fake_world):
+    o = order()
+    assert packed_by([BucketUnits(o)], o)[0] == {"FSDPParamOrder"}
+    assert packed_by([BucketUnits(o)], order())[0] == {"FSDPParamOrder"}  # an equal uuid
+    ours, theirs = Shuffled("one"), Shuffled("one")
+    assert packed_by([BucketByCap(1.0, payload_order=ours)], theirs)[0] == {"Shuffled"}
+
+
+@pytest.mark.parametrize(
+    ("make", "asked"),
+    [
+        (lambda: BucketUnits(order()), "FSDPParamOrder"),
+        (lambda: BucketUnits(order(), payload_order=False), "graph order"),
+        (lambda: BucketUnits(UNITS, payload_order=Shuffled("other")), "Shuffled"),
+        (lambda: BucketByCap(1.0, payload_order=order()), "FSDPParamOrder"),
+        (lambda: BucketAndSchedule([Overlap()], payload_order=False), "graph order"),
+    ],
+)
+def test_a_config_entry_that_contradicts_is_an_error(fake_world, make, asked):
+    match = rf"the pass packs by {asked}.*bucket_payload_order_key by Shuffled"
+    with pytest.raises(Exception, match=match) as caught:
+        packed_by([make()], Shuffled())
+    assert "ValueError" in f"{type(caught.value)} {caught.value}"
+
+
+def test_what_has_no_key_is_said_once_per_compile(fake_world):
+    """An order of another model: its units are found, its keys are not."""
+    other = FSDPParamOrder.from_fqns([["embedding.weight", "layers.0.w1.weight"]])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found, report = packed_by([BucketUnits(UNITS, payload_order=other)])
+    assert found == {"graph order: a member has no key"}
+    (said,) = [str(w.message) for w in caught if w.category is PayloadOrderWarning]
+    assert "3 of 3 buckets of the forward graph keep graph order" in said
+    assert "layers.1.w2.weight" in said
+    assert "backend(..., model=model)" in said
+    assert said in report.warnings
+    lost = next(b for b in report.buckets if b.unit == 0)
+    assert lost.no_key == ("layers.0.w1.bias", "layers.0.w2.weight", "layers.0.scale")
+    assert "no key: layers.0.w1.bias; " in report.to_text()
+
+
+def silence(passes, module=None, **options):
+    """The warnings that say that nothing is bucketed."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        b = backend("aot_eager", passes, **options)
+        step(torch.compile(module or sharded(), backend=b), TOKENS)
+    said = [str(w.message) for w in caught if w.category is NotBucketedWarning]
+    assert said == [t for t in b.last_report().warnings if t in said]
+    return said
+
+
+@pytest.mark.parametrize(
+    ("make", "because", "way_out"),
+    [
+        (lambda: [BucketByCap(1e-6)], "closed by bytes (9), closed by end (1)", "raise cap_mb"),
+        (lambda: [BucketUnits(order(), ["all_reduce"])], "asked for all_gather (10)", "kinds="),
+        (lambda: [BucketUnits([[f] for f in TWO_BLOCKS_FQNS])], "in their unit", "larger units"),
+        (lambda: [TagParameters(fqn_of={}), BucketByCap()], "no known parameter", "model=model"),
+    ],
+)
+def test_nothing_bucketed_is_said_once_per_compile(fake_world, make, because, way_out):
+    (said,) = silence(make())
+    assert said.startswith(
+        "nothing is bucketed in the forward graph, although it has 10 all_gather"
+    )
+    assert because in said
+    assert way_out in said
+
+
+def test_nothing_to_bucket_is_not_worth_a_word(fake_world):
+    assert silence([ReshardAfterForward()]) == []  # no pass was asked to
+    assert silence([BucketByCap(kinds=())]) == []
+    assert silence([BucketUnits(order())]) == []
+    # No collective in forward, and one for each parameter in backward.
+    replicated = data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)), "replicate")
+    assert silence([BucketUnits(order(), ["all_reduce"])], replicated) == []
+
+
 @pytest.mark.parametrize("mode", ["replicate", "hybrid_shard"])
 def test_all_reduces_only_when_asked_for(fake_world, mode):
     mesh = init_device_mesh("cpu", (4,) if mode == "replicate" else (2, 2))
@@ -370,7 +499,10 @@ def test_uncovered_parameters_are_named_once(fake_world):
         step(torch.compile(sharded(), backend=b), TOKENS)
     texts = [str(w.message) for w in caught if w.category is UncoveredParametersWarning]
     assert texts == [
-        "2 parameter(s) are in no unit; their collectives are not bucketed: embedding.weight, head.weight"
+        "2 parameter(s) are in no unit; their collectives are not bucketed: embedding.weight, "
+        "head.weight. The units name 'layers.0', 'layers.1', ...: name these parameters' modules, "
+        "too, and where the units belong to another model than the compiled module, give that to "
+        "the backend: backend(..., model=model)"
     ]
     assert b.last_report().warnings == texts
 
@@ -510,12 +642,68 @@ def test_bad_arguments(make, error, match):
         make()
 
 
+def test_passes_are_switched_off_by_name(fake_world, monkeypatch):
+    passes = [ReshardAfterForward(), BucketUnits(order()), BucketAndSchedule([Overlap()])]
+    key = PassManager(passes).uuid()
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "")
+    assert PassManager(passes).uuid() == key
+    # Schedule is a pass, but none of these; its subclass is another one.
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "Schedule, BucketUnits")
+    without = PassManager(passes)
+    assert without.disabled == ("BucketUnits",)
+    assert without.uuid() not in (key, PassManager([passes[0], passes[2]]).uuid(), None)
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "BucketAndSchedule,BucketUnits")
+    b = backend("aot_eager", passes)
+    step(torch.compile(sharded(), backend=b), TOKENS)
+    report = b.last_report()
+    assert not report.graphs
+    assert report.disabled == ("BucketUnits", "BucketAndSchedule")
+    off = "switched off by TORCH_EXT_BUCKETING_DISABLE: BucketUnits, BucketAndSchedule\n"
+    assert off in report.to_text()
+    assert report.as_dict()["disabled"] == ["BucketUnits", "BucketAndSchedule"]
+    assert [p.name for p in report.passes] == ["TagParameters", "ReshardAfterForward"]
+
+
+@pytest.mark.parametrize("name", ["BucketUnit", "Schedule,bucketunits", "Own"])
+def test_an_unknown_name_to_switch_off_is_an_error(monkeypatch, name):
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", name)
+    unknown = name.rpartition(",")[2]
+    known = "BucketAndSchedule, BucketByCap, BucketUnits, .*SeparateGroups, TagParameters"
+    with pytest.raises(ValueError, match=f"names {unknown}; the passes are {known}"):
+        backend("aot_eager", [BucketUnits(UNITS)])
+
+    class Own(BucketUnits):
+        pass
+
+    if name == "Own":
+        assert PassManager([Own(UNITS)]).disabled == ("Own",)
+
+
+def test_every_passs_time_is_in_the_report(fake_world):
+    b = backend("aot_eager", [BucketUnits(order()), Schedule([Overlap()])])
+    step(torch.compile(sharded(), backend=b), TOKENS)
+    report = b.last_report()
+    assert [(p.stage, p.name) for p in report.passes] == [
+        ("joint", "TagParameters"),
+        ("forward", "BucketUnits"),
+        ("forward", "Schedule"),
+        ("backward", "BucketUnits"),
+        ("backward", "Schedule"),
+    ]
+    assert all(p.seconds > 0 for p in report.passes)
+    # What a pass notes of the graph before the first one counts as its own.
+    assert report.passes[2].seconds > report.schedules[0].seconds
+    (line,) = [x for x in report.to_text().splitlines() if x.startswith("joint")]
+    assert line.split() == ["joint", "TagParameters", f"{report.passes[0].seconds:.3f}"]
+    assert report.as_dict()["passes"][1]["name"] == "BucketUnits"
+
+
 UUIDS = """
 from torch_ext_bucketing.order import FSDPParamOrder
 from torch_ext_bucketing.passes import *
 o = FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
 passes = [TagParameters(), ReshardAfterForward(), ReshardAfterForward(["a"]), BucketUnits(o),
-          BucketUnits(o, payload_order=True), BucketUnits(o, kinds=("all_gather",)), BucketUnits([["a"]])]
+          BucketUnits(o, payload_order=False), BucketUnits(o, kinds=("all_gather",)), BucketUnits([["a"]])]
 print(*[p.uuid() for p in passes], PassManager(passes).uuid())
 """
 

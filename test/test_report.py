@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -52,8 +54,8 @@ def test_text(report):
         """\
 inference: all_gather 6 -> 5, reduce_scatter 1 -> 1; 1 bucket, closed 1 by bytes; 4 eligible not merged; 1 not eligible
 
-kind  group  ranks  members  bytes  of cap  span  closed by  node
-AG    0          2        2  192 B     96%     3  bytes      all_gather_into_tensor_out
+kind  group  ranks  members  bytes  of cap  span  closed by  packed by    node
+AG    0          2        2  192 B     96%     3  bytes      graph order  all_gather_into_tensor_out
     with all_gather_into_tensor_default_2: 384 bytes, above the cap of 200
     offset  bytes  dtype    shape  parameters
          0     32  float32  8      layers.a.weight
@@ -97,6 +99,7 @@ def test_json_holds_all_of_it(report):
     assert [m["offset"] for m in first["members"]] == [0, 32]
     assert (first["nbytes"], first["wire_bytes"], first["cap_bytes"]) == (96, 192, 200)
     assert first["closed_by"] == "bytes"
+    assert (first["packed_by"], first["no_key"]) == ("graph order", [])
     assert [a["closed_by"] for a in data["alone"]] == ["bytes", "dependency", "end", "end"]
     whole = CompileReport(graphs=[report, report])
     assert json.loads(whole.to_json())["collectives_before"]["all_gather"] == 12
@@ -119,6 +122,47 @@ def test_nothing_to_do_is_said(fake_world):
     assert by_cap.last_report.to_text() == "inference: no collectives\n"
 
 
+GRAPHS = """
+import torch
+import torch_ext_bucketing as teb
+import torch.distributed as dist
+from sharded_models import TwoBlocks, step
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+model = teb.data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)))
+backend = teb.backend("aot_eager", teb.recipe(model))
+step(torch.compile(model, backend=backend), torch.zeros(2, 3, dtype=torch.long))
+"""
+
+PASSES = [
+    *[f"joint_{i}_{name}" for i, name in enumerate(("TagParameters", "ReshardAfterForward"))],
+    *[
+        f"{s}_{i}_{n}"
+        for s in ("forward", "backward")
+        for i, n in enumerate(("BucketUnits", "Schedule"))
+    ],
+]
+
+
+def test_trace_and_log_have_the_graph_before_and_after_each_pass(tmp_path):
+    run = in_child(GRAPHS, tmp_path, "+torch_ext_bucketing")
+    graphs = artifacts(tmp_path, '"name": "torch_ext_bucketing_[a-z]+_[0-9]_')
+    assert list(graphs) == [
+        f"torch_ext_bucketing_{name}_{when}" for name in PASSES for when in ("before", "after")
+    ]
+
+    def gathers(name):
+        return graphs[f"torch_ext_bucketing_{name}"].count("all_gather_into_tensor")
+
+    assert gathers("forward_0_BucketUnits_before") > gathers("forward_0_BucketUnits_after") > 0
+    after_units = graphs["torch_ext_bucketing_forward_0_BucketUnits_after"]
+    assert graphs["torch_ext_bucketing_forward_1_Schedule_before"] == after_units
+    assert "f32[" in after_units
+    for name in graphs:
+        assert f"{name.removeprefix('torch_ext_bucketing_')}\n" in run.stderr
+
+
 TRACED = """
 import torch_ext_bucketing
 import torch.distributed as dist
@@ -131,20 +175,31 @@ print(t.bucket_graph(t.small_graph(), t.CAP).summary())
 
 def test_trace_has_the_report(tmp_path):
     """In TORCH_TRACE's log: one artifact, whose payload is the JSON."""
+    run = in_child(TRACED, tmp_path, "torch_ext_bucketing")
+    assert run.stdout.strip() in run.stderr, "TORCH_LOGS shows the line"
+    (payload,) = artifacts(tmp_path, f'"name": "{ARTIFACT}"').values()
+    assert json.loads(payload)["stage"] == "inference"
+
+
+def in_child(code, trace, logs):
     here = Path(__file__).parent
-    env = os.environ | {"TORCH_TRACE": str(tmp_path), "TORCH_LOGS": "torch_ext_bucketing"}
+    env = os.environ | {"TORCH_TRACE": str(trace), "TORCH_LOGS": logs}
     env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
     run = subprocess.run(
-        [sys.executable, "-c", TRACED], env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() in run.stderr, "TORCH_LOGS shows the line"
-    lines = [line for f in tmp_path.iterdir() for line in f.read_text().splitlines()]
-    at = [i for i, line in enumerate(lines) if f'"name": "{ARTIFACT}"' in line]
-    assert len(at) == 1
-    payload = []
-    for line in lines[at[0] + 1 :]:
-        if not line.startswith("\t"):
-            break
-        payload.append(line[1:])
-    assert json.loads("\n".join(payload))["stage"] == "inference"
+    return run
+
+
+def artifacts(trace, pattern):
+    """Payloads by name, of the artifacts whose line matches."""
+    lines = [line for f in trace.iterdir() for line in f.read_text().splitlines()]
+    found = {}
+    for i, line in enumerate(lines):
+        if re.search(pattern, line):
+            name = re.search('"name": "(.*?)"', line)[1]
+            assert name not in found
+            payload = itertools.takewhile(lambda x: x.startswith("\t"), lines[i + 1 :])
+            found[name] = "\n".join(x[1:] for x in payload)
+    return found

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from .passes.backends import backend
     from .passes.base import GraphPass
     from .passes.bucketing import BucketByCap, BucketUnits, bucket_graph
+    from .passes.recipe import recipe
     from .passes.resharding import ReshardAfterForward
     from .passes.scheduling import BucketAndSchedule, Schedule
     from .passes.separate_groups import SeparateGroups
+    from .passes.silence import NotBucketedWarning, PayloadOrderWarning
     from .passes.tagging import TagParameters
     from .plans.blocks import transformer_block_plan
     from .plans.make import make_plan
@@ -65,7 +67,9 @@ __all__ = [
     "HooksError",
     "HooksWarning",
     "Machine",
+    "NotBucketedWarning",
     "Overlap",
+    "PayloadOrderWarning",
     "PeakMemory",
     "PlanMismatchError",
     "Policy",
@@ -89,6 +93,7 @@ __all__ = [
     "peak_bytes",
     "plan_by_cap",
     "primary_group",
+    "recipe",
     "register_ring_backend",
     "require_hooks",
     "schedule",
@@ -114,12 +119,14 @@ _HOME = {
         "BucketUnits",
         "bucket_graph",
     ),
+    "passes.recipe": ("recipe",),
     "passes.resharding": ("ReshardAfterForward",),
     "passes.scheduling": (
         "BucketAndSchedule",
         "Schedule",
     ),
     "passes.separate_groups": ("SeparateGroups",),
+    "passes.silence": ("NotBucketedWarning", "PayloadOrderWarning"),
     "passes.tagging": ("TagParameters",),
     "plans.blocks": ("transformer_block_plan",),
     "plans.make": ("make_plan",),

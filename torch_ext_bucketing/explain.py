@@ -343,4 +343,6 @@ def _compile(
         whole.unnamed += report.unnamed
         whole.warnings += report.warnings
         whole.schedules += report.schedules
+        whole.passes += report.passes
+        whole.disabled = report.disabled
     return whole

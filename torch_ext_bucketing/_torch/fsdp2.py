@@ -48,6 +48,12 @@ class ParamGroup:
     2.13)."""
 
 
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on `model` or a module in it."""
+    states = map(_composable_state._get_module_state, model.modules())
+    return any(isinstance(state, FSDPState) for state in states)
+
+
 def read_param_groups(model: nn.Module) -> list[ParamGroup]:
     """The param groups of all FSDP2 states in ``model``, in the order of the ``fully_shard`` calls.
 

@@ -45,7 +45,7 @@ from ..tagging.tags import is_bucket, member_count, tag_of
 from .contraction import Contraction
 from .groups import GroupFilter, chosen_groups
 from .hook_guard import reading_only
-from .members import unmergeable
+from .members import UNTAGGED, unmergeable
 from .plan import Bucket, BucketingPlan
 from .structure import fsdp_starts
 
@@ -86,7 +86,7 @@ def plan_by_cap(
             name, or per group name and kind. None, and what the mapping lacks: what saturates the
             network of a group of that size, by torch's own estimate. A member above the cap is a
             bucket of its own.
-        kinds: what is bucketed; others are left alone without a word.
+        kinds: what is bucketed; others are left alone and not reported one by one.
         eligible: ``"tag"``: collectives with a tag, those that serve parameters. ``"structure"``:
             those that torch takes for FSDP's by their place in the graph. Or a callable of the
             start.
@@ -220,7 +220,7 @@ def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) ->
     found = _Candidates()
     if eligible == "tag":
         is_eligible: Callable[[fx.Node], Any] = tag_of
-        otherwise = "it serves no known parameter"
+        otherwise = UNTAGGED
     elif eligible == "structure":
         is_eligible = fsdp_starts(graph).__contains__
         otherwise = "it is no collective of FSDP by its place in the graph"

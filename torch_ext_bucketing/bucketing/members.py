@@ -9,8 +9,12 @@ from ..graph.collectives import group_size, is_wait, kind_of
 from ..tagging.tags import is_bucket
 
 __all__ = [
+    "UNTAGGED",
     "unmergeable",
 ]
+
+UNTAGGED = "it serves no known parameter"
+"""Why a collective without a tag is in no bucket."""
 
 
 def unmergeable(start: fx.Node) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch.fx as fx
 
@@ -19,7 +20,7 @@ from .._torch.estimates import size_hint
 from .._torch.merge_traces import shared_traces
 from ..graph.collectives import group_name, group_size, kind_of, reduce_op
 from ..graph.snapshot import unchanged_on_error
-from ..reports.buckets import BucketReport, PayloadMember
+from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
 from ..tagging.tags import set_member_tags, tag_of
 from .hook_guard import reading_only
 from .plan import Bucket, BucketingPlan
@@ -31,9 +32,24 @@ __all__ = [
 
 PayloadKey = Callable[[fx.Node], Any]
 
+_ENTRY = "bucket_payload_order_key"
+
+
+@dataclass(frozen=True)
+class MemberKeys:
+    """Every member's key, and who gave them.
+
+    Args:
+        packed_by: see :class:`.BucketReport`.
+        keys: of every member; None packs in graph order.
+    """
+
+    packed_by: str = GRAPH_ORDER
+    keys: Mapping[fx.Node, Any] | None = None
+
 
 def apply_plan(
-    graph: fx.Graph, plan: BucketingPlan, payload_key: PayloadKey | None = None
+    graph: fx.Graph, plan: BucketingPlan, payload_key: PayloadKey | Literal[False] | None = None
 ) -> list[BucketReport]:
     """Merge the plan's buckets. ``graph`` is in topological order afterwards.
 
@@ -46,8 +62,9 @@ def apply_plan(
         graph: the graph that the plan was made for, unchanged since.
         plan: what to merge.
         payload_key: ascending key of a member's bytes; a bucket with a member whose key is None
-            keeps graph order as a whole. None takes torch's ``bucket_payload_order_key``. It is
-            called once per member, before anything changes, and may only read the graph.
+            keeps graph order as a whole. None takes torch's ``bucket_payload_order_key``, False
+            packs in graph order. It is called once per member, before anything changes, and may
+            only read the graph.
 
     Returns:
         One report per bucket, in graph order.
@@ -55,6 +72,7 @@ def apply_plan(
     Raises:
         ValueError: the plan merges reduce-scatters and torch's ``bucket_mode`` is ``"coalesced"``.
         HooksError: ``payload_key`` is given, but this torch has no payload-order hook.
+        ValueError: ``payload_key`` says something else than ``bucket_payload_order_key``.
         RuntimeError: the key failed at a node, its keys for one bucket have no order, or it changed
             the graph or communicated; or, torch's own, a symbolic size has no hint.
         Exception: what torch raises where it can't merge. Then, too, the graph is as it was.
@@ -65,15 +83,16 @@ def apply_plan(
 
 
 def merge_buckets(
-    graph: fx.Graph, plan: BucketingPlan, keys: Mapping[fx.Node, Any] | None = None
+    graph: fx.Graph, plan: BucketingPlan, keys: MemberKeys | None = None
 ) -> list[BucketReport]:
     """:func:`apply_plan` with keys at hand, and without a way back.
 
     Args:
         graph: as of :func:`apply_plan`.
         plan: as of :func:`apply_plan`.
-        keys: every member's key; None packs in graph order.
+        keys: what decides the payload order; None packs in graph order.
     """
+    keys = keys or MemberKeys()
     if any(bucket.kind == "reduce_scatter" for bucket in plan.buckets):
         tb.require_packed_reductions()
     for duplicate, original in plan.duplicates:
@@ -93,16 +112,20 @@ def merge_buckets(
 
 
 def _payload_keys(
-    graph: fx.Graph, plan: BucketingPlan, payload_key: PayloadKey | None
-) -> Mapping[fx.Node, Any] | None:
+    graph: fx.Graph, plan: BucketingPlan, payload_key: PayloadKey | Literal[False] | None
+) -> MemberKeys:
     """Every member's key, computed and compared before anything changes."""
+    configured = tb.configured_payload_key()
+    if payload_key is not None and configured is not None:
+        _check_agrees(payload_key, configured)
+    if payload_key is False:
+        return MemberKeys()
     if payload_key is not None:
         tb.require_payload_order_hook()
-    key_of, name = payload_key, "payload_order"
+    key_of = configured if payload_key is None else payload_key
     if key_of is None:
-        key_of, name = tb.configured_payload_key(), "bucket_payload_order_key"
-    if key_of is None:
-        return None
+        return MemberKeys()
+    name = _ENTRY if payload_key is None else "payload_order"
     keys: dict[fx.Node, Any] = {}
     with reading_only(graph, name):
         for bucket in plan.buckets:
@@ -112,7 +135,31 @@ def _payload_keys(
                 except Exception as error:
                     raise RuntimeError(f"{name} failed at {member.format_node()}") from error
             _check_order(name, {m: keys[m] for m in bucket.members})
-    return keys
+    return MemberKeys(_ENTRY if payload_key is None else _order_name(payload_key), keys)
+
+
+def _check_agrees(given: PayloadKey | Literal[False], configured: PayloadKey) -> None:
+    """Refuse two different orders. The same object is one order, and so are two with equal uuids.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if given is configured:
+        return
+    either: tuple[Any, ...] = (given, configured)
+    uuids = [o.uuid() if callable(getattr(o, "uuid", None)) else None for o in either]
+    if uuids[0] is not None and uuids[0] == uuids[1]:
+        return
+    asked = "graph order (payload_order=False)" if given is False else _order_name(given)
+    raise ValueError(
+        f"two payload orders: the pass packs by {asked}, and the config entry "
+        f"aten_distributed_optimizations.{_ENTRY} by {_order_name(configured)}, which is not the "
+        "same. Set the entry to None, or leave payload_order out where the entry should decide"
+    )
+
+
+def _order_name(key: Any) -> str:
+    return str(getattr(key, "__qualname__", type(key).__qualname__))
 
 
 def _check_order(name: str, keys: Mapping[fx.Node, Any]) -> None:
@@ -126,9 +173,7 @@ def _check_order(name: str, keys: Mapping[fx.Node, Any]) -> None:
         raise RuntimeError(f"{name}: the keys of a bucket can't be sorted: {listed}") from error
 
 
-def _apply_bucket(
-    graph: fx.Graph, bucket: Bucket, keys: Mapping[fx.Node, Any] | None
-) -> BucketReport:
+def _apply_bucket(graph: fx.Graph, bucket: Bucket, order: MemberKeys) -> BucketReport:
     first, last = bucket.members[0], bucket.members[-1]
     tags = {m: tag_of(m) for m in bucket.members}
     shapes = {m: _payload_shape(m) for m in bucket.members}
@@ -139,9 +184,13 @@ def _apply_bucket(
         for value in tb.packed_values(member, size if bucket.kind == "reduce_scatter" else None):
             by_input.setdefault(value, []).append(member)
 
-    key: PayloadKey | None = None  # never a half-sorted bucket
-    if keys is not None and all(keys[m] is not None for m in bucket.members):
-        key = keys.__getitem__
+    key, packed_by, keyless = None, order.packed_by, []
+    if order.keys is not None:
+        keyless = [m for m in bucket.members if order.keys[m] is None]
+        if keyless:  # never a half-sorted bucket
+            packed_by = NO_KEY
+        else:
+            key = order.keys.__getitem__
     insert_before = first if bucket.kind == "all_gather" else last.next
     new_nodes = tb.merge(
         graph, bucket.kind, bucket.members, insert_before=insert_before, payload_key=key
@@ -180,6 +229,8 @@ def _apply_bucket(
         bucket.detail,
         bucket.wire_bytes,
         bucket.cap_bytes,
+        packed_by,
+        tuple(", ".join(tag.fqns) if (tag := tags[m]) else m.name for m in keyless),
     )
 
 

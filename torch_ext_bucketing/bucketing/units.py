@@ -13,7 +13,7 @@ from ..graph.writes import written_roots
 from ..reports.buckets import ClosedBy
 from ..tagging.tags import Tag, tag_of
 from .contraction import Contraction
-from .members import unmergeable
+from .members import UNTAGGED, unmergeable
 from .plan import Bucket, BucketingPlan
 
 __all__ = [
@@ -87,7 +87,7 @@ def plan_units(
     Args:
         graph: a graph whose collectives carry tags.
         units: which parameter is in which unit.
-        kinds: what is bucketed; others are left alone without a word.
+        kinds: what is bucketed; others are left alone and not reported one by one.
 
     Raises:
         ValueError: the graph is not in topological order.
@@ -105,7 +105,7 @@ def plan_units(
             continue
         tag = tag_of(start)
         if tag is None:
-            left.append((start.name, "it serves no known parameter"))
+            left.append((start.name, UNTAGGED))
             continue
         unit, why = _unit_of(tag, units)
         if unit is None:

@@ -21,9 +21,9 @@ Train one LLaMA-style model on real text in three ways, side by side, on ranks t
 starts on the CPU, and compare all weights after every step:
 
   eager FSDP2            fully_shard per block, then the root
-  compiled, FSDP2 order  one collective per parameter, merged per unit by the compiler; the hook
-                         bucket_payload_order_key packs each bucket as FSDP2 does
-  compiled, graph order  the same without the hook
+  compiled, FSDP2 order  one collective per parameter, merged per unit by the compiler, each bucket
+                         packed as FSDP2 packs its unit
+  compiled, graph order  the same with each bucket packed in graph order
 
 Reductions add in the order of NCCL's rings over the simulated nodes."""
 

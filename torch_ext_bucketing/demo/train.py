@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,6 @@ from .rounding import eager_rounding
 from .settings import HEAD_DIM, Settings
 
 PARAM_DTYPE = torch.bfloat16
-PAYLOAD_ORDER_HOOK = "aten_distributed_optimizations.bucket_payload_order_key"
 REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -61,14 +60,13 @@ def model_config(settings: Settings) -> ModelConfig:
 
 @dataclass
 class Run:
-    """One way to train. ``compile_config`` and ``eager_rounding`` hold while it compiles."""
+    """One way to train. ``eager_rounding`` holds while it compiles."""
 
     name: str
     module: Transformer
     forward: Callable[[torch.Tensor], torch.Tensor]
     optimizer: torch.optim.Optimizer
     record: RunRecord = field(default_factory=RunRecord)
-    compile_config: Mapping[str, Any] = field(default_factory=dict)
     eager_rounding: bool = False
     compiler: BucketingBackend | None = None
 
@@ -108,12 +106,10 @@ def _train(rank: Rank, settings: Settings, mesh: DeviceMesh) -> RankReport:
                 if run is eager and step == settings.steps - 1:
                     run.record.after = stack.enter_context(count_collectives())
                 elif run is not eager and step == 0:
-                    stack.enter_context(inductor_config.patch(dict(run.compile_config)))
                     if run.eager_rounding:
                         stack.enter_context(eager_rounding())
                 elif run is not eager:
-                    # What a later step compiled would be neither in the report nor under
-                    # the run's configuration.
+                    # What a later step compiled would not be in the report.
                     stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
                 _step(run, tokens, targets)
             rank.send((step + 1, run.name, run.record.digests[-1]))
@@ -187,7 +183,10 @@ def compiled_run(name: str, settings: Settings, mesh: DeviceMesh, *, payload_ord
     root = order.units[-1]
     compiler = backend(
         settings.backend,
-        passes=[ReshardAfterForward(keep=root), BucketUnits(order)],
+        passes=[
+            ReshardAfterForward(keep=root),
+            BucketUnits(order, payload_order=payload_order),
+        ],
         model=model,
     )
     return Run(
@@ -195,7 +194,6 @@ def compiled_run(name: str, settings: Settings, mesh: DeviceMesh, *, payload_ord
         model,
         torch.compile(model, backend=compiler, fullgraph=True),
         _optimizer(model, settings),
-        compile_config={PAYLOAD_ORDER_HOOK: order if payload_order else None},
         compiler=compiler,
     )
 

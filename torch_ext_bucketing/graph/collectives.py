@@ -60,11 +60,11 @@ _KIND_OF_TARGET: dict[Any, Kind] = {
 }
 
 
-def check_kinds(kinds: Collection[Kind]) -> tuple[Kind, ...]:
-    """Some kinds in the order of :data:`KINDS`.
+def check_kinds(kinds: Collection[str]) -> tuple[Kind, ...]:
+    """``kinds`` in the order of :data:`KINDS`, each once.
 
     Raises:
-        ValueError: one is unknown, or ``kinds`` is a single string.
+        ValueError: a string, or something in it that is no kind.
     """
     if isinstance(kinds, str) or any(k not in KINDS for k in kinds):
         raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")

@@ -11,6 +11,8 @@ passes know nothing of what compiles the graph afterwards.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,14 +26,17 @@ from .._torch import aot as _aot
 from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import compile_inductor
 from .._torch.process_groups import default_group
+from .._torch.trace import readable, trace_artifact
 from ..agreement import op as _agree_op
 from ..agreement.before_run import as_fresh_frame, before_first_run
 from ..agreement.launches import GraphPlan, plan_of
-from ..reports.compile import CompileReport
+from ..reports.compile import CompileReport, PassTime
 from ..scheduling.overlap import DEFAULT_PREFETCH, PrefetchDepth
 from ..scheduling.pin_order import pin_order
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from .cache_key import NoUuidError, describe, digest, log_no_uuid
+from .silence import warn_of_silence
+from .switches import switched_off
 from .tagging import TagParameters
 
 __all__ = [
@@ -39,6 +44,8 @@ __all__ = [
     "PassManager",
     "backend",
 ]
+
+log = logging.getLogger("torch_ext_bucketing")
 
 
 class PassManager:
@@ -52,9 +59,13 @@ class PassManager:
        bucket may hold is known only once it is known which graph a collective is in, and a bucket
        made earlier could not be split between forward and backward again.
 
+    ``TORCH_EXT_BUCKETING_DISABLE``, as it is when this is made, switches passes off by the names of
+    their classes.
+
     Raises:
         TypeError: something is no pass.
-        ValueError: a pass with an unknown stage.
+        ValueError: a pass with an unknown stage; ``TORCH_EXT_BUCKETING_DISABLE`` has an unknown
+            name.
     """
 
     def __init__(
@@ -70,21 +81,40 @@ class PassManager:
                     f"got {getattr(p, 'stage', None)!r}"
                 )
         tagging = [p for p in given if isinstance(p, TagParameters)] or [TagParameters(model)]
-        rest = [p for p in given if not isinstance(p, TagParameters)]
+        self.disabled = switched_off([*tagging, *given])
+        tagging = [p for p in tagging if type(p).__name__ not in self.disabled]
+        rest = [
+            p
+            for p in given
+            if not isinstance(p, TagParameters) and type(p).__name__ not in self.disabled
+        ]
         self.joint = (*tagging, *(p for p in rest if p.stage == "joint"))
         self.forward_backward = tuple(p for p in rest if p.stage == "forward_backward")
 
     def run(self, stage: Stage, graph: GraphLike, compilation: Compilation) -> None:
-        """Run the passes of one stage. Those of other authors get the graph alone."""
+        """Run the passes of one stage. Those of other authors get the graph alone.
+
+        The report gets each one's time. The graph before and after each goes to ``TORCH_TRACE``,
+        and to the package's logger at DEBUG.
+        """
         passes = self.joint if stage == "joint" else self.forward_backward
-        for p in passes:
+        name = stage if stage == "joint" else _aot.stage_of(graph_of(graph))
+        seconds = [0.0] * len(passes)
+        for i, p in enumerate(passes):
             if isinstance(p, GraphPass):
+                clock = time.perf_counter()
                 p.prepare(graph, compilation)
-        for p in passes:
+                seconds[i] += time.perf_counter() - clock
+        for i, p in enumerate(passes):
+            _show(graph, f"{name}_{i}_{type(p).__name__}_before")
+            clock = time.perf_counter()
             if isinstance(p, GraphPass):
                 p(graph, compilation)
             else:
                 p(graph)
+            seconds[i] += time.perf_counter() - clock
+            _show(graph, f"{name}_{i}_{type(p).__name__}_after")
+            compilation.report.passes.append(PassTime(name, type(p).__name__, seconds[i]))
 
     @property
     def orders(self) -> bool:
@@ -92,14 +122,21 @@ class PassManager:
         return any(isinstance(p, GraphPass) and p.orders for p in self.forward_backward)
 
     def uuid(self) -> str | None:
-        """Of all passes in order; None where one has none."""
+        """Of all passes in order, and of what is switched off; None where a pass has none."""
         passes = (*self.joint, *self.forward_backward)
         uuids = [p.uuid() for p in passes]
         for p, uuid in zip(passes, uuids, strict=True):
             if not uuid and not isinstance(p, GraphPass):  # ours have said why themselves
                 reason = NoUuidError(f"its uuid() returned {uuid!r}")
                 log_no_uuid(f"{type(p).__module__}.{type(p).__qualname__}", reason)
-        return digest(*map(str, uuids)) if all(uuids) else None
+        return digest(*map(str, uuids), *self.disabled) if all(uuids) else None
+
+
+def _show(graph: GraphLike, name: str) -> None:
+    """Log a graph and trace it as an artifact, where somebody looks."""
+    trace_artifact(f"torch_ext_bucketing_{name}", lambda: readable(graph_of(graph)))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s\n%s", name, readable(graph_of(graph)))
 
 
 class BucketingBackend:
@@ -135,6 +172,7 @@ class BucketingBackend:
     ) -> Callable[..., Any]:
         """Compile ``gm``, as Dynamo asks for it."""
         compilation = Compilation(_dynamo_inputs.input_fqns(gm, example_inputs, self.model))
+        compilation.report.disabled = self.passes.disabled
         self.reports.append(compilation.report)
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
@@ -222,7 +260,9 @@ def _run_each(
     """Run the forward/backward passes; returns what tells the plan of the graph after them."""
     g, done = graph_of(graph), len(compilation.report.graphs)
     passes.run("forward_backward", graph, compilation)
-    buckets = [b for report in compilation.report.graphs[done:] for b in report.buckets]
+    reports = compilation.report.graphs[done:]
+    warn_of_silence(g, reports, compilation)
+    buckets = [b for report in reports for b in report.buckets]
     return lambda: plan_of(g, _aot.stage_of(g), buckets)
 
 

@@ -5,9 +5,10 @@ A pass composes with any backend: it knows nothing of what compiles the graph af
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,24 +41,42 @@ class Compilation:
     Args:
         input_fqns: FQN of each graph input that is a parameter, by position.
         report: filled by the passes.
-        warned: FQNs that a warning has listed already.
+        tagged: number of collectives of the joint graph that carry a tag.
+        uncovered: FQNs that a warning has listed as being in no unit.
         reference_bytes: the peak of live bytes of the graph at hand before any pass changed it,
             where a pass asked for it.
     """
 
     input_fqns: FqnOf | None = None
     report: CompileReport = field(default_factory=CompileReport)
-    warned: dict[str, None] = field(default_factory=dict)
+    tagged: int = 0
+    uncovered: dict[str, None] = field(default_factory=dict)
     reference_bytes: int | None = None
+    _given: set[type[Warning]] = field(default_factory=set)
 
-    def warn_uncovered(self, fqns: Sequence[str]) -> None:
-        """Warn about parameters that no bucket covers, about each once per compile."""
-        new = [f for f in fqns if f not in self.warned]
+    def warn(self, text: str, category: type[Warning]) -> None:
+        """Warn and put it into the report, unless this compile had a warning of that class."""
+        if category not in self._given:
+            self._given.add(category)
+            self.report.warnings.append(text)
+            warnings.warn(text, category, stacklevel=3)
+
+    def warn_uncovered(self, fqns: Sequence[str], units: Iterable[Sequence[str]] = ()) -> None:
+        """Warn about parameters that no unit covers, about each once per compile.
+
+        Args:
+            fqns: the parameters.
+            units: the units, of whose names the warning shows a few.
+        """
+        new = [f for f in fqns if f not in self.uncovered]
         if new:
-            self.warned.update(dict.fromkeys(new))
+            self.uncovered.update(dict.fromkeys(new))
+            names = itertools.islice((repr(name) for unit in units for name in unit), 3)
             text = (
                 f"{len(new)} parameter(s) are in no unit; their collectives are not bucketed: "
-                f"{', '.join(new)}"
+                f"{', '.join(new)}. The units name {', '.join(names)}, ...: name these parameters' "
+                "modules, too, and where the units belong to another model than the compiled "
+                "module, give that to the backend: backend(..., model=model)"
             )
             self.report.warnings.append(text)
             warnings.warn(text, UncoveredParametersWarning, stacklevel=2)

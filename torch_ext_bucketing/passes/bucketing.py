@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch.fx as fx
 
 from .._torch import aot as _aot
 from ..bucketing.caps import CapMb, Eligible, plan_by_cap
 from ..bucketing.groups import GroupFilter
-from ..bucketing.merge import apply_plan
+from ..bucketing.merge import PayloadKey, apply_plan
 from ..bucketing.plan import BucketingPlan
 from ..bucketing.units import HasUnits, UnitIndex, plan_units
 from ..graph.collectives import KINDS, Kind, check_kinds, count_collectives
 from ..reports.graph import GraphReport, emit
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from .code import call
+from .silence import warn_of_silence
 
 __all__ = [
     "BucketByCap",
@@ -31,14 +33,17 @@ class BucketUnits(GraphPass):
         order_or_plan: an object with ``units`` (an ``FSDPParamOrder``, a ``BucketPlan``), or a
             sequence of units, each a sequence of parameter or module FQNs.
         kinds: the kinds to bucket. All-reduces (HSDP, DDP) only when asked for.
-        payload_order: True packs a bucket's members in ``order_or_plan``'s order; another callable
-            ``start -> key`` in that one's; False leaves it to torch, graph order unless
-            ``bucket_payload_order_key`` is set.
+        payload_order: None, the default, packs a bucket's members in ``order_or_plan``'s order
+            where that can be called (an ``FSDPParamOrder``), and else in that of
+            ``bucket_payload_order_key``, or in graph order where that entry is unset. True insists
+            on ``order_or_plan``'s, False on graph order, and another callable ``start -> key`` on
+            its own.
 
     Raises:
         TypeError: ``payload_order`` is True, but ``order_or_plan`` can't be called; or it is
-            neither True, False nor a callable; or a unit's name is no string.
-        ValueError: an unknown kind, or one name in two units.
+            neither a bool, None nor a callable; or a unit's name is no string.
+        ValueError: an unknown kind, or one name in two units. In a compile: the config entry
+            ``bucket_payload_order_key`` is set to another order than the one asked for.
     """
 
     stage: Stage = "forward_backward"
@@ -47,12 +52,13 @@ class BucketUnits(GraphPass):
         self,
         order_or_plan: HasUnits | Iterable[Sequence[str]],
         kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
-        payload_order: bool | Callable[[fx.Node], Any] = False,
+        payload_order: bool | PayloadKey | None = None,
     ) -> None:
         self.kinds = check_kinds(kinds)
-        if not isinstance(payload_order, bool) and not callable(payload_order):
+        if not isinstance(payload_order, bool | None) and not callable(payload_order):
             raise TypeError(
-                f"payload_order must be True, False or a callable of a node, got {payload_order!r}"
+                "payload_order must be True, False or a callable of a node, or None for the "
+                f"order's own, got {payload_order!r}"
             )
         if payload_order is True and not callable(order_or_plan):
             raise TypeError(
@@ -65,20 +71,30 @@ class BucketUnits(GraphPass):
         self.units = tuple((u,) if isinstance(u, str) else tuple(u) for u in units)
         self.aliases = tuple(getattr(order_or_plan, "aliases", ()))
         UnitIndex(self.units, self.aliases)  # bad names are known before anything is compiled
+        self._given = order_or_plan if isinstance(order_or_plan, HasUnits) else self.units
+        self._payload_order = payload_order
         self.last_report: GraphReport | None = None
-        self.payload_key: Callable[[fx.Node], Any] | None = None
-        if payload_order is True:
+        self.payload_key: PayloadKey | Literal[False] | None
+        if payload_order is True or (payload_order is None and callable(order_or_plan)):
             self.payload_key = order_or_plan  # type: ignore[assignment]
-        elif callable(payload_order):
+        else:
             self.payload_key = payload_order
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
-        compilation = compilation or Compilation()
+        alone, compilation = compilation is None, compilation or Compilation()
         g = graph_of(graph)
         plan = plan_units(g, UnitIndex(self.units, self.aliases), self.kinds)
-        self.last_report = apply_and_report(g, plan, self.payload_key)
+        self.last_report = apply_and_report(g, plan, self.payload_key, self.kinds)
         compilation.report.graphs.append(self.last_report)
-        compilation.warn_uncovered(plan.uncovered)
+        if plan.uncovered:
+            compilation.warn_uncovered(plan.uncovered, self.units)
+        if alone:  # a backend looks at what all its passes did
+            warn_of_silence(g, [self.last_report], compilation)
+
+    def __repr__(self) -> str:
+        asked = self._payload_order  # what is packed by without a word needs none
+        kinds = None if self.kinds == KINDS[:2] else self.kinds
+        return call("BucketUnits", self._given, kinds=kinds, payload_order=asked)
 
     def settings(self) -> tuple[Any, ...]:
         """Units, kinds and the payload order's own identity."""
@@ -96,12 +112,13 @@ class BucketByCap(GraphPass):
         max_node_span: see :func:`.plan_by_cap`.
         non_adjacent: see :func:`.plan_by_cap`.
         payload_order: ``start -> key`` by which a bucket's members are packed, ascending, such as
-            an ``FSDPParamOrder``; None leaves it to torch, graph order unless
-            ``bucket_payload_order_key`` is set.
+            an ``FSDPParamOrder``; False packs in graph order; None leaves it to
+            ``bucket_payload_order_key``, graph order where that entry is unset.
 
     Raises:
         TypeError: ``payload_order`` is no callable.
-        ValueError: an argument that :func:`.plan_by_cap` does not take.
+        ValueError: an argument that :func:`.plan_by_cap` does not take. In a compile: the config
+            entry ``bucket_payload_order_key`` is set to another order than ``payload_order``.
     """
 
     stage: Stage = "forward_backward"
@@ -115,12 +132,9 @@ class BucketByCap(GraphPass):
         group_filter: GroupFilter | None = None,
         max_node_span: int | None = None,
         non_adjacent: bool = True,
-        payload_order: Callable[[fx.Node], Any] | None = None,
+        payload_order: PayloadKey | Literal[False] | None = None,
     ) -> None:
-        if payload_order is not None and not callable(payload_order):
-            raise TypeError(
-                f"payload_order must be a callable of a node or None, got {payload_order!r}"
-            )
+        check_payload_order(payload_order)
         self.options: dict[str, Any] = {
             "cap_mb": dict(cap_mb) if isinstance(cap_mb, Mapping) else cap_mb,
             "kinds": check_kinds(kinds),
@@ -137,9 +151,17 @@ class BucketByCap(GraphPass):
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         g = graph_of(graph)
-        self.last_report = apply_and_report(g, plan_by_cap(g, **self.options), self.payload_key)
-        if compilation is not None:
+        plan = plan_by_cap(g, **self.options)
+        self.last_report = apply_and_report(g, plan, self.payload_key, self.options["kinds"])
+        if compilation is None:
+            warn_of_silence(g, [self.last_report], Compilation())
+        else:
             compilation.report.graphs.append(self.last_report)
+
+    def __repr__(self) -> str:
+        defaults = {"kinds": KINDS, "eligible": "tag", "non_adjacent": True}
+        changed = {k: v for k, v in self.options.items() if v != defaults.get(k)}
+        return call("BucketByCap", **changed, payload_order=self.payload_key)
 
     def settings(self) -> tuple[Any, ...]:
         """The options, and the payload order's own identity."""
@@ -153,7 +175,7 @@ def bucket_graph(
     gm: GraphLike,
     cap_mb: CapMb = None,
     *,
-    payload_order: Callable[[fx.Node], Any] | None = None,
+    payload_order: PayloadKey | Literal[False] | None = None,
     **options: Any,
 ) -> GraphReport:
     """Bucket one graph by size, in place: :class:`BucketByCap` as a function.
@@ -179,10 +201,30 @@ def bucket_graph(
     return by_cap.last_report
 
 
+def check_payload_order(order: object) -> None:
+    """What a pass by size takes as ``payload_order``.
+
+    Raises:
+        TypeError: something else than a callable, False and None.
+    """
+    if order is not None and order is not False and not callable(order):
+        raise TypeError(f"payload_order must be a callable of a node, False or None, got {order!r}")
+
+
 def apply_and_report(
-    graph: fx.Graph, plan: BucketingPlan, payload_key: Callable[[fx.Node], Any] | None
+    graph: fx.Graph,
+    plan: BucketingPlan,
+    payload_key: PayloadKey | Literal[False] | None,
+    kinds: Collection[Kind] = KINDS,
 ) -> GraphReport:
-    """Merge what is planned; returns the report, which is also logged."""
+    """Merge what is planned; returns the report, which is also logged.
+
+    Args:
+        graph: as of :func:`.apply_plan`.
+        plan: as of :func:`.apply_plan`.
+        payload_key: as of :func:`.apply_plan`.
+        kinds: what the plan was asked to bucket.
+    """
     stage, before = _aot.stage_of(graph), count_collectives(graph)
     buckets = apply_plan(graph, plan, payload_key)
     report = GraphReport(
@@ -194,6 +236,7 @@ def apply_and_report(
         plan.left_alone,
         plan.splits,
         plan.alone,
+        tuple(kinds),
     )
     emit(report)
     return report

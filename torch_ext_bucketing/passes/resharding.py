@@ -10,6 +10,7 @@ from ..bucketing.units import UnitIndex
 from ..tagging.tag_graph import parameter_chains
 from ..tagging.tags import tag_of
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from .code import call
 
 __all__ = [
     "ReshardAfterForward",
@@ -49,6 +50,9 @@ class ReshardAfterForward(GraphPass):
                 continue
             for node in chain:
                 _aot.mark_recompute(node)
+
+    def __repr__(self) -> str:
+        return call("ReshardAfterForward", keep=self.keep or None)
 
     def settings(self) -> tuple[Any, ...]:
         """What is kept."""

@@ -6,13 +6,14 @@ backend pins the order afterwards (see :mod:`.scheduling.pin_order`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch.fx as fx
 
-from ..graph.collectives import Kind
+from ..bucketing.merge import PayloadKey
+from ..graph.collectives import KINDS, Kind
 from ..reports.caps import CapsReport
 from ..reports.graph import GraphReport
 from ..reports.schedule import ScheduleReport
@@ -22,7 +23,8 @@ from ..scheduling.model import peak_bytes
 from ..scheduling.policy import Policy, policies_of
 from ..scheduling.scheduler import schedule
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
-from .bucketing import apply_and_report
+from .bucketing import apply_and_report, check_payload_order
+from .code import call
 
 __all__ = [
     "BucketAndSchedule",
@@ -76,6 +78,13 @@ class Schedule(GraphPass):
         if compilation is not None:
             compilation.report.schedules.append(self.last_report)
 
+    def __repr__(self) -> str:
+        return call(
+            type(self).__name__,
+            self.policies,
+            machine=None if self.machine == H100 else self.machine,
+        )
+
     def settings(self) -> tuple[Any, ...]:
         """Policies and machine."""
         return (self.policies, self.machine)
@@ -105,15 +114,12 @@ class BucketAndSchedule(Schedule):
         *,
         caps_mb: Collection[float] | None = None,
         kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
-        payload_order: Callable[[fx.Node], Any] | None = None,
+        payload_order: PayloadKey | Literal[False] | None = None,
         machine: Machine = H100,
         **options: Any,
     ) -> None:
         super().__init__(policies, machine)
-        if payload_order is not None and not callable(payload_order):
-            raise TypeError(
-                f"payload_order must be a callable of a node or None, got {payload_order!r}"
-            )
+        check_payload_order(payload_order)
         self.caps_mb = None if caps_mb is None else tuple(caps_mb)
         empty = fx.Graph()
         empty.output(())
@@ -135,10 +141,21 @@ class BucketAndSchedule(Schedule):
             reference_bytes=None if compilation is None else compilation.reference_bytes,
             **self.options,
         )
-        self.last_buckets = apply_and_report(g, plan, self.payload_key)
+        self.last_buckets = apply_and_report(g, plan, self.payload_key, self.options["kinds"])
         if compilation is not None:
             compilation.report.graphs.append(self.last_buckets)
         self._schedule(graph, compilation, found)
+
+    def __repr__(self) -> str:
+        changed = {k: v for k, v in self.options.items() if (k, v) != ("kinds", KINDS[:2])}
+        return call(
+            type(self).__name__,
+            self.policies,
+            caps_mb=self.caps_mb,
+            **changed,
+            payload_order=self.payload_key,
+            machine=None if self.machine == H100 else self.machine,
+        )
 
     def settings(self) -> tuple[Any, ...]:
         """Everything that was given."""

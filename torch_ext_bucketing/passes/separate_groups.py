@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..graph.collectives import Kind, check_kinds, group_name, kind_of, set_group_name
 from ..tagging.tags import tag_of
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from .code import call
 
 __all__ = [
     "SeparateGroups",
@@ -55,8 +56,11 @@ class SeparateGroups(GraphPass):
         dims: Iterable[str | int] | None = None,
     ) -> None:
         self.kinds = check_kinds(kinds)
+        self._mesh = mesh
+        self._dims = None if dims is None else tuple(dims)
         names = mesh.mesh_dim_names or ()
-        wanted = range(mesh.ndim) if dims is None else [_dim(d, names, mesh.ndim) for d in dims]
+        given = range(mesh.ndim) if self._dims is None else self._dims
+        wanted = [_dim(d, names, mesh.ndim) for d in given]
         self.twins: dict[str, str] = {}
         """The second group's name by the first one's."""
         self._groups = [self._create(mesh, dim) for dim in dict.fromkeys(wanted)]
@@ -81,6 +85,9 @@ class SeparateGroups(GraphPass):
                 twin = self.twins.get(group_name(node))
                 if twin is not None:
                     set_group_name(node, twin)
+
+    def __repr__(self) -> str:
+        return call("SeparateGroups", self._mesh, kinds=self.kinds, dims=self._dims)
 
     def settings(self) -> tuple[Any, ...]:
         """What moves, and where to."""

@@ -12,6 +12,7 @@ from .._torch.inductor import check_passes_run_here
 from ..tagging.tag_graph import FqnOf, tag_joint_graph
 from ..tagging.tags import TagReport
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from .code import call
 
 __all__ = [
     "TagParameters",
@@ -48,7 +49,12 @@ class TagParameters(GraphPass):
             fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))
         self.last_report = tag_joint_graph(graph, fqn_of, model=self.model)
         if compilation is not None:
+            compilation.tagged = len(self.last_report.tagged)
             compilation.report.unnamed = tuple((u.node, u.reason) for u in self.last_report.unnamed)
+
+    def __repr__(self) -> str:
+        model = None if self.model is None else type(self.model)
+        return call("TagParameters", model=model, fqn_of=self.fqn_of)
 
     def settings(self) -> tuple[Any, ...]:
         """The names of the model's parameters, and of the inputs of the graph that is being

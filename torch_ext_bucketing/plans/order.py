@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
@@ -24,6 +24,7 @@ from .._source import package_digest
 from .._torch.caches import before_key
 from ..fqns import canonical_fqn, canonical_modules, nearest_names, parameter_names
 from ..tagging import tag_graph as tags
+from .abbreviate import abbreviated
 
 __all__ = ["FSDPParamOrder", "GroupKey"]
 
@@ -41,7 +42,7 @@ Pairs = tuple[tuple[str, str], ...]
 Units = tuple[tuple[str, ...], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FSDPParamOrder:
     """Which parameters eager FSDP2 packs together, and in which order: a hashable, picklable value.
 
@@ -65,6 +66,8 @@ class FSDPParamOrder:
     reduce_units: Units = ()
     """`units` in the order of the reduce-scatter's payloads where it is another one, else empty:
     torch 2.15 packs gradients by dtype where `param.grad_dtype` differs inside a unit."""
+    made_by: str = field(default="", compare=False)
+    """The code that made it, for its `repr`."""
 
     def __post_init__(self) -> None:
         units = _as_units(self.units, "units")
@@ -132,7 +135,8 @@ class FSDPParamOrder:
                 "fqns mixes FQNs and lists of FQNs: put the single FQNs into lists of their own"
             )
         units = (tuple(items),) if any(flat) else tuple(tuple(item) for item in items)
-        return cls(units=units, aliases=tuple((aliases or {}).items()))  # type: ignore[arg-type]
+        pairs: Any = tuple((aliases or {}).items())
+        return cls(units=units, aliases=pairs)  # type: ignore[arg-type]
 
     @classmethod
     def from_model(
@@ -176,11 +180,12 @@ class FSDPParamOrder:
         """
         from .._torch import fsdp2 as _fsdp2
 
+        given = [_unit_names(item) for item in _checked_units(units)]
         names = parameter_names(model)
         ignored = _ignored(ignored_params, names)
         taken: set[nn.Parameter] = set()
         payloads: list[list[nn.Parameter]] = []
-        for modules in _unit_modules(model, units):
+        for modules in _unit_modules(model, given):
             params: list[nn.Parameter] = []
             for module in modules:
                 for _, parameter in module.named_parameters(recurse=False):
@@ -207,6 +212,7 @@ class FSDPParamOrder:
                 _fsdp2.reduce_order(unit, [_fsdp2.grad_dtype(p) for p in params])
                 for unit, params in zip(fqns, payloads, strict=True)
             ),
+            made_by=f"from_model(model, units={_units_code(given)})",
         )
 
     @classmethod
@@ -237,7 +243,14 @@ class FSDPParamOrder:
             units=tuple(group.params for group in groups),
             aliases=tuple(pair for group in groups for pair in group.aliases),
             reduce_units=tuple(group.reduce_params for group in groups),
+            made_by="from_fsdp(model)",
         )
+
+    def __repr__(self) -> str:
+        if self.made_by:
+            return f"FSDPParamOrder.{self.made_by}"
+        units = ", ".join(str(list(unit)) for unit in self.units)
+        return f"FSDPParamOrder.from_fqns([{units}])"
 
     def __call__(self, start: fx.Node) -> tuple[int, int] | None:
         """The sort key of a collective's launch node: its parameter's (payload, position in it).
@@ -328,15 +341,24 @@ def _ignored(
     return ignored
 
 
-def _unit_modules(
-    model: nn.Module, units: Iterable[str | Sequence[str]]
-) -> Iterator[list[nn.Module]]:
-    """Per unit, the modules whose own parameters it holds, in FSDP2's order of visits."""
+def _units_code(units: Sequence[Sequence[str]]) -> str:
+    short = abbreviated(units)
+    if short == [unit[0] if len(unit) == 1 else None for unit in units]:
+        return str(short)
+    return f"manual_plan({short}, model)"
+
+
+def _checked_units(units: Any) -> Iterable[Any]:
     if isinstance(units, str):
         raise TypeError(
             f"units must be a list of module FQNs or lists of them, got the string {units!r}"
         )
-    items = [_unit_names(item) for item in getattr(units, "units", units)]
+    found: Iterable[Any] = getattr(units, "units", units)
+    return found
+
+
+def _unit_modules(model: nn.Module, items: Sequence[tuple[str, ...]]) -> Iterator[list[nn.Module]]:
+    """Per unit, the modules whose own parameters it holds, in FSDP2's order of visits."""
     if not items:
         raise ValueError(
             'there are no units: name the modules of each fully_shard() call ("" for the model)'

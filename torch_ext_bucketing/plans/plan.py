@@ -12,6 +12,7 @@ import torch.nn as nn
 from .._source import package_digest
 from ..fqns import canonical_fqn, canonical_modules, nearest_names
 from ..graph.collectives import KINDS
+from .abbreviate import abbreviated
 
 __all__ = ["DEFAULT_KINDS", "MODES", "BucketPlan", "Units", "checked_kinds", "module_named"]
 
@@ -24,7 +25,7 @@ _VERSION = 1
 Units = tuple[tuple[str, ...], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BucketPlan:
     """Units of modules, in the order of `fully_shard` calls: a hashable, picklable value.
 
@@ -92,6 +93,13 @@ class BucketPlan:
             raise ValueError(f"cover has {len(cover)} entries for {len(units)} units")
         object.__setattr__(self, "units", units)
         object.__setattr__(self, "cover", cover)
+
+    def __repr__(self) -> str:
+        """The code that makes it, of a plan without units, or one with the same units and kinds."""
+        kinds = "" if self.kinds == DEFAULT_KINDS else f", kinds={list(self.kinds)}"
+        if not self.units:
+            return f"make_plan({self.mode!r}{kinds})"
+        return f"manual_plan({abbreviated(self.units)}, model{kinds})"
 
     def __iter__(self) -> Iterator[tuple[str, ...]]:
         return iter(self.units)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BucketReport", "ClosedBy", "PayloadMember", "Unmerged"]
+__all__ = ["GRAPH_ORDER", "NO_KEY", "BucketReport", "ClosedBy", "PayloadMember", "Unmerged"]
+
+GRAPH_ORDER = "graph order"
+NO_KEY = f"{GRAPH_ORDER}: a member has no key"
+"""Two values of :attr:`BucketReport.packed_by`."""
 
 ClosedBy = Literal["bytes", "span", "run", "dependency", "end"]
 
@@ -51,6 +55,10 @@ class BucketReport:
         wire_bytes: what the members count against the byte cap: per member the larger of its input
             and its output; None where no cap was kept.
         cap_bytes: the cap; None where no cap was kept.
+        packed_by: what decides the order of ``members``: the name of the payload order that was
+            asked for, such as ``"FSDPParamOrder"``; ``"bucket_payload_order_key"`` where that
+            config entry decides; ``"graph order"``; or ``"graph order: a member has no key"``.
+        no_key: the members without a key: their parameters, or the node's name for want of a tag.
     """
 
     kind: str
@@ -65,6 +73,8 @@ class BucketReport:
     detail: str = ""
     wire_bytes: int | None = None
     cap_bytes: int | None = None
+    packed_by: str = GRAPH_ORDER
+    no_key: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:

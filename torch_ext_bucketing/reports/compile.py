@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .buckets import BucketReport
 from .graph import GraphReport
 from .schedule import ScheduleReport
-from .text import change
+from .text import aligned, change
 
-__all__ = ["CompileReport"]
+__all__ = ["CompileReport", "PassTime"]
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """How long one pass took on one graph.
+
+    Args:
+        stage: ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``.
+        name: the pass's class.
+        seconds: of wall time.
+    """
+
+    stage: str
+    name: str
+    seconds: float
 
 
 @dataclass
@@ -24,12 +39,16 @@ class CompileReport:
         unnamed: collectives on parameters whose FQN could not be found, with the reason.
         warnings: texts of the warnings that were given.
         schedules: of the graphs that were scheduled, in the order in which they were compiled.
+        passes: the time of each pass on each graph, in the order in which they ran.
+        disabled: the passes that ``TORCH_EXT_BUCKETING_DISABLE`` switched off.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
     unnamed: tuple[tuple[str, str], ...] = ()
     warnings: list[str] = field(default_factory=list)
     schedules: list[ScheduleReport] = field(default_factory=list)
+    passes: list[PassTime] = field(default_factory=list)
+    disabled: tuple[str, ...] = ()
 
     @property
     def collectives_before(self) -> dict[str, int]:
@@ -59,6 +78,8 @@ class CompileReport:
             "unnamed": [list(u) for u in self.unnamed],
             "warnings": list(self.warnings),
             "schedules": [s.as_dict() for s in self.schedules],
+            "passes": [asdict(p) for p in self.passes],
+            "disabled": list(self.disabled),
         }
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -78,11 +99,16 @@ def _compile_text(report: CompileReport, members: bool = True) -> str:
     """See :meth:`.CompileReport.to_text`."""
     parts = [graph.to_text(members) for graph in report.graphs]
     parts += [schedule.to_text() for schedule in report.schedules]
+    if report.passes:
+        rows = [(p.stage, p.name, f"{p.seconds:.3f}") for p in report.passes]
+        parts.append("\n".join(["time per pass, s:", *aligned(rows, right=(2,))]) + "\n")
     total = f"all graphs: {change(report.collectives_before, report.collectives_after)}\n"
     if report.unnamed:
         total += "parameters whose name was not found:\n"
         total += "".join(f"  {node}: {reason}\n" for node, reason in report.unnamed)
     total += "".join(f"warning: {text}\n" for text in report.warnings)
+    if report.disabled:
+        total += f"switched off by TORCH_EXT_BUCKETING_DISABLE: {', '.join(report.disabled)}\n"
     return "\n".join([*parts, total])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+from .._torch.trace import trace_artifact
 from .buckets import BucketReport, ClosedBy, Unmerged
 from .text import KIND_NAMES, aligned, change, shape_text, size_text
 
@@ -34,6 +35,7 @@ class GraphReport:
         left_alone: ``(node, reason)`` of the collectives that can't be in a bucket.
         splits: what had to go into a bucket of its own to avoid a cycle, in words.
         alone: what was eligible and not merged, and why.
+        kinds: what was to be bucketed.
     """
 
     stage: str
@@ -44,6 +46,12 @@ class GraphReport:
     left_alone: tuple[tuple[str, str], ...] = ()
     splits: tuple[str, ...] = ()
     alone: tuple[Unmerged, ...] = ()
+    kinds: tuple[str, ...] = tuple(KIND_NAMES)
+
+    @property
+    def not_asked(self) -> dict[str, int]:
+        """Number of collectives by kind, of the kinds that were not to be bucketed."""
+        return {k: n for k, n in self.collectives_before.items() if k not in self.kinds}
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -70,17 +78,10 @@ def emit(report: GraphReport) -> None:
     """Log a graph's report: a line at INFO on the package's logger (``TORCH_LOGS`` takes its name,
     ``torch_ext_bucketing``), the whole of it at DEBUG, and an artifact for ``TORCH_TRACE``, which
     tlparse shows."""
-    from torch._logging import trace_structured
-
     _log.info("%s", report.summary())
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("%s", report.to_text())
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": ARTIFACT, "encoding": "json"},
-        payload_fn=report.to_json,
-        expect_trace_id=False,
-    )
+    trace_artifact(ARTIFACT, report.to_json, "json")
 
 
 def _graph_summary(report: GraphReport) -> str:
@@ -95,6 +96,7 @@ def _graph_summary(report: GraphReport) -> str:
         parts.append(f"{len(report.alone)} eligible not merged")
     if report.left_alone:
         parts.append(f"{len(report.left_alone)} not eligible")
+    parts += [f"{kind} not asked for" for kind in report.not_asked]
     return "; ".join(parts)
 
 
@@ -103,7 +105,18 @@ def _graph_text(report: GraphReport, members: bool = True) -> str:
     lines = [_graph_summary(report)]
     if report.buckets:
         rows: list[tuple[str, ...]] = [
-            ("kind", "group", "ranks", "members", "bytes", "of cap", "span", "closed by", "node")
+            (
+                "kind",
+                "group",
+                "ranks",
+                "members",
+                "bytes",
+                "of cap",
+                "span",
+                "closed by",
+                "packed by",
+                "node",
+            )
         ]
         rows += [_bucket_row(b) for b in report.buckets]
         table = aligned(rows, right=(2, 3, 4, 5, 6))
@@ -112,6 +125,8 @@ def _graph_text(report: GraphReport, members: bool = True) -> str:
             lines.append(line)
             if bucket.detail:
                 lines.append(f"    {bucket.detail}")
+            if bucket.no_key:
+                lines.append(f"    no key: {'; '.join(bucket.no_key)}")
             if members:
                 lines += [f"    {line}" for line in _member_lines(bucket)]
     if report.alone:
@@ -157,6 +172,7 @@ def _bucket_row(bucket: BucketReport) -> tuple[str, ...]:
         share,
         str(bucket.span),
         bucket.closed_by,
+        bucket.packed_by,
         bucket.node,
     )
 

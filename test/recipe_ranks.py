@@ -1,0 +1,78 @@
+"""What each rank of ``test_recipe.py`` does: train eager FSDP2 and by recipes, and compare."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_ext_bucketing.demo.model import ModelConfig, Transformer
+from torch_ext_bucketing.demo.train import digest, start_rank
+from torch_ext_bucketing.ring.sums import RingTopology
+
+STEPS = 2
+DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def small_model():
+    # 33 rows are uneven over the ranks.
+    config = ModelConfig(vocab=37, dim=32, layers=2, heads=4, kv_heads=2, hidden=33, max_seq=8)
+    return Transformer(config)
+
+
+def wrapped(mesh):
+    """Eager FSDP2 as trainers call it: the embedding, each block, norm and head, then the root."""
+    model = small_model()
+    policy = MixedPrecisionPolicy(**DTYPES, cast_forward_inputs=False)
+    for module in (model.embed, *model.blocks, [model.norm, model.output], model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def train(rank, model, run):
+    """Digests of this rank's shards of all weights, after each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    digests = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        tokens = torch.randint(0, 37, (2, 8), generator=generator)
+        run(tokens).float().logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        digests.append(digest(model))
+    return digests
+
+
+def quick_starts(rank, cases):
+    """The digests of eager FSDP2 and its units; per case of keywords of ``recipe`` the digests, what
+    each bucket holds and is packed by, and the report's text."""
+    start_rank(rank, RingTopology(ranks_per_node=1, nodes=rank.world_size))
+    try:
+        import torch_ext_bucketing as teb
+
+        mesh = init_device_mesh("cpu", (rank.world_size,))
+        eager = wrapped(mesh)
+        units = teb.FSDPParamOrder.from_fsdp(eager).units
+        results = {"eager": (train(rank.rank, eager, eager), units, "")}
+        for name, options in cases.items():
+            torch._dynamo.reset()
+            model = teb.data_parallel(small_model(), mesh, **DTYPES)
+            if options.get("reference"):
+                options = {"reference": eager}
+            with warnings.catch_warnings():
+                if name != "speed":  # whose bound on memory a model this small can't keep
+                    warnings.simplefilter("error", UserWarning)
+                backend = teb.backend("aot_eager", passes=teb.recipe(model, **options))
+                digests = train(rank.rank, model, torch.compile(model, backend=backend))
+            report = backend.last_report()
+            buckets = [
+                (b.kind, b.packed_by, tuple(f for m in b.members for f in m.fqns))
+                for b in report.buckets
+            ]
+            results[name] = (digests, buckets, report.to_text())
+        return results
+    finally:
+        dist.destroy_process_group()

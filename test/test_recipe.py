@@ -1,0 +1,203 @@
+"""The quick start: a sharded model, ``recipe`` and ``backend``, and nothing else set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recipe_ranks import STEPS, quick_starts, small_model, wrapped
+from sharded_models import TwoBlocks, step
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing.demo.ranks import run_ranks
+from torch_ext_bucketing.plans.abbreviate import abbreviated
+from torch_ext_bucketing.plans.manual import manual_plan
+
+MESHES = {"fully_shard": (4,), "hybrid_shard": (2, 2), "replicate": (4,)}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def sharded(mode="fully_shard", model=None):
+    return teb.data_parallel(model or small_model(), init_device_mesh("cpu", MESHES[mode]), mode)
+
+
+ORDER = (
+    "FSDPParamOrder.from_model(model, units=manual_plan(['embed', 'blocks.[0-1]', 'norm+output'], "
+    "model))"
+)
+KEEP = "ReshardAfterForward(keep=['norm', 'output'])"
+BOUNDS = "[Overlap(), PeakMemory(ratio=1.02), CapComputeRun()]"
+ALL = "kinds=['all_gather', 'reduce_scatter', 'all_reduce']"
+
+
+@pytest.mark.parametrize(
+    ("mode", "goal", "code"),
+    [
+        ("fully_shard", "parity", f"[{KEEP}, BucketUnits({ORDER}), Schedule([Overlap()])]"),
+        ("hybrid_shard", "parity", f"[{KEEP}, BucketUnits({ORDER}, {ALL}), Schedule([Overlap()])]"),
+        (
+            "replicate",
+            "parity",
+            f"[BucketUnits({ORDER}, kinds=['all_reduce']), Schedule([Overlap()])]",
+        ),
+        ("fully_shard", "speed", f"[ReshardAfterForward(), BucketAndSchedule({BOUNDS})]"),
+        ("hybrid_shard", "speed", f"[ReshardAfterForward(), BucketAndSchedule({BOUNDS}, {ALL})]"),
+        ("replicate", "speed", f"[BucketAndSchedule({BOUNDS}, kinds=['all_reduce'])]"),
+    ],
+)
+def test_a_recipe_reads_as_the_code_that_makes_it(fake_world, mode, goal, code):
+    model = sharded(mode)
+    passes = teb.recipe(model, goal)
+    assert type(passes) is list
+    assert repr(passes) == code
+    again = eval(code, {**{name: getattr(teb, name) for name in teb.__all__}, "model": model})
+    assert [p.uuid() for p in again] == [p.uuid() for p in passes]
+
+
+def test_without_a_goal_it_is_parity(fake_world):
+    model = sharded()
+    assert repr(teb.recipe(model)) == repr(teb.recipe(model, "parity"))
+
+
+@pytest.mark.parametrize("mode", MESHES)
+@pytest.mark.parametrize("goal", ["parity", "speed"])
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.BoundNotKeptWarning")
+def test_every_kind_of_a_mode_is_bucketed(fake_world, mode, goal):
+    model = sharded(mode, TwoBlocks())
+    b = teb.backend("aot_eager", passes=teb.recipe(model, goal))
+    step(torch.compile(model, backend=b), torch.zeros(2, 3, dtype=torch.long))
+    report = b.last_report()
+    assert (
+        set(report.collectives_before)
+        == {
+            "fully_shard": {"all_gather", "reduce_scatter"},
+            "hybrid_shard": {"all_gather", "reduce_scatter", "all_reduce"},
+            "replicate": {"all_reduce"},
+        }[mode]
+    )
+    for kind, before in report.collectives_before.items():
+        assert report.collectives_after[kind] < before / 2
+    assert len(report.schedules) == len(report.graphs) == 2
+
+
+def test_the_units_may_be_given(fake_world):
+    model = sharded()
+    passes = teb.recipe(model, units=["blocks.0", "blocks.1", ""])
+    assert passes[1].units[-1] == ("embed.weight", "norm.weight", "output.weight")
+    # Not "", which is every parameter of the model.
+    assert passes[0].keep == ("blocks.1", *passes[1].units[-1])
+    assert "units=manual_plan(['blocks.[0-1]', ''], model)" in repr(passes)
+
+
+def test_a_reference_gives_units_and_order(fake_world):
+    reference = wrapped(init_device_mesh("cpu", MESHES["fully_shard"]))
+    passes = teb.recipe(sharded(), reference=reference)
+    assert passes[1].units == teb.FSDPParamOrder.from_fsdp(reference).units
+    assert "BucketUnits(FSDPParamOrder.from_fsdp(model))" in repr(passes)
+
+
+def flat(mesh):
+    return teb.data_parallel(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda mesh: teb.recipe(small_model()), ValueError, r"not sharded.*data_parallel\(model"),
+        (lambda mesh: teb.recipe(flat(mesh)), ValueError, r"no repeated blocks.*units=\[\.\.\.\]"),
+        (lambda mesh: teb.recipe(wrapped(mesh)), ValueError, r"fully_shard\(\).*reference=model"),
+        (
+            lambda mesh: teb.recipe(flat(mesh), "fast"),
+            ValueError,
+            "'parity' or 'speed', got 'fast'",
+        ),
+        (lambda mesh: teb.recipe(3), TypeError, "model must be a torch.nn.Module, got 3"),
+        (lambda mesh: teb.recipe(flat(mesh), "speed", units=[""]), ValueError, 'belong to goal "p'),
+        (
+            lambda mesh: teb.recipe(flat(mesh), units=[""], reference=wrapped(mesh)),
+            ValueError,
+            "not both",
+        ),
+        (
+            lambda mesh: teb.recipe(flat(mesh), reference=wrapped(mesh)),
+            ValueError,
+            "parameters that the model has not: embed.weight",
+        ),
+    ],
+)
+def test_bad_arguments(fake_world, call, error, match):
+    with pytest.raises(error, match=match):
+        call(init_device_mesh("cpu", (4,)))
+
+
+def test_speed_needs_no_blocks(fake_world):
+    assert len(teb.recipe(flat(init_device_mesh("cpu", (4,))), "speed")) == 2
+
+
+@pytest.mark.parametrize(
+    ("units", "short"),
+    [
+        ([["a"], ["l.0"], ["l.1"], ["l.2"], ["n", "h"]], ["a", "l.[0-2]", "n+h"]),
+        ([["l.0.x"], ["l.0"], ["l.1.x"], ["l.1"]], ["l.0.x", "l.0", "l.1.x", "l.1"]),
+        ([["l.0.x"], ["l.1.x"], ["l.3.x"]], ["l.[0-1].x", "l.3.x"]),
+        ([["l.1"], ["l.0"], ["m.1"]], ["l.1", "l.0", "m.1"]),
+        ([["0"], ["1"], [""]], ["[0-1]", ""]),
+        ([["l.00"], ["l.01"]], ["l.00", "l.01"]),
+        ([["x2.9"], ["x2.10"]], ["x2.[9-10]"]),
+    ],
+)
+def test_units_are_abbreviated_as_manual_plan_reads_them(units, short):
+    assert abbreviated(units) == short
+
+    class Holder(torch.nn.Module):
+        pass
+
+    model = Holder()
+    for name in (n for unit in units for n in unit if n):
+        at = model
+        for part in name.split("."):
+            if part not in dict(at.named_children()):
+                at.add_module(part, Holder())
+            at = at.get_submodule(part)
+        at.weight = torch.nn.Parameter(torch.zeros(1))
+    model.weight = torch.nn.Parameter(torch.zeros(1))
+    assert [list(unit) for unit in manual_plan(short, model)] == units
+
+
+@pytest.fixture(scope="module")
+def trained():
+    cases = {
+        "parity": {},
+        "reference": {"reference": True},
+        "speed": {"goal": "speed"},
+    }
+    return run_ranks(quick_starts, 2, cases, timeout_s=400)
+
+
+@pytest.mark.parametrize("case", ["parity", "reference"])
+def test_the_quick_start_trains_to_eagers_bits(trained, case):
+    """Two ranks can't tell one order of addition from another, so the layout is compared, too."""
+    for results in trained:
+        digests, units, _ = results["eager"]
+        found, buckets, _ = results[case]
+        assert found == digests
+        assert len(set(digests)) == STEPS
+        several = {unit for unit in units if len(unit) > 1}
+        for kind in ("all_gather", "reduce_scatter"):
+            assert several <= {fqns for k, _, fqns in buckets if k == kind}
+        assert {packed_by for _, packed_by, _ in buckets} == {"FSDPParamOrder"}
+
+
+def test_speed_runs_and_reports(trained):
+    for results in trained:
+        digests, buckets, text = results["speed"]
+        assert len(set(digests)) == STEPS
+        assert {kind for kind, *_ in buckets} == {"all_gather", "reduce_scatter"}
+        assert "byte cap, MiB" in text
+        assert "step, ms" in text

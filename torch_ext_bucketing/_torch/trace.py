@@ -1,0 +1,26 @@
+"""TORCH_TRACE: artifacts that tlparse shows, beside those of torch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.fx as fx
+from torch._logging import trace_structured
+
+__all__ = ["readable", "trace_artifact"]
+
+
+def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "string") -> None:
+    """Write an artifact; where nothing is traced, ``payload`` is not called."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )
+
+
+def readable(graph: fx.Graph) -> str:
+    """A graph as code with dtypes, shapes, strides and devices, as Inductor's artifacts show it."""
+    code = graph.python_code("self", verbose=True, include_stride=True, include_device=True)
+    return code.src.lstrip("\n")

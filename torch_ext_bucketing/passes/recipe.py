@@ -1,0 +1,144 @@
+"""The list of passes to start from, for a model and a goal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from .._torch.fsdp2 import is_wrapped
+from ..graph.collectives import KINDS, Kind
+from ..plans.blocks import transformer_block_plan
+from ..plans.order import FSDPParamOrder
+from ..plans.plan import BucketPlan
+from ..scheduling.memory import CapComputeRun, PeakMemory
+from ..scheduling.overlap import Overlap
+from .base import GraphPass
+from .bucketing import BucketUnits
+from .resharding import ReshardAfterForward
+from .scheduling import BucketAndSchedule, Schedule
+
+__all__ = ["Goal", "recipe"]
+
+Goal = Literal["parity", "speed"]
+
+
+def recipe(
+    model: nn.Module,
+    goal: Goal = "parity",
+    *,
+    units: BucketPlan | Sequence[str | Sequence[str]] | None = None,
+    reference: nn.Module | None = None,
+) -> list[GraphPass]:
+    """The recommended passes for a sharded model, for :func:`.backend`.
+
+    An ordinary list, to be printed and changed: the ``repr`` of the passes is the code that makes
+    them.
+
+    - ``"parity"``: the same weights as eager FSDP2, bit for bit. One bucket per unit of eager
+      FSDP2, its members in eager's order; then the graph is reordered for overlap, which changes
+      no result.
+    - ``"speed"``: byte caps chosen by trying several on a cost model, and an order that overlaps
+      within 1.02 of the unbucketed graph's peak memory and 8 compute nodes between two
+      reduce-scatters. Buckets are not eager's units, so bits are not eager's either.
+
+    Reductions of every kind that the sharding of ``model`` makes are bucketed: all-reduces where
+    parameters are replicated (HSDP, DDP). Gathered parameters are freed after forward but for those
+    of the last unit, as trainers on FSDP2 set it (``reshard_after_forward``).
+
+    Args:
+        model: sharded or replicated, with ``DTensor`` parameters, as by :func:`.data_parallel`.
+        goal: see above.
+        units: for ``"parity"``: the modules of each ``fully_shard`` call of the eager training, as
+            names or as a plan. None takes :func:`.transformer_block_plan`'s.
+        reference: for ``"parity"``: the model as wrapped by ``fully_shard``, whose units and order
+            are read instead.
+
+    Raises:
+        TypeError: ``model`` or ``reference`` is no module.
+        ValueError: an unknown goal; a model without ``DTensor`` parameters, or wrapped by
+            ``fully_shard``; no transformer blocks and no ``units``; ``units`` or ``reference`` that
+            don't fit, or given together or for ``"speed"``.
+    """
+    if goal not in ("parity", "speed"):
+        raise ValueError(f"goal must be 'parity' or 'speed', got {goal!r}")
+    for name, module in (("model", model), ("reference", reference)):
+        if not isinstance(module, nn.Module) and not (name == "reference" and module is None):
+            raise TypeError(f"{name} must be a torch.nn.Module, got {module!r}")
+    kinds = _kinds(model)
+    gathers = "all_gather" in kinds
+    if goal == "speed":
+        if units is not None or reference is not None:
+            raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
+        passes: list[GraphPass] = [
+            BucketAndSchedule(
+                [Overlap(), PeakMemory(ratio=1.02), CapComputeRun(max_consecutive=8)], kinds=kinds
+            )
+        ]
+        return [ReshardAfterForward(), *passes] if gathers else passes
+    if units is not None and reference is not None:
+        raise ValueError("give units= or reference=, not both: a reference has units of its own")
+    order, keep = _order(model, units, reference)
+    passes = [BucketUnits(order, kinds=kinds), Schedule([Overlap()])]
+    return [ReshardAfterForward(keep=keep), *passes] if gathers else passes
+
+
+def _kinds(model: nn.Module) -> tuple[Kind, ...]:
+    """What the collectives of the parameters are, told by their placements.
+
+    Raises:
+        ValueError: it has no ``DTensor`` parameters, or is wrapped by ``fully_shard``.
+    """
+    name = type(model).__name__
+    if is_wrapped(model):
+        raise ValueError(
+            f"{name} is wrapped by fully_shard(), whose collectives are not in a compiled graph: "
+            "shard an unwrapped copy, data_parallel(copy, mesh), and compile that with "
+            "recipe(copy, reference=model)"
+        )
+    parameters = [p for p in model.parameters() if isinstance(p, DTensor)]
+    if not parameters:
+        raise ValueError(
+            f"{name} is not sharded: none of its parameters is a DTensor, so its graphs have no "
+            "collectives to bucket. Shard it first: data_parallel(model, mesh)"
+        )
+    placements = [placement for p in parameters for placement in p.placements]
+    replicated = any(placement.is_replicate() for placement in placements)
+    # Strided shards (data parallelism on top of tensor parallelism) are no Shard to every torch.
+    sharded = not all(placement.is_replicate() for placement in placements)
+    has = {"all_gather": sharded, "reduce_scatter": sharded, "all_reduce": replicated}
+    return tuple(kind for kind in KINDS if has[kind])
+
+
+def _order(
+    model: nn.Module,
+    units: BucketPlan | Sequence[str | Sequence[str]] | None,
+    reference: nn.Module | None,
+) -> tuple[FSDPParamOrder, tuple[str, ...]]:
+    """The order, and the names of what stays gathered between forward and backward."""
+    if reference is not None:
+        order = FSDPParamOrder.from_fsdp(reference)
+        missing = FSDPParamOrder.from_model(model).unknown(f for u in order.units for f in u)
+        if missing:
+            raise ValueError(
+                f"the reference has parameters that the model has not: {', '.join(missing[:8])}. "
+                "Both must be made by the same code"
+            )
+        return order, order.units[-1]
+    if units is None:
+        try:
+            units = transformer_block_plan(model)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. For a recipe: recipe(model, units=[...]) with the modules of each "
+                'fully_shard() call of the eager training, or recipe(model, "speed"), which needs '
+                "no units"
+            ) from error
+    order = FSDPParamOrder.from_model(model, units=units)
+    named = [tuple([unit] if isinstance(unit, str) else unit) for unit in units]
+    if named[-1] != ("",):
+        return order, named[-1]
+    # The root's own parameters by name: "" would stand for all that are in the model.
+    return order, (*(named[-2] if len(named) > 1 else ()), *order.units[-1])
