@@ -1,10 +1,10 @@
-"""What it costs that ranks compare their plans.
+"""What it costs that ranks compare what they launch.
 
 ``python -m benchmarks.agreement [--ranks 2,4] [--backend aot_eager] [--steps 40]``
 
 Prints, for each number of ranks on this machine (gloo, a TCP store):
 
-- the time of one comparison, of a plan as large as that of LLaMA-3 8B's backward graph (32 blocks
+- the time of one comparison, of launches as many as those of LLaMA-3 8B's backward graph (32 blocks
   of 9 parameters, gathered and reduced), when all ranks arrive at once;
 - the time of what stays in every later step: the operator in Inductor's graphs, the call around the
   others;
@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.agreement import op as _agree_op  # noqa: F401  (defines the operator)
-from torch_ext_bucketing.agreement.before_run import agree_on_plan, before_first_run
-from torch_ext_bucketing.agreement.launches import GraphPlan, GroupPlan, Launch, Member
+from torch_ext_bucketing.agreement.before_run import agree_on_launches, before_first_run
+from torch_ext_bucketing.agreement.launches import GraphLaunches, GroupLaunches, Launch, Member
 from torch_ext_bucketing.demo.model import ModelConfig, Transformer
 from torch_ext_bucketing.demo.ranks import Rank, run_ranks
 
@@ -40,8 +40,8 @@ COMPARISONS = 30
 CALLS = 2000
 
 
-def large_plan(number: int) -> GraphPlan:
-    """A plan that differs from those of other numbers."""
+def large_graph(number: int) -> GraphLaunches:
+    """Launches that differ from those of other numbers."""
     launches = []
     for kind in ("all_gather", "reduce_scatter"):
         for block in range(BLOCKS):
@@ -50,17 +50,17 @@ def large_plan(number: int) -> GraphPlan:
                 for i in range(PARAMETERS)
             )
             launches.append(Launch(kind, None, "bfloat16", True, members))
-    return GraphPlan("backward", (GroupPlan(dist.group.WORLD.group_name, tuple(launches)),))
+    return GraphLaunches("backward", (GroupLaunches(dist.group.WORLD.group_name, tuple(launches)),))
 
 
 def comparisons_ms() -> list[float]:
     """Milliseconds of each of several comparisons on this rank."""
     times = []
     for number in range(COMPARISONS):
-        plan = large_plan(number)
+        launches = large_graph(number)
         dist.barrier()
         started = time.perf_counter()
-        agree_on_plan(plan)
+        agree_on_launches(launches)
         times.append(1e3 * (time.perf_counter() - started))
     return times
 
@@ -74,11 +74,11 @@ def call_us(function: Callable[[], Any]) -> float:
 
 
 def later_us() -> tuple[float, float]:
-    """Microseconds of the operator and of the call around, once a plan was agreed on."""
-    plan = large_plan(0)
-    x, digest, text = torch.zeros(8), plan.digest(), plan.encode()
+    """Microseconds of the operator and of the call around, once launches were agreed on."""
+    launches = large_graph(0)
+    x, digest, text = torch.zeros(8), launches.digest(), launches.encode()
     op = torch.ops.torch_ext_bucketing.agree.default
-    run = before_first_run(lambda args: None, plan, None, False)
+    run = before_first_run(lambda args: None, launches, None, False)
     return call_us(lambda: op(x, digest, text, -1.0)), call_us(lambda: run([]))
 
 
@@ -143,7 +143,9 @@ def measure(rank: Rank, backend: Compiler, steps: int) -> dict[str, float]:
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description="What it costs that ranks compare their plans.")
+    parser = argparse.ArgumentParser(
+        description="What it costs that ranks compare what they launch."
+    )
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default: 2,4)")
     parser.add_argument("--backend", default="aot_eager", choices=("aot_eager", "inductor"))
     parser.add_argument("--steps", type=int, default=40, help="steps of each kind (default: 40)")

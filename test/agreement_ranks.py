@@ -148,7 +148,7 @@ def disagree(rank):
     dist.barrier()
     results["keys left"] = agreement.groups.default_store().num_keys() - before
 
-    # A plan is compared once: without a store, a second step and a second compile would fail.
+    # Launches are compared once: without a store, a second step and a second compile would fail.
     store, agreement.groups.default_store = agreement.groups.default_store, None
     results["second step"] = outcome(lambda: step(compiled, tokens()))
     results["recompiled by one"] = outcome(lambda: step(compiled, tokens(3 if second else 2)))
@@ -159,7 +159,7 @@ def disagree(rank):
     hook = Backwards(order) if second else order
     case("other hook", [teb.BucketUnits(order, payload_order=hook)])
     units = [["layers.0"], ["layers.1", "head"]] if second else [["layers.0"], ["layers.1"]]
-    case("other plan", [teb.BucketUnits(units, payload_order=order)])
+    case("other units", [teb.BucketUnits(units, payload_order=order)])
     overlap = [teb.Schedule([teb.Overlap()])] if second else []
     case("other schedule", [*same, *overlap])
     case("no buckets", [] if second else same)

@@ -1,4 +1,4 @@
-"""Ranks compare their plans: real ranks that agree, differ, die and have caches."""
+"""Ranks compare what they launch: real ranks that agree, differ, die and have caches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from ranks import fork_server
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.agreement import exchange as agreement
 from torch_ext_bucketing.agreement.differences import Version, mismatch_text
-from torch_ext_bucketing.agreement.launches import GraphPlan, GroupPlan, Launch, Member, plan_of
+from torch_ext_bucketing.agreement.launches import (
+    GraphLaunches,
+    GroupLaunches,
+    Launch,
+    Member,
+    launches_of,
+)
 
 HERE = Path(__file__).parent
 PACKAGE = Path(teb.__file__).parent
@@ -82,14 +88,14 @@ def test_ranks_that_disagree(tmp_path):
         for case in ("same", "second step", "recompiled by one", "off"):
             assert result[case][0] is None, result[case]
         assert result["keys left"] == 0
-        for case in ("other model", "other hook", "other plan", "other schedule", "no buckets"):
+        for case in ("other model", "other hook", "other units", "other schedule", "no buckets"):
             assert result[case][0] == "PlanMismatchError", (case, result[case])
             assert "group '0' (2 ranks)" in result[case][1]
     assert [r["compiles"] for r in ranks] == [1, 2]
     # Without a comparison nothing is raised, and the gradients are wrong.
     assert all(r["mixed"] for r in ranks)
     # Every rank says the same, with both versions.
-    for case in ("other model", "other hook", "other plan", "other schedule", "no buckets"):
+    for case in ("other model", "other hook", "other units", "other schedule", "no buckets"):
         assert ranks[0][case][1] == ranks[1][case][1]
 
     def lines(case):
@@ -132,7 +138,9 @@ def test_ranks_that_die(tmp_path):
     assert host is dead is None
     error, text, seconds = alive["step"]
     assert error == "RankMissingError", text
-    assert re.search(r"rank [01] waited 2 s to compare the forward graph's bucket plan", text)
+    assert re.search(
+        r"rank [01] waited 2 s to compare the forward graph's launches on process group '0'", text
+    )
     assert "rank 2 did not come" in text
     assert seconds < 60
     # Whoever is left when the store has gone says so.
@@ -196,33 +204,34 @@ def test_a_warm_cache_and_a_cold_one(tmp_path):
 # ---------------------------------------------------------------- without ranks
 
 
-def plan(*members, group="0", kind="all_gather"):
+def of_group(*members, group="0", kind="all_gather"):
     launch = Launch(kind, None, "float32", len(members) > 1, tuple(members))
-    return GroupPlan(group, (launch,))
+    return GroupLaunches(group, (launch,))
 
 
-def test_a_plan_survives_its_encoding():
-    first = plan(Member(("a", "b"), 0, 16, "float32"), Member(("c",), 16, 4, "float32"))
-    second = GroupPlan("1", (Launch("all_to_all_single", None, "int64", False),))
-    whole = GraphPlan("backward", (first, second))
-    assert GraphPlan.decode(whole.encode()) == whole
-    assert whole.digest() != GraphPlan("backward", (second, first)).digest()
+def test_launches_survive_their_encoding():
+    first = of_group(Member(("a", "b"), 0, 16, "float32"), Member(("c",), 16, 4, "float32"))
+    second = GroupLaunches("1", (Launch("all_to_all_single", None, "int64", False),))
+    whole = GraphLaunches("backward", (first, second))
+    assert GraphLaunches.decode(whole.encode()) == whole
+    assert whole.digest() != GraphLaunches("backward", (second, first)).digest()
 
 
-def test_a_plan_has_what_ranks_must_share(fake_world):
+def test_launches_are_what_ranks_must_share(fake_world):
     group = torch.distributed.group.WORLD
 
     def function(x, y):
         return all_gather(x, group), all_reduce(y, group, "avg")
 
-    plans = [
-        plan_of(trace(function, torch.zeros(n, 2), torch.zeros(3)).graph, "forward") for n in (2, 5)
+    both = [
+        launches_of(trace(function, torch.zeros(n, 2), torch.zeros(3)).graph, "forward")
+        for n in (2, 5)
     ]
-    assert [str(launch.to_text()) for launch in plans[0].groups[0].launches] == [
+    assert [str(launch.to_text()) for launch in both[0].groups[0].launches] == [
         "all_gather float32, of no parameter",
         "all_reduce avg float32, of no parameter",
     ]
-    assert plans[0] == plans[1]  # sizes of what serves no parameter may differ between ranks
+    assert both[0] == both[1]  # sizes of what serves no parameter may differ between ranks
 
 
 def test_without_other_ranks_nothing_is_exchanged(fake_world, monkeypatch):
@@ -238,8 +247,8 @@ def test_a_message_shows_no_more_of_a_large_bucket_than_differs():
     members = [Member((f"layers.{i}.weight",), 8 * i, 8, "float32") for i in range(300)]
     swapped = [*members[:200], members[201], members[200], *members[202:]]
     versions = [
-        ([0, 1, 2, 5], Version("torch", "forward", plan(*members))),
-        ([4], Version("torch", "forward", plan(*swapped))),
+        ([0, 1, 2, 5], Version("torch", "forward", of_group(*members))),
+        ([4], Version("torch", "forward", of_group(*swapped))),
     ]
     text = mismatch_text(versions, [3], 6)
     assert "ranks 0-2, 5: all_gather float32, bucket of 300: ...; layers.198.weight" in text

@@ -1,4 +1,4 @@
-"""Compare a graph's plan with those of the other ranks, once, before its first collective runs."""
+"""Compare what a graph launches with the other ranks, once, before its first collective runs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .exchange import (
     run_all,
     this_environment,
 )
-from .launches import GraphPlan, plan_of
+from .launches import GraphLaunches, launches_of
 
 __all__ = [
     "agree",
     "agree_on_encoded",
-    "agree_on_plan",
+    "agree_on_launches",
     "as_fresh_frame",
     "before_first_run",
 ]
@@ -38,7 +38,7 @@ def agree(
     report: GraphReport | None = None,
     timeout: timedelta | None = None,
 ) -> None:
-    """Compare a graph's plan with those of the other ranks, now.
+    """Compare what a graph launches with the other ranks, now.
 
     For graphs that are compiled without a backend of this package; :func:`.backend` does it
     by itself. Every rank has to call it, for its graphs in the same order.
@@ -55,26 +55,26 @@ def agree(
     """
     g = graph_of(graph)
     buckets = () if report is None else report.buckets
-    agree_on_plan(plan_of(g, stage_of(g), buckets), timeout, fresh=True)
+    agree_on_launches(launches_of(g, stage_of(g), buckets), timeout, fresh=True)
 
 
 def before_first_run(
-    compiled: Callable[..., Any], plan: GraphPlan, timeout: timedelta | None, fresh: bool
+    compiled: Callable[..., Any], launches: GraphLaunches, timeout: timedelta | None, fresh: bool
 ) -> Callable[..., Any]:
-    """``compiled``, with the plan agreed on before it runs; a plan without collectives, or one for
+    """``compiled``, which runs once its ranks agree on ``launches``. No launches, or none for
     which there is no other rank, costs nothing but a call.
 
     Args:
-        fresh: see :func:`agree_on_plan`; for its first run alone.
+        fresh: see :func:`agree_on_launches`; for its first run alone.
     """
-    if not plan.groups:
+    if not launches.groups:
         return compiled
-    digest = plan.digest()
+    digest = launches.digest()
 
     def run(*args: Any) -> Any:
         nonlocal fresh
-        if fresh or digest not in _agreed().plans:
-            agree_on_plan(plan, timeout, fresh)
+        if fresh or digest not in _agreed().digests:
+            agree_on_launches(launches, timeout, fresh)
             fresh = False
         return compiled(*args)
 
@@ -85,7 +85,8 @@ def before_first_run(
 def as_fresh_frame(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """``compiled``, with the comparisons in its first run made as for a fresh frame.
 
-    For graphs whose plan is an operator in them, which can't know who runs them.
+    For graphs whose launches are an argument of an operator in them, which can't know who runs
+    them.
     """
     first = True
 
@@ -104,27 +105,29 @@ def as_fresh_frame(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def agree_on_plan(plan: GraphPlan, timeout: timedelta | None = None, fresh: bool = False) -> None:
-    """Compare ``plan`` with the other ranks of its groups; see :func:`agree`.
+def agree_on_launches(
+    launches: GraphLaunches, timeout: timedelta | None = None, fresh: bool = False
+) -> None:
+    """Compare ``launches`` with the other ranks of their groups; see :func:`agree`.
 
     Args:
         fresh: compare it even if it was agreed on before in this process, and after a forward graph
-            also its backward graph. Otherwise such a plan returns at once.
+            also its backward graph. Otherwise it returns at once for such launches.
     """
     agreed = _agreed()
-    digest = plan.digest()
-    if digest in agreed.plans and not fresh:
+    digest = launches.digest()
+    if digest in agreed.digests and not fresh:
         return
-    exchanges = agreed.begin(plan, timeout, fresh)
+    exchanges = agreed.begin(launches, timeout, fresh)
     if exchanges:
         run_all(exchanges)
     agreed.keep(digest, exchanges)
 
 
 def agree_on_encoded(digest: str, text: str, timeout: timedelta | None) -> None:
-    """:func:`agree_on_plan` for ``GraphPlan.digest()`` and ``GraphPlan.encode()`` of a plan."""
-    if _running.fresh or digest not in _agreed().plans:
-        agree_on_plan(GraphPlan.decode(text), timeout, _running.fresh)
+    """:func:`agree_on_launches` for what ``digest()`` and ``encode()`` of launches return."""
+    if _running.fresh or digest not in _agreed().digests:
+        agree_on_launches(GraphLaunches.decode(text), timeout, _running.fresh)
 
 
 class _Running(threading.local):
@@ -145,41 +148,43 @@ class _Agreed:
 
     Attributes:
         group: the default process group.
-        plans: digests of graph plans.
-        versions: per group, digests of its plans.
+        digests: of what whole graphs launch.
+        versions: per group, digests of what graphs launch on it.
         rounds: per group, how many exchanges it has begun.
     """
 
     group: Callable[[], Any]
-    plans: set[str] = field(default_factory=set)
+    digests: set[str] = field(default_factory=set)
     versions: dict[str, set[str]] = field(default_factory=dict)
     rounds: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, plan: GraphPlan, timeout: timedelta | None, fresh: bool) -> list[Exchange]:
-        """The comparisons that ``plan`` calls for."""
+    def begin(
+        self, launches: GraphLaunches, timeout: timedelta | None, fresh: bool
+    ) -> list[Exchange]:
+        """The comparisons that ``launches`` call for."""
         exchanges = []
         environment = this_environment()
-        for group_plan in plan.groups:
+        for of_group in launches.groups:
             if self.group() is None:
                 continue
-            group = groups.group_by_name(group_plan.group)
+            group = groups.group_by_name(of_group.group)
             if not groups.has_peers(group):
                 continue
-            version = Version(environment, plan.stage, group_plan)
+            version = Version(environment, launches.stage, of_group)
             with self.lock:
-                known = self.versions.setdefault(group_plan.group, set())
-                if fresh and plan.stage == "backward":
+                known = self.versions.setdefault(of_group.group, set())
+                if fresh and launches.stage == "backward":
                     known.discard(version.digest)
                 elif fresh:
                     # All of them, and so the backward graph's, too: this group's other ranks run
                     # the same frame, and forget the same.
                     known.clear()
-                    self.plans.clear()
+                    self.digests.clear()
                 if version.digest in known:
                     continue
-                number = self.rounds.get(group_plan.group, 0) + 1
-                self.rounds[group_plan.group] = number
+                number = self.rounds.get(of_group.group, 0) + 1
+                self.rounds[of_group.group] = number
             wait = groups.group_timeout(group) if timeout is None else timeout
             exchanges.append(Exchange(version, number, groups.ranks_of(group), wait))
         return exchanges
@@ -188,8 +193,8 @@ class _Agreed:
         with self.lock:
             for exchange in exchanges:
                 version = exchange.version
-                self.versions.setdefault(version.plan.group, set()).add(version.digest)
-            self.plans.add(digest)
+                self.versions.setdefault(version.of_group.group, set()).add(version.digest)
+            self.digests.add(digest)
 
 
 _no_group = _Agreed(lambda: None)

@@ -7,63 +7,63 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .launches import GroupPlan, Launch, Member, first_difference
+from .launches import GroupLaunches, Launch, Member, first_difference
 
 # ---------------------------------------------------------------- the exchange
 
 
 @dataclass(frozen=True)
 class Version:
-    """One rank's side: its environment and its plan for one group.
+    """One rank's side: its environment and what it launches on one group.
 
     The stage is not part of the digest: what is sent does not depend on it.
     """
 
     environment: str
     stage: str
-    plan: GroupPlan
+    of_group: GroupLaunches
 
     @property
     def digest(self) -> str:
-        text = f"{self.environment}\0{self.plan.to_json()}"
+        text = f"{self.environment}\0{self.of_group.to_json()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:
-        return json.dumps([self.environment, self.stage, self.plan.to_json()])
+        return json.dumps([self.environment, self.stage, self.of_group.to_json()])
 
     @classmethod
     def from_json(cls, group: str, text: str) -> Version:
-        environment, stage, plan = json.loads(text)
-        return cls(environment, stage, GroupPlan.from_json(group, plan))
+        environment, stage, launches = json.loads(text)
+        return cls(environment, stage, GroupLaunches.from_json(group, launches))
 
 
-# ---------------------------------------------------------------- what is said
+# ---------------------------------------------------------------- the message
 
 
 def mismatch_text(
     versions: Sequence[tuple[list[int], Version]], absent: Sequence[int], size: int
 ) -> str:
-    plan = versions[0][1].plan
+    group = versions[0][1].of_group.group
     stages = dict.fromkeys(v.stage for _, v in versions)
     lines = [
-        f"the ranks of process group {plan.group!r} ({size} ranks) have {len(versions)} different "
-        f"bucket plans for their {' / '.join(stages)} graph. It was stopped."
+        f"the ranks of process group {group!r} ({size} ranks) launch different collectives in "
+        f"their {' / '.join(stages)} graph, {len(versions)} versions of it. It was stopped."
     ]
     environments = dict.fromkeys(v.environment for _, v in versions)
     if len(environments) > 1:
         lines.append("They run different versions:")
         lines += [f"  {ranks_text(ranks)}: {v.environment}" for ranks, v in versions]
-    at = first_difference([v.plan for _, v in versions])
+    at = first_difference([v.of_group for _, v in versions])
     if at is None:
         lines.append("Their buckets are the same, but not the code that packs them.")
     else:
-        total = " or ".join(map(str, dict.fromkeys(len(v.plan.launches) for _, v in versions)))
+        total = " or ".join(map(str, dict.fromkeys(len(v.of_group.launches) for _, v in versions)))
         lines.append(f"The first to differ is collective {at + 1} of {total} on this group:")
         lines += _launches_text(versions, at)
     if absent:
         lines.append(f"Not heard of yet: {ranks_text(absent)}.")
     lines.append(
-        "Check that all ranks build the same model, give the backend the same passes, plan and "
+        "Check that all ranks build the same model, give the backend the same passes, units and "
         "hooks, and run the same torch, torch_ext_bucketing and patch series "
         "('torch-ext-bucketing patch status')."
     )
@@ -73,7 +73,7 @@ def mismatch_text(
 def _launches_text(versions: Sequence[tuple[list[int], Version]], at: int) -> list[str]:
     ranks_of: dict[Launch | None, list[int]] = {}
     for ranks, version in versions:
-        launches = version.plan.launches
+        launches = version.of_group.launches
         ranks_of.setdefault(launches[at] if at < len(launches) else None, []).extend(ranks)
     place = _first_member([() if launch is None else launch.members for launch in ranks_of])
     lines = []

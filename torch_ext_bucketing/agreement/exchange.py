@@ -1,27 +1,27 @@
-"""Ranks compare their plans before they follow them.
+"""Ranks compare what they are about to launch.
 
-A rank with another plan than its peers (another model, hook or torch) makes them hang, or mixes the
-bytes of one parameter with those of another. So when a compiled graph runs for the first time, and
-before its first collective, the ranks of each process group in it compare digests of their plans
-(:mod:`.launches`) and of the torch and the patch series in use. Where they differ, every rank
-raises :class:`PlanMismatchError`; where a rank does not come, those that wait raise
-:class:`RankMissingError`, which names it.
+A rank that launches something else than its peers (another model, hook or torch) makes them hang,
+or mixes the bytes of one parameter with those of another. So when a compiled graph runs for the
+first time, and before its first collective, the ranks of each process group in it compare digests
+of their launches (:mod:`.launches`) and of the torch and the patch series in use. Where they
+differ, every rank raises :class:`PlanMismatchError`; where a rank does not come, those that wait
+raise :class:`RankMissingError`, which names it.
 
-A plan travels with its graph and is compared when that runs, not when it is compiled: a graph from
-one of Inductor's caches is compared like any other, with ranks that compiled theirs.
+A graph's launches travel with it and are compared when it runs, not when it is compiled: a graph
+from one of Inductor's caches is compared like any other, with ranks that compiled theirs.
 
 What is compared with what: ranks run their collectives on a group in the same order, so they meet
-new plans in the same order, and the n-th comparison of one rank belongs to the n-th of the others.
-Two things call for a comparison: a frame that Dynamo compiles for the first time, as it does on
-every rank of one program; and a plan that was not agreed on before. So a rank may compile a frame
-*again* (for another batch size, say) while the others don't, as long as the plan stays the same.
-Where the ranks' programs break into different frames, the comparison can't tell that from different
-plans; switch it off there.
+new launches in the same order, and the n-th comparison of one rank belongs to the n-th of the
+others. Two things call for a comparison: a frame that Dynamo compiles for the first time, as it
+does on every rank of one program; and launches that were not agreed on before. So a rank may
+compile a frame *again* (for another batch size, say) while the others don't, as long as it launches
+the same. Where the ranks' programs break into different frames, the comparison can't tell that from
+different launches; switch it off there.
 
 The exchange goes through the store of the default process group, not through collectives: there is
 nothing that could mix with those of the training, and a rank that waits can say for whom. Each rank
 writes its digest; the first one is what all compare theirs with; counters tell when all have
-come. That is a handful of small messages per rank, group and plan, whatever the number of ranks. A
+come. That is a handful of small messages per rank, group and graph, whatever the number of ranks. A
 second count makes sure that no rank goes on while another one has found a mismatch in one of its
 other groups, as a mesh of several dimensions has.
 """
@@ -49,7 +49,7 @@ __all__ = [
 
 _PREFIX = "torch_ext_bucketing/agreement"
 _GATHER_S = 30.0
-"""After a mismatch was found, how long to wait for the rest, to say which plan each rank has."""
+"""After a mismatch was found, how long to wait for the rest, to say what each rank launches."""
 _LINGER_S = 5.0
 """After a failure, how long to wait for the others to have read it: the process that ends first may
 be the one that hosts the store."""
@@ -57,16 +57,16 @@ _MAX_SLEEP_S = 0.25
 
 
 class AgreementError(RuntimeError):
-    """The ranks could not make sure that they have the same plan."""
+    """The ranks could not make sure that they launch the same collectives."""
 
 
 class PlanMismatchError(AgreementError):
-    """Ranks have different plans; the message shows the first bucket that differs, in each version,
-    and which ranks have which."""
+    """Ranks launch different collectives; the message shows the first that differs, in each
+    version, and which ranks have which."""
 
 
 class RankMissingError(AgreementError):
-    """Ranks did not come to compare their plans in time; the message names them."""
+    """Ranks did not come in time to compare what they launch; the message names them."""
 
 
 def this_environment() -> str:
@@ -86,12 +86,12 @@ class _FailedError(Exception):
 
 
 class Exchange:
-    """One group's comparison of one plan, as this rank takes part in it.
+    """One group's comparison of one graph's launches, as this rank takes part in it.
 
     Keys, below a prefix of the group's name, its ranks and the number of the exchange::
 
         rank<r>      the digest of rank r, written when it arrives
-        plan         the digest of the first to arrive
+        first        the digest of the first to arrive
         text/<d>     the version with digest d, in full
         bad          why it failed; the first reason stays
         arrived, confirmed, left, seen      counters
@@ -109,7 +109,7 @@ class Exchange:
         self.rank = torch.distributed.get_rank()
         self.started = time.monotonic()
         members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:8]
-        self.prefix = f"{_PREFIX}/{version.plan.group}/{members}/{number}"
+        self.prefix = f"{_PREFIX}/{version.of_group.group}/{members}/{number}"
 
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}"
@@ -136,8 +136,8 @@ class Exchange:
         if not self.has(f"text/{digest}"):
             self.store.set(self.key(f"text/{digest}"), self.version.to_json())
         self.store.set(self.key(f"rank{self.rank}"), digest)
-        if self.put_first("plan", digest) != digest:
-            self.fail("plan", "")
+        if self.put_first("first", digest) != digest:
+            self.fail("mismatch", "")
         # Whoever differs has said so before it counts itself.
         if self.count("arrived") == len(self.ranks) and not self.has("bad"):
             self.store.set(self.key("same"), "1")
@@ -151,7 +151,7 @@ class Exchange:
         if self.count("left") < len(self.ranks):
             return
         digest = self.version.digest
-        names = ["plan", "same", "done", "arrived", "confirmed", "left", f"text/{digest}"]
+        names = ["first", "same", "done", "arrived", "confirmed", "left", f"text/{digest}"]
         for name in (*names, *(f"rank{r}" for r in self.ranks)):
             self.store.delete_key(self.key(name))
 
@@ -177,8 +177,8 @@ class Exchange:
         return [r for r in self.ranks if not self.has(f"rank{r}")]
 
     def missing_text(self) -> str:
-        missing, plan = self.missing(), self.version.plan
-        what = f"the {self.version.stage} graph's bucket plan on process group {plan.group!r}"
+        missing, group = self.missing(), self.version.of_group.group
+        what = f"the {self.version.stage} graph's launches on process group {group!r}"
         waited = f"rank {self.rank} waited {self.timeout.total_seconds():g} s"
         if not missing:
             return (
@@ -187,8 +187,8 @@ class Exchange:
             )
         names = ranks_text(missing)
         return (
-            f"{waited} to compare {what} (plan {self.number} there), and {names} did not come. "
-            "The graph was stopped. A rank that does not come has failed or was killed "
+            f"{waited} to compare {what} (comparison {self.number} there), and {names} did not "
+            "come. The graph was stopped. A rank that does not come has failed or was killed "
             "(look at its own output), is still compiling (raise agree_timeout), or goes on "
             "with a graph that it compiled before, because only some ranks compiled anew"
         )
@@ -202,7 +202,7 @@ class Exchange:
         for rank in self.ranks:
             if rank not in absent:
                 by_digest.setdefault(self.get(f"rank{rank}"), []).append(rank)
-        group = self.version.plan.group
+        group = self.version.of_group.group
         versions = [
             (ranks, Version.from_json(group, self.get(f"text/{digest}")))
             for digest, ranks in by_digest.items()
@@ -215,7 +215,7 @@ def run_all(exchanges: Sequence[Exchange]) -> None:
         error = _meet(exchanges)
     except RuntimeError as problem:  # c10d's own errors are RuntimeErrors
         raise AgreementError(
-            "the ranks' bucket plans can't be compared, because the store of the default process "
+            "what the ranks launch can't be compared, because the store of the default process "
             f"group can't be reached: {problem}. Usually the process that hosts it, rank 0 or the "
             "launcher, has ended: look at its output first"
         ) from problem
@@ -263,7 +263,7 @@ def _error(failed: _FailedError, exchanges: Sequence[Exchange]) -> AgreementErro
         for each in exchanges:
             each.count("seen")
         _poll(lambda: all(e.seen() >= expected[id(e)] for e in exchanges), deadline)
-    return PlanMismatchError(text) if failed.why == "plan" else RankMissingError(text)
+    return PlanMismatchError(text) if failed.why == "mismatch" else RankMissingError(text)
 
 
 def _poll(done: Callable[[], bool], deadline: float | None) -> bool:

@@ -1,13 +1,13 @@
-"""What a graph launches on each process group: the plan that a group's ranks must share.
+"""What a graph launches on each process group: what a group's ranks must share.
 
 Ranks meet in a process group in the order in which they launch, and a bucket's bytes mean what
-their sender packed. So a plan has, per group, the collectives in the order of the graph after
+their sender packed. So compared are, per group, the collectives in the order of the graph after
 bucketing and scheduling, each with what makes its bytes: kind, reduce op, dtype, and its members
 with their parameters, byte offsets and sizes.
 
 What may rightly differ between ranks is left out: names of nodes, the sizes of collectives that
 serve no parameter (an all-to-all of tokens, a batch of varying length), and sends and receives. A
-graph that takes its groups as inputs, compiled by one rank for all, has no plan here.
+graph that takes its groups as inputs, compiled by one rank for all, has no launches here.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..reports.buckets import BucketReport
 from ..tagging.tags import is_bucket, member_tags, tag_of
 
 __all__ = [
-    "GraphPlan",
-    "GroupPlan",
+    "GraphLaunches",
+    "GroupLaunches",
     "Launch",
     "Member",
     "first_difference",
-    "plan_of",
+    "launches_of",
 ]
 
 _POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
@@ -96,7 +96,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class GroupPlan:
+class GroupLaunches:
     """What one graph launches on one process group.
 
     Args:
@@ -108,26 +108,26 @@ class GroupPlan:
     launches: tuple[Launch, ...]
 
     def to_json(self) -> str:
-        """The launches; equal text for equal plans, in any process."""
+        """The launches; equal text for equal ones, in any process."""
         return json.dumps([_launch_list(launch) for launch in self.launches], separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, group: str, text: str) -> GroupPlan:
+    def from_json(cls, group: str, text: str) -> GroupLaunches:
         """The reverse of :meth:`to_json`."""
         return cls(group, tuple(_launch(item) for item in json.loads(text)))
 
 
 @dataclass(frozen=True)
-class GraphPlan:
+class GraphLaunches:
     """What one graph launches.
 
     Args:
         stage: ``"forward"``, ``"backward"``, ``"inference"`` or ``"joint"``.
-        groups: one plan per process group, in the order of their first collectives.
+        groups: those of each process group, in the order of their first collectives.
     """
 
     stage: str
-    groups: tuple[GroupPlan, ...]
+    groups: tuple[GroupLaunches, ...]
 
     def encode(self) -> str:
         """As a short text without spaces or quotes, to travel in a graph."""
@@ -136,22 +136,22 @@ class GraphPlan:
         return base64.urlsafe_b64encode(packed).decode()
 
     @classmethod
-    def decode(cls, text: str) -> GraphPlan:
+    def decode(cls, text: str) -> GraphLaunches:
         """The reverse of :meth:`encode`."""
         stage, groups = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
-        return cls(stage, tuple(GroupPlan.from_json(name, plan) for name, plan in groups))
+        return cls(stage, tuple(GroupLaunches.from_json(name, content) for name, content in groups))
 
     def digest(self) -> str:
         """SHA-256 (hex) of all of it."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
-def plan_of(graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = ()) -> GraphPlan:
-    """The plan of a graph as it stands.
+def launches_of(graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = ()) -> GraphLaunches:
+    """What a graph launches as it stands.
 
     Args:
         graph: after all passes, in the order in which it will run.
-        stage: see :class:`GraphPlan`.
+        stage: see :class:`GraphLaunches`.
         buckets: what merged them knows of the buckets, found by the names of their nodes. Buckets
             that are not among these have their members' names alone.
     """
@@ -161,14 +161,16 @@ def plan_of(graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = ()) -
         group = collective_group(node)
         if group is not None and _op_name(node) not in _POINT_TO_POINT:
             groups.setdefault(group, []).append(_launch_of(node, known))
-    return GraphPlan(stage, tuple(GroupPlan(g, tuple(found)) for g, found in groups.items()))
+    return GraphLaunches(
+        stage, tuple(GroupLaunches(g, tuple(found)) for g, found in groups.items())
+    )
 
 
-def first_difference(plans: Sequence[GroupPlan]) -> int | None:
-    """The place, from 0, of the first collective that is not the same in all of ``plans``."""
-    longest = max((len(p.launches) for p in plans), default=0)
+def first_difference(versions: Sequence[GroupLaunches]) -> int | None:
+    """The place, from 0, of the first collective that is not the same in all of ``versions``."""
+    longest = max((len(p.launches) for p in versions), default=0)
     for at in range(longest):
-        found = {p.launches[at] if at < len(p.launches) else None for p in plans}
+        found = {p.launches[at] if at < len(p.launches) else None for p in versions}
         if len(found) > 1:
             return at
     return None

@@ -1,11 +1,11 @@
-"""The comparison of plans as an operator in Inductor's graphs.
+"""The comparison of launches as an operator in Inductor's graphs.
 
-Inductor's caches keep the code of a graph and nothing that a backend knows about it. So the plan is
-an argument of an operator in the graph, which a cached graph still has. What the first collective
-sends passes through it, so that no scheduler can move the one before the other; the other
-collectives stay behind the first because Inductor keeps their order::
+Inductor's caches keep the code of a graph and nothing that a backend knows about it. So the
+launches are an argument of an operator in the graph, which a cached graph still has. What the first
+collective sends passes through it, so that no scheduler can move the one before the other; the
+other collectives stay behind the first because Inductor keeps their order::
 
-    x -> agree(x, digest, plan, timeout_s) -> all_gather -> wait -> ...
+    x -> agree(x, digest, launches, timeout_s) -> all_gather -> wait -> ...
 
 The operator returns a view of what it gets, and after its first run does nothing else.
 """
@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from ..graph.collectives import collective_group
 from .before_run import agree_on_encoded
-from .launches import GraphPlan
+from .launches import GraphLaunches
 
 __all__ = [
     "insert",
@@ -28,16 +28,16 @@ __all__ = [
 _NO_TIMEOUT = -1.0  # a group's own timeout
 
 _library = torch.library.Library("torch_ext_bucketing", "DEF")
-_library.define("agree(Tensor(a) sent, str digest, str plan, float timeout_s) -> Tensor(a)")
+_library.define("agree(Tensor(a) sent, str digest, str launches, float timeout_s) -> Tensor(a)")
 
 
-def _agree(sent: torch.Tensor, digest: str, plan: str, timeout_s: float) -> torch.Tensor:
+def _agree(sent: torch.Tensor, digest: str, launches: str, timeout_s: float) -> torch.Tensor:
     timeout = None if timeout_s == _NO_TIMEOUT else timedelta(seconds=timeout_s)
-    agree_on_encoded(digest, plan, timeout)
+    agree_on_encoded(digest, launches, timeout)
     return sent.view_as(sent)
 
 
-def _agree_fake(sent: torch.Tensor, digest: str, plan: str, timeout_s: float) -> torch.Tensor:
+def _agree_fake(sent: torch.Tensor, digest: str, launches: str, timeout_s: float) -> torch.Tensor:
     """Compiling compares nothing."""
     return sent.view_as(sent)
 
@@ -47,19 +47,19 @@ torch.library.register_fake("torch_ext_bucketing::agree", _agree_fake, lib=_libr
 _AGREE = torch.ops.torch_ext_bucketing.agree.default
 
 
-def insert(graph: fx.Graph, plan: GraphPlan, timeout: timedelta | None) -> fx.Node | None:
+def insert(graph: fx.Graph, launches: GraphLaunches, timeout: timedelta | None) -> fx.Node | None:
     """Put the operator before a graph's first collective.
 
     Returns:
         Its node; None where the graph has no collective.
     """
     first = next((n for n in graph.nodes if collective_group(n) is not None), None)
-    if first is None or not plan.groups:
+    if first is None or not launches.groups:
         return None
     sent = first.all_input_nodes[0]
     seconds = _NO_TIMEOUT if timeout is None else timeout.total_seconds()
     with graph.inserting_before(first):
-        node = graph.call_function(_AGREE, (sent, plan.digest(), plan.encode(), seconds))
+        node = graph.call_function(_AGREE, (sent, launches.digest(), launches.encode(), seconds))
     # The same fake tensor, so that passes which look at storages see the view.
     node.meta["val"] = sent.meta.get("val")
     first.replace_input_with(sent, node)

@@ -29,7 +29,7 @@ from .._torch.process_groups import default_group
 from .._torch.trace import readable, trace_artifact
 from ..agreement import op as _agree_op
 from ..agreement.before_run import as_fresh_frame, before_first_run
-from ..agreement.launches import GraphPlan, plan_of
+from ..agreement.launches import GraphLaunches, launches_of
 from ..reports.compile import CompileReport, PassTime
 from ..scheduling.overlap import DEFAULT_PREFETCH, PrefetchDepth
 from ..scheduling.pin_order import pin_order
@@ -190,11 +190,11 @@ class BucketingBackend:
             return as_fresh_frame(compiled) if agrees and fresh else compiled
 
         def each(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-            plan_after = _run_each(self.passes, graph, compilation)
+            launches_after = _run_each(self.passes, graph, compilation)
             if not agrees:
                 return lambda run: run
-            plan = plan_after()
-            return lambda run: before_first_run(run, plan, self.agree_timeout, fresh)
+            launches = launches_after()
+            return lambda run: before_first_run(run, launches, self.agree_timeout, fresh)
 
         return _aot.compile_aot(
             gm,
@@ -217,7 +217,7 @@ class BucketingBackend:
 
 @dataclass(frozen=True)
 class _Agreement:
-    """That ranks compare their plans, and how long they wait for each other."""
+    """That ranks compare what they launch, and how long they wait for each other."""
 
     timeout: timedelta | None
 
@@ -241,9 +241,9 @@ class _InductorPass(CustomGraphPass):
         if self._stage == "joint":
             self._passes.run("joint", graph, self._compilation)
             return
-        plan_after = _run_each(self._passes, graph, self._compilation)
+        launches_after = _run_each(self._passes, graph, self._compilation)
         if self._agreement is not None:
-            _agree_op.insert(graph, plan_after(), self._agreement.timeout)
+            _agree_op.insert(graph, launches_after(), self._agreement.timeout)
         if self._passes.orders:
             pin_order(graph)
 
@@ -256,14 +256,14 @@ class _InductorPass(CustomGraphPass):
 
 def _run_each(
     passes: PassManager, graph: GraphLike, compilation: Compilation
-) -> Callable[[], GraphPlan]:
-    """Run the forward/backward passes; returns what tells the plan of the graph after them."""
+) -> Callable[[], GraphLaunches]:
+    """Run the forward/backward passes; returns what tells the graph's launches after them."""
     g, done = graph_of(graph), len(compilation.report.graphs)
     passes.run("forward_backward", graph, compilation)
     reports = compilation.report.graphs[done:]
     warn_of_silence(g, reports, compilation)
     buckets = [b for report in reports for b in report.buckets]
-    return lambda: plan_of(g, _aot.stage_of(g), buckets)
+    return lambda: launches_of(g, _aot.stage_of(g), buckets)
 
 
 def backend(
@@ -289,8 +289,8 @@ def backend(
         prefetch: for ``"inductor"`` with torch's overlap scheduling enabled; None leaves the depth
             to torch.
         agree: before a graph's first collective runs for the first time, the ranks of each of its
-            process groups compare their plans (:mod:`.agreement.exchange`). Nothing is done where
-            there is no process group, or one with a single rank.
+            process groups compare what they launch (:mod:`.agreement.exchange`). Nothing is done
+            where there is no process group, or one with a single rank.
         agree_timeout: how long a rank waits for the others then, their compile times included;
             None takes the time limit of each process group.
 
@@ -299,7 +299,7 @@ def backend(
         ValueError: an unknown ``compiler``; ``agree_timeout`` is not positive.
 
     What is compiled raises, on every rank:
-        PlanMismatchError: the ranks have different plans.
+        PlanMismatchError: the ranks launch different collectives.
         RankMissingError: a rank did not come to compare them in time.
     """
     return BucketingBackend(compiler, passes, model, prefetch, agree, agree_timeout)
