@@ -595,12 +595,12 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "twice in a plan": (
         lambda: teb.manual_plan(["layers.[0-2]", "norm+layers.1"], Blocks()),
         ValueError,
-        "'layers.1' is in two buckets",
+        "'layers.1' is listed twice, before in unit 'layers.1'",
     ),
     "outer before inner": (
         lambda: teb.manual_plan(["layers", "layers.1"], Blocks()),
         ValueError,
-        "'layers.1' lies inside the earlier 'layers'",
+        "'layers.1' lies inside 'layers', which comes earlier",
     ),
     "BucketPlan, twice": (
         lambda: teb.BucketPlan("manual", (("a",), ("a", "b"))),

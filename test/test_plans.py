@@ -567,20 +567,20 @@ class TestManual:
             (
                 ["layers.0", "layers.[0-1]"],
                 ValueError,
-                "module 'layers.0' is in two buckets, 'layers.0' and 'layers.0'",
+                "units: module 'layers.0' is listed twice, before in unit 'layers.0'",
             ),
             (
                 ["norm+output", "norm"],
                 ValueError,
-                r"module 'norm' is in two buckets, 'norm\+output' and 'norm'",
+                r"module 'norm' is listed twice, before in unit 'norm\+output'",
             ),
-            (["norm+norm"], ValueError, "two buckets"),
+            (["norm+norm"], ValueError, "'norm' is listed twice in one unit"),
             (
                 ["layers.0", "layers.0.attn"],
                 ValueError,
-                "'layers.0.attn' lies inside the earlier 'layers.0': list inner",
+                "'layers.0.attn' lies inside 'layers.0', which comes earlier.*: list inner",
             ),
-            (["layers.1.act"], ValueError, "unit 'layers.1.act' has no parameters"),
+            (["layers.1.act"], ValueError, "'layers.1.act' has no parameters"),
         ],
     )
     def test_errors(self, entries, error, message):

@@ -22,9 +22,10 @@ import torch.nn as nn
 
 from .._source import package_digest
 from .._torch.caches import before_key
-from ..fqns import canonical_fqn, canonical_modules, nearest_names, parameter_names
+from ..fqns import canonical_fqn, nearest_names, parameter_names
 from ..tagging import tag_graph as tags
 from .abbreviate import abbreviated
+from .units import find_units, unit_names
 
 __all__ = ["FSDPParamOrder", "GroupKey"]
 
@@ -180,7 +181,7 @@ class FSDPParamOrder:
         """
         from .._torch import fsdp2 as _fsdp2
 
-        given = [_unit_names(item) for item in _checked_units(units)]
+        given = unit_names(units)
         names = parameter_names(model)
         ignored = _ignored(ignored_params, names)
         taken: set[nn.Parameter] = set()
@@ -348,59 +349,14 @@ def _units_code(units: Sequence[Sequence[str]]) -> str:
     return f"manual_plan({short}, model)"
 
 
-def _checked_units(units: Any) -> Iterable[Any]:
-    if isinstance(units, str):
-        raise TypeError(
-            f"units must be a list of module FQNs or lists of them, got the string {units!r}"
-        )
-    found: Iterable[Any] = getattr(units, "units", units)
-    return found
-
-
-def _unit_modules(model: nn.Module, items: Sequence[tuple[str, ...]]) -> Iterator[list[nn.Module]]:
+def _unit_modules(model: nn.Module, units: Iterable[tuple[str, ...]]) -> Iterator[list[nn.Module]]:
     """Per unit, the modules whose own parameters it holds, in FSDP2's order of visits."""
-    if not items:
-        raise ValueError(
-            'there are no units: name the modules of each fully_shard() call ("" for the model)'
-        )
-    known = canonical_modules(model)
-    wrapped: dict[nn.Module, str] = {}  # modules that were given to a call so far, and to which
-    managed: dict[nn.Module, str] = {}  # those that a call took with it, and which
-    for fqns in items:
-        roots: list[nn.Module] = []
-        for fqn in fqns:
-            module = known.get(canonical_fqn(fqn))
-            if module is None:
-                raise ValueError(f"units: no module is named {fqn!r}" + nearest_names(fqn, known))
-            if module in wrapped:
-                raise ValueError(
-                    f"units: module {fqn!r} is listed twice, before in unit {wrapped[module]!r}"
-                )
-            if module in managed:
-                raise ValueError(
-                    f"units: {fqn!r} lies inside {managed[module]!r}, which comes earlier and so "
-                    "took its parameters: list inner modules before those around them"
-                )
-            if module in roots:
-                raise ValueError(f"units: module {fqn!r} is listed twice in one unit")
-            roots.append(module)
-        roots = _without_nested(roots)
-        modules = _visit(roots, stop=wrapped)
-        label = "+".join(fqns)
-        wrapped.update(dict.fromkeys(roots, label))
-        managed.update({m: label for m in modules if m not in managed and m not in wrapped})
-        yield modules
-
-
-def _unit_names(item: object) -> tuple[str, ...]:
-    names = (item,) if isinstance(item, str) else item
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"each of units must be a module FQN or a list of module FQNs, got {item!r}"
-        )
-    if not names:
-        raise ValueError("a unit in units is an empty list: name its modules or leave it out")
-    return tuple(names)
+    wrapped: set[nn.Module] = set()  # modules that were given to a call so far
+    for _, modules in find_units(model, units):
+        roots = _without_nested(modules)
+        visited = _visit(roots, stop=wrapped)
+        wrapped.update(roots)
+        yield visited
 
 
 def _without_nested(modules: list[nn.Module]) -> list[nn.Module]:
@@ -409,7 +365,7 @@ def _without_nested(modules: list[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if module not in inside]
 
 
-def _visit(roots: list[nn.Module], stop: Mapping[nn.Module, str]) -> list[nn.Module]:
+def _visit(roots: list[nn.Module], stop: Collection[nn.Module]) -> list[nn.Module]:
     """`roots` and the modules below them, children first, down to but without those in `stop`."""
     order: list[nn.Module] = []
     visited: set[nn.Module] = set()

@@ -178,5 +178,5 @@ def checked_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
 
 def module_named(name: str, known: dict[str, nn.Module]) -> nn.Module:
     if name not in known:
-        raise ValueError(f"plan: no module is named {name!r}" + nearest_names(name, known))
+        raise ValueError(f"units: no module is named {name!r}" + nearest_names(name, known))
     return known[name]

@@ -2,15 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch.nn as nn
 
-from ..fqns import canonical_modules
+from ..fqns import canonical_fqn, canonical_modules
 from .plan import BucketPlan, Units, checked_kinds, module_named
 from .tree import ModuleTree, has_parameters
 
-__all__ = ["plan_of_units"]
+__all__ = ["find_units", "plan_of_units", "unit_names"]
+
+
+def unit_names(units: Iterable[str | Sequence[str]]) -> list[tuple[str, ...]]:
+    """Units as tuples of module names: a list of names and lists of names, or a plan.
+
+    Raises:
+        TypeError: a string, or a unit that is neither a string nor a list of strings.
+        ValueError: no unit, or an empty one.
+    """
+    if isinstance(units, str):
+        raise TypeError(
+            f"units must be a list of module FQNs or lists of them, got the string {units!r}"
+        )
+    named = []
+    for unit in getattr(units, "units", units):
+        names = (unit,) if isinstance(unit, str) else unit
+        if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                f"each of units must be a module FQN or a list of module FQNs, got {unit!r}"
+            )
+        if not names:
+            raise ValueError("a unit in units is an empty list: name its modules or leave it out")
+        named.append(tuple(names))
+    if not named:
+        raise ValueError(
+            'there are no units: name the modules of each fully_shard() call ("" for the model)'
+        )
+    return named
+
+
+def find_units(
+    model: nn.Module, units: Iterable[str | Sequence[str]]
+) -> Iterator[tuple[tuple[str, ...], list[nn.Module]]]:
+    """Each unit's names and its modules, in the order given.
+
+    Args:
+        model: wrapped or not.
+        units: as of :func:`unit_names`, in the order of the ``fully_shard`` calls: inner modules
+            before those around them.
+
+    Raises:
+        TypeError: as of :func:`unit_names`.
+        ValueError: as of :func:`unit_names`; an unknown name, a module twice, or one inside an
+            earlier unit.
+    """
+    known = canonical_modules(model)
+    unit_of: dict[nn.Module, str] = {}
+    inside: dict[nn.Module, str] = {}  # modules that an earlier unit holds
+    for names in unit_names(units):
+        label = "+".join(names)
+        modules: list[nn.Module] = []
+        for name in names:
+            module = module_named(canonical_fqn(name), known)
+            if module in modules:
+                raise ValueError(f"units: module {name!r} is listed twice in one unit")
+            if module in unit_of:
+                raise ValueError(
+                    f"units: module {name!r} is listed twice, before in unit {unit_of[module]!r}"
+                )
+            if module in inside:
+                raise ValueError(
+                    f"units: {name!r} lies inside {inside[module]!r}, which comes earlier and so "
+                    "took its parameters: list inner modules before those around them, as with "
+                    "fully_shard"
+                )
+            modules.append(module)
+        unit_of.update(dict.fromkeys(modules, label))
+        for module in modules:
+            for below in module.modules():
+                inside.setdefault(below, label)
+        yield names, modules
 
 
 def plan_of_units(
@@ -21,29 +92,14 @@ def plan_of_units(
     kinds: Iterable[str],
     head: str | None = None,
 ) -> BucketPlan:
-    """Checks the units against the model and makes the plan."""
-    known = canonical_modules(model)
-    unit_of: dict[nn.Module, str] = {}
-    inside: dict[nn.Module, str] = {}  # modules that an earlier unit holds
-    for unit in units:
-        label = "+".join(unit)
-        for name in unit:
-            module = module_named(name, known)
-            if module in unit_of:
-                raise ValueError(
-                    f"plan: module {name!r} is in two buckets, {unit_of[module]!r} and {label!r}"
-                )
-            if module in inside:
-                raise ValueError(
-                    f"plan: {label!r} lies inside the earlier {inside[module]!r}: list inner "
-                    "modules before those around them, as with fully_shard"
-                )
-            unit_of[module] = label
-        for name in unit:
-            for module in known[name].modules():
-                inside.setdefault(module, label)
-        if not any(has_parameters(known[name]) for name in unit):
-            raise ValueError(f"plan: unit {label!r} has no parameters: leave it out")
+    """The plan of units that fit the model.
+
+    Raises:
+        ValueError: as of :func:`find_units`; a unit without parameters.
+    """
+    for unit, modules in find_units(model, units):
+        if not any(map(has_parameters, modules)):
+            raise ValueError(f"units: {'+'.join(unit)!r} has no parameters: leave it out")
     return BucketPlan(
         mode=mode,
         units=tuple(units),
