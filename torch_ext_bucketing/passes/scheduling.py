@@ -60,7 +60,7 @@ class Schedule(GraphPass):
         """Note the peak of the graph before it is bucketed."""
         try:
             compilation.reference_bytes = peak_bytes(graph)
-        except Exception:  # `schedule` will meet the same and say so
+        except Exception:  # ``schedule`` will meet the same and say so
             compilation.reference_bytes = None
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:

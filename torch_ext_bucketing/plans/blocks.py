@@ -27,40 +27,42 @@ def transformer_block_plan(
 ) -> BucketPlan:
     """The units that eager FSDP2 trainers make: one per repeated block, and the rest around them.
 
-    **Blocks** are the children of block lists. A block list is a `ModuleList`, `ModuleDict` or
-    `Sequential`, under any name, whose children with parameters are alike: more than half of them,
-    and of the parameters, are of classes that occur twice or more (hybrids interleave two kinds of
-    block). In a `Sequential` all are of one class, or else it is a pipeline of different modules.
-    Children that are plain `Sequential`s also need the same parameter names, and a child that can't
-    be called (a `ModuleList`) is no block. Lists are looked for from the root down, and
+    **Blocks** are the children of block lists. A block list is a ``ModuleList``, ``ModuleDict`` or
+    ``Sequential``, under any name, whose children with parameters are alike: more than half of
+    them, and of the parameters, are of classes that occur twice or more (hybrids interleave two
+    kinds of block). In a ``Sequential`` all are of one class, or else it is a pipeline of different
+    modules. Children that are plain ``Sequential``s also need the same parameter names, and a child
+    that can't be called (a ``ModuleList``) is no block. Lists are looked for from the root down,
+    and
 
     * the outermost one wins, so lists of experts or heads inside blocks are not block lists,
     * except that the children of a list are stages, not blocks (Swin), when in each of them further
       block lists hold more than two thirds of its parameters (in Swin three quarters, 24 C^2 of two
       blocks beside the 8 C^2 of a reduction), of modules as deep as blocks are (with children that
       have children) and not named experts,
-    * lists of leaf modules (`Linear`, `Embedding`) only count where no list has composite ones, and
-    * a `ModuleList` or `ModuleDict` with a single composite child counts where nothing outside it
-      is repeated.
+    * lists of leaf modules (``Linear``, ``Embedding``) only count where no list has composite ones,
+      and
+    * a ``ModuleList`` or ``ModuleDict`` with a single composite child counts where nothing outside
+      it is repeated.
 
     Encoder and decoder each have their own list. A further list of modules of a block's class
     counts whatever its length (multi-token prediction).
 
-    **The rest** goes where torchtitan's `apply_fsdp` (llama3, earlier) and
-    `apply_fsdp_to_decoder` (0.3) put it, in this order:
+    **The rest** goes where torchtitan's ``apply_fsdp`` (llama3, earlier) and
+    ``apply_fsdp_to_decoder`` (0.3) put it, in this order:
 
-    1. each module registered before the first block list is a unit: `tok_embeddings`;
+    1. each module registered before the first block list is a unit: ``tok_embeddings``;
     2. each block is a unit, in order; modules between two block lists form one unit there,
        embeddings one each;
-    3. the modules after the last block list form one unit together: `[norm, output]`. So do a head
-       and a final norm that are registered before the blocks: a `Linear` with the weight shape of
-       an embedding is a head;
-    4. parameters that modules around the blocks own themselves (`pos_embed`, `cls_token`) are in
-       the root unit `""`, as by the final `fully_shard(model)`.
+    3. the modules after the last block list form one unit together: ``[norm, output]``. So do a
+       head and a final norm that are registered before the blocks: a ``Linear`` with the weight
+       shape of an embedding is a head;
+    4. parameters that modules around the blocks own themselves (``pos_embed``, ``cls_token``) are
+       in the root unit ``""``, as by the final ``fully_shard(model)``.
 
     Modules of 1 to 3 that share a parameter become one unit at the place of the first, as FSDP2
-    needs it and torchtitan has it for tied embeddings: `[tok_embeddings, norm, output]`.
-    (torchtitan 0.3 calls `fully_shard([norm, lm_head])` before the blocks. The payloads are the
+    needs it and torchtitan has it for tied embeddings: ``[tok_embeddings, norm, output]``.
+    (torchtitan 0.3 calls ``fully_shard([norm, lm_head])`` before the blocks. The payloads are the
     same; here the plan keeps the order of use, by which prefetching goes.)
 
     Args:
@@ -69,11 +71,11 @@ def transformer_block_plan(
             as trainers do when experts have another mesh. They are the outermost module inside the
             block whose name has "experts" in it but not "shared", or that is called by the name
             given here; narrowed to the one child that holds all its parameters (torchtitan 0.3:
-            `moe.routed_experts.inner_experts`).
-        kinds: See `BucketPlan.kinds`.
+            ``moe.routed_experts.inner_experts``).
+        kinds: See ``BucketPlan.kinds``.
 
     Raises:
-        ValueError: no parameters, no blocks, or `moe_experts` with no experts in any block.
+        ValueError: no parameters, no blocks, or ``moe_experts`` with no experts in any block.
     """
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to plan for")
@@ -120,7 +122,8 @@ def transformer_block_plan(
 
 
 def _class_of(module: nn.Module) -> object:
-    """What alike modules have in common: the class, and for a bare `Sequential` parameter names."""
+    """What alike modules have in common: the class, and for a bare ``Sequential`` parameter
+    names."""
     inner = unwrapped(module)
     # parametrize() gives each module a class of its own; fully_shard and SimpleFSDP one per class.
     kind = type_before_parametrizations(inner)
@@ -148,7 +151,7 @@ def _is_block_list(tree: ModuleTree, path: str, least: int) -> bool:
 
 
 def _block_lists(tree: ModuleTree) -> list[str]:
-    """Paths of the block lists, in registration order, by `transformer_block_plan`'s rule."""
+    """Paths of the block lists, in registration order, by ``transformer_block_plan``'s rule."""
     lists = _outermost_lists(tree, "", least=2)
     single = [p for p in _outermost_lists(tree, "", least=1) if len(tree.children(p)) == 1]
     # The experts or heads of the only block are repeated, but are not the blocks.

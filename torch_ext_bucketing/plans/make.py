@@ -25,10 +25,10 @@ def make_plan(
 
     Args:
         mode: "none" (nothing is bucketed), "auto" (by byte cap only, no units), "transformer_block"
-            (`transformer_block_plan(model)`) or "manual" (`manual_plan(modules, model)`).
+            (``transformer_block_plan(model)``) or "manual" (``manual_plan(modules, model)``).
         model: For the last two.
         modules: For "manual".
-        kinds: See `BucketPlan.kinds`.
+        kinds: See ``BucketPlan.kinds``.
         moe_experts: For "transformer_block".
 
     Raises:

@@ -26,7 +26,7 @@ def manual_plan(
 ) -> BucketPlan:
     """A plan from names with abbreviations.
 
-    Parameters outside the units are not bucketed (`BucketPlan.uncovered` lists them).
+    Parameters outside the units are not bucketed (``BucketPlan.uncovered`` lists them).
     Grammar of an entry::
 
         entry     := names | [names, ...]      a list is one unit with all the modules named
@@ -45,14 +45,14 @@ def manual_plan(
         "layers.[0-1]+layers.[2-3]"     one unit of four layers
         "encoder_layer_[0-11]"          works inside a component
 
-    Every number of a range has to exist. A `*` passes over modules without parameters. Names are
-    canonical ones, without wrappers' (`fqns.canonical_fqn`), and may be given with them.
+    Every number of a range has to exist. A ``*`` passes over modules without parameters. Names are
+    canonical ones, without wrappers' (``fqns.canonical_fqn``), and may be given with them.
 
     Raises:
-        TypeError: `modules` is a string, or an entry is neither a string nor a list of strings.
+        TypeError: ``modules`` is a string, or an entry is neither a string nor a list of strings.
         ValueError: an empty plan or unit, a name that matches nothing, a range that is reversed or
             malformed, a module in two units, a unit inside an earlier one (inner modules come
-            first, as with `fully_shard`), or one without parameters.
+            first, as with ``fully_shard``), or one without parameters.
     """
     if isinstance(modules, str) or not isinstance(modules, Sequence):
         raise TypeError(f"modules must be a list of names, got {modules!r}")
@@ -86,7 +86,7 @@ _RANGE = re.compile(r"\[(\d+)-(\d+)\]")
 
 
 def _expand(path: str, known: dict[str, nn.Module]) -> list[str]:
-    """The modules that a path stands for: ranges ascending, `*` in registration order."""
+    """The modules that a path stands for: ranges ascending, ``*`` in registration order."""
     path = path.strip()
     if path in known:
         return [path]
@@ -131,7 +131,7 @@ def _expand_ranges(component: str, path: str) -> Iterator[str]:
 
 
 def _children(prefix: str, text: str, path: str, known: dict[str, nn.Module]) -> list[str]:
-    """Children of module `prefix` whose name is `text`, in which `*` is any text."""
+    """Children of module ``prefix`` whose name is ``text``, in which ``*`` is any text."""
     start = f"{prefix}." if prefix else ""
     if "*" not in text:
         name = start + text

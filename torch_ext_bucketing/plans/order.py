@@ -47,13 +47,13 @@ Units = tuple[tuple[str, ...], ...]
 class FSDPParamOrder:
     """Which parameters eager FSDP2 packs together, and in which order: a hashable, picklable value.
 
-    Payloads are in the order of the `fully_shard` calls that they stand for. A call that splits its
-    parameters over several meshes makes several payloads, in the order in which FSDP2 first meets
-    each mesh; a call that is left with no parameter makes none.
+    Payloads are in the order of the ``fully_shard`` calls that they stand for. A call that splits
+    its parameters over several meshes makes several payloads, in the order in which FSDP2 first
+    meets each mesh; a call that is left with no parameter makes none.
 
     A shared parameter is in one payload, at the place where FSDP2 first visits it, under the name
-    that `model.named_parameters()` gives it (FSDP2's own `_param_fqn`). Its other names are
-    `aliases`.
+    that ``model.named_parameters()`` gives it (FSDP2's own ``_param_fqn``). Its other names are
+    ``aliases``.
 
     Raises:
         TypeError: a payload or an FQN is of the wrong type.
@@ -63,12 +63,12 @@ class FSDPParamOrder:
     units: Units
     """Per payload the canonical parameter FQNs in payload order."""
     aliases: Pairs = ()
-    """(other FQN, FQN in `units`) of shared parameters, sorted."""
+    """(other FQN, FQN in ``units``) of shared parameters, sorted."""
     reduce_units: Units = ()
-    """`units` in the order of the reduce-scatter's payloads where it is another one, else empty:
-    torch 2.15 packs gradients by dtype where `param.grad_dtype` differs inside a unit."""
+    """``units`` in the order of the reduce-scatter's payloads where it is another one, else empty:
+    torch 2.15 packs gradients by dtype where ``param.grad_dtype`` differs inside a unit."""
     made_by: str = field(default="", compare=False)
-    """The code that made it, for its `repr`."""
+    """The code that made it, for its ``repr``."""
 
     def __post_init__(self) -> None:
         units = _as_units(self.units, "units")
@@ -116,11 +116,11 @@ class FSDPParamOrder:
 
         Args:
             fqns: A list of payloads, each a list of parameter FQNs, or a flat list: one payload.
-                Wrappers' names in them are dropped (`fqns.canonical_fqn`).
-            aliases: Other FQN to FQN in `fqns`, for shared parameters.
+                Wrappers' names in them are dropped (``fqns.canonical_fqn``).
+            aliases: Other FQN to FQN in ``fqns``, for shared parameters.
 
         Raises:
-            TypeError: `fqns` is a string or mixes FQNs and lists, or `aliases` is no mapping.
+            TypeError: ``fqns`` is a string or mixes FQNs and lists, or ``aliases`` is no mapping.
             ValueError: as of the class.
         """
         if isinstance(fqns, str):
@@ -148,34 +148,35 @@ class FSDPParamOrder:
         ignored_params: Collection[nn.Parameter | str] = (),
         group_key: GroupKey | None = None,
     ) -> FSDPParamOrder:
-        """The order that `fully_shard` would give to a model that it was never called on.
+        """The order that ``fully_shard`` would give to a model that it was never called on.
 
-        The rule is that of `_get_managed_modules` and `_get_managed_states` in torch 2.11 to 2.15
-        (`torch/distributed/fsdp/_fully_shard/_fsdp_init.py`): the modules of a unit depth-first,
-        children before the module itself, stopping at the modules of earlier units; then each
-        module's own parameters in the order of registration. A parameter counts once, where first
-        seen. Frozen parameters count like all others, as FSDP2 gathers them too. No parameter is
-        read, so meta devices and parametrizations are fine.
+        The rule is that of ``_get_managed_modules`` and ``_get_managed_states`` in torch 2.11 to
+        2.15 (``torch/distributed/fsdp/_fully_shard/_fsdp_init.py``): the modules of a unit
+        depth-first, children before the module itself, stopping at the modules of earlier units;
+        then each module's own parameters in the order of registration. A parameter counts once,
+        where first seen. Frozen parameters count like all others, as FSDP2 gathers them too. No
+        parameter is read, so meta devices and parametrizations are fine.
 
-        Where `torch.nn.utils.parametrize` has moved only some parameters of a module into its
+        Where ``torch.nn.utils.parametrize`` has moved only some parameters of a module into its
         children, they are visited before the rest, as by FSDP2 on that same module; for the order
         of the plain module take it before parametrizing.
 
         Args:
             model: The model, wrapped or not.
-            units: In the order of the `fully_shard` calls (inner modules before those around them),
-                each item a module FQN or a list of them that share one call; `""` is `model`
-                itself. Or a bucket plan. Parameters outside all units are in no payload. Default:
-                `fully_shard(model)` alone.
-            ignored_params: What would be passed to `fully_shard` as `ignored_params`, as parameters
-                or FQNs.
-            group_key: Splits units like a `shard_placement_fn` with several meshes: from the FQN
+            units: In the order of the ``fully_shard`` calls (inner modules before those around
+                them), each item a module FQN or a list of them that share one call; ``""`` is
+                ``model`` itself. Or a bucket plan. Parameters outside all units are in no payload.
+                Default: ``fully_shard(model)`` alone.
+            ignored_params: What would be passed to ``fully_shard`` as ``ignored_params``, as
+                parameters or FQNs.
+            group_key: Splits units like a ``shard_placement_fn`` with several meshes: from the FQN
                 and the parameter to any hashable that stands for its mesh. Each key is a payload,
                 in order of first appearance.
-                Default: one payload per unit, as `fully_shard` does without `shard_placement_fn`.
+                Default: one payload per unit, as ``fully_shard`` does without
+                ``shard_placement_fn``.
 
         Raises:
-            TypeError: `units` is a string, or an item is neither a string nor a list of strings.
+            TypeError: ``units`` is a string, or an item is neither a string nor a list of strings.
             ValueError: no units or no parameters in them, an unknown FQN, a module in two units, or
                 a unit inside an earlier one.
         """
@@ -218,13 +219,13 @@ class FSDPParamOrder:
 
     @classmethod
     def from_fsdp(cls, model: nn.Module) -> FSDPParamOrder:
-        """The order of a model that `fully_shard` was applied to, read from its param groups.
+        """The order of a model that ``fully_shard`` was applied to, read from its param groups.
 
-        Works before the first forward as after it. FQNs are relative to `model`.
+        Works before the first forward as after it. FQNs are relative to ``model``.
 
         Raises:
-            ValueError: `model` holds no FSDP2 module or no parameter in one, or shares a parameter
-                across two param groups, which FSDP2 refuses at the first forward.
+            ValueError: ``model`` holds no FSDP2 module or no parameter in one, or shares a
+                parameter across two param groups, which FSDP2 refuses at the first forward.
         """
         from .._torch import fsdp2 as _fsdp2
 
@@ -257,9 +258,9 @@ class FSDPParamOrder:
         """The sort key of a collective's launch node: its parameter's (payload, position in it).
 
         A collective of several parameters (fused weights) sorts by the one that is packed first.
-        `None`, which keeps its whole bucket in graph order, is the answer for a collective without
-        a tag and for one with any parameter that the order doesn't know; what was not found is
-        logged as a warning, once.
+        ``None``, which keeps its whole bucket in graph order, is the answer for a collective
+        without a tag and for one with any parameter that the order doesn't know; what was not found
+        is logged as a warning, once.
         """
         tag = tags.tag_of(start)
         if tag is None or not tag.fqns:
@@ -274,7 +275,7 @@ class FSDPParamOrder:
         return min(positions[canonical_fqn(fqn)] for fqn in tag.fqns)
 
     def unknown(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """Those of `fqns` that are in no payload, in the order given."""
+        """Those of ``fqns`` that are in no payload, in the order given."""
         positions = self._gather_positions
         return tuple(fqn for fqn in fqns if canonical_fqn(fqn) not in positions)
 
@@ -360,13 +361,15 @@ def _unit_modules(model: nn.Module, units: Iterable[tuple[str, ...]]) -> Iterato
 
 
 def _without_nested(modules: list[nn.Module]) -> list[nn.Module]:
-    """Drops modules inside others of the list, like `fully_shard([...])` (`_get_root_modules`)."""
+    """Drops modules inside others of the list, like ``fully_shard([...])``
+    (``_get_root_modules``)."""
     inside = {child for module in modules for child in module.modules() if child is not module}
     return [module for module in modules if module not in inside]
 
 
 def _visit(roots: list[nn.Module], stop: Collection[nn.Module]) -> list[nn.Module]:
-    """`roots` and the modules below them, children first, down to but without those in `stop`."""
+    """``roots`` and the modules below them, children first, down to but without those in
+    ``stop``."""
     order: list[nn.Module] = []
     visited: set[nn.Module] = set()
 

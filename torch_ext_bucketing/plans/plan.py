@@ -27,7 +27,7 @@ Units = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, repr=False)
 class BucketPlan:
-    """Units of modules, in the order of `fully_shard` calls: a hashable, picklable value.
+    """Units of modules, in the order of ``fully_shard`` calls: a hashable, picklable value.
 
     Iterating gives the units, so a plan can be passed wherever a list of units is taken.
 
@@ -38,11 +38,11 @@ class BucketPlan:
     """
 
     mode: str
-    """`"none"`: nothing is bucketed. `"auto"`: buckets by byte cap only. `"transformer_block"`,
-    `"manual"`: by `units`."""
+    """``"none"``: nothing is bucketed. ``"auto"``: buckets by byte cap only.
+    ``"transformer_block"``, ``"manual"``: by ``units``."""
     units: Units = ()
-    """Per unit its module FQNs, in the order in which `fully_shard([...])` would get them; `""` is
-    the model."""
+    """Per unit its module FQNs, in the order in which ``fully_shard([...])`` would get them; ``""``
+    is the model."""
     kinds: tuple[str, ...] = DEFAULT_KINDS
     """What is bucketed, of "all_gather", "reduce_scatter" and "all_reduce" (HSDP's and DDP's: only
     when asked for)."""
@@ -51,7 +51,7 @@ class BucketPlan:
     "loss"."""
     cover: Units = ()
     """Per unit, modules that hold its parameters and don't overlap with those of any other unit.
-    Differs from `units` where units are nested: a block whose experts are a unit of their own is
+    Differs from ``units`` where units are nested: a block whose experts are a unit of their own is
     covered by its other children."""
 
     def __post_init__(self) -> None:
@@ -105,20 +105,20 @@ class BucketPlan:
         return iter(self.units)
 
     def module_bucket_plans(self, chunked_loss: bool = False) -> list[list[str] | str]:
-        """The plan for torch's own `manual_overlap_bucketing(module_bucket_plans=...)`.
+        """The plan for torch's own ``manual_overlap_bucketing(module_bucket_plans=...)``.
 
         That pass finds a bucket's collectives by the module that they were traced in, asks for
-        buckets that don't overlap (so nested units are spelled out: `cover`) and has no name for
+        buckets that don't overlap (so nested units are spelled out: ``cover``) and has no name for
         the parameters that a module owns beside its children: those of the root and of modules
         around another unit stay unbucketed there.
 
         Args:
             chunked_loss: The loss is computed in chunks, with the head's weight used under the
-                module name "loss": the bucket of the head (`head`, or else the last one) names
+                module name "loss": the bucket of the head (``head``, or else the last one) names
                 "loss", too.
 
         Returns:
-            Per bucket a module FQN or a list of them, in the plan's order. `[]` for mode "none".
+            Per bucket a module FQN or a list of them, in the plan's order. ``[]`` for mode "none".
 
         Raises:
             ValueError: mode "auto", which has no modules.
@@ -141,12 +141,12 @@ class BucketPlan:
         return [names[0] if len(names) == 1 else names for _, names in named]
 
     def uncovered(self, model: nn.Module) -> tuple[str, ...]:
-        """FQNs of the parameters of `model` that no unit holds, in `named_parameters()` order.
+        """FQNs of the parameters of ``model`` that no unit holds, in ``named_parameters()`` order.
 
         Empty for mode "auto", which leaves none out; all of them for mode "none".
 
         Raises:
-            ValueError: a unit of the plan is not in `model`.
+            ValueError: a unit of the plan is not in ``model``.
         """
         if self.mode == "auto":
             return ()

@@ -12,7 +12,7 @@ __all__ = ["ModuleTree", "has_parameters", "is_plain_container", "unwrapped"]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside the wrappers (checkpointing, `torch.compile`) around it, or itself."""
+    """The module inside the wrappers (checkpointing, ``torch.compile``) around it, or itself."""
     for attribute in WRAPPER_ATTRIBUTES:
         inner = module._modules.get(attribute)
         if inner is not None:
@@ -35,7 +35,7 @@ class ModuleTree:
         seen: set[nn.Module] = set()
         result = []
         for key, child in unwrapped(self.modules[path]).named_children():
-            # What `torch.nn.utils.parametrize` moved into a child is still the module's own.
+            # What ``torch.nn.utils.parametrize`` moved into a child is still the module's own.
             if key != "parametrizations" and child not in seen and has_parameters(child):
                 seen.add(child)
                 result.append((f"{path}.{key}" if path else key, child))
@@ -43,7 +43,7 @@ class ModuleTree:
         return result
 
     def below(self, path: str) -> Iterator[str]:
-        """FQNs of all modules with parameters below `path`, parents first."""
+        """FQNs of all modules with parameters below ``path``, parents first."""
         for name, _ in self.children(path):
             yield name
             yield from self.below(name)
@@ -62,7 +62,8 @@ class ModuleTree:
 
 
 def is_plain_container(module: nn.Module) -> bool:
-    """A `ModuleList` or `ModuleDict` that can't be called: `fully_shard` refuses those, too."""
+    """A ``ModuleList`` or ``ModuleDict`` that can't be called: ``fully_shard`` refuses those,
+    too."""
     return (
         isinstance(module, nn.ModuleList | nn.ModuleDict)
         and type(module).forward is nn.Module.forward
@@ -70,7 +71,7 @@ def is_plain_container(module: nn.Module) -> bool:
 
 
 def has_parameters(module: nn.Module) -> bool:
-    # Asked of every module: `module.parameters()` would walk the whole subtree by name.
+    # Asked of every module: ``module.parameters()`` would walk the whole subtree by name.
     return any(p is not None for p in module._parameters.values()) or any(
         has_parameters(child) for child in module.children()
     )

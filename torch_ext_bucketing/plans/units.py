@@ -110,7 +110,8 @@ def plan_of_units(
 
 
 def _covers(units: list[tuple[str, ...]], model: nn.Module) -> Units:
-    """Per unit the outermost modules that hold nothing of another unit. See `BucketPlan.cover`."""
+    """Per unit the outermost modules that hold nothing of another unit. See
+    ``BucketPlan.cover``."""
     tree = ModuleTree(model)
     names = {name for unit in units for name in unit}
 

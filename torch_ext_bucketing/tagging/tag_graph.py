@@ -376,7 +376,7 @@ def _gradient_outputs(
     return grads
 
 
-# The module that `torch.nn.utils.parametrize` puts in charge of one parameter.
+# The module that ``torch.nn.utils.parametrize`` puts in charge of one parameter.
 _PARAMETRIZATION = re.compile(r"(?:(.*)\.)?parametrizations\.(\w+)(?:\.\d+)?")
 
 

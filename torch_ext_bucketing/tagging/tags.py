@@ -94,7 +94,7 @@ def set_tag(node: fx.Node, tag: Tag) -> None:
     if kind != tag.kind:
         what = "no collective" if kind is None else f"{'a' if kind[0] == 'r' else 'an'} {kind}"
         raise ValueError(f"can't tag {node.name} as {tag.kind}: it is {what}")
-    # A fresh dictionary: tracing shares one `custom` dictionary between many nodes.
+    # A fresh dictionary: tracing shares one ``custom`` dictionary between many nodes.
     node.meta["custom"] = {**(node.meta.get("custom") or {}), _TAG_KEY: (tag.kind, *tag.fqns)}
 
 
