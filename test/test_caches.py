@@ -397,7 +397,7 @@ def test_the_groups_that_reductions_move_to_count(fake_world):
         teb.SeparateGroups(mesh, dims=["shard"]),
     ]
     made.append(teb.SeparateGroups(mesh, kinds=("all_gather",)))
-    made[-1].twins = made[0].twins
+    made[-1].second = made[0].second
     uuids = [m.uuid() for m in made]
     assert None not in uuids
     assert len(set(uuids)) == len(uuids)

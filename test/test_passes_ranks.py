@@ -120,10 +120,10 @@ def _reductions_on_their_own_groups(rank, mode):
     module = data_parallel(module, where, mode, reduce_dtype=torch.float32)
     expected = gradients(module, module, rank)
     separate = SeparateGroups(where, ["reduce_scatter", "all_reduce"])
-    assert len(separate.twins) == where.ndim
+    assert len(separate.second) == where.ndim
     for dim in range(where.ndim):
-        twin = separate.twins[where.get_group(dim).group_name]
-        group = torch.distributed.distributed_c10d._resolve_process_group(twin)
+        second = separate.second[where.get_group(dim).group_name]
+        group = torch.distributed.distributed_c10d._resolve_process_group(second)
         assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(
             where.get_group(dim)
         )
@@ -137,9 +137,9 @@ def _reductions_on_their_own_groups(rank, mode):
             groups[bucket.kind].add(bucket.group)
     shard_group = where.get_group(where.ndim - 1).group_name
     assert groups["all_gather"] == {shard_group}
-    assert groups["reduce_scatter"] == {separate.twins[shard_group]}
+    assert groups["reduce_scatter"] == {separate.second[shard_group]}
     if mode == "hybrid_shard":
-        assert groups["all_reduce"] == {separate.twins[where.get_group(0).group_name]}
+        assert groups["all_reduce"] == {separate.second[where.get_group(0).group_name]}
 
 
 @pytest.mark.parametrize(("mode", "world"), [("fully_shard", 2), ("hybrid_shard", 4)])

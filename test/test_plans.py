@@ -617,7 +617,7 @@ class TestPlan:
             (
                 ("auto",),
                 {"kinds": ("allgather",)},
-                "'allgather' is no kind of collective; the kinds are 'all_gather'",
+                "kinds must be some of all_gather, reduce_scatter, all_reduce, got .'allgather'",
             ),
         ],
     )

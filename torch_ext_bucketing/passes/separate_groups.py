@@ -61,7 +61,7 @@ class SeparateGroups(GraphPass):
         names = mesh.mesh_dim_names or ()
         given = range(mesh.ndim) if self._dims is None else self._dims
         wanted = [_dim(d, names, mesh.ndim) for d in given]
-        self.twins: dict[str, str] = {}
+        self.second: dict[str, str] = {}
         """The second group's name by the first one's."""
         self._groups = [self._create(mesh, dim) for dim in dict.fromkeys(wanted)]
 
@@ -69,29 +69,29 @@ class SeparateGroups(GraphPass):
         """Create the second groups of all of a dimension's groups; returns this rank's."""
         mine = mesh.get_group(dim)
         rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
-        twin = None
+        second = None
         for row in rows:
             group = dist.new_group(row, backend=dist.get_backend(mine))
             if dist.get_rank() in row:
-                twin = group
-        assert twin is not None
-        self.twins[mine.group_name] = twin.group_name
-        return twin
+                second = group
+        assert second is not None
+        self.second[mine.group_name] = second.group_name
+        return second
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         g = graph_of(graph)
         for node in g.nodes:
             if kind_of(node) in self.kinds and tag_of(node) is not None:
-                twin = self.twins.get(group_name(node))
-                if twin is not None:
-                    set_group_name(node, twin)
+                second = self.second.get(group_name(node))
+                if second is not None:
+                    set_group_name(node, second)
 
     def __repr__(self) -> str:
         return call("SeparateGroups", self._mesh, kinds=self.kinds, dims=self._dims)
 
     def settings(self) -> tuple[Any, ...]:
         """What moves, and where to."""
-        return (self.kinds, tuple(self.twins.items()))
+        return (self.kinds, tuple(self.second.items()))
 
 
 def _dim(dim: str | int, names: tuple[str, ...], ndim: int) -> int:

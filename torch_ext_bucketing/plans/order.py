@@ -395,7 +395,7 @@ def _warn_untagged(start: fx.Node) -> None:
     _warned.add((str(start.target),))
     log.warning(
         "payload order: %s (%s) carries no tag that names its parameter, so its bucket keeps graph "
-        "order, not FSDP2's. Said once for each kind of collective.",
+        "order, not FSDP2's. Logged once for each kind of collective.",
         start.name,
         start.target,
     )

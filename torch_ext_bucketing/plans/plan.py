@@ -11,7 +11,7 @@ import torch.nn as nn
 
 from .._source import package_digest
 from ..fqns import canonical_fqn, canonical_modules, nearest_names
-from ..graph.collectives import KINDS
+from ..graph.collectives import check_kinds
 from .abbreviate import abbreviated
 
 __all__ = ["DEFAULT_KINDS", "MODES", "BucketPlan", "Units", "checked_kinds", "module_named"]
@@ -165,15 +165,9 @@ class BucketPlan:
 
 def checked_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
     given = [kinds] if isinstance(kinds, str) else list(kinds)
-    for kind in given:
-        if kind not in KINDS:
-            raise ValueError(
-                f"kinds: {kind!r} is no kind of collective; the kinds are "
-                f"{', '.join(map(repr, KINDS))}"
-            )
     if not given:
         raise ValueError('kinds is empty: for a plan that buckets nothing take mode "none"')
-    return tuple(kind for kind in KINDS if kind in given)
+    return check_kinds(given)
 
 
 def module_named(name: str, known: dict[str, nn.Module]) -> nn.Module:
