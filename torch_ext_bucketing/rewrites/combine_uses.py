@@ -40,13 +40,13 @@ from ..graph.collectives import (
     wire_bytes,
 )
 from ..graph.moves import is_linear, keeps_values
+from ..graph.regions import Cut, Structures, cuts_behind, outside_reader, positions
 from ..graph.snapshot import Snapshot, unchanged_on_error
 from ..graph.writes import aliases_of, unordered_writes, written_roots, written_values
 from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
 from ..scheduling.memory import PeakMemory
 from ..scheduling.model import peak_bytes
 from ..tagging.tags import tag_of
-from .regions import Cut, Structures, cuts_behind, outside_reader, positions
 
 __all__ = ["combine_uses"]
 
@@ -232,7 +232,7 @@ def _use_gather(start: fx.Node, first: fx.Node) -> None:
 
 def _erase_unused(nodes: Sequence[fx.Node]) -> None:
     """Erase those that nothing reads, and then their inputs likewise."""
-    stack = list(nodes)[::-1]
+    stack = list(nodes)
     erased: dict[fx.Node, None] = {}
     while stack:
         node = stack.pop()
@@ -435,14 +435,16 @@ def _reduce_once(graph: fx.Graph, tree: _Tree, plan: _Reduction, place: _Place) 
         node.replace_input_with(cut.node, total)
 
     saved = 0
+    unused = [c.node for c in plan.cuts.values()]
     for leaf, other in plan.cuts.items():
         if leaf is not kept:
             saved += sum(map(wire_bytes, other.reductions))
             add = next(iter(leaf.users))
             (rest,) = (a for a in add.all_input_nodes if a is not leaf)
             add.replace_all_uses_with(rest)
-            _erase_unused([add, leaf])
-    _erase_unused([c.node for c in plan.cuts.values()])
+            graph.erase_node(add)  # at once: a dead sum must not count as a reader of the rest
+            unused.append(leaf)
+    _erase_unused(unused)
     return saved
 
 

@@ -25,11 +25,11 @@ from .._torch import bucketing as tb
 from .._torch.process_groups import group_by_name, ranks_of
 from ..graph.collectives import group_name, is_wait, kind_of, reduce_op, waited_for
 from ..graph.moves import SCALES, is_move
+from ..graph.regions import Cut, cuts_behind, outside_reader, positions
 from ..graph.snapshot import unchanged_on_error
 from ..graph.writes import written_roots
 from ..reports.rewrites import LeftAlone, ReducedShard, ScatterReport
 from ..tagging.tags import tag_of
-from .regions import Cut, cuts_behind, outside_reader, positions
 
 __all__ = ["on_one_grid", "reduce_scatter_first"]
 

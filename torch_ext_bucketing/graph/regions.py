@@ -20,8 +20,8 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
-from ..graph.collectives import group_name, group_size, is_start, is_wait, kind_of, reduce_op
-from ..graph.moves import CONSTANTS, is_linear, is_zeros, keeps_values
+from .collectives import group_name, group_size, is_start, is_wait, kind_of, reduce_op
+from .moves import CONSTANTS, is_linear, is_zeros, keeps_values
 
 __all__ = [
     "Cut",
@@ -126,8 +126,9 @@ class Structures:
                 numbers[node] = numbers[node.all_input_nodes[0]]
                 continue
             if is_zeros(node):
-                value = node.meta["val"]
-                numbers[node] = self._number(("zeros", tuple(value.shape), value.dtype))
+                value = node.meta.get("val")
+                how = node if value is None else (tuple(value.shape), value.dtype)
+                numbers[node] = self._number(("zeros", how))
                 continue
             if is_start(node):
                 how = (kind_of(node), reduce_op(node), group_name(node), group_size(node))
