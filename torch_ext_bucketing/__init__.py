@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .passes.backends import backend
     from .passes.base import GraphPass
     from .passes.bucketing import BucketByCap, BucketUnits, bucket_graph
-    from .passes.recipe import recipe
     from .passes.combine_uses import CombineUses
+    from .passes.recipe import recipe
     from .passes.reduce_scatter_first import ReduceScatterFirst
     from .passes.resharding import ReshardAfterForward
     from .passes.scheduling import BucketAndSchedule, Schedule
