@@ -40,39 +40,44 @@ def test_there_are_three_examples():
     assert len(EXAMPLES) == 3
 
 
-def test_backend_example(scope: dict[str, Any]):
+def counts_of_units(scope: dict[str, Any]) -> list[dict[str, int]]:
+    """Collectives per parameter and per unit. Backward gathers again all but the embedding, whose
+    weight it does not read, and the last unit, which stays gathered."""
+    last = len(scope["order"].units[-1])
+    parameters, units = len(list(scope["model"].parameters())), len(scope["order"].units)
+    return [
+        {"all_gather": 2 * n - 1 - kept, "reduce_scatter": n}
+        for n, kept in ((parameters, last), (units, 1))
+    ]
+
+
+def test_quick_start(scope: dict[str, Any]):
     with config.patch({"force_disable_caches": True}):
         # The passes are the same; what Inductor makes of the graphs is slow and not looked at.
         exec(EXAMPLES[0].replace('"inductor"', '"aot_eager"'), scope)
-        try:
-            run_step(scope["compiled"])
-        finally:
-            config.aten_distributed_optimizations.bucket_payload_order_key = None
+        run_step(scope["compiled"])
     report = scope["backend"].last_report()
-    # Backward gathers again all but the embedding, whose weight it does not read.
-    counts = [
-        {"all_gather": 2 * n - 1, "reduce_scatter": n}
-        for n in (len(list(scope["model"].parameters())), len(scope["order"].units))
-    ]
-    assert [report.collectives_before, report.collectives_after] == counts
+    assert [report.collectives_before, report.collectives_after] == counts_of_units(scope)
     for bucket in report.buckets:
         members = [f for m in bucket.members for f in m.fqns]
         assert tuple(members) == scope["order"].units[bucket.unit]
 
 
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.BoundNotKeptWarning")
-def test_bounds_example(scope: dict[str, Any]):
+@pytest.mark.parametrize("name", ["parity", "speed"])
+def test_passes_written_out(scope: dict[str, Any], name: str):
     """On a model this small one all-gather is more than 2% of memory; that is said, and it runs."""
     teb.data_parallel(scope["model"], scope["mesh"])
     exec(EXAMPLES[1], scope | {"teb": teb}, scope)
-    compiler = teb.backend("aot_eager", scope["passes"])
+    compiler = teb.backend("aot_eager", scope[name])
     run_step(torch.compile(scope["model"], backend=compiler))
     report = compiler.last_report()
     assert len(report.schedules) == len(report.graphs) == 2
+    assert report.buckets
+    assert {b.packed_by for b in report.buckets} == {"FSDPParamOrder"}
     for schedule in report.schedules:
         assert schedule.step_ms[1] >= schedule.bound_ms
-        assert schedule.caps_mb
-        assert schedule.max_run == 8
+        assert schedule.max_run == (8 if name == "speed" else None)
 
 
 def test_config_example(scope: dict[str, Any]):

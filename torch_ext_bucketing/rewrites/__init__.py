@@ -1,1 +1,0 @@
-"""Rewrites of the tagged joint graph that change how often, and in which order, ranks reduce."""
