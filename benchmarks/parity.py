@@ -393,7 +393,7 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{text}, separated by commas (default: {','.join(values)})",
         )
 
-    choice("models", cells_.MODELS, "models")
+    choice("models", (*cells_.MODELS, *cells_.REUSE_MODELS), "models")
     choice("topologies", cells_.TOPOLOGIES, "nodes x ranks per node")
     choice("backends", cells_.BACKENDS, "backends of torch.compile")
     choice("parallelism", (*cells_.PARALLELISM, *cells_.MORE_PARALLELISM), "parallelism")

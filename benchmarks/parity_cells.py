@@ -8,6 +8,16 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 MODELS = ("llama", "moe", "vit", "uneven")
+REUSE_MODELS = (
+    "twice",
+    "tied",
+    "tied_chunked",
+    "chunked_head",
+    "block_twice",
+    "two_dtypes",
+    "checkpointed",
+)
+"""Those that use a parameter more than once: run as they are, on ``aot_eager``."""
 TOPOLOGIES = ("2x2", "4x2")
 BACKENDS = ("aot_eager", "inductor")
 PARALLELISM = ("fsdp", "hsdp", "fsdp+chunked_loss")
@@ -182,11 +192,14 @@ def select(
 def _all(topologies: Sequence[str]) -> Iterator[Cell]:
     for topology in topologies:
         nodes, per_node = (int(n) for n in topology.split("x"))
+        ranks = nodes * per_node
         for model in MODELS:
             kinds = (*PARALLELISM, *(MORE_PARALLELISM if model == "llama" else ()))
             for parallelism in kinds:
                 for reduce_dtype in REDUCE_DTYPES:
                     for backend in BACKENDS:
-                        yield Cell(
-                            model, nodes, nodes * per_node, backend, parallelism, reduce_dtype
-                        )
+                        yield Cell(model, nodes, ranks, backend, parallelism, reduce_dtype)
+        for model in REUSE_MODELS:
+            for parallelism in ("fsdp", "hsdp"):
+                for reduce_dtype in REDUCE_DTYPES:
+                    yield Cell(model, nodes, ranks, "aot_eager", parallelism, reduce_dtype)

@@ -13,49 +13,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from benchmarks.parity_base import SEQ, VOCAB, ParityModel
+from benchmarks.parity_reuse import REUSE_MODELS
 from torch_ext_bucketing.demo import text
 from torch_ext_bucketing.demo.model import Block, ModelConfig, RMSNorm, Transformer
 
 __all__ = ["MODELS", "ParityModel", "batch_of", "build", "tensor_parallel", "unit_names"]
 
 _c10d = torch.ops._c10d_functional
-
-VOCAB = text.VOCAB
-SEQ = 16
-"""Tokens per sequence; an image is the same bytes as a square of ``SEQ ** 0.5`` patches a side."""
-
-
-class ParityModel(nn.Module):
-    """Features, a head, and the loss computed whole or in chunks.
-
-    A subclass sets ``head`` (a bias-free ``nn.Linear`` to the vocabulary) and defines
-    :meth:`features`; ``chunks`` says in how many parts the loss is computed.
-    """
-
-    head: nn.Linear
-    chunks: int = 1
-
-    def features(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token ids ``[batch, SEQ]`` int64 to the head's input ``[rows, dim]``."""
-        raise NotImplementedError
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy, a scalar float32. ``targets`` ``[batch, SEQ]`` int64."""
-        features = self.features(tokens)
-        targets = targets[:, -features.shape[0] // tokens.shape[0] :].flatten()
-        if self.chunks == 1:
-            return F.cross_entropy(self.head(features).float(), targets)
-        # The weight is read once and used in every chunk, so that its gradient is summed over
-        # the chunks before it is reduced over the ranks. As many reads would be as many
-        # reductions, and a sum of rounded sums.
-        weight = self.head.weight
-        total = torch.zeros((), dtype=torch.float32)
-        for part, wanted in zip(
-            features.chunk(self.chunks), targets.chunk(self.chunks), strict=True
-        ):
-            logits = F.linear(part, weight).float()
-            total = total + F.cross_entropy(logits, wanted, reduction="sum")
-        return total / targets.numel()
 
 
 class Llama(ParityModel):
@@ -297,6 +262,7 @@ MODELS: dict[str, Callable[..., ParityModel]] = {
     "moe": Moe,
     "vit": Vit,
     "uneven": Uneven,
+    **REUSE_MODELS,
 }
 
 

@@ -47,6 +47,8 @@ from torch_ext_bucketing.graph.collectives import KINDS
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
 from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.passes.combine_uses import CombineUses
+from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
@@ -278,6 +280,11 @@ def bucket_units(order: FSDPParamOrder, ordered: bool) -> BucketUnits:
     return BucketUnits(order, kinds=KINDS, payload_order=ordered)
 
 
+def rewrites() -> list[GraphPass]:
+    """What makes one gather and one reduction per parameter, in eager FSDP2's order."""
+    return [CombineUses(), ReduceScatterFirst()]
+
+
 def reshard(order: FSDPParamOrder) -> ReshardAfterForward:
     """Gather again in backward as eager FSDP2 does."""
     # fully_shard leaves the root's parameters gathered between forward and backward.
@@ -287,7 +294,9 @@ def reshard(order: FSDPParamOrder) -> ReshardAfterForward:
 def _inductor(job: _Job, ordered: bool) -> RunReport:
     model, order = job.model_and_order()
     compiler = backend(
-        "inductor", passes=[reshard(order), bucket_units(order, ordered)], model=model
+        "inductor",
+        passes=[*rewrites(), reshard(order), bucket_units(order, ordered)],
+        model=model,
     )
     return job.train(model, compiler, control=not ordered)
 
@@ -297,7 +306,9 @@ def _aot_eager(job: _Job) -> dict[str, RunReport]:
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     twin = GraphOrderTwin(bucket_units(order, False))
     compiler = backend(
-        twin.compile, passes=[reshard(order), twin, bucket_units(order, True)], model=model
+        twin.compile,
+        passes=[*rewrites(), reshard(order), twin, bucket_units(order, True)],
+        model=model,
     )
     torch._dynamo.reset()
     clock = time.perf_counter()

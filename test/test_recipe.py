@@ -36,19 +36,30 @@ BOUNDS = "[Overlap(), PeakMemory(ratio=1.02), CapComputeRun()]"
 ALL = "kinds=['all_gather', 'reduce_scatter', 'all_reduce']"
 
 
+ONCE, HYBRID = "CombineUses()", "CombineUses(), ReduceScatterFirst()"
+
+
 @pytest.mark.parametrize(
     ("mode", "goal", "code"),
     [
-        ("fully_shard", "parity", f"[{KEEP}, BucketUnits({ORDER}), Schedule([Overlap()])]"),
-        ("hybrid_shard", "parity", f"[{KEEP}, BucketUnits({ORDER}, {ALL}), Schedule([Overlap()])]"),
+        ("fully_shard", "parity", f"[{ONCE}, {KEEP}, BucketUnits({ORDER}), Schedule([Overlap()])]"),
+        (
+            "hybrid_shard",
+            "parity",
+            f"[{HYBRID}, {KEEP}, BucketUnits({ORDER}, {ALL}), Schedule([Overlap()])]",
+        ),
         (
             "replicate",
             "parity",
-            f"[BucketUnits({ORDER}, kinds=['all_reduce']), Schedule([Overlap()])]",
+            f"[{ONCE}, BucketUnits({ORDER}, kinds=['all_reduce']), Schedule([Overlap()])]",
         ),
-        ("fully_shard", "speed", f"[ReshardAfterForward(), BucketAndSchedule({BOUNDS})]"),
-        ("hybrid_shard", "speed", f"[ReshardAfterForward(), BucketAndSchedule({BOUNDS}, {ALL})]"),
-        ("replicate", "speed", f"[BucketAndSchedule({BOUNDS}, kinds=['all_reduce'])]"),
+        ("fully_shard", "speed", f"[{ONCE}, ReshardAfterForward(), BucketAndSchedule({BOUNDS})]"),
+        (
+            "hybrid_shard",
+            "speed",
+            f"[{HYBRID}, ReshardAfterForward(), BucketAndSchedule({BOUNDS}, {ALL})]",
+        ),
+        ("replicate", "speed", f"[{ONCE}, BucketAndSchedule({BOUNDS}, kinds=['all_reduce'])]"),
     ],
 )
 def test_a_recipe_reads_as_the_code_that_makes_it(fake_world, mode, goal, code):
@@ -89,16 +100,16 @@ def test_every_kind_of_a_mode_is_bucketed(fake_world, mode, goal):
 def test_the_units_may_be_given(fake_world):
     model = sharded()
     passes = teb.recipe(model, units=["blocks.0", "blocks.1", ""])
-    assert passes[1].units[-1] == ("embed.weight", "norm.weight", "output.weight")
+    assert passes[2].units[-1] == ("embed.weight", "norm.weight", "output.weight")
     # Not "", which is every parameter of the model.
-    assert passes[0].keep == ("blocks.1", *passes[1].units[-1])
+    assert passes[1].keep == ("blocks.1", *passes[2].units[-1])
     assert "units=manual_plan(['blocks.[0-1]', ''], model)" in repr(passes)
 
 
 def test_a_reference_gives_units_and_order(fake_world):
     reference = wrapped(init_device_mesh("cpu", MESHES["fully_shard"]))
     passes = teb.recipe(sharded(), reference=reference)
-    assert passes[1].units == teb.FSDPParamOrder.from_fsdp(reference).units
+    assert passes[2].units == teb.FSDPParamOrder.from_fsdp(reference).units
     assert "BucketUnits(FSDPParamOrder.from_fsdp(model))" in repr(passes)
 
 
@@ -137,7 +148,7 @@ def test_bad_arguments(fake_world, call, error, match):
 
 
 def test_speed_needs_no_blocks(fake_world):
-    assert len(teb.recipe(flat(init_device_mesh("cpu", (4,))), "speed")) == 2
+    assert len(teb.recipe(flat(init_device_mesh("cpu", (4,))), "speed")) == 3
 
 
 @pytest.mark.parametrize(

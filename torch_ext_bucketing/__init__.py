@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from .passes.backends import backend
     from .passes.base import GraphPass
     from .passes.bucketing import BucketByCap, BucketUnits, bucket_graph
+    from .passes.combine_uses import CombineUses
     from .passes.recipe import recipe
+    from .passes.reduce_scatter_first import ReduceScatterFirst
     from .passes.resharding import ReshardAfterForward
     from .passes.scheduling import BucketAndSchedule, Schedule
     from .passes.separate_groups import SeparateGroups
@@ -60,6 +62,7 @@ __all__ = [
     "BucketPlan",
     "BucketUnits",
     "CapComputeRun",
+    "CombineUses",
     "CompileReport",
     "FSDPParamOrder",
     "GraphPass",
@@ -75,6 +78,7 @@ __all__ = [
     "Policy",
     "PrefetchDepth",
     "RankMissingError",
+    "ReduceScatterFirst",
     "ReshardAfterForward",
     "RingTopology",
     "Schedule",
@@ -120,6 +124,8 @@ _HOME = {
         "bucket_graph",
     ),
     "passes.recipe": ("recipe",),
+    "passes.combine_uses": ("CombineUses",),
+    "passes.reduce_scatter_first": ("ReduceScatterFirst",),
     "passes.resharding": ("ReshardAfterForward",),
     "passes.scheduling": (
         "BucketAndSchedule",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch.fx as fx
 
-from .._torch import bucketing as tb
 from ..graph.collectives import Kind, bucket_key, group_name, kind_of
+from ..graph.regions import Structures, cuts_behind, positions
 from ..graph.writes import written_roots
 from ..reports.buckets import ClosedBy
 from ..tagging.tags import Tag, tag_of
@@ -99,6 +99,8 @@ def plan_units(
     first_gather: dict[tuple[Any, ...], fx.Node] = {}
     contracted = Contraction(graph)
     written = written_roots(list(graph.nodes))
+    position = positions(graph)
+    structures = Structures(position)
     for start in graph.nodes:
         kind = kind_of(start)
         if kind is None or kind not in kinds:
@@ -117,7 +119,7 @@ def plan_units(
             left.append((start.name, why))
             continue
         if kind == "all_gather" and start not in written:
-            same = (start.target, *_gathered(start))
+            same = (start.target, *_gathered(start, position, structures))
             earlier = first_gather.setdefault(same, start)
             if earlier is not start:
                 contracted.open(earlier)
@@ -149,7 +151,6 @@ def plan_units(
                 buckets.append(Bucket(kind, unit, tuple(members), span, closed_by, detail))
             else:
                 left.append((members[0].name, "nothing can be merged with it without a cycle"))
-    position = {node: i for i, node in enumerate(graph.nodes)}
     buckets.sort(key=lambda b: position[b.members[0]])
     return BucketingPlan(
         tuple(buckets), tuple(duplicates), tuple(uncovered), tuple(left), tuple(splits)
@@ -183,7 +184,15 @@ def _unit_of(tag: Tag, units: UnitIndex) -> tuple[int | None, str]:
     return found[tag.fqns[0]], ""
 
 
-def _gathered(start: fx.Node) -> tuple[Any, ...]:
-    """What makes two gathers equal: the value behind casts, dtype, group."""
-    value = tb.member_input(start)
-    return (value, start.meta["val"].dtype, start.args[1], group_name(start))
+def _gathered(
+    start: fx.Node, position: Mapping[fx.Node, int], structures: Structures
+) -> tuple[Any, ...]:
+    """What makes two gathers equal: the value, the casts and pads between, dtype, group.
+
+    Pads, too: ranks whose shard of an uneven parameter is short have them, and must find the same
+    gathers equal as the others.
+    """
+    value = start.all_input_nodes[0]
+    cut = list(cuts_behind(value, position))[-1]
+    number = structures.of(cut, value, name=cut.node)
+    return (number, start.meta["val"].dtype, start.args[1], group_name(start))

@@ -17,6 +17,8 @@ from ..scheduling.memory import CapComputeRun, PeakMemory
 from ..scheduling.overlap import Overlap
 from .base import GraphPass
 from .bucketing import BucketUnits
+from .combine_uses import CombineUses
+from .reduce_scatter_first import ReduceScatterFirst
 from .resharding import ReshardAfterForward
 from .scheduling import BucketAndSchedule, Schedule
 
@@ -44,6 +46,9 @@ def recipe(
       within 1.02 of the unbucketed graph's peak memory and 8 compute nodes between two
       reduce-scatters. Buckets are not eager's units, so bits are not eager's either.
 
+    Every parameter is gathered and reduced once, however often it is used; with hybrid sharding,
+    gradients are scattered over the shards before they are reduced over the replicas.
+
     Reductions of every kind that the sharding of ``model`` makes are bucketed: all-reduces where
     parameters are replicated (HSDP, DDP). Gathered parameters are freed after forward but for those
     of the last unit, as trainers on FSDP2 set it (``reshard_after_forward``).
@@ -69,6 +74,9 @@ def recipe(
             raise TypeError(f"{name} must be a torch.nn.Module, got {module!r}")
     kinds = _kinds(model)
     gathers = "all_gather" in kinds
+    first: list[GraphPass] = [CombineUses()]
+    if kinds == KINDS:
+        first.append(ReduceScatterFirst())
     if goal == "speed":
         if units is not None or reference is not None:
             raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
@@ -77,12 +85,12 @@ def recipe(
                 [Overlap(), PeakMemory(ratio=1.02), CapComputeRun(max_consecutive=8)], kinds=kinds
             )
         ]
-        return [ReshardAfterForward(), *passes] if gathers else passes
+        return [*first, ReshardAfterForward(), *passes] if gathers else [*first, *passes]
     if units is not None and reference is not None:
         raise ValueError("give units= or reference=, not both: a reference has units of its own")
     order, keep = _order(model, units, reference)
     passes = [BucketUnits(order, kinds=kinds), Schedule([Overlap()])]
-    return [ReshardAfterForward(keep=keep), *passes] if gathers else passes
+    return [*first, ReshardAfterForward(keep=keep), *passes] if gathers else [*first, *passes]
 
 
 def _kinds(model: nn.Module) -> tuple[Kind, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .buckets import BucketReport
 from .graph import GraphReport
+from .rewrites import CombineReport, ScatterReport
 from .schedule import ScheduleReport
 from .text import aligned, change
 
@@ -41,6 +42,7 @@ class CompileReport:
         schedules: of the graphs that were scheduled, in the order in which they were compiled.
         passes: the time of each pass on each graph, in the order in which they ran.
         disabled: the passes that ``TORCH_EXT_BUCKETING_DISABLE`` switched off.
+        rewrites: of the joint graph, in the order in which they were made.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
@@ -49,6 +51,7 @@ class CompileReport:
     schedules: list[ScheduleReport] = field(default_factory=list)
     passes: list[PassTime] = field(default_factory=list)
     disabled: tuple[str, ...] = ()
+    rewrites: list[CombineReport | ScatterReport] = field(default_factory=list)
 
     @property
     def collectives_before(self) -> dict[str, int]:
@@ -80,6 +83,7 @@ class CompileReport:
             "schedules": [s.as_dict() for s in self.schedules],
             "passes": [asdict(p) for p in self.passes],
             "disabled": list(self.disabled),
+            "rewrites": [r.as_dict() for r in self.rewrites],
         }
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -97,7 +101,8 @@ class CompileReport:
 
 def _compile_text(report: CompileReport, members: bool = True) -> str:
     """See :meth:`.CompileReport.to_text`."""
-    parts = [graph.to_text(members) for graph in report.graphs]
+    parts = [text for rewrite in report.rewrites if (text := rewrite.to_text())]
+    parts += [graph.to_text(members) for graph in report.graphs]
     parts += [schedule.to_text() for schedule in report.schedules]
     if report.passes:
         rows = [(p.stage, p.name, f"{p.seconds:.3f}") for p in report.passes]

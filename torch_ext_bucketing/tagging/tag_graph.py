@@ -20,7 +20,6 @@ The rules, for a graph with the parameter ``w``::
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from .._torch.dynamo_inputs import module_path
 from ..fqns import canonical_fqn
 from ..graph.collectives import Kind, is_start, kind_of
 from ..graph.graph_of import graph_of
+from ..graph.moves import CONSTANTS, SCALES, is_move
 from .tags import Tag, TagReport, Untagged, is_bucket, set_tag, tag_of
 
 __all__ = [
@@ -43,53 +43,10 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
 
-# Ops that move or cast values without combining different elements. Views are recognised by
-# their schema (``OpOverload.is_view``); these are the ones that copy.
-_MOVES = frozenset(
-    {
-        operator.getitem,
-        _aten._to_copy.default,
-        _aten.alias.default,
-        _aten.cat.default,
-        _aten.clone.default,
-        _aten.constant_pad_nd.default,
-        _aten.contiguous.default,
-        _aten.detach.default,
-        _aten.lift_fresh_copy.default,
-        _aten.reshape.default,
-        _aten.stack.default,
-        _aten._unsafe_view.default,
-        _aten.split_with_sizes_copy.default,
-        _c10d.wait_tensor.default,
-        torch.ops.prims.convert_element_type.default,
-    }
-)
 # What may stand between a reduction and the gradient in addition: a parameter that is used twice
 # has the sum of two reductions as gradient, and a divide factor may follow the reduction.
 _ACCUMULATES = frozenset({_aten.add.Tensor, _aten.add_.Tensor, _aten.slice_backward.default})
-_SCALES = frozenset(
-    {
-        _aten.div.Scalar,
-        _aten.div.Tensor,
-        _aten.div_.Tensor,
-        _aten.mul.Scalar,
-        _aten.mul.Tensor,
-        _aten.mul_.Tensor,
-    }
-)
-_CONSTANTS = frozenset(
-    {
-        _aten.empty.memory_format,
-        _aten.full.default,
-        _aten.new_empty.default,
-        _aten.new_full.default,
-        _aten.new_zeros.default,
-        _aten.zeros.default,
-        _aten.zeros_like.default,
-    }
-)
 
 
 FqnOf = Callable[[Any], "str | None"] | Mapping[Any, str]
@@ -175,7 +132,7 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
         if kind_of(node) == "all_gather" and tag_of(node) is not None:
             chains[node] = {**_union(behind, inputs), node: None}
             ahead[node] = {**_union(ahead, inputs), node: None}
-        elif _is_move(node) or node.target in _CONSTANTS:
+        elif is_move(node) or node.target in CONSTANTS:
             served = _union(ahead, inputs)
             if served:  # after a gather
                 ahead[node] = served
@@ -267,10 +224,10 @@ def _parameters_behind(nodes: Sequence[fx.Node], names: _InputNames) -> dict[fx.
 
 
 def _merge_origins(node: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
-    if node.target in _CONSTANTS:
+    if node.target in CONSTANTS:
         return _CONSTANT
     # A gather of what was gathered already is a parameter sharded over two mesh dimensions.
-    if not _is_move(node) and kind_of(node) != "all_gather":
+    if not is_move(node) and kind_of(node) != "all_gather":
         return _Origin(reason=f"it gathers an activation, made by {node.name}")
     fqns: dict[str, None] = {}
     blame: _Origin | None = None
@@ -285,12 +242,6 @@ def _merge_origins(node: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
 def _source_of(start: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
     found = origin.get(start.all_input_nodes[0], _CONSTANT) if start.all_input_nodes else _CONSTANT
     return _Origin(reason="it gathers a constant") if found.is_constant else found
-
-
-def _is_move(node: fx.Node) -> bool:
-    if node.target in _MOVES:
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def _gradients_ahead(
@@ -337,9 +288,9 @@ def _input_order(nodes: Iterable[fx.Node], names: _InputNames) -> list[str]:
 def _keeps_gradient(user: fx.Node) -> bool:
     if user.op != "call_function":
         return False
-    if user.target in _SCALES:
+    if user.target in SCALES:
         return len(user.all_input_nodes) == 1  # by a number; a product of tensors is computation
-    return _is_move(user) or is_start(user) or user.target in _ACCUMULATES
+    return is_move(user) or is_start(user) or user.target in _ACCUMULATES
 
 
 def _gradient_outputs(
@@ -416,9 +367,9 @@ class _ModuleFallback:
             if isinstance(value, torch.Tensor):
                 shapes.append(tuple(value.shape))
             if kind == "all_gather":
-                step = step.all_input_nodes[0] if _is_move(step) else None
+                step = step.all_input_nodes[0] if is_move(step) else None
             else:
-                step = next((u for u in step.users if _is_move(u)), None)
+                step = next((u for u in step.users if is_move(u)), None)
         return tuple(shapes[-1:]) if kind == "all_gather" else tuple(shapes)
 
 

@@ -1,0 +1,138 @@
+"""Joint graphs of sharded parameters by hand: written as functions, traced, tagged, run on a grid.
+
+Collectives run on the rows and columns of a grid of ranks, whose groups a fake world has for rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from collective_graphs import C10D
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torch_ext_bucketing.graph.collectives import argument, group_name, kind_of, set_group_name
+from torch_ext_bucketing.tagging.tags import Tag, set_tag
+
+
+class Joint:
+    """Records whom each collective serves while a function is traced.
+
+    Args:
+        shards: ranks that share a parameter, in groups of neighbours.
+        replicas: number of such groups.
+    """
+
+    def __init__(self, shards: int, replicas: int = 1) -> None:
+        self.shards, self.replicas = shards, replicas
+        self.world = shards * replicas
+        self._served: list[tuple[str, ...]] = []
+        self.groups = {"shards": "shards", "replicas": "replicas"}
+        if replicas > 1 or dist.is_initialized():
+            across = dist.new_group([i * shards for i in range(replicas)])
+            along = dist.new_group(list(range(shards)))
+            self.groups = {"shards": along.group_name, "replicas": across.group_name}
+
+    def gather(self, fqn: str, shard: torch.Tensor) -> torch.Tensor:
+        """All-gather over the shards."""
+        self._served.append((fqn,))
+        group = self.groups["shards"]
+        return C10D.wait_tensor(C10D.all_gather_into_tensor(shard, self.shards, group))
+
+    def scatter(self, fqn: str, full: torch.Tensor, op: str = "avg") -> torch.Tensor:
+        """Reduce-scatter over the shards."""
+        self._served.append((fqn,))
+        group = self.groups["shards"]
+        return C10D.wait_tensor(C10D.reduce_scatter_tensor(full, op, self.shards, group))
+
+    def reduce(self, fqn: str, value: torch.Tensor, op: str = "avg") -> torch.Tensor:
+        """All-reduce over the replicas."""
+        self._served.append((fqn,))
+        return C10D.wait_tensor(C10D.all_reduce(value, op, self.groups["replicas"]))
+
+    def trace(self, fn: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
+        """The tagged graph of ``fn``; collectives are in the order in which they were called."""
+        self._served.clear()
+        with FakeTensorMode() as mode:
+            gm = make_fx(fn)(*(mode.from_tensor(x) for x in inputs))
+        starts = [n for n in gm.graph.nodes if kind_of(n) is not None]
+        for start, fqns in zip(starts, self._served, strict=True):
+            set_tag(start, Tag(kind_of(start), fqns))
+        return gm
+
+    def named(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """A copy in which groups have names that do not depend on how many there were before."""
+        names = {name: said for said, name in self.groups.items()}
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(gm.graph, {}))
+        for node in graph.nodes:
+            if kind_of(node) is not None:
+                set_group_name(node, names[group_name(node)])
+        return fx.GraphModule(gm, graph)
+
+    def peers(self, rank: int, group: str) -> list[int]:
+        """The ranks of the group of that name that ``rank`` is in."""
+        if group == self.groups["shards"]:
+            first = rank - rank % self.shards
+            return list(range(first, first + self.shards))
+        return list(range(rank % self.shards, self.world, self.shards))
+
+    def run(
+        self, gm: fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]]
+    ) -> list[list[torch.Tensor]]:
+        """Run the graph on all ranks in lockstep; ``inputs[rank]`` are its placeholders. Sums add
+        in rank order. Returns every rank's flat outputs."""
+        env: list[dict[fx.Node, Any]] = [{} for _ in range(self.world)]
+        feeds = [iter(i) for i in inputs]
+        ranks = range(self.world)
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                for rank in ranks:
+                    env[rank][node] = next(feeds[rank]).clone()
+                continue
+            given = [
+                fx.node.map_arg((node.args, node.kwargs), lambda n, rank=rank: env[rank][n])
+                for rank in ranks
+            ]
+            if node.op == "output":
+                return [list(args[0]) for args, _ in given]
+            kind = kind_of(node)
+            if kind is None:
+                results = [node.target(*args, **kwargs) for args, kwargs in given]
+            else:
+                values = [args[0] for args, _ in given]
+                group, op = group_name(node), argument(node, "reduce_op")
+                results = [self._collective(kind, values, r, group, op) for r in ranks]
+            for rank in ranks:
+                env[rank][node] = results[rank]
+        raise AssertionError("the graph has no output")
+
+    def _collective(self, kind, values, rank, group, op):
+        peers = self.peers(rank, group)
+        if kind == "all_gather":
+            return torch.cat([values[p] for p in peers])
+        total = values[peers[0]].clone(memory_format=torch.contiguous_format)
+        for p in peers[1:]:
+            total = torch.maximum(total, values[p]) if op == "max" else total + values[p]
+        if op == "avg":
+            total = total / len(peers)
+        if kind == "all_reduce":
+            return total
+        assert values[rank].is_contiguous()
+        return total.chunk(len(peers))[peers.index(rank)].clone()
+
+
+def mark_accumulations(gm: fx.GraphModule) -> None:
+    """Mark every addition as one of autograd's accumulations, as tracing of a backward does."""
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.aten.add.Tensor:
+            node.meta["is_gradient_acc"] = True
+
+
+def collectives(gm: fx.GraphModule) -> list[str]:
+    """Kinds of the collectives, in graph order."""
+    return [kind for n in gm.graph.nodes if (kind := kind_of(n)) is not None]

@@ -1,0 +1,283 @@
+"""Reduce-scatter before all-reduce: the rewrite on graphs by hand, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from collective_graphs import show
+from expecttest import assert_expected_inline
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from joint_graphs import Joint, collectives
+
+from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
+from torch_ext_bucketing.rewrites.reduce_scatter_first import on_one_grid, reduce_scatter_first
+
+
+@pytest.fixture
+def joint(fake_world):
+    return Joint(shards=2, replicas=2)
+
+
+def padded(joint, g):
+    """As DTensor arranges a gradient of 3 rows for two shards."""
+    g = joint.reduce("w", g)
+    first, second = g.split(2)
+    return joint.scatter("w", torch.cat([first, F.pad(second, (0, 0, 0, 1))]))
+
+
+def values(joint, *shapes, seed=0, integers=False):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(shape):
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return (drawn * 3).round() if integers else drawn
+
+    return [[draw(shape) for shape in shapes] for _ in range(joint.world)]
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_before_and_after(joint):
+    gm = joint.trace(lambda g: padded(joint, g * 2)[:2], torch.zeros(3, 2))
+    assert_expected_inline(
+        show(joint.named(gm)),
+        """\
+def forward(self, g_1):
+    mul = aten.mul.Tensor(g_1, 2)
+    all_reduce = _c10d_functional.all_reduce.default(mul, 'avg', 'replicas')
+    wait_tensor = _c10d_functional.wait_tensor.default(all_reduce)
+    split = aten.split.Tensor(wait_tensor, 2)
+    constant_pad_nd = aten.constant_pad_nd.default(_, [0, 0, 0, 1], 0.0)
+    cat = aten.cat.default([_, constant_pad_nd])
+    reduce_scatter_tensor = _c10d_functional.reduce_scatter_tensor.default(cat, 'avg', 2, 'shards')
+    wait_tensor_1 = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    return _
+""",
+    )
+    report = reduce_scatter_first(gm.graph)
+    assert_expected_inline(
+        show(joint.named(gm)),
+        """\
+def forward(self, g_1):
+    mul = aten.mul.Tensor(g_1, 2)
+    split = aten.split.Tensor(mul, 2)
+    constant_pad_nd = aten.constant_pad_nd.default(_, [0, 0, 0, 1], 0.0)
+    cat = aten.cat.default([_, constant_pad_nd])
+    reduce_scatter_tensor = _c10d_functional.reduce_scatter_tensor.default(cat, 'avg', 2, 'shards')
+    wait_tensor_1 = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    all_reduce = _c10d_functional.all_reduce.default(wait_tensor_1, 'avg', 'replicas')
+    wait_tensor = _c10d_functional.wait_tensor.default(all_reduce)
+    return _
+""",
+    )
+    assert_expected_inline(
+        report.to_text(),
+        """\
+reduce-scatter first:
+  1 gradients; all-reduced over the replicas: 24 B -> 16 B
+""",
+    )
+    assert report.replica_bytes == (24, 16)
+
+
+def test_the_values_are_those_of_scattering_first(joint):
+    def scattered_first(g):
+        first, second = g.split(2)
+        g = joint.scatter("w", torch.cat([first, F.pad(second, (0, 0, 0, 1))]))
+        return [joint.reduce("w", g)]
+
+    inputs = values(joint, (3, 2))
+    shape = torch.zeros(3, 2, dtype=torch.float64)
+    expected = joint.run(joint.trace(scattered_first, shape), inputs)
+    gm = joint.trace(lambda g: [padded(joint, g)], shape)
+    before = joint.run(gm, inputs)
+    assert not all(torch.equal(a[0], b[0]) for a, b in zip(before, expected, strict=True))
+    assert len(reduce_scatter_first(gm.graph).swapped) == 1
+    assert collectives(gm) == ["reduce_scatter", "all_reduce"]
+    assert_equal(joint.run(gm, inputs), expected)
+
+
+def test_a_gradient_that_is_not_in_one_piece_is_copied(joint):
+    """The all-reduce made it contiguous, which a reduce-scatter needs."""
+
+    def step(g):
+        return [joint.scatter("w", joint.reduce("w", g.t()))]
+
+    gm = joint.trace(step, torch.zeros(3, 4, dtype=torch.float64))
+    inputs = values(joint, (3, 4), integers=True)
+    expected = joint.run(gm, inputs)
+    assert reduce_scatter_first(gm.graph).swapped
+    assert_equal(joint.run(gm, inputs), expected)  # `run` asserts that it is contiguous
+
+
+def test_eagers_order_is_left_as_it_is(joint):
+    def step(g):
+        return [joint.reduce("w", joint.scatter("w", g))]
+
+    gm = joint.trace(step, torch.zeros(4, 2))
+    before = show(gm)
+    report = reduce_scatter_first(gm.graph)
+    gm.recompile()
+    assert (report.swapped, report.left, report.to_text()) == ((), (), "")
+    assert show(gm) == before
+
+
+def _refusals(joint):
+    def norm(g):
+        total = joint.reduce("w", g)
+        return [joint.scatter("w", total), total.norm()]
+
+    def scaled(g):
+        return [joint.scatter("w", joint.reduce("w", g) / 2)]
+
+    def cast(g):
+        return [joint.scatter("w", joint.reduce("w", g).bfloat16())]
+
+    def ones(g):
+        return [joint.scatter("w", F.pad(joint.reduce("w", g), (0, 0, 0, 4), value=1.0))]
+
+    def largest(g):
+        return [joint.scatter("w", joint.reduce("w", g, "max"))]
+
+    def twice(g):
+        total = joint.reduce("w", g)
+        return [joint.scatter("w", total), joint.scatter("w", total + 1)]
+
+    def written(g):
+        total = joint.reduce("w", g)
+        total.view(-1).zero_()
+        return [joint.scatter("w", total)]
+
+    return {
+        norm: "reads what is between",
+        scaled: "scales between",
+        cast: "casts between",
+        ones: "more than moving values and padding with zeros",
+        largest: "is no sum and no average",
+        twice: "reads what is between",
+        written: "view reads what is between",
+    }
+
+
+@pytest.mark.parametrize("case", range(7))
+def test_refusals(joint, case):
+    step, part = list(_refusals(joint).items())[case]
+    gm = joint.trace(step, torch.zeros(4, 2))
+    before = show(gm)
+    report = reduce_scatter_first(gm.graph)
+    gm.recompile()
+    assert show(gm) == before
+    assert not report.swapped
+    (left,) = report.left
+    assert left.fqns == ("w",)
+    assert part in left.reason
+    assert left.reason in report.to_text()
+
+
+def test_groups_that_are_no_grid_are_left(joint):
+    import torch.distributed as dist
+
+    # Over the shards' own group, the swapped all-reduce would add different rows up.
+    joint.groups["replicas"] = joint.groups["shards"]
+    gm = joint.trace(lambda g: [joint.scatter("w", joint.reduce("w", g))], torch.zeros(4, 2))
+    assert "rows and columns of one grid" in reduce_scatter_first(gm.graph).left[0].reason
+    joint.groups["replicas"] = dist.new_group([0, 3]).group_name
+    gm = joint.trace(lambda g: [joint.scatter("w", joint.reduce("w", g))], torch.zeros(4, 2))
+    assert "rows and columns of one grid" in reduce_scatter_first(gm.graph).left[0].reason
+
+
+def test_grids():
+    for shape in itertools.product((1, 2, 3), (1, 2, 4), (1, 2, 3)):
+        grid = torch.arange(shape[0] * shape[1] * shape[2]).view(shape)
+        for one, other in itertools.permutations(range(3), 2):
+            lines = grid.movedim((one, other), (0, 1))
+            for rest in range(lines.shape[2]):
+                plane = lines[:, :, rest]
+                for i, j in itertools.product(*map(range, plane.shape)):
+                    assert on_one_grid(plane[:, j].tolist(), plane[i].tolist())
+    assert not on_one_grid([0, 3], [0, 1])
+    assert not on_one_grid([1, 2], [0, 1])
+    assert not on_one_grid([0, 1], [0, 1])
+    assert not on_one_grid([0, 2], [1, 3])
+    assert not on_one_grid([0, 2, 3], [0, 1])
+
+
+def test_the_pass(joint):
+    gm = joint.trace(lambda g: padded(joint, g), torch.zeros(3, 2))
+    compilation = Compilation()
+    one = ReduceScatterFirst()
+    assert one.uuid()
+    one(gm, compilation)
+    assert compilation.report.rewrites == [one.last_report]
+    assert (
+        "1 gradients; all-reduced over the replicas: 24 B -> 16 B" in compilation.report.to_text()
+    )
+    (said,) = json.loads(compilation.report.to_json())["rewrites"]
+    assert said["replica_bytes"] == [24, 16]
+    assert json.loads(one.last_report.to_json())["rewrite"] == "reduce-scatter first"
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    steps=st.lists(
+        st.sampled_from(["split", "view", "clone", "norm", "scale", "transpose"]), max_size=4
+    ),
+    ops=st.tuples(st.sampled_from(["sum", "avg", "max"]), st.sampled_from(["sum", "avg"])),
+    rows=st.integers(1, 5),
+    seed=st.integers(0, 100),
+)
+@pytest.mark.parametrize("fake_world", [4], indirect=True)
+def test_any_graph(fake_world, grid, steps, ops, rows, seed):
+    """Whole numbers come out alike, and what the rule forbids is left as it was."""
+
+    def step(g):
+        extra = []
+        g = grid.reduce("w", g, ops[0])
+        for what in steps:
+            if what == "split":
+                g = torch.cat([F.pad(part, (0, 0, 0, 1)) for part in g.split(1)])
+            elif what == "view":
+                g = g.reshape(-1, 1, 4).flatten(1)
+            elif what == "clone":
+                g = g.clone()
+            elif what == "transpose":
+                g = g.view(-1, 2, 2).transpose(1, 2).reshape(-1, 4)
+            elif what == "scale":
+                g = g * 2
+            else:
+                extra.append(g.sum())
+        if g.shape[0] % 2:
+            g = F.pad(g, (0, 0, 0, 1))
+        return [grid.scatter("w", g, ops[1]), *extra]
+
+    gm = grid.trace(step, torch.zeros(rows, 4, dtype=torch.float64))
+    original = copy.deepcopy(gm)
+    report = reduce_scatter_first(gm.graph)
+    allowed = ops[0] != "max" and not {"norm", "scale"} & set(steps)
+    assert bool(report.swapped) == allowed
+    assert len(report.swapped) + len(report.left) == 1
+    kinds = [kind_of(n) for n in gm.graph.nodes if kind_of(n)]
+    assert kinds == (
+        ["reduce_scatter", "all_reduce"] if allowed else ["all_reduce", "reduce_scatter"]
+    )
+    inputs = values(grid, (rows, 4), seed=seed, integers=True)
+    # Averages over two and two are exact for whole numbers.
+    assert_equal(grid.run(gm, inputs), grid.run(original, inputs))
+
+
+@pytest.fixture
+def grid(fake_world):
+    return Joint(shards=2, replicas=2)

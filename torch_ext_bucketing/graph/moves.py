@@ -1,0 +1,118 @@
+"""Operators that move values, cast them or scale them, and combine no different elements.
+
+What a parameter's bytes pass through on the way to its uses, and its gradient's on the way back.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx as fx
+
+__all__ = [
+    "CONSTANTS",
+    "SCALES",
+    "is_linear",
+    "is_move",
+    "is_zeros",
+    "keeps_values",
+]
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+# Views are recognised by their schema (``OpOverload.is_view``); these are the ones that copy.
+_MOVES = frozenset(
+    {
+        operator.getitem,
+        _aten._to_copy.default,
+        _aten.alias.default,
+        _aten.cat.default,
+        _aten.clone.default,
+        _aten.constant_pad_nd.default,
+        _aten.contiguous.default,
+        _aten.detach.default,
+        _aten.lift_fresh_copy.default,
+        _aten.reshape.default,
+        _aten.stack.default,
+        _aten._unsafe_view.default,
+        _aten.split_with_sizes_copy.default,
+        _c10d.wait_tensor.default,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
+SCALES = frozenset(
+    {
+        _aten.div.Scalar,
+        _aten.div.Tensor,
+        _aten.div_.Tensor,
+        _aten.mul.Scalar,
+        _aten.mul.Tensor,
+        _aten.mul_.Tensor,
+    }
+)
+CONSTANTS = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.full.default,
+        _aten.new_empty.default,
+        _aten.new_full.default,
+        _aten.new_zeros.default,
+        _aten.zeros.default,
+        _aten.zeros_like.default,
+    }
+)
+_ZEROS = frozenset({_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default})
+_FULL = {_aten.full.default: 1, _aten.new_full.default: 2}  # which argument is the value
+_COPIES = frozenset(
+    {
+        _aten._to_copy.default,
+        _aten._unsafe_view.default,
+        _aten.alias.default,
+        _aten.clone.default,
+        _aten.contiguous.default,
+        _aten.detach.default,
+        _aten.reshape.default,
+        _aten.view.default,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
+
+
+def is_move(node: fx.Node) -> bool:
+    """Whether ``node`` only rearranges, copies or casts its inputs, a wait included."""
+    if node.target in _MOVES:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def is_zeros(node: fx.Node) -> bool:
+    """Whether ``node`` makes a tensor of zeros out of nothing."""
+    at = _FULL.get(node.target)  # type: ignore[arg-type]
+    if at is not None:
+        return len(node.args) > at and node.args[at] == 0
+    return node.target in _ZEROS
+
+
+def is_linear(node: fx.Node) -> bool:
+    """Whether the sum of two results of ``node`` is its result for the sum of the inputs, but for
+    rounding: moves, except padding with other values than zero, and scaling by a number."""
+    if node.op != "call_function":
+        return False
+    if node.target is _aten.constant_pad_nd.default:
+        return len(node.args) < 3 or node.args[2] == 0
+    if node.target in SCALES:
+        return len(node.all_input_nodes) == 1 and node.args[0] is node.all_input_nodes[0]
+    return is_move(node) or node.target is _aten.slice_backward.default
+
+
+def keeps_values(node: fx.Node) -> bool:
+    """Whether the result has the shape, the dtype and the values of the one input: a copy, a view
+    to the same shape, a cast to the same dtype."""
+    if node.op != "call_function" or node.target not in _COPIES:
+        return False
+    before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return before.shape == after.shape and before.dtype == after.dtype

@@ -1,0 +1,148 @@
+"""The part of a graph through which one value becomes another by linear steps alone.
+
+::
+
+    mm -> t -> _to_copy -> split -> pad -\\
+                               \\--> pad --> cat -> reduce_scatter -> wait -> view -> (end)
+          ^       ^                          ^           ^            ^       ^
+          cuts: all that reaches the end goes through this one node
+
+A sum of two such ends is the end of one such part whose first value is the sum, but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+
+from .collectives import group_name, group_size, is_start, is_wait, kind_of, reduce_op
+from .moves import CONSTANTS, is_linear, is_zeros, keeps_values
+
+__all__ = [
+    "Cut",
+    "Structures",
+    "cuts_behind",
+    "outside_reader",
+    "positions",
+]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A node through which everything goes that reaches the end of a region.
+
+    Args:
+        node: the node.
+        inside: the nodes behind it up to the end, the end included and the node itself not, from
+            the end backwards.
+        reductions: the reduce-scatters and all-reduces among them, from the end backwards.
+    """
+
+    node: fx.Node
+    inside: tuple[fx.Node, ...] = ()
+    reductions: tuple[fx.Node, ...] = ()
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The place of every node in the graph, from 0."""
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def cuts_behind(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
+    """The cuts of the region that ends in ``end``, from ``end`` itself backwards.
+
+    Sums and averages over ranks are linear, so reductions belong to a region. Zeros that are put
+    beside a value do not count as an input.
+    """
+    pending = {end: None}
+    inside: list[fx.Node] = []
+    reductions: list[fx.Node] = []
+    while pending:
+        node = max(pending, key=position.__getitem__)
+        if len(pending) == 1:
+            yield Cut(node, tuple(inside), tuple(reductions))
+        if not is_linear(node) and not _adds_over_ranks(node):
+            return
+        del pending[node]
+        inside.append(node)
+        if is_start(node):
+            reductions.append(node)
+        for arg in _values(node):
+            if is_zeros(arg):
+                inside.append(arg)
+            else:
+                pending[arg] = None
+
+
+def _values(node: fx.Node) -> list[fx.Node]:
+    # The process group of a collective may be a node of the graph, too.
+    return node.all_input_nodes[:1] if is_start(node) else node.all_input_nodes
+
+
+def _adds_over_ranks(node: fx.Node) -> bool:
+    return (
+        kind_of(node) in ("reduce_scatter", "all_reduce")
+        and reduce_op(node) in ("sum", "avg")
+        and node.target is not torch.ops._c10d_functional.all_reduce_.default
+    )
+
+
+def outside_reader(cut: Cut, end: fx.Node) -> fx.Node | None:
+    """A node that is not in the region and reads what is inside it before its end, if there is one.
+
+    Zeros may be shared.
+    """
+    inside = dict.fromkeys(cut.inside)
+    for node in cut.inside:
+        if node is end or node.target in CONSTANTS:
+            continue
+        for user in node.users:
+            if user not in inside:
+                return user
+    return None
+
+
+class Structures:
+    """Tells whether two regions do the same to their first values.
+
+    Numbers are equal where structures are. Steps that leave values alone (copies, views to the same
+    shape) do not count: autograd leaves them out where they would do nothing.
+    """
+
+    def __init__(self, position: Mapping[fx.Node, int]) -> None:
+        self._position = position
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def of(self, cut: Cut, end: fx.Node, *, name: object = "first value") -> int:
+        """The number of the region from ``cut`` to ``end``; ``name`` stands for the first value."""
+        numbers: dict[fx.Node, int] = {cut.node: self._number(("value", name))}
+        for node in sorted(dict.fromkeys(cut.inside), key=self._position.__getitem__):
+            if keeps_values(node) and not is_wait(node):
+                numbers[node] = numbers[node.all_input_nodes[0]]
+                continue
+            if is_zeros(node):
+                value = node.meta.get("val")
+                how = node if value is None else (tuple(value.shape), value.dtype)
+                numbers[node] = self._number(("zeros", how))
+                continue
+            if is_start(node):
+                how = (kind_of(node), reduce_op(node), group_name(node), group_size(node))
+                numbers[node] = self._number((*how, numbers[node.all_input_nodes[0]]))
+                continue
+            kwargs = dict(node.kwargs)
+            if isinstance(kwargs.get("dtype"), torch.dtype):
+                kwargs = {"dtype": kwargs["dtype"]}  # a cast; the rest says where it is already
+            leaves, spec = pytree.tree_flatten((node.args, kwargs))
+            said = tuple(
+                ("node", numbers[v]) if isinstance(v, fx.Node) else repr(v) for v in leaves
+            )
+            numbers[node] = self._number((str(node.target), said, str(spec)))
+        return numbers[end]
+
+    def _number(self, key: tuple[Any, ...]) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))

@@ -1,0 +1,149 @@
+"""What the rewrites of the joint graph did, and what they left alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .text import size_text
+
+__all__ = ["CombineReport", "CombinedUses", "LeftAlone", "ReducedShard", "ScatterReport"]
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """Something that a rewrite did not touch.
+
+    Args:
+        fqns: the parameters that it serves.
+        reason: why, in words.
+    """
+
+    fqns: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class CombinedUses:
+    """One parameter, or several that are gathered as one.
+
+    Args:
+        fqns: their names.
+        gathers: all-gathers before and after.
+        reductions: gradients that were reduced on their own, before and after.
+        added_dtype: in which the gradients of the uses are added now, such as ``"bfloat16"``; None
+            where there was nothing to add.
+        saved_bytes: what a rank no longer sends and receives, counted per collective as its larger
+            side.
+    """
+
+    fqns: tuple[str, ...]
+    gathers: tuple[int, int]
+    reductions: tuple[int, int]
+    added_dtype: str | None
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class CombineReport:
+    """What :class:`.CombineUses` did to one graph.
+
+    Args:
+        combined: the parameters with fewer collectives than before.
+        left: parameters whose uses are still gathered or reduced on their own. Where it is the
+            reductions, their gradients are not eager FSDP2's bit for bit.
+        peak_bytes: estimated peak of live bytes before and after; None where no bound was given.
+    """
+
+    combined: tuple[CombinedUses, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+    peak_bytes: tuple[int, int] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"rewrite": "combine uses", **asdict(self)}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`as_dict` as JSON."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def to_text(self) -> str:
+        """A line per parameter; empty where there is nothing to say."""
+        lines = []
+        for c in self.combined:
+            said = []
+            if c.gathers[0] != c.gathers[1]:
+                said.append(f"{c.gathers[0]} gathers -> {c.gathers[1]}")
+            if c.reductions[0] != c.reductions[1]:
+                said.append(
+                    f"{c.reductions[0]} reductions -> {c.reductions[1]}, added in {c.added_dtype}"
+                )
+            lines.append(
+                f"{', '.join(c.fqns)}: {'; '.join(said)}; saves {size_text(c.saved_bytes)}"
+            )
+        return _text("uses combined", lines, self.left)
+
+
+@dataclass(frozen=True)
+class ReducedShard:
+    """A gradient that is now scattered over the shards before it is reduced over the replicas.
+
+    Args:
+        fqns: the parameters.
+        replica_bytes: of the all-reduce's input, before and after.
+    """
+
+    fqns: tuple[str, ...]
+    replica_bytes: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ScatterReport:
+    """What :class:`.ReduceScatterFirst` did to one graph.
+
+    Args:
+        swapped: in graph order.
+        left: all-reduces that are followed by a reduce-scatter still.
+    """
+
+    swapped: tuple[ReducedShard, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    @property
+    def replica_bytes(self) -> tuple[int, int]:
+        """Bytes of the inputs of all swapped all-reduces, before and after."""
+        return (
+            sum(s.replica_bytes[0] for s in self.swapped),
+            sum(s.replica_bytes[1] for s in self.swapped),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields, and the total of the bytes."""
+        return {
+            "rewrite": "reduce-scatter first",
+            **asdict(self),
+            "replica_bytes": list(self.replica_bytes),
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`as_dict` as JSON."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def to_text(self) -> str:
+        """The total, and a line for each left alone; empty where there is nothing to say."""
+        lines = []
+        if self.swapped:
+            before, after = map(size_text, self.replica_bytes)
+            lines.append(
+                f"{len(self.swapped)} gradients; all-reduced over the replicas: {before} -> {after}"
+            )
+        return _text("reduce-scatter first", lines, self.left)
+
+
+def _text(title: str, lines: Sequence[str], left: Sequence[LeftAlone]) -> str:
+    said = [*lines, *(f"left alone: {', '.join(x.fqns) or '-'}: {x.reason}" for x in left)]
+    return "".join(
+        f"{line}\n" for line in ([f"{title}:", *(f"  {s}" for s in said)] if said else [])
+    )

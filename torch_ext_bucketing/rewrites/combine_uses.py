@@ -1,0 +1,502 @@
+"""One gather and one reduction per parameter, as eager FSDP2 has them.
+
+A traced graph has one of each per *use* of a parameter: for a weight that is read twice in one
+``forward``, for tied weights, for a head that is called per chunk of a loss. Eager FSDP2 gathers
+once, lets autograd add the gradients of all uses on the full parameter, and reduces the sum::
+
+    w -> ag -> wait -> mm                         w -> ag -> wait -> mm
+    w -> ag -> wait -> mm                                        \\-> mm
+    ...                                           ...
+    mm (g2) -> cast -> rs -> wait -> cast         mm (g2)
+                                      |            |
+    mm (g1) -> cast -> rs -> wait -> cast         mm (g1)
+                                      |            |
+                                     add          add -> cast -> rs -> wait -> cast
+                                      |                                         |
+                                  gradient                                  gradient
+
+The sum is taken in the dtype that the parameter is gathered in, and in the order in which
+autograd's engine receives the gradients: that of the nodes that make them, as the joint graph is
+recorded while autograd runs. ``((g3 + g2) + g1)``, whichever of them came through one read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+
+from .._torch import bucketing as tb
+from .._torch import descriptors as _descriptors
+from ..graph.collectives import (
+    group_name,
+    group_size,
+    is_wait,
+    kind_of,
+    wire_bytes,
+)
+from ..graph.moves import is_linear, keeps_values
+from ..graph.regions import Cut, Structures, cuts_behind, outside_reader, positions
+from ..graph.snapshot import Snapshot, unchanged_on_error
+from ..graph.writes import aliases_of, unordered_writes, written_roots, written_values
+from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
+from ..scheduling.memory import PeakMemory
+from ..scheduling.model import peak_bytes
+from ..tagging.tags import tag_of
+
+__all__ = ["combine_uses"]
+
+_aten = torch.ops.aten
+
+Fqns = tuple[str, ...]
+
+
+def combine_uses(graph: fx.Graph, peak: PeakMemory | None = None) -> CombineReport:
+    """Gather every parameter once, and reduce the sum of its gradients.
+
+    A parameter is left alone where something writes to it, or to what is gathered or reduced of it,
+    between its uses; where its uses are reduced in different ways; and where something else reads
+    what is to be replaced. The report names it and says why.
+
+    Args:
+        graph: a tagged joint or inference graph, in topological order, which it stays.
+        peak: keeps what one more live gradient would cost within a bound: a parameter whose uses
+            would bring the estimated peak above it keeps one gather and one reduction per use. The
+            estimate is of this graph in its own order, with everything that it computes in forward
+            kept until its last use in backward. A ratio refers to the graph as given.
+
+    Raises:
+        RuntimeError: torch's own, for a symbolic size without a hint where ``peak`` is given; then
+            the graph is as it was.
+    """
+    combined: list[CombinedUses] = []
+    left: list[LeftAlone] = []
+    before = now = limit = 0
+    with unchanged_on_error(graph):
+        if peak is not None:
+            before = now = peak_bytes(graph)
+            limit = peak.limit_bytes(before)
+        for fqns in _repeated(graph):
+            snapshot = None if peak is None else Snapshot(graph)
+            found, reasons = _combine(graph, fqns)
+            if snapshot is not None and found is not None:
+                after = peak_bytes(graph)
+                if after > limit and after > now:
+                    snapshot.restore()
+                    found = None
+                    reasons = [
+                        f"with its uses combined the estimated peak is {after} bytes, above the "
+                        f"bound of {limit}"
+                    ]
+                else:
+                    now = after
+            if found is not None:
+                combined.append(found)
+            left += [LeftAlone(fqns, reason) for reason in reasons]
+        if combined:
+            graph.lint()
+    return CombineReport(tuple(combined), tuple(left), None if peak is None else (before, now))
+
+
+def _repeated(graph: fx.Graph) -> list[Fqns]:
+    """What is gathered more than once, or reduced more than once over one group, in graph order."""
+    count: dict[tuple[Any, ...], int] = {}
+    for node in graph.nodes:
+        tag = tag_of(node)
+        if tag is not None:
+            key = (tag.fqns, tag.kind, group_name(node))
+            count[key] = count.get(key, 0) + 1
+    return list(dict.fromkeys(fqns for (fqns, _, _), n in count.items() if n > 1))
+
+
+def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str]]:
+    """Combine the uses of one parameter; what was done, and why the rest was not."""
+    place = _Place(graph)
+    gathers = [n for n in graph.nodes if _serves(n, fqns) and kind_of(n) == "all_gather"]
+    tree = _find_tree(graph, fqns, place)
+    reasons: list[str] = []
+    saved = 0
+
+    mergeable = [] if len(gathers) < 2 else _same_gathers(gathers, place, reasons)
+    plan: _Reduction | str | None = None
+    if tree is not None:
+        written = reasons[0] if any("writes to" in r for r in reasons) else ""
+        plan = written or _plan_reduction(tree, gathers, place)
+    if isinstance(plan, str) and plan not in reasons:
+        reasons.append(plan)
+
+    for first, *others in mergeable:
+        for start in others:
+            saved += wire_bytes(start)
+            _use_gather(start, first)
+    dtype = None
+    if isinstance(plan, _Reduction):
+        assert tree is not None
+        saved += _reduce_once(graph, tree, plan, place)
+        dtype = str(plan.dtype).removeprefix("torch.")
+    left = len(gathers) - sum(len(group) - 1 for group in mergeable)
+    number = 0 if tree is None else len(tree.uses)
+    if left == len(gathers) and dtype is None:
+        return None, reasons
+    tb.sort_topologically(graph)
+    done = CombinedUses(
+        fqns,
+        (len(gathers), left),
+        (number, number if dtype is None else 1),
+        dtype,
+        saved,
+    )
+    return done, reasons
+
+
+def _serves(node: fx.Node, fqns: Fqns) -> bool:
+    tag = tag_of(node)
+    return tag is not None and tag.fqns == fqns
+
+
+class _Place:
+    """What is read off the whole graph before one parameter is looked at."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.position = positions(graph)
+        self.structures = Structures(self.position)
+        nodes = list(graph.nodes)
+        self.written = written_roots(nodes)
+        self.writes: list[tuple[fx.Node, dict[fx.Node, None]]] = []
+        self.roots: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        found = unordered_writes(nodes)
+        if found:
+            self.roots = aliases_of(nodes)[0]
+            self.writes = [
+                (w, dict.fromkeys(r for v in written_values(w) for r in self.roots.get(v, ())))
+                for w in found
+            ]
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether a node, later or earlier, writes to the memory of ``node``."""
+        return any(root in self.written for root in self.roots.get(node, (node,)))
+
+    def epoch(self, source: fx.Node, node: fx.Node) -> int:
+        """How many writes to ``source`` stand before ``node``."""
+        at = self.position[node]
+        return sum(source in roots and self.position[w] < at for w, roots in self.writes)
+
+    def first_write(self, source: fx.Node) -> str:
+        return next((w.name for w, roots in self.writes if source in roots), "a node")
+
+
+# --- gathers -------------------------------------------------------------------------
+
+
+def _same_gathers(
+    gathers: Sequence[fx.Node], place: _Place, reasons: list[str]
+) -> list[list[fx.Node]]:
+    """Gathers of the same value, two or more each; appends why others are not among them."""
+    groups: dict[Any, list[fx.Node]] = {}
+    epochs: dict[fx.Node, dict[int, None]] = {}
+    for start in gathers:
+        value = start.all_input_nodes[0]
+        source = list(cuts_behind(value, place.position))[-1]
+        users = list(start.users)
+        if "out" in start.kwargs or len(users) != 1 or not is_wait(users[0]):
+            reasons.append(f"{start.name} is read by other nodes than one wait")
+            continue
+        if place.is_written(start) or place.is_written(users[0]):
+            reasons.append(f"a node writes to what {start.name} gathers")
+            continue
+        epoch = place.epoch(source.node, start)
+        chain = [n for n in source.inside if n is not source.node]
+        if any(place.epoch(source.node, n) != epoch for n in chain):
+            epoch = -1 - place.position[start]  # read before a write and gathered after it
+        epochs.setdefault(source.node, {})[epoch] = None
+        number = place.structures.of(source, value, name=source.node)
+        key = (number, group_name(start), group_size(start), start.meta["val"].dtype, epoch)
+        groups.setdefault(key, []).append(start)
+    for node, found in epochs.items():
+        if len(found) > 1:
+            reasons.append(f"{place.first_write(node)} writes to it between its uses")
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _use_gather(start: fx.Node, first: fx.Node) -> None:
+    """Let all that reads one gather read an earlier one of the same value."""
+    (wait,), (kept,) = start.users, first.users
+    wait.replace_all_uses_with(kept)
+    _erase_unused([wait, start, *start.all_input_nodes])
+
+
+def _erase_unused(nodes: Sequence[fx.Node]) -> None:
+    """Erase those that nothing reads, and then their inputs likewise."""
+    stack = list(nodes)
+    erased: dict[fx.Node, None] = {}
+    while stack:
+        node = stack.pop()
+        if node in erased or node.users or node.op != "call_function":
+            continue
+        stack += node.all_input_nodes
+        node.graph.erase_node(node)
+        erased[node] = None
+
+
+# --- reductions ----------------------------------------------------------------------
+
+
+@dataclass
+class _Tree:
+    """The sum that a parameter's gradient is: ``add(add(a, b), c)``.
+
+    Args:
+        root: the last addition.
+        adds: all of them.
+        leaves: what is added, in order.
+        uses: those leaves that are reduced gradients of the parameter, with their cuts.
+    """
+
+    root: fx.Node
+    adds: list[fx.Node] = field(default_factory=list)
+    leaves: list[fx.Node] = field(default_factory=list)
+    uses: dict[fx.Node, list[Cut]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """Args:
+    cuts: per use, where the full gradient is.
+    dtype: of the sum.
+    """
+
+    cuts: dict[fx.Node, Cut]
+    dtype: torch.dtype
+
+
+def _is_addition(node: fx.Node) -> bool:
+    """An addition of two tensors of one shape and dtype, as autograd accumulates."""
+    if node.target is not _aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return False
+    values = [a.meta.get("val") if isinstance(a, fx.Node) else None for a in node.args]
+    one, other = values
+    return (
+        isinstance(one, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and (one.shape, one.dtype) == (other.shape, other.dtype)
+    )
+
+
+def _find_tree(graph: fx.Graph, fqns: Fqns, place: _Place) -> _Tree | None:
+    """The sum of reduced gradients of a parameter, if it has one with two of them or more."""
+    for value in _outputs(graph):
+        node = value
+        while not _is_addition(node) and is_linear(node) and len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+        if not _is_addition(node):
+            continue
+        tree = _Tree(node)
+        for leaf in _leaves(node, tree.adds):
+            tree.leaves.append(leaf)
+            cuts = list(cuts_behind(leaf, place.position))
+            starts = [s for cut in cuts[-1:] for s in cut.reductions]
+            if starts and any(_serves(s, fqns) for s in starts):
+                tree.uses[leaf] = cuts
+        if len(tree.uses) > 1:
+            return tree
+    return None
+
+
+def _outputs(graph: fx.Graph) -> Iterator[fx.Node]:
+    output = next((n for n in reversed(graph.nodes) if n.op == "output"), None)
+    if output is not None:
+        values = pytree.tree_leaves(output.args)
+        yield from dict.fromkeys(v for v in values if isinstance(v, fx.Node))
+
+
+def _leaves(add: fx.Node, adds: list[fx.Node]) -> Iterator[fx.Node]:
+    adds.append(add)
+    for arg in add.args:
+        assert isinstance(arg, fx.Node)
+        if _is_addition(arg) and len(arg.users) == 1:
+            yield from _leaves(arg, adds)
+        else:
+            yield arg
+
+
+def _plan_reduction(tree: _Tree, gathers: Sequence[fx.Node], place: _Place) -> _Reduction | str:
+    """Where the gradients of a parameter are to be added, or why they can't be."""
+    if len(dict.fromkeys(tree.leaves)) != len(tree.leaves):
+        return "one gradient is added to itself after its reduction"
+    dtypes = dict.fromkeys(g.meta["val"].dtype for g in gathers) or _kept_dtype(tree, place)
+    if len(dtypes) != 1:
+        said = ", ".join(str(d).removeprefix("torch.") for d in dtypes) or "an unknown dtype"
+        return f"its uses have it in {said}, so that no one dtype is that of their gradients' sum"
+    (dtype,) = dtypes
+    # Gradients may have been reduced over further groups on the way, each use over its own.
+    most = min(len(cuts[-1].reductions) for cuts in tree.uses.values())
+    reason = ""
+    for reductions in range(most, 0, -1):
+        cuts = {leaf: _full(found, reductions, dtype) for leaf, found in tree.uses.items()}
+        plan = {leaf: cut for leaf, cut in cuts.items() if cut is not None}
+        if len(plan) < len(cuts):
+            reason = reason or (
+                f"a gradient is not in {str(dtype).removeprefix('torch.')}, the dtype of the "
+                "gathered parameter, before it is reduced"
+            )
+            continue
+        numbers = {place.structures.of(cut, leaf) for leaf, cut in plan.items()}
+        if len(numbers) > 1:
+            reason = reason or "the gradients of its uses are reduced in different ways"
+            continue
+        return _unsafe(plan, tree, place) or _Reduction(plan, dtype)
+    return reason
+
+
+def _full(cuts: Sequence[Cut], reductions: int, dtype: torch.dtype) -> Cut | None:
+    """Where the gradient is full and has the dtype of the parameter: as near to its reduction as
+    can be, but before it is padded or copied for it."""
+    for i, cut in enumerate(cuts):
+        value = cut.node.meta.get("val")
+        if len(cut.reductions) != reductions or not isinstance(value, torch.Tensor):
+            continue
+        if value.dtype is not dtype:
+            continue
+        for further in cuts[i + 1 :]:
+            node = cut.node
+            if len(further.inside) != len(cut.inside) + 1 or not (
+                keeps_values(node) or node.target is _aten.constant_pad_nd.default
+            ):
+                break
+            cut = further
+        return cut
+    return None
+
+
+def _kept_dtype(tree: _Tree, place: _Place) -> dict[torch.dtype, None]:
+    """The dtype that a parameter which is not sharded is used in: that of the cast that all of its
+    uses go through, or else its own."""
+    output = next(n for n in reversed(place.graph.nodes) if n.op == "output")
+    values, descs = pytree.tree_leaves(output.args[0]), pytree.tree_leaves(output.meta.get("desc"))
+    if len(values) != len(descs):
+        return {}
+    for value, desc in zip(values, descs, strict=True):
+        node = value
+        while isinstance(node, fx.Node) and node is not tree.root and is_linear(node):
+            node = node.all_input_nodes[0]
+        grad_of = _descriptors.grad_of(desc)
+        if node is not tree.root or grad_of is None:
+            continue
+        for parameter in place.graph.find_nodes(op="placeholder"):
+            own = parameter.meta.get("desc")
+            if own is not None and _descriptors.base_input(own) == _descriptors.base_input(grad_of):
+                if place.is_written(parameter):
+                    return {}
+                return _used_in(parameter)
+    return {}
+
+
+def _used_in(node: fx.Node) -> dict[torch.dtype, None]:
+    dtype = node.meta["val"].dtype
+    found: dict[torch.dtype, None] = {}
+    for user in node.users:
+        if keeps_values(user):
+            found.update(_used_in(user))
+        elif user.op == "call_function" and is_linear(user) and user.meta["val"].dtype != dtype:
+            found[user.meta["val"].dtype] = None
+        elif user.op != "output":
+            found[dtype] = None
+    return found
+
+
+def _unsafe(cuts: dict[fx.Node, Cut], tree: _Tree, place: _Place) -> str:
+    """Why the gradients must stay as they are; empty if they need not."""
+    adds = dict.fromkeys(tree.adds)
+    for leaf, cut in cuts.items():
+        reader = outside_reader(cut, leaf) or next((u for u in leaf.users if u not in adds), None)
+        if reader is not None:
+            return f"{reader.name} reads a gradient that is reduced on its own"
+        for node in (*cut.inside, cut.node):
+            if place.is_written(node):
+                return f"a node writes to {node.name}, which leads to its gradient"
+    return ""
+
+
+def _reduce_once(graph: fx.Graph, tree: _Tree, plan: _Reduction, place: _Place) -> int:
+    """Add before reducing; returns the bytes that are no longer reduced."""
+    position = place.position
+    summands = [s for cut in plan.cuts.values() for s in _summands(cut.node, position)]
+    summands.sort(key=lambda s: s[0])
+    kept = max(plan.cuts, key=lambda leaf: position[plan.cuts[leaf].node])
+    cut = plan.cuts[kept]
+    total = _sum(graph, [node for _, node in summands], tree.root, position)
+    total = _laid_out_as(graph, total, cut.node)
+    for node in cut.inside:
+        node.replace_input_with(cut.node, total)
+
+    saved = 0
+    unused = [c.node for c in plan.cuts.values()]
+    for leaf, other in plan.cuts.items():
+        if leaf is not kept:
+            saved += sum(map(wire_bytes, other.reductions))
+            add = next(iter(leaf.users))
+            (rest,) = (a for a in add.all_input_nodes if a is not leaf)
+            add.replace_all_uses_with(rest)
+            graph.erase_node(add)  # at once: a dead sum must not count as a reader of the rest
+            unused.append(leaf)
+    _erase_unused(unused)
+    return saved
+
+
+def _summands(node: fx.Node, position: dict[fx.Node, int]) -> list[tuple[int, fx.Node]]:
+    """The gradients that autograd added to make this one, each with the time at which it came."""
+    sum_ = node
+    while keeps_values(sum_):
+        sum_ = sum_.all_input_nodes[0]
+    if not _is_addition(sum_) or not sum_.meta.get("is_gradient_acc"):
+        return [(position[node], node)]
+    buffer, new = sum_.args
+    assert isinstance(buffer, fx.Node)
+    assert isinstance(new, fx.Node)
+    return [*_summands(buffer, position), (position[sum_], new)]
+
+
+def _sum(
+    graph: fx.Graph, values: Sequence[fx.Node], like: fx.Node, position: dict[fx.Node, int]
+) -> fx.Node:
+    """Add from the left, each as soon as it is there; ``like`` gives the metadata."""
+    total, last = values[0], values[0]
+    for value in values[1:]:
+        if position[value] > position[last]:
+            last = value
+        with graph.inserting_after(total if total not in position and last is not value else last):
+            add = graph.call_function(_aten.add.Tensor, (total, value))
+        add.meta = {k: v for k, v in like.meta.items() if k not in ("val", "tensor_meta")}
+        add.meta["val"] = _evaluate(add)
+        total = add
+    return total
+
+
+def _laid_out_as(graph: fx.Graph, value: fx.Node, model: fx.Node) -> fx.Node:
+    """``value`` with the strides that views and collectives behind ``model`` were recorded for, or
+    contiguous, which suits them as well."""
+    if value.meta["val"].stride() == model.meta["val"].stride():
+        return value
+    with graph.inserting_after(value):
+        copy = graph.call_function(
+            _aten.clone.default, (value,), {"memory_format": torch.contiguous_format}
+        )
+    copy.meta = {**value.meta}
+    copy.meta["val"] = _evaluate(copy)
+    return copy
+
+
+def _evaluate(node: fx.Node) -> Any:
+    """What ``node`` gives for the fake values of its inputs."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    mode = next((m for a in args if (m := getattr(a, "fake_mode", None)) is not None), None)
+    target: Any = node.target
+    if mode is None:
+        return target(*args, **kwargs)
+    with mode:
+        return target(*args, **kwargs)

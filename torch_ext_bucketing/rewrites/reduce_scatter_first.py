@@ -1,0 +1,196 @@
+"""Reduce-scatter inside the shard group before all-reducing across replicas, as eager FSDP2 does.
+
+DTensor's redistribution of a gradient that is partial over replicas and over shards all-reduces the
+whole of it across the replicas first, although a rank keeps one shard of it. Both steps add, so
+they can be swapped, and the replicas' network carries the shard alone::
+
+    g -> all_reduce -> wait -> split -> pad -> cat -> reduce_scatter -> wait -> slice -> gradient
+
+    g -> split -> pad -> cat -> reduce_scatter -> wait -> all_reduce -> wait -> slice -> gradient
+
+What pads and arranges the gradient for the reduce-scatter stays before it, what cuts the pad off
+stays behind: the all-reduce runs over the padded shard, so that those of a unit, bucketed, are the
+whole output buffer of its reduce-scatter, as eager FSDP2 all-reduces it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+
+from .._torch import bucketing as tb
+from .._torch.process_groups import group_by_name, ranks_of
+from ..graph.collectives import group_name, is_wait, kind_of, reduce_op, waited_for
+from ..graph.moves import SCALES, is_move
+from ..graph.regions import Cut, cuts_behind, outside_reader, positions
+from ..graph.snapshot import unchanged_on_error
+from ..graph.writes import written_roots
+from ..reports.rewrites import LeftAlone, ReducedShard, ScatterReport
+from ..tagging.tags import tag_of
+
+__all__ = ["on_one_grid", "reduce_scatter_first"]
+
+_c10d = torch.ops._c10d_functional
+
+
+def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
+    """Swap every all-reduce of a parameter's gradient with the reduce-scatter that follows it.
+
+    Only where both are sums or averages, where nothing but moves and pads with zeros stands between
+    them, where nothing else reads what is in between, and where the two groups are the rows and the
+    columns of one grid of ranks. Otherwise they stay, and the report says why.
+
+    Args:
+        graph: a tagged joint graph, in topological order, which it stays.
+    """
+    swapped: list[ReducedShard] = []
+    left: list[LeftAlone] = []
+    position = positions(graph)
+    written = written_roots(list(graph.nodes))
+    with unchanged_on_error(graph):
+        for reduce in list(graph.nodes):
+            tag = tag_of(reduce)
+            if tag is None or kind_of(reduce) != "all_reduce":
+                continue
+            scatter = _scatter_behind(reduce)
+            if scatter is None:
+                continue
+            cut = _between(reduce, scatter, position)
+            reason = _why_not(reduce, scatter, cut, written)
+            if reason or cut is None:
+                left.append(LeftAlone(tag.fqns, f"{reduce.name}, {scatter.name}: {reason}"))
+                continue
+            before = _nbytes(reduce)
+            _swap(graph, reduce, scatter, cut)
+            swapped.append(ReducedShard(tag.fqns, (before, _nbytes(reduce))))
+        if swapped:
+            tb.sort_topologically(graph)
+            graph.lint()
+    return ScatterReport(tuple(swapped), tuple(left))
+
+
+def _scatter_behind(reduce: fx.Node) -> fx.Node | None:
+    """The first reduce-scatter that an all-reduced gradient leads to on its way, if any."""
+    seen = {reduce: None}
+    stack = [reduce]
+    while stack:
+        for user in stack.pop().users:
+            if user in seen:
+                continue
+            seen[user] = None
+            if kind_of(user) == "reduce_scatter":
+                return user if tag_of(user) is not None else None
+            if user.op == "call_function" and (is_move(user) or user.target in SCALES):
+                stack.append(user)
+    return None
+
+
+def _between(reduce: fx.Node, scatter: fx.Node, position: dict[fx.Node, int]) -> Cut | None:
+    for cut in cuts_behind(scatter.all_input_nodes[0], position):
+        if is_wait(cut.node) and waited_for(cut.node) is reduce:
+            return cut
+    return None
+
+
+def _why_not(reduce: fx.Node, scatter: fx.Node, cut: Cut | None, written: set[fx.Node]) -> str:
+    """Why the two can't be swapped; empty if they can."""
+    if reduce.target is not _c10d.all_reduce.default:
+        return f"{reduce.name} works in place"
+    for start in (reduce, scatter):
+        if reduce_op(start) not in ("sum", "avg"):
+            return f"{start.name} is no sum and no average"
+        if len(start.users) != 1 or not is_wait(next(iter(start.users))):
+            return f"the result of {start.name} is used by other nodes than one wait"
+    if cut is None:
+        return "what stands between them is more than moving values and padding with zeros"
+    dtype = reduce.meta["val"].dtype
+    for node in cut.inside:
+        value = node.meta.get("val")
+        if node.target in SCALES:
+            return f"{node.name} scales between them"
+        if isinstance(value, torch.Tensor) and value.dtype is not dtype:
+            return f"{node.name} casts between them"
+    (wait,) = reduce.users
+    end = scatter.all_input_nodes[0]
+    inside = {**dict.fromkeys(cut.inside), scatter: None}
+    for node in (wait, end):
+        reader = next((u for u in node.users if u not in inside), None)
+        if reader is not None:
+            return f"{reader.name} reads what is between them"
+    reader = outside_reader(cut, end)
+    if reader is not None:
+        return f"{reader.name} reads what is between them"
+    (last,) = scatter.users
+    chain = (reduce.all_input_nodes[0], reduce, wait, *cut.inside, scatter, last)
+    touched = next((n for n in chain if n in written), None)
+    if touched is not None:
+        return f"a node writes to {touched.name}"
+    replicas, shards = (group_by_name(group_name(s)) for s in (reduce, scatter))
+    if not on_one_grid(ranks_of(replicas), ranks_of(shards)):
+        return "their process groups are not the rows and columns of one grid of ranks"
+    return ""
+
+
+def on_one_grid(replicas: Sequence[int], shards: Sequence[int]) -> bool:
+    """Whether a rank's two groups are a row and a column of one regular grid of ranks.
+
+    Then all ranks of its replica group are at the same place in their shard groups, and get the
+    same part of a reduce-scatter; else a swap would add different parts up. Every rank checks its
+    own two groups, which together are all::
+
+        ranks 0 1 2 3, shards {0, 1} {2, 3}, replicas {0, 2} {1, 3}     a grid
+                                             replicas {0, 3} {1, 2}     none
+
+    Args:
+        replicas: numbers of the ranks in the one group, ascending, as of :func:`.ranks_of`.
+        shards: of those in the other.
+    """
+    (rank, *more) = sorted(set(replicas) & set(shards)) or [-1]
+    if more or rank < 0:
+        return False
+    strides = []
+    for ranks in (replicas, shards):
+        steps = {b - a for a, b in itertools.pairwise(ranks)}
+        if len(steps) > 1:
+            return False
+        strides.append(steps.pop() if steps else 0)
+    across, along = strides
+    if not across or not along:
+        return True  # a group of one rank
+    for ranks, stride in ((replicas, across), (shards, along)):
+        if rank // stride % len(ranks) != list(ranks).index(rank):
+            return False
+    return across % (along * len(shards)) == 0 or along % (across * len(replicas)) == 0
+
+
+def _swap(graph: fx.Graph, reduce: fx.Node, scatter: fx.Node, cut: Cut) -> None:
+    """Move the all-reduce and its wait behind those of the reduce-scatter."""
+    (wait,), (scattered,) = reduce.users, scatter.users
+    gradient = reduce.all_input_nodes[0]
+    value = gradient.meta["val"]
+    if value.stride() != wait.meta["val"].stride():
+        # The all-reduce gave its result in one piece, which the reduce-scatter counts on.
+        with graph.inserting_after(gradient):
+            gradient = graph.call_function(
+                torch.ops.aten.clone.default,
+                (gradient,),
+                {"memory_format": torch.contiguous_format},
+            )
+        gradient.meta = {**wait.meta}
+        gradient.meta.pop("custom", None)
+    wait.replace_all_uses_with(gradient)
+    scattered.append(reduce)
+    reduce.append(wait)
+    scattered.replace_all_uses_with(wait)
+    reduce.replace_input_with(reduce.all_input_nodes[0], scattered)
+    for node in (reduce, wait):
+        node.meta["val"] = scattered.meta["val"]
+        node.meta.pop("tensor_meta", None)
+
+
+def _nbytes(start: fx.Node) -> int:
+    value = start.meta["val"]
+    return int(value.numel()) * int(value.element_size())
