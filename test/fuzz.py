@@ -432,7 +432,9 @@ def _backend(e: Example) -> Any:
 
 
 def _groups(e: Example) -> Any:
-    counts = {g: e.rng.randrange(5) for g in e.rng.sample(GROUPS, e.rng.randint(0, 2))}
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    groups = e.rng.sample(GROUPS, e.rng.randint(0, 2))
+    counts = {g: {kind: e.rng.randrange(5) for kind in kinds} for g in groups}
     chosen = teb.primary_group(counts)
     assert len(chosen) == bool(counts)
     return e.rng.choice(

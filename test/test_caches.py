@@ -30,13 +30,13 @@ CHILD = Path(__file__).parent / "cache_child.py"
 LIMIT_S = 400
 
 HOOKS = """
-from torch._inductor.custom_graph_pass import get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomPassBase, get_hash_for_files
 from torch_ext_bucketing import BucketUnits, tag_of
 
 def by_name(start):
     return 1 * ord(tag_of(start).fqns[0][0])
 
-class ByName:
+class ByName(CustomPassBase):
     def __call__(self, start):
         return by_name(start)
 
@@ -202,9 +202,9 @@ def test_another_order_makes_other_code(warm, cold):
     ("name", "reason"),
     [
         ("backend, lambda", "torch_ext_bucketing.passes.bucketing.BucketUnits: <lambda>"),
-        ("config, lambda", "bucket_payload_order_key has no uuid()"),
-        ("config, lambda filter", "fsdp_group_filter has no uuid()"),
-        ("config, function", "bucket_payload_order_key has no uuid()"),
+        ("config, lambda", "Unsupported bucket_payload_order_key"),
+        ("config, lambda filter", "Unsupported fsdp_group_filter"),
+        ("config, function", "Unsupported bucket_payload_order_key"),
     ],
 )
 def test_plain_functions_bypass_with_a_reason(warm, name, reason):
@@ -480,18 +480,19 @@ def test_what_has_no_uuid(caplog):
         _cache_key.describe(Plain)
 
 
-def test_group_sizes_count():
+def test_group_sizes_and_ranks_count():
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def uuid(world: int) -> str | None:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    def uuid(world: int, rank: int = 0) -> str | None:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         try:
             return teb.BucketByCap(kinds=("all_reduce",)).uuid()
         finally:
             dist.destroy_process_group()
 
     assert uuid(4) == uuid(4) != uuid(8)
+    assert uuid(4, rank=1) == uuid(4, rank=1) != uuid(4), "a bucketed gather has the rank inside"
 
 
 def test_every_module_of_the_package_counts(tmp_path: Path):

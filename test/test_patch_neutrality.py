@@ -1,4 +1,5 @@
-"""With the hooks unset, the patched torch makes the graphs of the unpatched one, node for node."""
+"""With the hooks unset, the patched torch makes the graphs of the unpatched one, node for node, but
+for what the fixes at the front of the series mend."""
 
 from __future__ import annotations
 
@@ -43,5 +44,11 @@ def test_unset_hooks_change_nothing():
     assert len(failed) - len(lacking) < len(plain) / 4, failed
     bucketed = sum("bucket" in json.dumps(nodes) for nodes in plain.values())
     assert bucketed > len(plain) / 2
+    # The series' first commit mends how torch 2.15 unpacks gathers with custom ops.
+    mended = [n for n, nodes in patched.items() if "_split_all_gather" in json.dumps(nodes)]
     for name in plain:
-        assert plain[name] == patched[name], name
+        if name in mended:
+            assert "split_with_sizes_copy.out" in json.dumps(plain[name]), name
+        else:
+            assert plain[name] == patched[name], name
+    assert len(mended) < len(plain) / 3, mended

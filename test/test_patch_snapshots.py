@@ -203,7 +203,7 @@ def test_all_hooks_together(groups):
     gm = interleaved(groups)
     hooks = {
         PAYLOAD_ORDER: by_size,
-        GROUP_FILTER: lambda counts: [max(counts, key=counts.__getitem__)],
+        GROUP_FILTER: lambda counts: [max(counts, key=lambda g: counts[g]["all_gather"])],
         NON_ADJACENT: True,
         MAX_SPAN: 100,
     }

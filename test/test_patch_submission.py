@@ -27,6 +27,10 @@ TEST_FILE = "test/distributed/test_bucketing_hooks.py"
 SERIES = sorted(PATCHES.glob("[0-9]*"), key=lambda f: tuple(map(int, f.name.split("."))))
 
 
+# Two fixes of upstream's own faults come before the three hooks. The fixes are not in 2.11's.
+COMMITS = {"2.15": 5, "2.14": 5, "2.13": 5, "2.11": 3}
+
+
 def series_folder() -> Path:
     folder = PATCHES / MINOR
     return folder if folder.is_dir() else SERIES[-1]
@@ -47,26 +51,27 @@ def test_notes_beside_the_series_are_not_read():
     assert (SERIES[-1] / "COVER_LETTER.md").is_file()
     assert [s.name for s in reversed(list_series(PATCHES))] == [f.name for f in SERIES]
     for series in list_series(PATCHES):
-        assert len(series.patches) == 3
+        assert len(series.patches) == COMMITS[series.name]
 
 
-def test_every_series_has_one_commit_per_hook():
+def test_every_series_has_its_fixes_and_then_one_commit_per_hook():
     for folder in SERIES:
         patches = patches_of(folder)
-        assert len(patches) == 3, folder
+        assert len(patches) == COMMITS[folder.name], folder
         texts = [p.read_text(encoding="utf-8") for p in patches]
         added = [[e for e in HOOK_ENTRIES if f"+    {e}:" in text] for text in texts]
-        assert [len(a) for a in added] == [1, 1, 2], (folder, added)
+        fixes = len(patches) - 3
+        assert [len(a) for a in added] == [0] * fixes + [1, 1, 2], (folder, added)
         for number, text in enumerate(texts, 1):
             # What `git format-patch --zero-commit --no-signature` writes, and `git am` reads.
             assert text.startswith(f"From {'0' * 40} "), (folder, number)
-            assert f"Subject: [PATCH {number}/3] [inductor] " in text, (folder, number)
+            assert f"Subject: [PATCH {number}/{len(patches)}] [inductor] " in text, (folder, number)
             assert not re.search(r"^\+.*[ \t]$", text, re.MULTILINE), (folder, number)
 
 
 def number_of_tests(path: Path) -> int:
     number = len(re.findall(r"^    def test_", path.read_text(encoding="utf-8"), re.MULTILINE))
-    assert number > 5
+    assert number > 4
     return number
 
 
@@ -152,7 +157,7 @@ class LinkedTorch:
             env=env,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
         )
 
 
@@ -171,7 +176,7 @@ runpy.run_path(test, run_name="__main__")
 
 
 @needs_unpatched_torch
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", range(1, COMMITS[series_folder().name] + 1))
 def test_each_commit_imports_and_passes_its_tests(repository: Path, number: int):
     torch = LinkedTorch(repository.parent / f"torch-{number}", repository, f"commit-{number}")
     modules = [p.removesuffix(".py").replace("/", ".") for p in touched(series_folder())]
@@ -212,7 +217,7 @@ def test_tests_pass_with_the_hooks_in_memory(tmp_path: Path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     assert f"Ran {number_of_tests(tmp_path / TEST_FILE)} tests" in run.stderr, run.stderr[-400:]
@@ -256,7 +261,7 @@ def findings(path: Path, rules: str) -> Counter[tuple[str, str]]:
 
 @needs_unpatched_torch
 def test_ruff_finds_nothing_new(repository: Path):
-    for number in (1, 2, 3):
+    for number in range(1, len(patches_of(series_folder())) + 1):
         git(repository, "checkout", "--quiet", f"commit-{number}")
         for path in touched(series_folder()):
             original = TORCH_DIR.parent / path
@@ -272,7 +277,7 @@ def test_ruff_finds_nothing_new(repository: Path):
 
 @needs_unpatched_torch
 def test_what_is_new_in_torch_is_typed(repository: Path):
-    git(repository, "checkout", "--quiet", "commit-3")
+    git(repository, "checkout", "--quiet", f"commit-{len(patches_of(series_folder()))}")
     for path in touched(series_folder()):
         if path.startswith("torch/"):
             new = findings(repository / path, "ANN001,ANN002,ANN003,ANN2") - findings(

@@ -122,26 +122,26 @@ def test_tracebacks_never_show_the_lines_of_the_file_on_disk() -> None:
         import inspect, sys, traceback
         import torch_ext_bucketing
         from torch._inductor.fx_passes import bucketing
-        check = bucketing.check_payload_order_key
-        assert inspect.getsource(check).startswith("def check_payload_order_key(")
-        assert "for node in starts:" in inspect.getsource(check.__code__)
+        count = bucketing._positions_on_every_rank
+        assert inspect.getsource(count).startswith("def _positions_on_every_rank(")
+        assert "for node in graph.nodes:" in inspect.getsource(count.__code__)
         try:
-            check(None)
-        except TypeError:
-            assert "    for node in starts:" in traceback.format_exc(), traceback.format_exc()
-        check(None)
+            count(None)
+        except AttributeError:
+            assert "    for node in graph.nodes:" in traceback.format_exc(), traceback.format_exc()
+        count(None)
         """,
         ROOT,
         check=False,
     )
     lines = [line.strip() for line in done.stderr.splitlines()]
-    (at,) = (i for i, line in enumerate(lines) if "in check_payload_order_key" in line)
+    (at,) = (i for i, line in enumerate(lines) if "in _positions_on_every_rank" in line)
     name = lines[at].split('"')[1]
     assert name.startswith(str(TORCH_DIR)), done.stderr
     assert not Path(name).exists(), done.stderr
-    error = "TypeError: 'NoneType' object is not iterable"
+    error = "AttributeError: 'NoneType' object has no attribute 'nodes'"
     assert lines[-1] == error, done.stderr
-    assert lines[at + 1] in ("for node in starts:", error), done.stderr
+    assert lines[at + 1] in ("for node in graph.nodes:", error), done.stderr
 
 
 FIRST = [

@@ -14,7 +14,8 @@ which their results are needed, and one bucket is open at a time. It is closed
 
 The next member then starts a bucket. That is the rule of torch's greedy bucketing with
 ``bucket_non_adjacent`` or ``bucket_max_node_span`` set (see ``torch_patches``), and gives the same
-buckets for the same settings; writes, and members that are buckets already, torch does not look at.
+buckets for the same settings; but torch counts spans without anything that handles a rank's own
+shards, takes every write for a barrier, and does not look at members that are buckets already.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from ..graph.collectives import (
 from ..reports.buckets import ClosedBy, Unmerged
 from ..tagging.tags import is_bucket, member_count, tag_of
 from .contraction import Contraction
-from .groups import GroupFilter, chosen_groups
+from .groups import Counts, GroupFilter, chosen_groups
 from .hook_guard import reading_only
 from .members import UNTAGGED, unmergeable
 from .plan import Bucket, BucketingPlan
@@ -90,9 +91,10 @@ def plan_by_cap(
         eligible: ``"tag"``: collectives with a tag, those that serve parameters. ``"structure"``:
             those that torch takes for FSDP's by their place in the graph. Or a callable of the
             start.
-        group_filter: called with the number of eligible all-gathers per process group, in graph
-            order; only collectives of the groups that it returns are bucketed, group by group.
-            None buckets all. A graph without such gathers is not filtered, as in torch.
+        group_filter: called with ``counts[group][kind]``, the number of eligible collectives of
+            each kind per process group, in graph order; only collectives of the groups that it
+            returns are bucketed, group by group. None buckets all. Of kinds that are not in
+            ``kinds``, all-gathers alone are counted.
         max_node_span: bound on the distance in graph order between a bucket's first and last
             member, in nodes that every rank has (see :mod:`.graph.uneven`).
         max_compute_run: bound on the compute nodes (see :func:`.is_compute`), in graph order, that
@@ -141,7 +143,7 @@ class CapPlanner:
         with _reading_only(graph, eligible=eligible, group_filter=group_filter):
             self._contracted = Contraction(graph)
             self._candidates = _candidates(graph, kinds, eligible)
-            self._scopes = _scopes(self._candidates.gathers, group_filter)
+            self._scopes = _scopes(self._candidates.counts, group_filter)
         self._compute_before: dict[fx.Node, int] | None = None
 
     def plan(
@@ -211,7 +213,7 @@ def _plan(
 class _Candidates:
     starts: list[fx.Node] = field(default_factory=list)
     group: dict[fx.Node, str] = field(default_factory=dict)
-    gathers: dict[str, int] = field(default_factory=dict)  # eligible all-gathers per group
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)  # eligible, group and kind
     in_wait_order: dict[Kind, list[fx.Node]] = field(default_factory=lambda: {k: [] for k in KINDS})
     left: list[tuple[str, str]] = field(default_factory=list)
 
@@ -237,10 +239,10 @@ def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) ->
             if kind not in kinds and kind != "all_gather":
                 continue
             wanted = is_eligible(node) or (is_bucket(node) and eligible == "structure")
-            if kind == "all_gather" and wanted:
+            if wanted:
                 # A bucket counts as its members, so that planning again comes out the same.
-                group = group_name(node)
-                found.gathers[group] = found.gathers.get(group, 0) + member_count(node)
+                counts = found.counts.setdefault(group_name(node), dict.fromkeys(KINDS, 0))
+                counts[kind] += member_count(node)
             if kind not in kinds:
                 continue
             why = unmergeable(node) or ("" if wanted else otherwise)
@@ -268,13 +270,11 @@ def _asking(eligible: Callable[[fx.Node], Any]) -> Callable[[fx.Node], bool]:
     return ask
 
 
-def _scopes(
-    gathers: Mapping[str, int], group_filter: GroupFilter | None
-) -> list[tuple[str, ...] | None]:
+def _scopes(counts: Counts, group_filter: GroupFilter | None) -> list[tuple[str, ...] | None]:
     """The groups to plan together, scope after scope; None stands for all."""
-    if group_filter is None or not gathers:
+    if group_filter is None or not counts:
         return [None]
-    return [(g,) for g in chosen_groups(group_filter, gathers)]
+    return [(g,) for g in chosen_groups(group_filter, counts)]
 
 
 def _runs(members: list[fx.Node], non_adjacent: bool) -> list[list[fx.Node]]:

@@ -1,7 +1,7 @@
 """Which process groups are bucketed: for :mod:`.caps` and for torch's ``fsdp_group_filter``.
 
-A policy is called with the number of FSDP all-gathers of each process group that has any, in graph
-order, and returns the groups to bucket: all-gathers, reduce-scatters and all-reduces on them.
+A policy is called once per graph with ``counts[group][kind]``, the number of FSDP collectives of
+each kind on each process group that has any, in graph order, and returns the groups to bucket.
 """
 
 from __future__ import annotations
@@ -10,28 +10,42 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
+from torch._inductor.custom_graph_pass import CustomPassBase
+
 from .._source import package_digest
 from .._torch.caches import before_key
+from ..graph.collectives import KINDS
 
 __all__ = [
+    "Counts",
     "GroupFilter",
     "PrimaryGroup",
     "chosen_groups",
     "primary_group",
 ]
 
-GroupFilter = Callable[[Mapping[str, int]], Iterable[str]]
+Counts = Mapping[str, Mapping[str, int]]
+GroupFilter = Callable[[Counts], Iterable[str]]
 
 
-class PrimaryGroup:
+class PrimaryGroup(CustomPassBase):
     """The process group with the most FSDP all-gathers; of equal ones the first in graph order.
 
-    Leaves the others' collectives alone, such as those of expert parameters on a mesh of their own.
+    In a graph without gathers that with the most reduce-scatters, and without these that with the
+    most all-reduces. Leaves the others' collectives alone, such as those of expert parameters on a
+    mesh of their own.
     """
 
-    def __call__(self, counts: Mapping[str, int]) -> tuple[str, ...]:
-        """The primary group, or nothing where no group has gathers."""
-        return (max(counts, key=counts.__getitem__),) if counts else ()
+    def __call__(self, counts: Counts) -> tuple[str, ...]:
+        """The primary group, or nothing where there are no groups.
+
+        Args:
+            counts: number of collectives by group and kind (``"all_gather"``,
+                ``"reduce_scatter"``, ``"all_reduce"``).
+        """
+        if not counts:
+            return ()
+        return (max(counts, key=lambda group: [counts[group][kind] for kind in KINDS]),)
 
     def uuid(self) -> str:
         """Equal in every process, for Inductor's caches."""
@@ -45,7 +59,7 @@ class PrimaryGroup:
 primary_group = PrimaryGroup()
 
 
-def chosen_groups(group_filter: GroupFilter, counts: Mapping[str, int]) -> tuple[str, ...]:
+def chosen_groups(group_filter: GroupFilter, counts: Counts) -> tuple[str, ...]:
     """The groups that ``group_filter`` returns, in the order of ``counts``.
 
     Raises:
@@ -61,5 +75,6 @@ def chosen_groups(group_filter: GroupFilter, counts: Mapping[str, int]) -> tuple
         if unknown:
             raise ValueError(f"returned {unknown}, which are none of the groups")
     except Exception as error:
-        raise RuntimeError(f"group_filter failed on groups {dict(counts)}") from error
+        plain = {group: dict(found) for group, found in counts.items()}
+        raise RuntimeError(f"group_filter failed on groups {plain}") from error
     return tuple(g for g in counts if g in wanted)

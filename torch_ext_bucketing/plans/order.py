@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
+from torch._inductor.custom_graph_pass import CustomPassBase
 
 from .._source import package_digest
 from .._torch.caches import before_key
@@ -44,7 +45,7 @@ Units = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, repr=False)
-class FSDPParamOrder:
+class FSDPParamOrder(CustomPassBase):
     """Which parameters eager FSDP2 packs together, and in which order: a hashable, picklable value.
 
     Payloads are in the order of the ``fully_shard`` calls that they stand for. A call that splits
