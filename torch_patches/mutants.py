@@ -111,7 +111,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         BUCKETING,
         "                    reachability.merge_starts(cur_bucket)\n",
         "",
-        "test_random_graphs",
+        "test_full_buckets",
     ),
     "forget the last bucket of a key": (
         BUCKETING,
@@ -122,8 +122,8 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "ask in one direction": (
         BUCKETING,
-        "if ancestors & (cur_bucket_bits | 1 << idx)",
-        "if ancestors & cur_bucket_bits & ~cur_bucket_ancestors",
+        "bool(ancestors & (cur_bucket_bits | 1 << idx))",
+        "bool(ancestors & cur_bucket_bits)",
         "test_dependent_scatters",
     ),
     "unpack into memory without an edge": (
