@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ext_bucketing.ring import gloo as _gloo
-from torch_ext_bucketing.ring.gloo import Loan, make_gloo
+from torch_ext_bucketing.ring.gloo import InFlight, make_gloo
 
 
 def held_by_cpp(x):
@@ -29,69 +29,69 @@ def test_one_thread(tmp_path):
     assert x.tolist() == [1, 1, 1]
 
 
-def test_a_loan_is_back_when_cpp_lets_go():
-    loan, x = Loan(), torch.ones(3, requires_grad=True)
-    assert loan.is_back()
-    held = loan.lend(held_by_cpp, x)
-    assert not loan.is_back()
+def test_an_operation_is_done_when_cpp_lets_go():
+    flight, x = InFlight(), torch.ones(3, requires_grad=True)
+    assert flight.is_done()
+    held = flight.run(held_by_cpp, x)
+    assert not flight.is_done()
     held.clear()
-    assert loan.is_back()
+    assert flight.is_done()
 
 
-def test_a_loan_finds_tensors_in_lists_and_keywords():
-    loan, x = Loan(), torch.ones(3, requires_grad=True)
-    held = loan.lend(lambda lists, *, root: held_by_cpp(lists[0][0]), [[x]], root=1)
-    assert not loan.is_back()
+def test_an_operation_finds_tensors_in_lists_and_keywords():
+    flight, x = InFlight(), torch.ones(3, requires_grad=True)
+    held = flight.run(lambda lists, *, root: held_by_cpp(lists[0][0]), [[x]], root=1)
+    assert not flight.is_done()
     held.clear()
-    held = loan.lend(lambda *, tensors: held_by_cpp(tensors[0]), tensors=(x,))
-    assert not loan.is_back()
+    held = flight.run(lambda *, tensors: held_by_cpp(tensors[0]), tensors=(x,))
+    assert not flight.is_done()
     held.clear()
-    assert loan.is_back()
+    assert flight.is_done()
 
 
 def test_what_c_plus_plus_held_before_is_not_waited_for():
-    loan, x = Loan(), torch.ones(3, requires_grad=True)
+    flight, x = InFlight(), torch.ones(3, requires_grad=True)
     earlier = held_by_cpp(x)
-    held = loan.lend(held_by_cpp, x)
-    assert not loan.is_back()
+    held = flight.run(held_by_cpp, x)
+    assert not flight.is_done()
     held.clear()
-    assert loan.is_back()
+    assert flight.is_done()
     earlier.clear()
-    assert loan.is_back()
+    assert flight.is_done()
 
 
-def test_a_loan_keeps_nothing_alive():
-    loan, x = Loan(), torch.ones(3, requires_grad=True)
-    loan.lend(lambda tensor: None, x)
+def test_an_operation_keeps_nothing_alive():
+    flight, x = InFlight(), torch.ones(3, requires_grad=True)
+    flight.run(lambda tensor: None, x)
     del x
-    assert [ref() for ref, _ in loan._tensors] == [None]
-    assert loan.is_back()
+    assert [ref() for ref, _ in flight._tensors] == [None]
+    assert flight.is_done()
 
 
 @pytest.fixture
-def only_these_loans(monkeypatch):
-    monkeypatch.setattr(_gloo, "_loans", weakref.WeakSet())
+def only_these(monkeypatch):
+    monkeypatch.setattr(_gloo, "_all_in_flight", weakref.WeakSet())
 
 
-def test_the_end_of_python_waits_for_what_is_lent(only_these_loans):
-    loan, x = Loan(), torch.ones(3, requires_grad=True)
-    held = loan.lend(held_by_cpp, x)
+def test_the_end_of_python_waits_for_what_is_in_flight(only_these):
+    flight, x = InFlight(), torch.ones(3, requires_grad=True)
+    held = flight.run(held_by_cpp, x)
     timer = threading.Timer(0.05, held.clear)
     timer.start()
     begin = time.monotonic()
     _gloo._wait_for_threads()
-    assert loan.is_back()
+    assert flight.is_done()
     assert time.monotonic() - begin >= 0.04
     timer.join()
 
 
-def test_the_end_of_python_does_not_wait_for_ever(only_these_loans, monkeypatch):
+def test_the_end_of_python_does_not_wait_for_ever(only_these, monkeypatch):
     monkeypatch.setattr(_gloo, "_EXIT_S", 0.05)
-    loans = [Loan() for _ in range(10)]
+    flights = [InFlight() for _ in range(10)]
     x = torch.ones(3, requires_grad=True)
-    held = [loan.lend(held_by_cpp, x) for loan in loans]
+    held = [flight.run(held_by_cpp, x) for flight in flights]
     begin = time.monotonic()
     _gloo._wait_for_threads()
-    assert 0.04 <= time.monotonic() - begin < 0.4  # all loans share one limit
-    assert not loans[0].is_back()
+    assert 0.04 <= time.monotonic() - begin < 0.4  # all share one limit
+    assert not flights[0].is_done()
     held.clear()

@@ -476,7 +476,7 @@ def check_one_thread_per_group(t):
         assert group._gloo.options._threads == 1
         x = torch.ones(1000)
         dist.all_reduce(x, group=group)
-        assert group._loan._tensors  # what the end of the process waits for
+        assert group._in_flight._tensors  # what the end of the process waits for
 
 
 def check_everything_else_is_gloo(t):

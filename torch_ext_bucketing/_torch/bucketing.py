@@ -108,9 +108,9 @@ def merge(
         "reduce_scatter": bucketing.merge_reduce_scatter_bucket,
         "all_reduce": bucketing.merge_all_reduce_bucket,
     }[kind]
-    anchor = None
+    before = None
     if kind == "all_gather" and insert_before is not None:
-        anchor = _kept_before(insert_before, members)
+        before = _kept_before(insert_before, members)
     more: dict[str, Any] = {}
     if kind == "all_gather" and not hasattr(bucketing, "_default_bucket_mode"):
         # torch 2.11's default packs with _foreach_copy_ into views of the buffer, which Inductor
@@ -120,10 +120,10 @@ def merge(
         new_nodes, replacements = function(
             graph, list(members), insert_before=insert_before, **more
         )
-    if anchor is not None and new_nodes[0].prev is not anchor:
+    if before is not None and new_nodes[0].prev is not before:
         for node in new_nodes:  # torch 2.11 takes insert_before and does not read it
-            anchor.append(node)
-            anchor = node
+            before.append(node)
+            before = node
     return [*new_nodes, *_keep_strides(graph, replacements)]
 
 

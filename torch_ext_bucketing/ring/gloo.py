@@ -15,8 +15,8 @@ a communication stream of a GPU does.
 returned. To let go of one that Python has seen it needs the interpreter's lock; asked for in a
 process that has begun to end, that ends the thread, in a place where C++ allows no such thing:
 ``terminate called without an active exception``, in about one of 200 processes that end right after
-a collective. So what :meth:`~Loan.lend` gave the thread last is waited for when Python ends; what
-was lent earlier is back by then, as there is one thread.
+a collective. So what :meth:`~InFlight.run` gave the thread last is waited for when Python ends;
+what was given earlier is done by then, as there is one thread.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ def make_gloo(
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-class Loan:
+class InFlight:
     """The tensors that one group's thread was given last."""
 
     def __init__(self) -> None:
         # Weak, so that no buffer lives longer for it: a tensor's Python object lives as long as
         # C++ has the tensor.
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
-        _loans.add(self)
+        _all_in_flight.add(self)
 
-    def lend(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def run(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """``call(*args, **kwargs)``, a gloo operation on the tensors among the arguments."""
         self._tensors = [
             (weakref.ref(x), x._use_count()) for x in _tensors_of([*args, *kwargs.values()])
         ]
         return call(*args, **kwargs)
 
-    def is_back(self) -> bool:
+    def is_done(self) -> bool:
         """Whether C++ refers to no tensor more often than it did before the call."""
         return all(
             (tensor := ref()) is None or tensor._use_count() <= before
@@ -84,7 +84,7 @@ class Loan:
         )
 
 
-_loans: weakref.WeakSet[Loan] = weakref.WeakSet()
+_all_in_flight: weakref.WeakSet[InFlight] = weakref.WeakSet()
 
 
 def _tensors_of(value: object) -> Iterator[Tensor]:
@@ -97,8 +97,8 @@ def _tensors_of(value: object) -> Iterator[Tensor]:
 
 @atexit.register
 def _wait_for_threads() -> None:
-    """Python may end once all is back. Sleeping gives gloo's threads the interpreter's lock."""
+    """Python may end once nothing is in flight. Sleeping lets gloo's threads have its lock."""
     deadline = time.monotonic() + _EXIT_S
-    for loan in list(_loans):
-        while not loan.is_back() and time.monotonic() < deadline:
+    for flight in list(_all_in_flight):
+        while not flight.is_done() and time.monotonic() < deadline:
             time.sleep(1e-4)

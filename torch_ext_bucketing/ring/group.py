@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.futures import Future
 
-from .gloo import Loan, make_gloo
+from .gloo import InFlight, make_gloo
 from .sums import (
     Reduction,
     RingTopology,
@@ -162,7 +162,7 @@ class RingProcessGroup(dist.ProcessGroup):
         self.topology = topology
         self.group_ranks = tuple(group_ranks)
         self._gloo = make_gloo(store, rank, size, group_ranks, timeout)
-        self._loan = Loan()
+        self._in_flight = InFlight()
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._plain = dist.ProcessGroup(store, rank, size)
@@ -271,7 +271,7 @@ class RingProcessGroup(dist.ProcessGroup):
             if send.numel():
                 splits = [x.numel() * x.dtype.itemsize for x in slices]
                 transfers.append(
-                    self._loan.lend(self._gloo.alltoall_base, recv, send, [size] * n, splits)
+                    self._in_flight.run(self._gloo.alltoall_base, recv, send, [size] * n, splits)
                 )
 
         def finish() -> None:
@@ -324,7 +324,7 @@ class RingProcessGroup(dist.ProcessGroup):
             received.append(recv)
             if send.numel():
                 transfers.append(
-                    self._loan.lend(self._gloo.allgather, [list(recv.unbind(0))], [send])
+                    self._in_flight.run(self._gloo.allgather, [list(recv.unbind(0))], [send])
                 )
 
         def finish() -> None:
@@ -366,7 +366,7 @@ class RingProcessGroup(dist.ProcessGroup):
         transfers = []
         if send.numel():
             rows = [list(recv.unbind(0))] if at_root else []
-            transfers.append(self._loan.lend(self._gloo.gather, rows, [send], gather))
+            transfers.append(self._in_flight.run(self._gloo.gather, rows, [send], gather))
 
         def finish() -> None:
             if at_root:
@@ -439,7 +439,7 @@ that lock; the caller holds it and waits for the mutex. Seen as a hang after som
 
 def _to_gloo(name: str) -> Callable[..., dist.Work]:
     def method(self: RingProcessGroup, *args: object, **kwargs: object) -> dist.Work:
-        work: dist.Work = self._loan.lend(getattr(self._plain, name), *args, **kwargs)
+        work: dist.Work = self._in_flight.run(getattr(self._plain, name), *args, **kwargs)
         return work
 
     method.__name__ = name
