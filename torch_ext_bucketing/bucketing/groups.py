@@ -67,7 +67,8 @@ def chosen_groups(group_filter: GroupFilter, counts: Counts) -> tuple[str, ...]:
             group that ``counts`` doesn't have; the cause is chained.
     """
     try:
-        chosen = group_filter(MappingProxyType(dict(counts)))
+        frozen = {group: MappingProxyType(dict(found)) for group, found in counts.items()}
+        chosen = group_filter(MappingProxyType(frozen))
         if isinstance(chosen, str):
             raise TypeError("expected a collection of groups, got a str")
         wanted = dict.fromkeys(chosen)
