@@ -126,7 +126,7 @@ def test_a_number_that_is_an_input_does_not_hold_up_its_users():
         torch.sym_max,
         torch.ops.profiler._record_function_enter_new.default,
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
 def test_no_barrier(target):
     b = Builder()

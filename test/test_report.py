@@ -136,7 +136,10 @@ step(torch.compile(model, backend=backend), torch.zeros(2, 3, dtype=torch.long))
 """
 
 PASSES = [
-    *[f"joint_{i}_{name}" for i, name in enumerate(("TagParameters", "ReshardAfterForward"))],
+    *[
+        f"joint_{i}_{name}"
+        for i, name in enumerate(("TagParameters", "CombineUses", "ReshardAfterForward"))
+    ],
     *[
         f"{s}_{i}_{n}"
         for s in ("forward", "backward")
