@@ -50,6 +50,17 @@ def test_ranks_that_share_a_folder_run_their_own_code(ranks):
         assert result["places"] == [0, 64 * result["rank"]]
 
 
+def test_a_hit_shows_the_report_of_the_compile_that_filled_the_cache(ranks):
+    first, _, again, _ = ranks[1]
+    for result, cached in ((first, False), (again, True)):
+        graphs = result["report"]["graphs"]
+        assert [g.pop("from_cache") for g in graphs] == [cached] * 2
+        assert [g["stage"] for g in graphs] == ["forward", "backward"]
+        assert result["text"].count(", from cache: ") == 2 * cached
+    assert again["report"] == first["report"]
+    assert [len(g["buckets"]) for g in again["report"]["graphs"]] == [1, 1]
+
+
 def test_a_folder_that_rank_0_made_serves_rank_0_alone(ranks):
     results = run(*TORCHRUN, str(CHILD), "real", "even", TORCHINDUCTOR_CACHE_DIR=f"{ranks[0]}-0")
     zero, one = sorted(results, key=lambda r: r["rank"])
@@ -66,6 +77,8 @@ def test_artifacts_of_rank_0_serve_rank_0_alone():
     assert_state(saved, MISS)
     assert_state(one, MISS)
     assert_state(zero, HIT)
+    # Saved artifacts have no reports.
+    assert zero["report"]["warnings"] == ["a graph came from a cache that has no report of it"] * 2
     assert saved["places"] == zero["places"] == [0, 0]
     # Rank 0 has 4 of 7 rows of 8, and 4 rows of 7.
     assert one["places"] == [0, 4 * 8 + 4 * 7]

@@ -90,14 +90,21 @@ def compile_step(way: str) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
     model = model_of(way)
-    compiled = torch.compile(model, backend=teb.backend("inductor", [teb.BucketUnits(ORDER)]))
+    backend = teb.backend("inductor", [teb.BucketUnits(ORDER)])
+    compiled = torch.compile(model, backend=backend)
     found: list[Any] = []
     codes = run_and_get_code(lambda: found.extend(step(compiled)))[1]
     # The place of this rank's shards in the buffer, in elements.
     places = re.findall(
         r"agree\.default\(reinterpret_tensor\(\w+, \(\d+, \), \(1, \), (\d+)\)", "".join(codes)
     )
-    return {**states(), "places": sorted(map(int, places)), "values": found}
+    return {
+        **states(),
+        "places": sorted(map(int, places)),
+        "values": found,
+        "report": backend.last_report().as_dict(),
+        "text": backend.last_report().to_text(),
+    }
 
 
 def as_rank(rank: int, way: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import torch.fx as fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from .._torch import aot as _aot
+from .._torch import caches as _caches
 from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import compile_inductor
 from .._torch.process_groups import default_group
@@ -179,6 +180,7 @@ class BucketingBackend:
         fresh = _dynamo_inputs.is_first_compile()
         if self.compiler == "inductor":
             agreement = _Agreement(self.agree_timeout) if agrees else None
+            _caches.tell_ready_graphs()
             compiled = compile_inductor(
                 gm,
                 example_inputs,
@@ -206,6 +208,9 @@ class BucketingBackend:
 
     def last_report(self) -> CompileReport:
         """The report of the last compile; its backward graph is added when that is compiled.
+
+        A graph from one of Inductor's caches has the report of the compile that filled the cache,
+        marked as such; without one where it is not in the cache folder any more.
 
         Raises:
             RuntimeError: nothing has been compiled yet.
@@ -236,16 +241,41 @@ class _InductorPass(CustomGraphPass):
         self._stage = stage
         self._compilation = compilation
         self._agreement = agreement
+        self._made: CompileReport | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         if self._stage == "joint":
             self._passes.run("joint", graph, self._compilation)
             return
+        report = self._compilation.report
+        graphs, schedules = len(report.graphs), len(report.schedules)
         launches_after = _run_each(self._passes, graph, self._compilation)
+        self._made = CompileReport(
+            report.graphs[graphs:],
+            report.unnamed,
+            list(report.warnings),
+            report.schedules[schedules:],
+            rewrites=list(report.rewrites),
+        )
         if self._agreement is not None:
             _agree_op.insert(graph, launches_after(), self._agreement.timeout)
         if self._passes.orders:
             pin_order(graph)
+
+    def graph_ready(self, key: str | None) -> None:
+        """Keep the report of a graph that was compiled; read that of a graph from a cache.
+
+        Args:
+            key: of the graph's entry in the FX graph cache, which has a report beside it.
+        """
+        made, self._made = self._made, None
+        if key is None:
+            return
+        if made is not None:
+            _caches.keep_beside(key, made)
+            return
+        kept = _caches.read_beside(key)
+        self._compilation.report.add_cached(kept if isinstance(kept, CompileReport) else None)
 
     def uuid(self) -> str | None:
         passes = self._passes.uuid()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .buckets import BucketReport
-from .graph import GraphReport
+from .graph import GraphReport, emit
 from .rewrites import CombineReport, ScatterReport
 from .schedule import ScheduleReport
 from .text import aligned, change
@@ -52,6 +52,24 @@ class CompileReport:
     passes: list[PassTime] = field(default_factory=list)
     disabled: tuple[str, ...] = ()
     rewrites: list[CombineReport | ScatterReport] = field(default_factory=list)
+
+    def add_cached(self, kept: CompileReport | None) -> None:
+        """Add what was reported of a graph when it was compiled, now that a cache had it.
+
+        Args:
+            kept: None where that is not known any more.
+        """
+        if kept is None:
+            self.warnings.append("a graph came from a cache that has no report of it")
+            return
+        for graph in kept.graphs:
+            self.graphs.append(replace(graph, from_cache=True))
+            emit(self.graphs[-1])
+        self.schedules += kept.schedules
+        # Of the joint graph, which may have been made again.
+        self.unnamed = self.unnamed or kept.unnamed
+        self.rewrites = self.rewrites or list(kept.rewrites)
+        self.warnings += [text for text in kept.warnings if text not in self.warnings]
 
     @property
     def collectives_before(self) -> dict[str, int]:

@@ -36,6 +36,8 @@ class GraphReport:
         splits: what had to go into a bucket of its own to avoid a cycle, in words.
         alone: what was eligible and not merged, and why.
         kinds: what was to be bucketed.
+        from_cache: Inductor had the compiled graph in a cache; this is of the compile that filled
+            it.
     """
 
     stage: str
@@ -47,6 +49,7 @@ class GraphReport:
     splits: tuple[str, ...] = ()
     alone: tuple[Unmerged, ...] = ()
     kinds: tuple[str, ...] = tuple(KIND_NAMES)
+    from_cache: bool = False
 
     @property
     def not_asked(self) -> dict[str, int]:
@@ -87,7 +90,8 @@ def emit(report: GraphReport) -> None:
 def _graph_summary(report: GraphReport) -> str:
     """One line: collectives per kind before and after, and what closed the buckets."""
     closed: Counter[str] = Counter(b.closed_by for b in report.buckets)
-    parts = [f"{report.stage}: {change(report.collectives_before, report.collectives_after)}"]
+    stage = f"{report.stage}, from cache" if report.from_cache else report.stage
+    parts = [f"{stage}: {change(report.collectives_before, report.collectives_after)}"]
     if closed:
         reasons = ", ".join(f"{closed[r]} by {r}" for r in get_args(ClosedBy) if closed[r])
         number = len(report.buckets)
