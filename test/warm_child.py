@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch.nn as nn
 from sharded_models import shard_by_parametrization
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -133,6 +135,21 @@ def artifacts(way: str) -> list[dict[str, Any]]:
     with fresh_cache():
         torch.compiler.load_cache_artifacts(saved[0])
         return results + [as_rank(rank, way) for rank in (1, 0)]
+
+
+def damaged(way: str) -> list[dict[str, Any]]:
+    """Rank 1 three times, with every entry of the caches cut in half before the second time."""
+    with fresh_cache():
+        results = [as_rank(1, way)]
+        cut = 0
+        for name in ("fxgraph", "aotautograd", "torch_ext_bucketing"):
+            for path in Path(cache_dir(), name).rglob("*"):
+                if path.is_file():
+                    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+                    cut += 1
+        if cut != 2 + 1 + 2:
+            raise AssertionError(f"{cut} entries")
+        return results + [as_rank(1, way) for _ in range(2)]
 
 
 def real(way: str) -> list[dict[str, Any]]:

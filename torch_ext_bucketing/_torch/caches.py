@@ -90,9 +90,11 @@ def _each(passes: Any) -> Iterator[Any]:
 
 def keep_beside(key: str, value: object) -> None:
     """Keep a pickle of ``value`` in Inductor's cache folder, for the graph with this key. Where
-    that fails (the folder is full, or read-only) it is logged, once, and nothing else is lost."""
-    path = _path_of(key)
+    that fails (the folder is full, say, or read-only) it is logged, once, and no more is lost."""
+    where = ""
     try:
+        path = _path_of(key)
+        where = f" in {path.parent}"
         path.parent.mkdir(parents=True, exist_ok=True)
         # A process may be killed while it writes, and others write the same.
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
@@ -103,8 +105,8 @@ def keep_beside(key: str, value: object) -> None:
         except BaseException:
             os.unlink(name)
             raise
-    except OSError as error:
-        _log_once(f"no report is kept for later starts in {path.parent}: {error}")
+    except Exception as error:  # nothing here is worth a compile
+        _log_once(f"no report is kept for later starts{where}: {error}")
 
 
 def read_beside(key: str) -> Any:
