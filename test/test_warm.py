@@ -57,6 +57,8 @@ def test_a_hit_shows_the_report_of_the_compile_that_filled_the_cache(ranks):
         assert [g.pop("from_cache") for g in graphs] == [cached] * 2
         assert [g["stage"] for g in graphs] == ["forward", "backward"]
         assert result["text"].count(", from cache: ") == 2 * cached
+        times = result["report"].pop("passes")
+        assert all(t["stage"] == "joint" for t in times) if cached else times, times
     assert again["report"] == first["report"]
     assert [len(g["buckets"]) for g in again["report"]["graphs"]] == [1, 1]
 
