@@ -251,12 +251,13 @@ def test_an_edited_package_misses(checkout, cold):
 @needs_unpatched_torch
 def test_an_edited_patch_series_misses(checkout, cold):
     (patch,) = (checkout.folder / "torch_patches" / MINOR).glob("0003-*.patch")
-    line = "+        # Merging another kind before may have left users ahead of their inputs.\n"
-    checkout.edit(patch, line, line.replace("may have left", "might have left"))
+    line = "+        # custom_ops_multidtype views each member's bytes in its dtype.\n"
+    edited = line.replace("views", "reads")
+    checkout.edit(patch, line, edited)
     try:
         now = checkout.run("backend", "config", "config, values only")
     finally:
-        checkout.edit(patch, line.replace("may have left", "might have left"), line)
+        checkout.edit(patch, edited, line)
     assert len({now["backend"]["hooks"], cold["backend"]["hooks"]}) == 2
     for name, result in now.items():
         assert_state(result, MISS)
@@ -277,7 +278,10 @@ def test_torchrun_children_have_the_hooks(checkout, cold):
     assert sorted(r["name"] for r in results) == ["backend"] * 2 + ["config"] * 2
     for result in results:
         assert result["hooks"] == cold["backend"]["hooks"]
-        assert result["codes"] == cold[result["name"]]["codes"]
+    for name in ("backend", "config"):
+        codes = [r["codes"] for r in results if r["name"] == name]
+        # The second rank's merged gather writes to its own place, and is its own code.
+        assert codes.count(cold[name]["codes"]) == 1, (name, codes, cold[name]["codes"])
 
 
 def test_compiling_in_a_subprocess_is_refused(checkout, tmp_path):
@@ -311,6 +315,8 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": torch.nn.Linear(1, 1), "fqn_of": {0: "a"}},
         {"model": torch.nn.Linear(1, 1, bias=False), "fqn_of": {0: "b"}},
     ),
+    teb.CombineUses: ({"peak": None}, {"peak": teb.PeakMemory(gib=1.0)}),
+    teb.ReduceScatterFirst: ({}, {}),
     teb.ReshardAfterForward: ({"keep": ()}, {"keep": ("a",)}),
     teb.BucketUnits: (
         {"order_or_plan": ORDER, "kinds": ("all_gather",), "payload_order": True},
