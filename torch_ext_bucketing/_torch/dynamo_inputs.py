@@ -12,6 +12,7 @@ Two sources of truth, the better first:
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,8 +103,23 @@ def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
 
 def traced_fqns() -> tuple[str | None, ...]:
     """The FQNs of the tensors that Dynamo met in the compile that runs now, in its order; None for
-    what is no parameter, and nothing at all outside a compile."""
-    return tuple(source_fqn(tracked.source) for tracked in _traced_tensors())
+    what is no parameter, and nothing at all outside a compile.
+
+    torch 2.15 forgets them before a backward graph is compiled, which has the context of its
+    forward graph: what was found there is kept with it.
+    """
+    names = tuple(source_fqn(tracked.source) for tracked in _traced_tensors())
+    context = TracingContext.try_get()
+    if context is None:
+        return names
+    if names:
+        _fqns_of_context[context] = names
+    return _fqns_of_context.get(context, ())
+
+
+_fqns_of_context: weakref.WeakKeyDictionary[TracingContext, tuple[str | None, ...]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _traced_tensors() -> list[Any]:
