@@ -49,7 +49,7 @@ class ParamGroup:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether `fully_shard` was called on `model` or a module in it."""
+    """Whether ``fully_shard`` was called on ``model`` or a module in it."""
     states = map(_composable_state._get_module_state, model.modules())
     return any(isinstance(state, FSDPState) for state in states)
 

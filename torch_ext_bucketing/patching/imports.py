@@ -197,7 +197,7 @@ def _on_disk(tree: TorchTree, journal: Journal | None) -> HooksStatus:
             f"the patch was applied to {tree.torch_dir}, but {', '.join(put_back)} "
             f"has been put back since (was torch installed again?); {_HOW_TO_DISK}"
         )
-    # A file that was edited after `patch apply` is its owner's business; `patch status` tells.
+    # A file that was edited after ``patch apply`` is its owner's business; ``patch status`` tells.
     digest = source_digest({record.path: record.after for record in ours})
     return HooksStatus("on disk", tree.version, journal.series, digest)
 
