@@ -264,6 +264,7 @@ class Values:
                 lambda: teb.CapComputeRun(self.pick(1, 2, 8)),
                 lambda: teb.PeakMemory(gib=self.pick(1e-300, 1e-9, 1e-7, 1.0)),
                 lambda: teb.PeakMemory(ratio=self.pick(0.1, 0.9, 1.02, 3)),
+                teb.Policy,  # one that neither asks for anything nor bounds anything
             )
         )()
 
@@ -341,6 +342,11 @@ def _bucket_units(e: Example) -> Any:
     units = e.rng.choice((order, e.v.names(), [["m.a", "m.b"], ["m.c"]], [["m"]]))
     payload = e.rng.choice((False, True, e.v.key()))
     return _run_pass(e, teb.BucketUnits(units, e.v.kinds(), payload))
+
+
+def _combine_uses(e: Example) -> Any:
+    peak = e.v.junk(lambda: e.rng.choice((None, None, teb.PeakMemory(ratio=e.v.pick(0.5, 1.0, 3)))))
+    return _run_pass(e, teb.CombineUses(peak))
 
 
 def _tag_joint_graph(e: Example) -> Any:
@@ -506,6 +512,8 @@ CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
     ),
     "Schedule": (4, lambda e: _run_pass(e, teb.Schedule(e.v.policies(), e.v.machine()))),
     "peak_bytes": (4, lambda e: teb.peak_bytes(e.gm, e.rng.choice((None, lambda n: True)))),
+    "CombineUses": (4, _combine_uses),
+    "ReduceScatterFirst": (4, lambda e: _run_pass(e, teb.ReduceScatterFirst())),
     "ReshardAfterForward": (
         3,
         lambda e: _run_pass(e, teb.ReshardAfterForward(e.v.junk(lambda: e.rng.sample(NAMES, 2)))),

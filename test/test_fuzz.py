@@ -26,7 +26,7 @@ ELSEWHERE = {
         "init_ring_process_group",
     },
     "set_tag": {"Tag", "tag_of"},
-    "schedule": {"Overlap", "CapComputeRun", "PeakMemory", "Machine"},
+    "schedule": {"Overlap", "CapComputeRun", "PeakMemory", "Policy", "Machine"},
 }
 NOT_CALLED = {"BoundNotKeptWarning", "GraphPass", "H100", "HooksError", "HooksWarning"}
 NOT_CALLED |= {"NotBucketedWarning", "PayloadOrderWarning"}

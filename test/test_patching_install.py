@@ -47,6 +47,7 @@ from torch_ext_bucketing.patching import (
     install,
     series,
 )
+from torch_ext_bucketing.patching.file_order import in_import_order
 from torch_ext_bucketing.patching.journal import STATE_DIR
 
 pytestmark = needs_unpatched_torch
@@ -723,7 +724,7 @@ def test_a_real_torch_imports_at_every_stage(real_torch: Path) -> None:
 def test_every_prefix_of_the_real_series_imports(real_torch: Path) -> None:
     """A kill leaves some first files of the order patched; all such torches import, in one process."""
     tree = series.find_torch(real_torch)
-    changes = install._in_order(tree.apply(series.choose_series(tree.version)))
+    changes = in_import_order(tree.apply(series.choose_series(tree.version)))
     assert changes[0].path == CONFIG
     code = "\n".join(
         ["import sys", "from pathlib import Path", IMPORTS.format(torch=str(real_torch))]
