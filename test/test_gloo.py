@@ -86,12 +86,12 @@ def test_the_end_of_python_waits_for_what_is_in_flight(only_these):
 
 
 def test_the_end_of_python_does_not_wait_for_ever(only_these, monkeypatch):
-    monkeypatch.setattr(_gloo, "_EXIT_S", 0.05)
+    monkeypatch.setattr(_gloo, "_EXIT_S", 0.5)
     flights = [InFlight() for _ in range(10)]
     x = torch.ones(3, requires_grad=True)
     held = [flight.run(held_by_cpp, x) for flight in flights]
     begin = time.monotonic()
     _gloo._wait_for_threads()
-    assert 0.04 <= time.monotonic() - begin < 0.4  # all share one limit
+    assert 0.4 <= time.monotonic() - begin < 2.5  # all ten share one limit, of 0.5 s
     assert not flights[0].is_done()
     held.clear()

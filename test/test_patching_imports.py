@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -413,9 +412,8 @@ def test_without_torch(small: Path, tmp_path: Path) -> None:
 
 
 def test_the_real_series_by_import_and_in_a_compile() -> None:
-    """The series that matches the running torch, with config imported first and last."""
-    for first in ("", "import torch.distributed.fsdp, torch._dynamo"):
-        began = time.monotonic()
+    """The series that matches the running torch, whatever of torch is imported first."""
+    for first in ("", "import torch.distributed.fsdp, torch._dynamo, torch._inductor.compile_fx"):
         run_python(
             f"""
             {first}
@@ -433,4 +431,3 @@ def test_the_real_series_by_import_and_in_a_compile() -> None:
             """,
             ROOT,
         )
-        assert time.monotonic() - began < 120

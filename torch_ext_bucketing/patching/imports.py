@@ -342,8 +342,9 @@ def _importers(name: str) -> str:
         for key, value in list(vars(module).items()):
             if other == parent and key == leaf:
                 continue  # set by the import itself
-            holds = isinstance(value, ModuleType) and value is sys.modules.get(name)
-            if isinstance(value, FunctionType | type):
+            # By type(), as isinstance() reads __class__: deprecated objects warn of that.
+            holds = value is sys.modules.get(name)
+            if issubclass(type(value), FunctionType | type):
                 holds = value.__module__ == name
             if holds:
                 found.append(other)

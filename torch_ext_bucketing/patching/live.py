@@ -1,11 +1,13 @@
 """Updating modules that are imported already.
 
-Two touched modules are usually imported before this package: ``torch._inductor.config``, by
-``import torch._dynamo`` or by a script that sets options, and ``torch._inductor.codecache``, by
-``torch._functorch.aot_autograd``, which ``torch.distributed.fsdp`` imports. Nobody keeps
-anything of them but references to the module, its functions and its classes, so these can be
-updated where they are: functions get new code objects, new definitions are executed in the
-module's namespace, new config entries are put into the config module's registry.
+Some touched modules are often imported before this package: ``torch._inductor.config``, by
+``import torch._dynamo`` or by a script that sets options; ``torch._inductor.codecache``, by
+``torch._functorch.aot_autograd``, which ``torch.distributed.fsdp`` imports; and
+``torch._inductor.fx_passes.post_grad``, by ``torch._inductor.compile_fx``, which torchtitan
+imports. Nobody keeps anything of them but references to the module, its functions and its
+classes, so these can be updated where they are: functions get new code objects, new definitions
+are executed in the module's namespace, new config entries are put into the config module's
+registry.
 
 A module is updated in two steps. ``plan_update`` finds out everything that has to change and does
 whatever can fail; the returned actions only assign. What can't be done this way is refused.
@@ -24,7 +26,11 @@ from typing import Any
 from .errors import HooksError
 
 CONFIG_MODULE = "torch._inductor.config"
-LIVE_MODULES = (CONFIG_MODULE, "torch._inductor.codecache")
+LIVE_MODULES = (
+    CONFIG_MODULE,
+    "torch._inductor.codecache",
+    "torch._inductor.fx_passes.post_grad",
+)
 """Modules that may be imported before the package; each other touched module must not be."""
 
 Action = Callable[[], None]
