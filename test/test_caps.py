@@ -21,6 +21,7 @@ from collective_graphs import (
     GROUP_FILTER,
     MAX_SPAN,
     NON_ADJACENT,
+    OPTIONS,
     reduce_scatter,
     run_all_ranks,
     trace,
@@ -320,6 +321,45 @@ def test_a_write_between_members_keeps_them_apart(kind):
     apply_plan(gm.graph, plan)
     for got, want in zip(run_all_ranks(gm, inputs), expected, strict=True):
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def cast_before_a_write(p, q, new):
+    cast = [torch.ops.prims.convert_element_type(x.view(-1), torch.bfloat16) for x in (p, q)]
+    p.copy_(new)
+    return [gather(x, dist.group.WORLD) for x in cast]
+
+
+def padded_before_a_write(p, q, new):
+    """As DTensor pads gradients of 3 rows; torch 2.15 packs what is not padded."""
+    packed = []
+    for x in (p, q):
+        rows = torch.ops.aten.split.Tensor(x.view(-1)[:3], 2)
+        padded = [rows[0], torch.ops.aten.constant_pad_nd.default(rows[1], [0, 1])]
+        if x is p:
+            p.copy_(new)
+        packed.append(torch.cat(padded))
+    return [reduce_scatter(x, dist.group.WORLD) for x in packed]
+
+
+@pytest.mark.parametrize("fn", [cast_before_a_write, padded_before_a_write])
+@pytest.mark.parametrize("mode", ["default", "custom_ops"])
+def test_a_bucket_does_not_read_what_was_written_since_its_members_did(fn, mode):
+    """Buckets cast and pad on their own: a member that did so before a write must stay alone."""
+    gm = trace(fn, *(torch.zeros(4) for _ in range(3)))
+    inputs = [[torch.arange(4.0) + 10 * i + rank for i in range(3)] for rank in range(WORLD)]
+    expected = run_all_ranks(gm, inputs)
+    entry = OPTIONS + "bucket_mode"
+    known = hasattr(config.aten_distributed_optimizations, "bucket_mode")
+    with config.patch({entry: mode} if known else {}):
+        plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
+        apply_plan(gm.graph, plan)
+    for got, want in zip(run_all_ranks(gm, inputs), expected, strict=True):
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    if fn is cast_before_a_write:
+        assert not plan.buckets
+        copy = torch.ops.aten.copy_.default
+        (write,) = gm.graph.find_nodes(op="call_function", target=copy)
+        assert write.name in plan.alone[0].detail
 
 
 def test_the_writes_of_a_bucket_are_no_barrier():

@@ -27,6 +27,7 @@ __all__ = [
     "packing_ops",
     "payload_inputs",
     "register_ops",
+    "replaced_inputs",
     "require_packed_reductions",
     "require_payload_order_hook",
     "sort_topologically",
@@ -212,6 +213,31 @@ def packed_values(start: fx.Node, reduce_scatter_ranks: int | None = None) -> li
         if match is not None:
             values.append(match[0])
     return values
+
+
+def replaced_inputs(start: fx.Node, reduce_scatter_ranks: int | None = None) -> list[fx.Node]:
+    """The nodes in front of a member that torch replaces: a bucket reads what these read.
+
+    A cast before a gather, and what pads a gradient of torch 2.15 (see :func:`packed_values`)::
+
+        x -> cast -> all_gather                        x -----------> BUCKET
+        x -> split -> pad -> cat -> reduce_scatter     x -----------> BUCKET
+
+    Args:
+        start: the member.
+        reduce_scatter_ranks: number of ranks in its group, where it is a reduce-scatter.
+    """
+    from torch._inductor.fx_passes import bucketing
+
+    value = start.args[0]
+    assert isinstance(value, fx.Node)
+    if value is not member_input(start):
+        return [value]
+    match_padding = getattr(bucketing, "_match_dim0_padded_cat", None)
+    if match_padding is None or reduce_scatter_ranks is None:
+        return []
+    match = match_padding(value, reduce_scatter_ranks)
+    return [] if match is None else list(match[1])
 
 
 def payload_inputs(new_nodes: Sequence[fx.Node], start: fx.Node) -> list[fx.Node]:

@@ -18,7 +18,8 @@ nodes' positions alone, and merging moves nodes::
     g1 = ag(p) ... copy_(p, new) ... g2 = ag(p)        g2 must not move up, nor g1 down
 
 Only starts between the same two writes may merge. Nodes then stay between these writes, whatever
-a later topological sort does with the rest.
+a later topological sort does with the rest. A bucket casts and pads on its own, from what the casts
+and pads of its members read; a start that has a write between them and itself merges with none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from typing import Literal
 
 import torch.fx as fx
 
-from ..graph.collectives import kind_of
+from .._torch.bucketing import replaced_inputs
+from ..graph.collectives import group_size, kind_of
 from ..graph.uneven import shard_side
 from ..graph.writes import unordered_writes
 
@@ -71,6 +73,7 @@ class Contraction:
         self._up: list[int] = []  # what each start needs, by edges of the graph alone
         self._position: list[int] = []
         self._epoch: list[int] = []  # number of unordered writes before it
+        self._alone: dict[int, fx.Node] = {}  # the write between it and what a bucket would read
         self._writes = unordered_writes(nodes)
         self._project(nodes, shard_side(graph).uncounted)
         self.reset()
@@ -86,12 +89,14 @@ class Contraction:
         self._static = 0
         self._first = self._last = 0
         self._open_epoch = 0
+        self._open_alone: fx.Node | None = None
 
     def _project(self, nodes: list[fx.Node], uncounted: Mapping[fx.Node, None]) -> None:
         writes = dict.fromkeys(self._writes)
         needs: dict[fx.Node, int] = {}
         uses: dict[fx.Node, int] = {}
         epoch = 0
+        epochs: dict[fx.Node, int] = {}
         position = -1
         for node in nodes:
             if node.op == "output":
@@ -121,10 +126,16 @@ class Contraction:
                 self._up.append(mask)
                 self._position.append(position)
                 self._epoch.append(epoch)
+                if epoch:
+                    ranks = group_size(node) if kind_of(node) == "reduce_scatter" else None
+                    read = min((epochs[n] for n in replaced_inputs(node, ranks)), default=epoch)
+                    if read < epoch:
+                        self._alone[len(self.starts)] = self._writes[read]
                 mask |= 1 << len(self.starts)
                 self.starts.append(node)
-            if node in writes:
-                epoch += 1
+            if writes:
+                epochs[node] = epoch
+                epoch += node in writes
             uses[node] = count = len(node.users)
             if count:
                 needs[node] = mask
@@ -143,6 +154,7 @@ class Contraction:
         self._reach, self._settled = self._closure(up, 0)
         self._first = self._last = self._position[index]
         self._open_epoch = self._epoch[index]
+        self._open_alone = self._alone.get(index)
 
     def try_add(self, start: fx.Node, max_span: int | None = None) -> Refusal | None:
         """Let ``start`` join the open bucket, unless that closes a cycle or exceeds the span.
@@ -157,7 +169,7 @@ class Contraction:
             is refused for the dependency.
         """
         index = self._index[start]
-        if self._epoch[index] != self._open_epoch:
+        if self._write_between(index) is not None:
             return "dependency"
         bits, up = self._own(index)
         members = self._open | bits
@@ -176,8 +188,8 @@ class Contraction:
     def why(self, start: fx.Node) -> str:
         """In words, why :meth:`try_add` refused ``start`` for a dependency just now."""
         index = self._index[start]
-        if self._epoch[index] != self._open_epoch:
-            write = self._writes[min(self._epoch[index], self._open_epoch)]
+        write = self._write_between(index)
+        if write is not None:
             return f"{write.name} between them writes to a tensor that others read"
         needed = self._up[index] & self._open
         if needed:
@@ -185,6 +197,12 @@ class Contraction:
         if self._static >> index & 1:
             return f"the bucket needs the result of {start.name}"
         return f"{start.name} and the bucket need each other by way of other buckets"
+
+    def _write_between(self, index: int) -> fx.Node | None:
+        """The write that keeps a start out of the open bucket."""
+        if self._epoch[index] != self._open_epoch:
+            return self._writes[min(self._epoch[index], self._open_epoch)]
+        return self._alone.get(index, self._open_alone)
 
     def close(self) -> None:
         """End the open bucket: from now on its members are one node."""
