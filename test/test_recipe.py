@@ -7,6 +7,7 @@ import torch
 from recipe_ranks import STEPS, quick_starts, small_model, wrapped
 from sharded_models import TwoBlocks, step
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.demo.ranks import run_ranks
@@ -95,6 +96,21 @@ def test_every_kind_of_a_mode_is_bucketed(fake_world, mode, goal):
     for kind, before in report.collectives_before.items():
         assert report.collectives_after[kind] < before / 2
     assert len(report.schedules) == len(report.graphs) == 2
+
+
+def test_what_tensor_parallelism_replicates_is_no_replica(fake_world):
+    """A norm under FSDP and TP: its all-reduce adds up parts, before the gradient is scattered."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.LayerNorm(4))
+    placed = {"0.weight": Shard(1), "1.weight": Replicate(), "1.bias": Replicate()}
+    for name, inner in placed.items():
+        module, leaf = name.split(".")
+        whole = getattr(model[int(module)], leaf)
+        distributed = distribute_tensor(whole.detach(), mesh, [Shard(0), inner])
+        model[int(module)].register_parameter(leaf, torch.nn.Parameter(distributed))
+    for p in teb.recipe(model, units=["0", "1"]):
+        assert not isinstance(p, teb.ReduceScatterFirst)
+        assert "all_reduce" not in getattr(p, "kinds", ())
 
 
 def test_the_units_may_be_given(fake_world):

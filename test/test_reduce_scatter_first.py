@@ -18,7 +18,11 @@ from joint_graphs import Joint, collectives
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
-from torch_ext_bucketing.rewrites.reduce_scatter_first import on_one_grid, reduce_scatter_first
+from torch_ext_bucketing.rewrites.reduce_scatter_first import (
+    is_inside,
+    on_one_grid,
+    reduce_scatter_first,
+)
 
 
 @pytest.fixture
@@ -195,6 +199,23 @@ def test_groups_that_are_no_grid_are_left(joint):
     joint.groups["replicas"] = dist.new_group([0, 3]).group_name
     gm = joint.trace(lambda g: [joint.scatter("w", joint.reduce("w", g))], torch.zeros(4, 2))
     assert "rows and columns of one grid" in reduce_scatter_first(gm.graph).left[0].reason
+
+
+def test_a_group_inside_of_the_shards_is_left(joint):
+    """Sequence parallelism: a norm's gradient is whole only after it is added up there."""
+    joint.groups["replicas"], joint.groups["shards"] = (
+        joint.groups["shards"],
+        joint.groups["replicas"],
+    )
+    gm = joint.trace(lambda g: [joint.scatter("w", joint.reduce("w", g))], torch.zeros(4, 2))
+    before = show(gm)
+    report = reduce_scatter_first(gm.graph)
+    gm.recompile()
+    assert show(gm) == before
+    assert "as tensor parallelism does" in report.left[0].reason
+    assert is_inside([0, 1], [0, 2, 4])
+    assert not is_inside([0, 2, 4], [0, 1])
+    assert not is_inside([3], [1, 3])
 
 
 def test_grids():

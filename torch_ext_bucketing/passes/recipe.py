@@ -113,7 +113,8 @@ def _kinds(model: nn.Module) -> tuple[Kind, ...]:
             "collectives to bucket. Shard it first: data_parallel(model, mesh)"
         )
     placements = [placement for p in parameters for placement in p.placements]
-    replicated = any(placement.is_replicate() for placement in placements)
+    # Replicas come first in a mesh. What is replicated further inside is tensor parallelism's.
+    replicated = any(p.placements[0].is_replicate() for p in parameters)
     # Strided shards (data parallelism on top of tensor parallelism) are no Shard to every torch.
     sharded = not all(placement.is_replicate() for placement in placements)
     has = {"all_gather": sharded, "reduce_scatter": sharded, "all_reduce": replicated}

@@ -31,7 +31,7 @@ from ..graph.writes import written_roots
 from ..reports.rewrites import LeftAlone, ReducedShard, ScatterReport
 from ..tagging.tags import tag_of
 
-__all__ = ["on_one_grid", "reduce_scatter_first"]
+__all__ = ["is_inside", "on_one_grid", "reduce_scatter_first"]
 
 _c10d = torch.ops._c10d_functional
 
@@ -41,7 +41,8 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
 
     Only where both are sums or averages, where nothing but moves and pads with zeros stands between
     them, where nothing else reads what is in between, and where the two groups are the rows and the
-    columns of one grid of ranks. Otherwise they stay, and the report says why.
+    columns of one grid of ranks, the replicas outside. Otherwise they stay, and the report says
+    why.
 
     Args:
         graph: a tagged joint graph, in topological order, which it stays.
@@ -131,6 +132,8 @@ def _why_not(reduce: fx.Node, scatter: fx.Node, cut: Cut | None, written: set[fx
     replicas, shards = (group_by_name(group_name(s)) for s in (reduce, scatter))
     if not on_one_grid(ranks_of(replicas), ranks_of(shards)):
         return "their process groups are not the rows and columns of one grid of ranks"
+    if is_inside(ranks_of(replicas), ranks_of(shards)):
+        return "it adds up inside one rank of the shards, as tensor parallelism does"
     return ""
 
 
@@ -164,6 +167,22 @@ def on_one_grid(replicas: Sequence[int], shards: Sequence[int]) -> bool:
         if rank // stride % len(ranks) != list(ranks).index(rank):
             return False
     return across % (along * len(shards)) == 0 or along % (across * len(replicas)) == 0
+
+
+def is_inside(ranks: Sequence[int], shards: Sequence[int]) -> bool:
+    """Whether a group is an inner dimension of the grid that the shards' group is a dimension of.
+
+    Replicas are outside of the shards in a mesh, tensor parallelism is inside, and its partial
+    gradients (of a norm under sequence parallelism) are added up first, in eager FSDP2 as well::
+
+        shards {0, 2} {1, 3}    inside {0, 1} {2, 3}    all-reduce, then reduce-scatter
+        shards {0, 1} {2, 3}    outside {0, 2} {1, 3}   reduce-scatter, then all-reduce
+
+    Args:
+        ranks: numbers of the ranks in the one group, ascending, two or more of a regular grid.
+        shards: of those in the other.
+    """
+    return len(ranks) > 1 and len(shards) > 1 and ranks[1] - ranks[0] < shards[1] - shards[0]
 
 
 def _swap(graph: fx.Graph, reduce: fx.Node, scatter: fx.Node, cut: Cut) -> None:
