@@ -459,7 +459,7 @@ def _data_parallel(e: Example) -> Any:
         e.model.scale = nn.Parameter(torch.zeros(e.rng.choice(((), (0,), (3,)))))
     names = [n for n, _ in e.model.named_parameters()]
     try:
-        return teb.data_parallel(
+        sharded = teb.data_parallel(
             e.model,
             e.v.junk(lambda: mesh),
             e.v.pick("fully_shard", "hybrid_shard", "replicate"),
@@ -469,6 +469,8 @@ def _data_parallel(e: Example) -> Any:
     except ERRORS:
         assert [n for n, _ in e.model.named_parameters()] == names
         raise
+    with teb.ReduceOnce(sharded):
+        return sharded
 
 
 def _recipe(e: Example) -> Any:

@@ -26,6 +26,7 @@ ELSEWHERE = {
         "init_ring_process_group",
     },
     "set_tag": {"Tag", "tag_of"},
+    "data_parallel": {"ReduceOnce"},
     "schedule": {"Overlap", "CapComputeRun", "PeakMemory", "Policy", "Machine"},
 }
 NOT_CALLED = {"BoundNotKeptWarning", "GraphPass", "H100", "HooksError", "HooksWarning"}

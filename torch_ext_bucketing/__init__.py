@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .plans.manual import manual_plan
     from .plans.order import FSDPParamOrder
     from .plans.plan import BucketPlan
-    from .plans.simple_fsdp import data_parallel
+    from .plans.simple_fsdp import ReduceOnce, data_parallel
     from .reports.compile import CompileReport
     from .reports.graph import GraphReport
     from .reports.schedule import ScheduleReport
@@ -78,6 +78,7 @@ __all__ = [
     "Policy",
     "PrefetchDepth",
     "RankMissingError",
+    "ReduceOnce",
     "ReduceScatterFirst",
     "ReshardAfterForward",
     "RingTopology",
@@ -139,7 +140,7 @@ _HOME = {
     "plans.manual": ("manual_plan",),
     "plans.order": ("FSDPParamOrder",),
     "plans.plan": ("BucketPlan",),
-    "plans.simple_fsdp": ("data_parallel",),
+    "plans.simple_fsdp": ("ReduceOnce", "data_parallel"),
     "reports.compile": ("CompileReport",),
     "reports.graph": ("GraphReport",),
     "reports.schedule": ("ScheduleReport",),

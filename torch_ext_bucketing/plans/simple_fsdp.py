@@ -12,6 +12,7 @@ be bucketed. The arithmetic is that of ``torch.distributed.fsdp.fully_shard`` wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from .._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
 
 __all__ = [
     "Mode",
+    "ReduceOnce",
     "data_parallel",
 ]
 
@@ -136,64 +138,168 @@ class _Unshard(nn.Module):
             rank = mesh.get_local_rank(shard_dim)
             self.local_rows = max(0, min(rows, self.local_rows - rank * rows))
 
+        self.unreduced: torch.Tensor | None = None
+
     def forward(self, sharded: DTensor) -> torch.Tensor:
-        return _Gather.apply(
-            sharded.to_local(),
-            self.shape,
-            self.local_rows,
-            self.shard_size,
-            self.shard_group,
-            self.replica_group,
-            self.param_dtype,
-            self.reduce_dtype,
-        )
+        return _Gather.apply(sharded.to_local(), self.unreduced, self)
+
+    def accumulate(self, sharded: DTensor) -> torch.Tensor:
+        """Let gradients of the full parameter add up in the ``grad`` of a tensor, returned.
+
+        That is a leaf of the parameter's full shape with a single element of memory.
+        """
+        dtype = self.param_dtype or sharded.dtype
+        one = torch.empty((), dtype=self.reduce_dtype or dtype, device=sharded.device)
+        self.unreduced = one.expand(self.shape).requires_grad_()
+        return self.unreduced
+
+    def gather(self, shard: torch.Tensor) -> torch.Tensor:
+        full = shard if self.param_dtype is None else shard.to(self.param_dtype)
+        if self.shard_group is None:
+            return full.view_as(full)
+        rows = -(-self.shape[0] // self.shard_size)
+        full = _pad_rows(full, rows)
+        full = _c10d.all_gather_into_tensor(full.contiguous(), self.shard_size, self.shard_group)
+        full = _c10d.wait_tensor(full)
+        padded = rows * self.shard_size != self.shape[0]
+        return full.narrow(0, 0, self.shape[0]) if padded else full
+
+    def reduce(self, grad: torch.Tensor) -> torch.Tensor:
+        if self.reduce_dtype is not None:
+            grad = grad.to(self.reduce_dtype)
+        if self.shard_group is not None:
+            rows = -(-grad.shape[0] // self.shard_size)
+            grad = _pad_rows(grad, rows * self.shard_size)
+            grad = _c10d.reduce_scatter_tensor(
+                grad.contiguous(), "avg", self.shard_size, self.shard_group
+            )
+            grad = _c10d.wait_tensor(grad)
+        if self.replica_group is not None:
+            grad = _c10d.all_reduce(grad.contiguous(), "avg", self.replica_group)
+            grad = _c10d.wait_tensor(grad)
+        if self.shard_group is not None and self.local_rows != grad.shape[0]:
+            grad = grad.narrow(0, 0, self.local_rows)
+        return grad
 
 
 class _Gather(torch.autograd.Function):
+    """The full parameter; its gradient is reduced, or handed on to ``unreduced`` as it is."""
+
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        shard: torch.Tensor,
-        shape: tuple[int, ...],
-        local_rows: int,
-        shard_size: int,
-        shard_group: str | None,
-        replica_group: str | None,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
+        ctx: Any, shard: torch.Tensor, unreduced: torch.Tensor | None, unshard: _Unshard
     ) -> torch.Tensor:
-        ctx.rows = local_rows
-        ctx.shard_size = shard_size
-        ctx.shard_group = shard_group
-        ctx.replica_group = replica_group
-        ctx.reduce_dtype = reduce_dtype
+        ctx.unshard = unshard
         ctx.dtype = shard.dtype
-        full = shard if param_dtype is None else shard.to(param_dtype)
-        if shard_group is None:
-            return full.view_as(full)
-        rows = -(-shape[0] // shard_size)
-        full = _pad_rows(full, rows)
-        full = _c10d.all_gather_into_tensor(full.contiguous(), shard_size, shard_group)
-        full = _c10d.wait_tensor(full)
-        return full.narrow(0, 0, shape[0]) if rows * shard_size != shape[0] else full
+        ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
+        return unshard.gather(shard)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        if ctx.reduce_dtype is not None:
-            grad = grad.to(ctx.reduce_dtype)
-        if ctx.shard_group is not None:
-            rows = -(-grad.shape[0] // ctx.shard_size)
-            grad = _pad_rows(grad, rows * ctx.shard_size)
-            grad = _c10d.reduce_scatter_tensor(
-                grad.contiguous(), "avg", ctx.shard_size, ctx.shard_group
+        if ctx.unreduced_dtype is not None:
+            return None, grad.to(ctx.unreduced_dtype), None
+        return ctx.unshard.reduce(grad).to(ctx.dtype), None, None
+
+
+class _ReduceLate(torch.autograd.Function):
+    """Zero; the gradient of the shard is what ``total`` reduces to."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, shard: torch.Tensor, total: torch.Tensor, unshard: _Unshard
+    ) -> torch.Tensor:
+        ctx.unshard = unshard
+        ctx.dtype = shard.dtype
+        ctx.save_for_backward(total)
+        return shard.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        (total,) = ctx.saved_tensors
+        return ctx.unshard.reduce(total).to(ctx.dtype), None, None
+
+
+class ReduceOnce:
+    """Reduces the gradients of several backwards once: gradient accumulation without reductions
+    between microbatches, as eager FSDP2 does with ``set_requires_gradient_sync(False)``.
+
+        reduce_once = ReduceOnce(model, backend("aot_eager", recipe(model), model=model))
+        with reduce_once:
+            for batch in microbatches:
+                compiled(batch).backward()
+        optimizer.step()
+
+    Inside of it, gradients of the full parameters add up on every rank, in the dtype in which they
+    are reduced; at its end they are reduced, in the buckets of ``backend``, and added to the
+    parameters' ``grad``. In memory that costs one full gradient of every parameter, in that dtype,
+    on every rank: 4 bytes for each parameter of the whole model with float32. On the network it
+    saves all reductions but one. The reductions overlap with no computation.
+
+    What is run inside is compiled for itself, once. Bits are eager FSDP2's, but where a parameter
+    that is read several times in one forward is reduced in another dtype than it is gathered in:
+    eager adds its uses in the one and its microbatches in the other.
+
+    Args:
+        model: sharded by :func:`data_parallel`.
+        backend: compiles the reductions; None runs them one by one. With buckets it needs
+            ``model=``, by which the parameters are told apart.
+
+    Raises:
+        ValueError: ``model`` is not sharded by :func:`data_parallel`.
+    """
+
+    def __init__(self, model: nn.Module, backend: Callable[..., Any] | None = None) -> None:
+        self._pairs: list[tuple[_Unshard, nn.Parameter]] = []
+        seen: dict[nn.Parameter, _Unshard] = {}
+        self._shared: list[tuple[_Unshard, _Unshard]] = []
+        for module in model.modules():
+            if not isinstance(module, parametrize.ParametrizationList):
+                continue
+            unshard = next((m for m in module if isinstance(m, _Unshard)), None)
+            original = module.original
+            if unshard is None or not isinstance(original, nn.Parameter):
+                continue
+            if original in seen:
+                self._shared.append((unshard, seen[original]))
+            elif original.requires_grad:
+                seen[original] = unshard
+                self._pairs.append((unshard, original))
+        if not self._pairs:
+            raise ValueError(
+                f"{type(model).__name__} has no parameter to train that data_parallel() has "
+                "sharded: call data_parallel(model, mesh) first"
             )
-            grad = _c10d.wait_tensor(grad)
-        if ctx.replica_group is not None:
-            grad = _c10d.all_reduce(grad.contiguous(), "avg", ctx.replica_group)
-            grad = _c10d.wait_tensor(grad)
-        if ctx.shard_group is not None and ctx.rows != grad.shape[0]:
-            grad = grad.narrow(0, 0, ctx.rows)
-        return (grad.to(ctx.dtype), *(None,) * 7)
+        self._unreduced: list[torch.Tensor] = []
+        compiled = torch.compile(_reduce_late, backend=backend, fullgraph=True) if backend else None
+        self._reduce = compiled or _reduce_late
+
+    def __enter__(self) -> ReduceOnce:
+        if self._unreduced:
+            raise RuntimeError("this ReduceOnce is entered already: leave it before entering again")
+        self._unreduced = [unshard.accumulate(param) for unshard, param in self._pairs]
+        for unshard, first in self._shared:
+            unshard.unreduced = first.unreduced
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        totals = [leaf.grad for leaf in self._unreduced]
+        self._unreduced = []
+        for unshard, _first in (*self._pairs, *self._shared):
+            unshard.unreduced = None
+        if kind is not None:  # a step that failed leaves no gradients behind
+            return
+        used = [(u, p, t) for (u, p), t in zip(self._pairs, totals, strict=True) if t is not None]
+        if used:
+            units, shards, sums = (list(part) for part in zip(*used, strict=True))
+            del used, totals
+            self._reduce(units, shards, sums).backward()
+
+
+def _reduce_late(
+    units: list[_Unshard], shards: list[DTensor], totals: list[torch.Tensor]
+) -> torch.Tensor:
+    parts = zip(units, shards, totals, strict=True)
+    return torch.stack([_ReduceLate.apply(s.to_local(), t, u) for u, s, t in parts]).sum()
 
 
 def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -1,0 +1,131 @@
+"""Gradient accumulation without reductions between microbatches."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import torch_ext_bucketing as teb
+
+UNITS = ["blocks.0", "blocks.1", ""]
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Tied(nn.Module):
+    """Two blocks, a head tied to the first one, and a linear that nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 6)
+        self.head.weight = self.blocks[0].weight
+        self.spare = nn.Linear(3, 3)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.normal_(generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.sigmoid(block(x))
+        return self.head(x).float().square().mean()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 6, generator=generator).to(BF16) for _ in range(3)]
+
+
+def compiled(model):
+    torch._dynamo.reset()
+    b = teb.backend("aot_eager", teb.recipe(model, units=UNITS), model=model)
+    return b, torch.compile(model, backend=b, fullgraph=True)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    teb.init_ring_process_group(0, 1, store=store, timeout=timedelta(seconds=30))
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reduce_dtype", [BF16, FP32])
+def test_gradients_are_those_of_fsdp2_without_sync(one_rank, reduce_dtype):
+    eager = Tied()
+    if reduce_dtype is FP32:  # see ReduceOnce: uses in one dtype, microbatches in the other
+        eager.head.weight = nn.Parameter(eager.head.weight.detach().clone())
+    model = teb.data_parallel(_copy(eager), one_rank, param_dtype=BF16, reduce_dtype=reduce_dtype)
+    policy = MixedPrecisionPolicy(BF16, reduce_dtype, cast_forward_inputs=False)
+    fully_shard(eager, mesh=one_rank, mp_policy=policy)
+    for i, x in enumerate(batches()):
+        eager.set_requires_gradient_sync(i == 2)
+        eager(x).backward()
+    b, run = compiled(model)
+    with teb.ReduceOnce(model, b):
+        for x in batches():
+            run(x).backward()
+    for (name, one), other in zip(eager.named_parameters(), model.parameters(), strict=True):
+        if one.grad is None:
+            assert other.grad is None, name
+        else:
+            assert torch.equal(one.grad.to_local(), other.grad.to_local()), name
+
+
+def _copy(model):
+    other = Tied()
+    if model.head.weight is not model.blocks[0].weight:
+        other.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return other
+
+
+def test_nothing_is_reduced_but_at_the_end_and_in_buckets(fake_world):
+    mesh = init_device_mesh("cpu", (fake_world,))
+    model = teb.data_parallel(Tied(), mesh, param_dtype=BF16, reduce_dtype=FP32)
+    b, run = compiled(model)
+    once = teb.ReduceOnce(model, b)
+    for _ in range(2):
+        with once:
+            for x in batches():
+                run(x).backward()
+            assert all(p.grad is None for p in model.parameters())
+        unused = [name for name, p in model.named_parameters() if p.grad is None]
+        assert unused
+        assert all(name.startswith("spare.") for name in unused)
+        model.zero_grad()
+    inside, late = b.reports  # compiled once, whatever is repeated
+    assert inside.collectives_after == {"all_gather": 4}
+    assert late.collectives_before == {"reduce_scatter": 5}
+    assert late.collectives_after == {"reduce_scatter": 3}
+    run(batches()[0]).backward()
+    assert b.last_report().collectives_after == {"all_gather": 4, "reduce_scatter": 3}
+
+
+def test_a_step_that_fails_leaves_no_gradients(fake_world):
+    mesh = init_device_mesh("cpu", (fake_world,))
+    model = teb.data_parallel(Tied(), mesh)
+    once = teb.ReduceOnce(model)
+    with pytest.raises(RuntimeError, match="entered already"), once, once:
+        pass
+
+    def failing():
+        with once:
+            model(torch.zeros(2, 6)).backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    with once:
+        pass
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_it_needs_a_model_that_is_sharded_here():
+    with pytest.raises(ValueError, match="data_parallel"):
+        teb.ReduceOnce(Tied())
