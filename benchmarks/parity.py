@@ -4,6 +4,7 @@
     python benchmarks/parity.py --models llama --backends aot_eager --parallelism fsdp
     python benchmarks/parity.py --only 'moe/4x2/*/hsdp/*' --json moe.json
     python benchmarks/parity.py --virtual-ranks 64,128,256
+    python benchmarks/parity.py --rows 'torchtitan/*' --json torchtitan.json
 
 Reductions add in the order of NCCL's rings over the simulated nodes (``torch_ext_bucketing.ring``).
 Every cell runs the compiled step with buckets in FSDP2's payload order, and as a control in graph
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import parity_cells as cells_
 from benchmarks.parity_cells import Cell, CellReport, CellResult, RunReport, select
+from benchmarks.parity_rows import RowResult, render_rows, run_table
 from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
 from torch_ext_bucketing.demo.results import whole_digest
 from torch_ext_bucketing.demo.table import columns
@@ -47,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = " ".join(["benchmarks/parity.py", *(sys.argv[1:] if argv is None else argv)])
     if args.virtual_ranks:
         return virtual(args, command)
+    if args.rows:
+        return rows(args, command)
     cells = select(
         args.models, args.topologies, args.backends, args.parallelism, args.reduce_dtype, args.only
     )
@@ -139,6 +143,32 @@ def virtual(args: argparse.Namespace, command: str) -> int:
         )
     print(f"{_title(header)}\n\n{columns(rows)}")
     return 0 if all(result.passed for result in results) else 1
+
+
+def rows(args: argparse.Namespace, command: str) -> int:
+    """``--rows``; returns the exit status."""
+    results: list[RowResult] = []
+    errors: list[str] = []
+    start = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+    for outcome in run_table(args.rows, args.steps, args.timeout, say):
+        if isinstance(outcome, str):
+            errors.append(outcome)
+            continue
+        outcome.date = _now()
+        results.append(outcome)
+        _save(args.json, [r.as_dict() for r in results])
+    if not results and not errors:
+        print(f"parity.py: no row is named like {args.rows!r}", file=sys.stderr)
+        return 2
+    header = _header(args, command)
+    versions = ", ".join(dict.fromkeys(r.torch for r in results))
+    title = f"{header['date']}, torch {versions}, Python {header['python']}\ncommand: {command}"
+    print("\n".join([title, "", render_rows(results), *errors]))
+    return 1 if errors or any(r.problems for r in results) else 0
 
 
 def run_topology(
@@ -410,6 +440,11 @@ def _parser() -> argparse.ArgumentParser:
         type=_virtual_ranks,
         metavar="LIST",
         help="instead: simulate so many ranks, such as 64,128,256, in this process",
+    )
+    parser.add_argument(
+        "--rows",
+        metavar="PATTERN",
+        help="instead: what people train, where the row's name matches, such as 'torchtitan/*'",
     )
     parser.add_argument("--timeout", type=float, default=7200.0, metavar="S", help="for all cells")
     parser.add_argument("--verbose", action="store_true", help="name every run when it starts")
