@@ -36,6 +36,7 @@ from .errors import (
     EditedFileError,
     HooksError,
     NotAppliedError,
+    PatchDoesNotApplyError,
     UnsupportedTorchError,
     WriteError,
 )
@@ -86,7 +87,7 @@ def status(torch_dir: str | Path | None = None) -> InstallStatus:
     _wait_for_others(tree)
     journal = _current(tree)
     if journal is None or journal.phase == "staging":
-        if has_hook_entries(tree.read(CONFIG_PATH) or b""):
+        if _is_native(tree):
             return InstallStatus("native", f"{where} has the hooks natively; nothing to do.")
         return InstallStatus("not applied", f"{where} is not patched.")
     edited, done = _survey(tree, journal)
@@ -137,12 +138,18 @@ def apply(torch_dir: str | Path | None = None) -> str:
     """
     tree = find_torch(torch_dir)
     where = f"torch {tree.version} in {tree.torch_dir}"
+    refusal = None
     if _current(tree) is None:
-        # Before anything is created: refuse what can be refused by looking.
-        if has_hook_entries(tree.read(CONFIG_PATH) or b""):
+        # Refuse what can be refused by looking, with no need to write.
+        if _is_native(tree):
             return f"{where} has the hooks natively; nothing to do."
-        tree.apply(choose_series(tree.version))
-    with _locked(tree, create=True):
+        series = choose_series(tree.version)
+        try:
+            tree.apply(series)
+        except PatchDoesNotApplyError as error:
+            # Or another command began since we looked for its journal: the lock will tell.
+            refusal = error
+    with _locked(tree, create=True, refusal=refusal):
         journal = _current(tree)
         if journal is not None and journal.phase == "reverting":
             _switch(tree, journal, "before")
@@ -203,12 +210,16 @@ def revert(torch_dir: str | Path | None = None) -> str:
 
 
 def _nothing_to_revert(tree: TorchTree) -> str:
-    native = has_hook_entries(tree.read(CONFIG_PATH) or b"")
-    why = "has the hooks natively" if native else "is not patched"
+    why = "has the hooks natively" if _is_native(tree) else "is not patched"
     return f"torch {tree.version} in {tree.torch_dir} {why}; nothing to revert."
 
 
 # ---------------------------------------------------------------- looking
+
+
+def _is_native(tree: TorchTree) -> bool:
+    """Whether torch has the hooks and not from us: another command may have begun meanwhile."""
+    return has_hook_entries(tree.read(CONFIG_PATH) or b"") and _current(tree) is None
 
 
 def _current(tree: TorchTree) -> Journal | None:
@@ -262,12 +273,12 @@ def _check_compiles(change: FileChange) -> None:
 
 
 @contextlib.contextmanager
-def _locked(tree: TorchTree, *, create: bool) -> Iterator[None]:
+def _locked(tree: TorchTree, *, create: bool, refusal: HooksError | None = None) -> Iterator[None]:
     """Hold the state directory's lock; an empty state directory is removed at the end.
 
     Raises:
         BusyError: another command holds it for more than ``LOCK_TIMEOUT_S``.
-        WriteError: it can't be created or locked.
+        WriteError: it can't be created or locked; or ``refusal``, if there is one.
     """
     import fcntl
 
@@ -279,14 +290,16 @@ def _locked(tree: TorchTree, *, create: bool) -> Iterator[None]:
             if create:
                 state.mkdir(exist_ok=True)
             fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:
+        except (FileNotFoundError, FileExistsError) as error:
             if not create:  # somebody has just reverted
                 raise NotAppliedError(_nothing_to_revert(tree)) from None
+            if state.is_file():
+                raise refusal or _refused(error) from error
             if time.monotonic() > deadline:
                 raise BusyError(f"{state} keeps vanishing; try again later.") from None
-            continue  # removed between the two calls
+            continue  # removed between the two calls, or inside mkdir
         except OSError as error:
-            raise _refused(error) from error
+            raise refusal or _refused(error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The holder before us may have removed the file we have locked.
@@ -301,7 +314,7 @@ def _locked(tree: TorchTree, *, create: bool) -> Iterator[None]:
             time.sleep(0.05)
         except OSError as error:
             os.close(fd)
-            raise _refused(error) from error
+            raise refusal or _refused(error) from error
         os.close(fd)
     try:
         yield
