@@ -60,6 +60,7 @@ def _wait_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
     return left
 
 
+@pytest.mark.once
 def test_ranks_return_results_by_rank_and_messages_arrive():
     said: list[tuple[int, str]] = []
     results = run_ranks(
@@ -69,6 +70,7 @@ def test_ranks_return_results_by_rank_and_messages_arrive():
     assert sorted(said) == [(r, f"hello from {r}") for r in range(3)]
 
 
+@pytest.mark.once
 def test_a_rank_that_raises_ends_all_with_its_traceback():
     with pytest.raises(RankError) as caught:
         run_ranks(raise_on_last, 3, timeout_s=60)
@@ -79,6 +81,7 @@ def test_a_rank_that_raises_ends_all_with_its_traceback():
     assert "in raise_on_last" in str(caught.value)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -98,6 +101,7 @@ def test_a_rank_that_dies_ends_all(how, text):
     assert not _wait_gone(pids, 1.0)
 
 
+@pytest.mark.once
 def test_the_time_limit_shows_where_ranks_hang_and_leaves_nothing():
     pids: list[int] = []
     with pytest.raises(RanksTimedOut) as caught:
@@ -108,6 +112,7 @@ def test_the_time_limit_shows_where_ranks_hang_and_leaves_nothing():
     assert not _wait_gone(pids, 1.0)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("how", "hang"),
     [
@@ -146,6 +151,7 @@ def test_ranks_end_with_their_parent(tmp_path, how, hang):
     assert not _wait_gone(pids)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("size", "limit", "name"), [(0, 1, "world_size"), (1, 0, "timeout_s")])
 def test_ranks_arguments_are_checked(size, limit, name):
     with pytest.raises(ValueError, match=name):
@@ -294,6 +300,7 @@ def test_bad_options_are_usage_errors_before_any_rank_starts(options, says, monk
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.once
 def test_a_bad_option_costs_no_import_of_torch():
     done = _demo("--dim", "100", interpreter=("-X", "importtime"))
     assert done.returncode == 2
@@ -323,7 +330,11 @@ _SMALL = ("--dim", "64", "--layers", "1")
 
 
 @pytest.mark.parametrize(
-    ("ranks", "reduce_dtype"), [(2, "fp32"), pytest.param(4, "bf16", marks=pytest.mark.slow)]
+    ("ranks", "reduce_dtype"),
+    [
+        pytest.param(2, "fp32", marks=pytest.mark.once),
+        pytest.param(4, "bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_the_demo_matches_eager_bit_for_bit(tmp_path, ranks, reduce_dtype):
     path = tmp_path / "demo.json"
@@ -344,7 +355,10 @@ def test_the_demo_matches_eager_bit_for_bit(tmp_path, ranks, reduce_dtype):
         assert "a + b is b + a" in done.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(2, marks=pytest.mark.once), pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_the_demo_under_inductor_proves_layout_and_reproducibility(tmp_path, ranks):
     path = tmp_path / "demo.json"
     done = _demo(

@@ -175,8 +175,13 @@ runpy.run_path(test, run_name="__main__")
 """
 
 
+LAST = COMMITS[series_folder().name]
+
+
 @needs_unpatched_torch
-@pytest.mark.parametrize("number", range(1, COMMITS[series_folder().name] + 1))
+@pytest.mark.parametrize(
+    "number", [*(pytest.param(n, marks=pytest.mark.slow) for n in range(1, LAST)), LAST]
+)
 def test_each_commit_imports_and_passes_its_tests(repository: Path, number: int):
     torch = LinkedTorch(repository.parent / f"torch-{number}", repository, f"commit-{number}")
     modules = [p.removesuffix(".py").replace("/", ".") for p in touched(series_folder())]
@@ -198,6 +203,7 @@ def test_each_commit_imports_and_passes_its_tests(repository: Path, number: int)
     assert "skipped" not in done.stderr
 
 
+@pytest.mark.once
 def test_tests_pass_with_the_hooks_in_memory(tmp_path: Path):
     """The tests of the series again, on what importing this package makes of torch."""
     assert hooks_status().state != "none"

@@ -58,6 +58,7 @@ def package_with(tmp_path: Path, minor: str = MINOR, **files: tuple[str | None, 
     return folder
 
 
+@pytest.mark.once
 def test_nothing_of_torch_is_imported_and_it_is_cheap(small: Path) -> None:
     out = run_python(
         """
@@ -222,6 +223,7 @@ def test_live_and_served_registries_are_the_same(small: Path) -> None:
     assert live.count("\n") > 500
 
 
+@pytest.mark.once
 def test_other_threads_and_contexts_see_the_entries(small: Path) -> None:
     run_python(
         """
@@ -240,6 +242,7 @@ def test_other_threads_and_contexts_see_the_entries(small: Path) -> None:
     )
 
 
+@pytest.mark.once
 def test_imports_from_several_threads(small: Path) -> None:
     run_python(
         """
@@ -285,6 +288,7 @@ def test_too_early_is_an_error_that_changes_nothing(small: Path) -> None:
     )
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -336,6 +340,7 @@ def test_what_cannot_be_done_live_is_refused(tmp_path: Path, change: dict, messa
     assert "Import torch_ext_bucketing before it" in out
 
 
+@pytest.mark.once
 def test_a_series_that_does_not_fit_warns_once_and_names_the_hunks(tmp_path: Path) -> None:
     folder = copy_package(tmp_path)
     old = (TORCH_DIR.parent / BUCKETING).read_text()
@@ -371,6 +376,7 @@ def test_a_series_that_does_not_fit_warns_once_and_names_the_hunks(tmp_path: Pat
     )
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("minor", "state", "reason"),
     [("1.99", "in memory", ""), ("9.0", "none", "too old: the patch needs torch 9.0")],
@@ -393,6 +399,7 @@ def test_the_newest_series_that_is_not_newer_is_tried(
     assert reason in out
 
 
+@pytest.mark.once
 def test_without_torch(small: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.machinery as m\nfind = m.PathFinder.find_spec\n"

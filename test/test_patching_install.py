@@ -111,6 +111,7 @@ def text(torch_dir: Path, path: str) -> str:
     return (torch_dir.parent / path).read_text()
 
 
+@pytest.mark.once
 def test_apply_twice_and_revert_twice(torch_dir: Path, edited: dict[str, str], capsys) -> None:
     original = snapshot(torch_dir)
     where = ["--torch-dir", str(torch_dir)]
@@ -136,6 +137,7 @@ def test_apply_twice_and_revert_twice(torch_dir: Path, edited: dict[str, str], c
     assert main(["patch", "revert", *where]) == 1
 
 
+@pytest.mark.once
 def test_checkout_gets_the_test_files_too(torch_dir: Path, edited: dict[str, str]) -> None:
     root = torch_dir.parent
     (root / "version.txt").write_text(f"{MINOR}.0a0\n")
@@ -149,6 +151,7 @@ def test_checkout_gets_the_test_files_too(torch_dir: Path, edited: dict[str, str
     assert snapshot(root) == original
 
 
+@pytest.mark.once
 def test_links_keep_what_they_share(
     torch_dir: Path, edited: dict[str, str], tmp_path: Path
 ) -> None:
@@ -166,6 +169,7 @@ def test_links_keep_what_they_share(
     assert (torch_dir.parent / FSDP).is_symlink()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", TOUCHED)
 def test_edited_after_apply(torch_dir: Path, edited: dict[str, str], path: str) -> None:
     install.apply(torch_dir)
@@ -182,6 +186,7 @@ def test_edited_after_apply(torch_dir: Path, edited: dict[str, str], path: str) 
     assert state(torch_dir) == "not applied"
 
 
+@pytest.mark.once
 def test_edited_before_apply(torch_dir: Path, edited: dict[str, str], capsys) -> None:
     target = torch_dir.parent / CONFIG
     target.write_text(
@@ -197,6 +202,7 @@ def test_edited_before_apply(torch_dir: Path, edited: dict[str, str], capsys) ->
     assert "error: 1 hunk(s) of the torch patch do not fit" in capsys.readouterr().err
 
 
+@pytest.mark.once
 def test_missing_file_unknown_torch_and_no_torch(
     torch_dir: Path, edited: dict[str, str], tmp_path: Path
 ) -> None:
@@ -214,6 +220,7 @@ def test_missing_file_unknown_torch_and_no_torch(
     assert not (torch_dir / STATE_DIR).exists()
 
 
+@pytest.mark.once
 def test_native(torch_dir: Path, edited: dict[str, str]) -> None:
     for path in TOUCHED:
         (torch_dir.parent / path).write_text(edited[path])
@@ -253,6 +260,7 @@ class Fault:
         return call
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["apply", "revert"])
 @pytest.mark.parametrize("code", [28, 13], ids=["disk-full", "permission"])
 def test_refused_by_the_system_at_every_operation(
@@ -414,6 +422,7 @@ def in_child(function) -> str:
     return said
 
 
+@pytest.mark.once
 def test_the_disk_is_full_in_the_middle_of_a_file(torch_dir: Path, edited: dict[str, str]) -> None:
     """A real write of a part of the bytes: no file may grow beyond a limit, as on a full disk."""
     original = snapshot(torch_dir)
@@ -444,6 +453,7 @@ def test_the_disk_is_full_in_the_middle_of_a_file(torch_dir: Path, edited: dict[
     assert snapshot(torch_dir) == original
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("where", ["torch", "torch/_inductor", "torch/_inductor/fx_passes"])
 def test_directories_that_one_may_only_read(
     torch_dir: Path, edited: dict[str, str], where: str
@@ -541,6 +551,7 @@ def test_processes_that_race_and_are_killed(tiny) -> None:
     assert snapshot(torch_dir) == pristine
 
 
+@pytest.mark.once
 def test_read_only_directory(torch_dir: Path, edited: dict[str, str]) -> None:
     folder = torch_dir / "_inductor" / "fx_passes"
     if (
@@ -564,6 +575,7 @@ def test_read_only_directory(torch_dir: Path, edited: dict[str, str]) -> None:
         os.chmod(folder, 0o755)
 
 
+@pytest.mark.once
 def test_two_at_once(
     torch_dir: Path, edited: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -589,6 +601,7 @@ def test_two_at_once(
         assert not (torch_dir / STATE_DIR).exists()
 
 
+@pytest.mark.once
 def test_torch_installed_again(torch_dir: Path, edited: dict[str, str], tmp_path: Path) -> None:
     original = tmp_path / "original"
     shutil.copytree(torch_dir, original)
@@ -610,6 +623,7 @@ def test_torch_installed_again(torch_dir: Path, edited: dict[str, str], tmp_path
     assert text(torch_dir, CONFIG).startswith("# newer\n")
 
 
+@pytest.mark.once
 def test_another_edition_of_the_series(
     torch_dir: Path, edited: dict[str, str], tmp_path: Path
 ) -> None:
@@ -624,6 +638,7 @@ def test_another_edition_of_the_series(
     install.revert(torch_dir)
 
 
+@pytest.mark.once
 def test_no_old_bytecode_survives(tmp_path: Path, edited: dict[str, str], torch_dir: Path) -> None:
     """Same size and same second, which is all that Python looks at; and an unchecked .pyc."""
     config = torch_dir.parent / CONFIG
@@ -721,18 +736,38 @@ def test_a_real_torch_imports_at_every_stage(real_torch: Path) -> None:
     assert {p: p.read_bytes() for p in sorted(real_torch.glob("_inductor/**/*.py"))} == original
 
 
-def test_every_prefix_of_the_real_series_imports(real_torch: Path) -> None:
+# Forks a child for each file to come, as importing torch takes longer than what is asked here.
+EACH_PREFIX = """
+import os, sys
+sys.path.insert(0, {folder!r})
+import sympy, torch
+from pathlib import Path
+assert not any(name.startswith("torch._inductor") for name in sys.modules)
+for path, after in {files!r}:
+    Path(path).write_bytes(Path(after).read_bytes())
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        exec({imports!r})
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, path
+"""
+
+
+def test_every_prefix_of_the_real_series_imports(real_torch: Path, tmp_path: Path) -> None:
     """A kill leaves some first files of the order patched; all such torches import, in one process."""
     tree = series.find_torch(real_torch)
     changes = in_import_order(tree.apply(series.choose_series(tree.version)))
     assert changes[0].path == CONFIG
-    code = "\n".join(
-        ["import sys", "from pathlib import Path", IMPORTS.format(torch=str(real_torch))]
-    )
+    files = []
+    for number, change in enumerate(changes[:-1]):
+        (tmp_path / str(number)).write_bytes(change.after)
+        files.append((str(tree.path(change.path)), str(tmp_path / str(number))))
+    imports = IMPORTS.format(torch=str(real_torch))
+    code = EACH_PREFIX.format(folder=str(real_torch.parent), files=files, imports=imports)
     try:
-        for change in changes[:-1]:
-            tree.path(change.path).write_bytes(change.after)
-            assert run_python(code, real_torch.parent).stdout == "True\n", change.path
+        assert run_python(code, real_torch.parent).stdout == "True\n" * len(files)
     finally:
         for change in changes:
             tree.path(change.path).write_bytes(change.before)
