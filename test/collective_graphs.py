@@ -86,11 +86,13 @@ def run_all_ranks(
 ) -> list[list[torch.Tensor]]:
     """Run one graph on every rank of the world in lockstep; ``inputs[rank]`` are its placeholders.
 
-    All groups are taken to span the world. Reductions add in rank order.
+    All groups are taken to span the world. Reductions add in rank order. Gathers and
+    reduce-scatters read their input from the start to the wait: it must not change in between.
     """
     world = len(inputs)
     env: list[dict[fx.Node, Any]] = [{} for _ in range(world)]
     feeds = [iter(i) for i in inputs]
+    in_flight: dict[fx.Node, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             for rank in range(world):
@@ -106,7 +108,13 @@ def run_all_ranks(
         if node.op == "output":
             return [list(a[0]) for a in args]
         assert node.op == "call_function", node.format_node()
+        for read, was in (in_flight.pop(n, ((), ())) for n in node.args if isinstance(n, fx.Node)):
+            same = all(torch.equal(r, w) for r, w in zip(read, was, strict=True))
+            assert same, f"{node.args[0]}: its input was written to before {node}"
         kind = STARTS.get(node.target)
+        # What has an output buffer reads its input from that.
+        if kind in ("all_gather", "reduce_scatter") and "out" not in node.kwargs:
+            in_flight[node] = ([a[0] for a in args], [a[0].clone() for a in args])
         if kind is None:
             results = [node.target(*a, **k) for a, k in zip(args, kwargs, strict=True)]
         elif kind == "all_gather":

@@ -20,6 +20,7 @@ from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.liveness import Liveness
 from torch_ext_bucketing.scheduling.list_schedule import Options, list_schedule
 from torch_ext_bucketing.scheduling.model import model_of
+from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound
 
 _aten = torch.ops.aten
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
@@ -95,6 +96,31 @@ def test_the_tensor_whose_size_is_checked_comes_after_the_check():
     dependencies = Dependencies(gm.graph)
     assert check in needed(dependencies, late)
     assert check not in needed(dependencies, apart)
+
+
+def test_a_write_stays_behind_the_wait_of_what_reads_the_tensor():
+    """A collective reads its input until it ends. Where the graph writes sooner, it may."""
+    b = Builder()
+    p, q = b.leaf(8, torch.float32), b.leaf(8, torch.float32)
+    part = b.collective("all_gather", p, "0")
+    wait = part.all_input_nodes[0]
+    view = b.call(_aten.view.default, (p, [8]), 8, torch.float32)
+    write = b.write(view, q)
+    late = b.call(
+        torch.ops._c10d_functional.all_gather_into_tensor.default, (q, 2, "0"), 16, torch.float32
+    )
+    early_write = b.write(q, p)
+    late_wait = b.call(torch.ops._c10d_functional.wait_tensor.default, (late,), 16, torch.float32)
+    b.finish([part, late_wait])
+    dependencies = Dependencies(b.graph)
+    assert {wait, wait.all_input_nodes[0]} <= needed(dependencies, write)
+    assert late in needed(dependencies, early_write)
+    assert late_wait not in needed(dependencies, early_write)
+    model = model_of(b.graph)
+    at = dependencies.index
+    assert not model.needs_end(at[late], at[early_write])
+    assert model.needs_end(at[late], at[late_wait])
+    assert lower_bound(model) <= Timeline.of(model).step_ms
 
 
 def test_a_number_that_is_an_input_does_not_hold_up_its_users():

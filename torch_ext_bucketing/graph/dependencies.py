@@ -2,7 +2,11 @@
 
 A node depends on its inputs. Besides, these keep their order whatever the edges say:
 
-- a write to a tensor, and everything that touches the tensor before or after it (:mod:`.writes`);
+- a write to a tensor, and everything that touches the tensor before or after it (:mod:`.writes`); a
+  collective reads its input until it is waited for::
+
+      start(p) -> wait        copy_(p, new)        copy_ stays behind wait, not behind start alone
+
 - operators that draw random numbers from the generator's state, among themselves;
 - an assertion on a size or another number, and what uses that number, or the tensor whose size it
   is, after the assertion: what stood behind the check must not run unchecked;
@@ -30,6 +34,7 @@ from .collectives import (
     is_collective,
     is_number,
     is_view,
+    is_wait,
     kind_of,
 )
 from .writes import aliases_of, unordered_writes, written_values
@@ -139,6 +144,9 @@ class Dependencies(Precedence):
                             needs[at][other] = None
                         elif other is not None and other > at:
                             needs[other][at] = None
+                        if is_collective(node):
+                            waits = (self.index[w] for w in node.users if is_wait(w))
+                            needs[at].update(dict.fromkeys(w for w in waits if w < at))
 
     def _order_assertions(self, needs: list[dict[int, None]]) -> None:
         for i, node in enumerate(self.nodes):

@@ -97,3 +97,11 @@ class Model:
         """Whether the two are starts: then ``after`` needs ``before`` for the launch order alone,
         and not its end."""
         return self.group[before] is not None and self.group[after] is not None
+
+    def needs_end(self, before: int, after: int) -> bool:
+        """Whether ``after``, which needs ``before``, can't begin before it has ended: not where
+        ``before`` is a start that ``after`` does not wait for, such as a write to its input."""
+        if self.group[before] is None:
+            return True
+        start = self.start_of[after]
+        return start == before if start >= 0 else self.view[after]

@@ -101,8 +101,7 @@ def lower_bound(model: Model) -> float:
     done = [0.0] * len(model)
     streams: dict[str, float] = {}
     for i, needs in enumerate(model.dependencies.needs):
-        # Starts that only keep their order need not wait for each other's end.
-        ahead = [done[j] for j in needs if not model.only_ordered(j, i)]
+        ahead = [done[j] for j in needs if model.needs_end(j, i)]
         done[i] = model.ms[i] + max(ahead, default=0.0)
         name = model.group[i] or ""
         streams[name] = streams.get(name, 0.0) + model.ms[i]
