@@ -3,7 +3,8 @@
 Ranks meet in a process group in the order in which they launch, and a bucket's bytes mean what
 their sender packed. So compared are, per group, the collectives in the order of the graph after
 bucketing and scheduling, each with what makes its bytes: kind, reduce op, dtype, and its members
-with their parameters, byte offsets and sizes.
+with their parameters, byte offsets and sizes. So is what the order was planned with: ranks with
+other times may launch alike today, and differently with the next change of the model.
 
 What may rightly differ between ranks is left out: names of nodes, the sizes of collectives that
 serve no parameter (an all-to-all of tokens, a batch of varying length), and sends and receives. A
@@ -124,29 +125,35 @@ class GraphLaunches:
     Args:
         stage: ``"forward"``, ``"backward"``, ``"inference"`` or ``"joint"``.
         groups: those of each process group, in the order of their first collectives.
+        basis: the times and the size hints that the order was planned with, in short; empty where
+            nothing was planned.
     """
 
     stage: str
     groups: tuple[GroupLaunches, ...]
+    basis: str = ""
 
     def encode(self) -> str:
         """As a short text without spaces or quotes, to travel in a graph."""
-        content = [self.stage, [[g.group, g.to_json()] for g in self.groups]]
+        content = [self.stage, [[g.group, g.to_json()] for g in self.groups], self.basis]
         packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
         return base64.urlsafe_b64encode(packed).decode()
 
     @classmethod
     def decode(cls, text: str) -> GraphLaunches:
         """The reverse of :meth:`encode`."""
-        stage, groups = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
-        return cls(stage, tuple(GroupLaunches.from_json(name, content) for name, content in groups))
+        stage, groups, basis = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
+        launches = (GroupLaunches.from_json(name, content) for name, content in groups)
+        return cls(stage, tuple(launches), basis)
 
     def digest(self) -> str:
         """SHA-256 (hex) of all of it."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
-def launches_of(graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = ()) -> GraphLaunches:
+def launches_of(
+    graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = (), basis: str = ""
+) -> GraphLaunches:
     """What a graph launches as it stands.
 
     Args:
@@ -154,6 +161,7 @@ def launches_of(graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = (
         stage: see :class:`GraphLaunches`.
         buckets: what merged them knows of the buckets, found by the names of their nodes. Buckets
             that are not among these have their members' names alone.
+        basis: see :class:`GraphLaunches`.
     """
     known = {bucket.node: bucket for bucket in buckets}
     groups: dict[str, list[Launch]] = {}
@@ -162,7 +170,7 @@ def launches_of(graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = (
         if group is not None and _op_name(node) not in _POINT_TO_POINT:
             groups.setdefault(group, []).append(_launch_of(node, known))
     return GraphLaunches(
-        stage, tuple(GroupLaunches(g, tuple(found)) for g, found in groups.items())
+        stage, tuple(GroupLaunches(g, tuple(found)) for g, found in groups.items()), basis
     )
 
 

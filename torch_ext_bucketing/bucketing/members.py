@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from .._torch.symbols import depends_on_data
 from ..graph.collectives import group_size, is_wait, kind_of
 from ..tagging.tags import is_bucket
 
@@ -34,6 +35,8 @@ def unmergeable(start: fx.Node) -> str:
     value = start.all_input_nodes[0].meta.get("val")
     if not isinstance(value, torch.Tensor):
         return "the shape of its input is unknown (no meta['val'])"
+    if any(map(depends_on_data, (*value.shape, *result.shape))):
+        return "its size depends on data"
     kind = kind_of(start)
     if kind != "all_reduce" and not value.ndim:
         return "its input has no dimension"

@@ -14,9 +14,9 @@ from typing import Any
 import torch.fx as fx
 
 from .._torch import aot as _aot
-from .._torch.estimates import size_hint
 from .collectives import is_collective, is_number, is_view, started_by, tensors_in
 from .dependencies import Dependencies
+from .size_hints import SizeHints
 from .uneven import shard_side
 from .writes import written_values
 
@@ -82,6 +82,7 @@ class Liveness(Storages):
         graph: with fake tensors in ``meta["val"]``; values without one count nothing.
         dependencies: of the same graph.
         donated: whether an input is freed at its last use; None: :func:`donated_by_autograd`.
+        hints: numbers for sizes that depend on data.
 
     Attributes:
         size: of shards that are not everywhere as large, see :mod:`.graph.uneven`.
@@ -93,7 +94,9 @@ class Liveness(Storages):
         graph: fx.Graph,
         dependencies: Dependencies,
         donated: Callable[[fx.Node], bool] | None = None,
+        hints: SizeHints | None = None,
     ) -> None:
+        self._hint = hints = hints or SizeHints()
         donated = donated or donated_by_autograd(graph)
         self.size: list[int] = []
         self.allocates: list[tuple[int, ...]] = []
@@ -102,7 +105,7 @@ class Liveness(Storages):
         self._ids: dict[Any, int] = {}
         self._of_node: dict[fx.Node, tuple[int, ...]] = {}
         self.kept: dict[int, None] = {}
-        self.shard_side = shard_side(graph)
+        self.shard_side = shard_side(graph, hints)
         seen: dict[int, None] = {}
         for node in graph.nodes:
             if node.op == "output":
@@ -148,7 +151,7 @@ class Liveness(Storages):
                 if node in self.shard_side.nodes:
                     nbytes = self.shard_side.elements.get(node, 0) * value.itemsize
                 else:
-                    nbytes = size_hint(storage.nbytes(), "the estimate of live memory")
+                    nbytes = self._hint(storage.nbytes())
                 self.size.append(nbytes)
             found[at] = None
         return tuple(found)

@@ -10,6 +10,8 @@ import operator
 import torch
 import torch.fx as fx
 
+from .._torch.symbols import same_shape
+
 __all__ = [
     "CONSTANTS",
     "SCALES",
@@ -115,4 +117,4 @@ def keeps_values(node: fx.Node) -> bool:
     before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
-    return before.shape == after.shape and before.dtype == after.dtype
+    return same_shape(before.shape, after.shape) and before.dtype == after.dtype

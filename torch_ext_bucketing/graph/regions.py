@@ -127,7 +127,7 @@ class Structures:
                 continue
             if is_zeros(node):
                 value = node.meta.get("val")
-                how = node if value is None else (tuple(value.shape), value.dtype)
+                how = node if value is None else (tuple(map(str, value.shape)), value.dtype)
                 numbers[node] = self._number(("zeros", how))
                 continue
             if is_start(node):

@@ -28,8 +28,8 @@ import torch
 import torch.fx as fx
 
 from .._torch import bucketing as tb
-from .._torch.estimates import size_hint
 from .collectives import group_size, is_compute, is_view, is_wait, kind_of
+from .size_hints import SizeHints
 
 __all__ = [
     "ShardSide",
@@ -66,8 +66,14 @@ class ShardSide:
     elements: dict[fx.Node, int] = field(default_factory=dict)
 
 
-def shard_side(graph: fx.Graph) -> ShardSide:
-    """Find them. The graph is only read, and may be out of order."""
+def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
+    """Find them. The graph is only read, and may be out of order.
+
+    Args:
+        graph: a forward, backward or joint graph.
+        hints: numbers for sizes that depend on data, for :attr:`ShardSide.elements` alone.
+    """
+    elements = _Elements(hints or SizeHints())
     nodes = list(graph.nodes)
     starts = [n for n in nodes if kind_of(n) is not None]
     if not any(map(_is_uneven, starts)):
@@ -98,42 +104,50 @@ def shard_side(graph: fx.Graph) -> ShardSide:
     buffers = dict.fromkeys(n.kwargs.get("out") for n in starts)
     found = {n: None for n in nodes if ours[n] and n not in buffers}
     uncounted = {n: None for n in found if _is_pad(n) or _is_cut(n)}
-    return ShardSide(found, uncounted, _parameters(found) | _gradients(found, reduced))
+    return ShardSide(
+        found, uncounted, _parameters(found, elements) | _gradients(found, reduced, elements)
+    )
 
 
-def _parameters(ours: dict[fx.Node, None]) -> dict[fx.Node, int]:
+def _parameters(ours: dict[fx.Node, None], elements: _Elements) -> dict[fx.Node, int]:
     """Elements of each input at its largest on the way to where it is packed or gathered."""
     largest: dict[fx.Node, int] = {}
     for node in reversed(ours):
-        onwards = (user for user in node.users if _is_pad(user) or _one_to_one(user))
-        largest[node] = max([_elements(node), *(largest.get(user, 0) for user in onwards)])
+        onwards = (user for user in node.users if _is_pad(user) or _one_to_one(user, elements))
+        largest[node] = max([elements(node), *(largest.get(user, 0) for user in onwards)])
     return {n: largest[n] for n in ours if n.op in ("placeholder", "get_attr") and n.users}
 
 
-def _gradients(ours: dict[fx.Node, None], reduced: dict[fx.Node, None]) -> dict[fx.Node, int]:
+def _gradients(
+    ours: dict[fx.Node, None], reduced: dict[fx.Node, None], elements: _Elements
+) -> dict[fx.Node, int]:
     """Elements of each gradient before it is cut."""
     whole: dict[fx.Node, int] = {}
     for node in ours:
         if node in reduced:
-            whole[node] = _elements(node)
-            if _is_cut(node) or _one_to_one(node):
+            whole[node] = elements(node)
+            if _is_cut(node) or _one_to_one(node, elements):
                 source = node.all_input_nodes[0]
-                whole[node] = whole.get(source) or _elements(source)
+                whole[node] = whole.get(source) or elements(source)
     return whole
 
 
-def _one_to_one(node: fx.Node) -> bool:
+def _one_to_one(node: fx.Node, elements: _Elements) -> bool:
     """Whether ``node`` has the elements of its one input, in another shape or dtype."""
     if len(node.all_input_nodes) != 1 or not (is_view(node) or node.target in _COPIES):
         return False
-    return _elements(node) == _elements(node.all_input_nodes[0])
+    return elements(node) == elements(node.all_input_nodes[0])
 
 
-def _elements(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return size_hint(value.numel(), "the estimate of live memory")
+class _Elements:
+    """Elements of a node's result."""
+
+    def __init__(self, hints: SizeHints) -> None:
+        self._hints = hints
+
+    def __call__(self, node: fx.Node) -> int:
+        value = node.meta.get("val")
+        return self._hints(value.numel()) if isinstance(value, torch.Tensor) else 0
 
 
 def _is_uneven(start: fx.Node) -> bool:
@@ -145,7 +159,7 @@ def _is_uneven(start: fx.Node) -> bool:
         while stack:
             node = stack.pop()
             for user in node.users:
-                if _is_cut(user) and 0 < _rows(node) - _rows(user) < group_size(start):
+                if _is_cut(user) and _misses_rows(node, user, group_size(start)):
                     return True
                 if is_wait(user) or is_view(user) or user.target in _COPIES:
                     stack.append(user)
@@ -177,5 +191,8 @@ def _is_pad(node: fx.Node) -> bool:
     return node.target is _aten.constant_pad_nd.default
 
 
-def _rows(node: fx.Node) -> Any:
-    return node.meta["val"].shape[0]
+def _misses_rows(whole: fx.Node, cut: fx.Node, fewer_than: int) -> bool:
+    rows: list[Any] = [n.meta["val"].shape[0] for n in (whole, cut)]
+    if not all(isinstance(n, int) for n in rows):
+        return False  # an activation: a parameter's sizes are numbers
+    return bool(0 < rows[0] - rows[1] < fewer_than)

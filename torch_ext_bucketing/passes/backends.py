@@ -31,11 +31,12 @@ from .._torch.trace import readable, trace_artifact
 from ..agreement import op as _agree_op
 from ..agreement.before_run import as_fresh_frame, before_first_run
 from ..agreement.launches import GraphLaunches, launches_of
+from ..graph.size_hints import GivenHints, check_size_hints
 from ..reports.compile import CompileReport, PassTime
 from ..scheduling.overlap import DEFAULT_PREFETCH, PrefetchDepth
 from ..scheduling.pin_order import pin_order
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
-from .cache_key import NoUuidError, describe, digest, log_no_uuid
+from .cache_key import NoUuidError, brief, describe, digest, log_no_uuid
 from .silence import warn_of_silence
 from .switches import switched_off
 from .tagging import TagParameters
@@ -122,6 +123,15 @@ class PassManager:
         """Whether a pass decides an order that the compiler has to keep."""
         return any(isinstance(p, GraphPass) and p.orders for p in self.forward_backward)
 
+    def basis(self, size_hints: GivenHints) -> str:
+        """What orders are planned with, which ranks compare; empty where no pass plans one."""
+        passes = (p for p in self.forward_backward if isinstance(p, GraphPass))
+        found = [basis for p in passes if (basis := p.basis())]
+        hints = (
+            str(size_hints) if size_hints is None or not callable(size_hints) else brief(size_hints)
+        )
+        return "; ".join([*found, f"size hints {hints}"]) if found else ""
+
     def uuid(self) -> str | None:
         """Of all passes in order, and of what is switched off; None where a pass has none."""
         passes = (*self.joint, *self.forward_backward)
@@ -151,6 +161,7 @@ class BucketingBackend:
         prefetch: PrefetchDepth | None = None,
         agree: bool = True,
         agree_timeout: timedelta | None = None,
+        size_hints: GivenHints = None,
     ) -> None:
         if not callable(compiler) and compiler not in ("aot_eager", "inductor"):
             raise ValueError(
@@ -162,6 +173,8 @@ class BucketingBackend:
             raise TypeError(f"agree_timeout must be a datetime.timedelta, got {agree_timeout!r}")
         if agree_timeout is not None and agree_timeout <= timedelta():
             raise ValueError(f"agree_timeout must be positive, got {agree_timeout}")
+        check_size_hints(size_hints)
+        self.size_hints = size_hints
         self.prefetch = prefetch
         self.agree = agree
         self.agree_timeout = agree_timeout
@@ -173,6 +186,7 @@ class BucketingBackend:
     ) -> Callable[..., Any]:
         """Compile ``gm``, as Dynamo asks for it."""
         compilation = Compilation(_dynamo_inputs.input_fqns(gm, example_inputs, self.model))
+        compilation.size_hints = self.size_hints
         compilation.report.disabled = self.passes.disabled
         self.reports.append(compilation.report)
         group = default_group()
@@ -281,7 +295,12 @@ class _InductorPass(CustomGraphPass):
         passes = self._passes.uuid()
         fqns = repr(describe(self._compilation.input_fqns))
         agreement = repr(self._agreement)
-        return None if passes is None else digest(passes, self._stage, fqns, agreement)
+        try:
+            hints = repr(describe(self._compilation.size_hints))
+        except NoUuidError as error:
+            log_no_uuid("size_hints", error)
+            return None
+        return None if passes is None else digest(passes, self._stage, fqns, agreement, hints)
 
 
 def _run_each(
@@ -293,7 +312,8 @@ def _run_each(
     reports = compilation.report.graphs[done:]
     warn_of_silence(g, reports, compilation)
     buckets = [b for report in reports for b in report.buckets]
-    return lambda: launches_of(g, _aot.stage_of(g), buckets)
+    basis = passes.basis(compilation.size_hints)
+    return lambda: launches_of(g, _aot.stage_of(g), buckets, basis)
 
 
 def backend(
@@ -303,6 +323,7 @@ def backend(
     prefetch: PrefetchDepth | None = DEFAULT_PREFETCH,
     agree: bool = True,
     agree_timeout: timedelta | None = None,
+    size_hints: GivenHints = None,
 ) -> BucketingBackend:
     """A backend for ``torch.compile`` that runs ``passes``.
 
@@ -323,13 +344,21 @@ def backend(
             where there is no process group, or one with a single rank.
         agree_timeout: how long a rank waits for the others then, their compile times included;
             None takes the time limit of each process group.
+        size_hints: for estimates of time and memory, what sizes that depend on data are taken as,
+            such as the tokens of an expert: a number for each of their symbols, or a callable of
+            the symbol (a sympy expression such as ``u0``) that returns one, the same on every rank.
+            None: the hint that torch was given (``mark_unbacked``), else 8192; never more than
+            the size can be. The schedule's report says what was taken. A callable without a
+            ``uuid()`` keeps Inductor's caches away.
 
     Raises:
-        TypeError: something in ``passes`` is no pass; ``agree_timeout`` is no ``timedelta``.
-        ValueError: an unknown ``compiler``; ``agree_timeout`` is not positive.
+        TypeError: something in ``passes`` is no pass; ``agree_timeout`` is no ``timedelta``;
+            ``size_hints`` is no whole number and no callable.
+        ValueError: an unknown ``compiler``; ``agree_timeout`` is not positive; ``size_hints`` is
+            negative.
 
     What is compiled raises, on every rank:
         PlanMismatchError: the ranks launch different collectives.
         RankMissingError: a rank did not come to compare them in time.
     """
-    return BucketingBackend(compiler, passes, model, prefetch, agree, agree_timeout)
+    return BucketingBackend(compiler, passes, model, prefetch, agree, agree_timeout, size_hints)

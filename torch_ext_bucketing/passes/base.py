@@ -19,6 +19,7 @@ from .._torch.caches import before_key
 from .._torch.process_groups import group_places
 from ..bucketing.units import UncoveredParametersWarning
 from ..graph.graph_of import GraphLike, graph_of
+from ..graph.size_hints import GivenHints
 from ..reports.compile import CompileReport
 from ..tagging.tag_graph import FqnOf
 from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
@@ -45,6 +46,7 @@ class Compilation:
         uncovered: FQNs that a warning has listed as being in no unit.
         reference_bytes: the peak of live bytes of the graph at hand before any pass changed it,
             where a pass asked for it.
+        size_hints: as given to :func:`.backend`.
     """
 
     input_fqns: FqnOf | None = None
@@ -52,6 +54,7 @@ class Compilation:
     tagged: int = 0
     uncovered: dict[str, None] = field(default_factory=dict)
     reference_bytes: int | None = None
+    size_hints: GivenHints = None
     _given: set[type[Warning]] = field(default_factory=set)
 
     def warn(self, text: str, category: type[Warning]) -> None:
@@ -127,6 +130,10 @@ class GraphPass(CustomGraphPass):
         # A merged gather writes this rank's shards to its own place in the buffer, a constant.
         groups = repr(group_places())
         return digest(name, package_digest(), *sources, settings, groups)
+
+    def basis(self) -> str:
+        """The times that it plans with, in short, which ranks compare; empty: with none."""
+        return ""
 
     def settings(self) -> tuple[Any, ...]:
         """What decides the pass's result: plain values, containers and dataclasses of them, and

@@ -21,6 +21,7 @@ from .._source import noted_sources
 
 __all__ = [
     "NoUuidError",
+    "brief",
     "describe",
     "digest",
     "log_no_uuid",
@@ -75,6 +76,17 @@ def describe(value: Any) -> Any:
     raise NoUuidError(
         f"the {_name(value)} {value!r} is no plain value; give it a uuid() to be cached"
     )
+
+
+def brief(value: Any) -> str:
+    """A few letters that differ between values, in any process; of a plain callable its name."""
+    try:
+        return digest(repr(describe(value)))[:12]
+    except NoUuidError:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            parts = (f"{f.name}={brief(getattr(value, f.name))}" for f in dataclasses.fields(value))
+            return digest(*parts)[:12]
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value))}"
 
 
 def sources_of(cls: type) -> tuple[str, ...]:

@@ -38,7 +38,8 @@ class CombineUses(GraphPass):
         self.last_report: CombineReport | None = None
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
-        self.last_report = combine_uses(graph_of(graph), self.peak)
+        hints = None if compilation is None else compilation.size_hints
+        self.last_report = combine_uses(graph_of(graph), self.peak, hints)
         if compilation is not None:
             compilation.report.rewrites.append(self.last_report)
 

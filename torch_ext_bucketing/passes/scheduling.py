@@ -24,6 +24,7 @@ from ..scheduling.policy import Policy, policies_of
 from ..scheduling.scheduler import schedule
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from .bucketing import apply_and_report, check_payload_order
+from .cache_key import brief
 from .code import call
 
 __all__ = [
@@ -59,7 +60,8 @@ class Schedule(GraphPass):
     def prepare(self, graph: GraphLike, compilation: Compilation) -> None:
         """Note the peak of the graph before it is bucketed."""
         try:
-            compilation.reference_bytes = peak_bytes(graph)
+            hints = compilation.size_hints
+            compilation.reference_bytes = peak_bytes(graph, size_hints=hints)
         except Exception:  # ``schedule`` will meet the same and say so
             compilation.reference_bytes = None
 
@@ -73,10 +75,20 @@ class Schedule(GraphPass):
         caps: CapsReport | None = None,
     ) -> None:
         reference = None if compilation is None else compilation.reference_bytes
-        report = schedule(graph, self.policies, machine=self.machine, reference_bytes=reference)
+        report = schedule(
+            graph,
+            self.policies,
+            machine=self.machine,
+            reference_bytes=reference,
+            size_hints=None if compilation is None else compilation.size_hints,
+        )
         self.last_report = replace(report, caps=caps)
         if compilation is not None:
             compilation.report.schedules.append(self.last_report)
+
+    def basis(self) -> str:
+        """The machine, by name and digest."""
+        return f"machine {self.machine.name} {brief(self.machine)}"
 
     def __repr__(self) -> str:
         return call(
@@ -139,6 +151,7 @@ class BucketAndSchedule(Schedule):
             caps_mb=self.caps_mb,
             machine=self.machine,
             reference_bytes=None if compilation is None else compilation.reference_bytes,
+            size_hints=None if compilation is None else compilation.size_hints,
             **self.options,
         )
         self.last_buckets = apply_and_report(g, plan, self.payload_key, self.options["kinds"])

@@ -38,11 +38,13 @@ class CapsReport:
         tried: all of them, in the order in which they were tried. Caps that can't be faster than
             others were passed over and are not among them.
         seconds: what the search took.
+        warning: why nothing was tried and the caps are torch's own; empty: that is not so.
     """
 
     chosen: TriedCaps
     tried: tuple[TriedCaps, ...]
     seconds: float = 0.0
+    warning: str = ""
 
     @property
     def caps_mb(self) -> NamedCaps:

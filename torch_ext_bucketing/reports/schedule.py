@@ -51,6 +51,7 @@ class ScheduleReport:
         notes: what was asked for and does not apply to this graph.
         warnings: the bounds that are not kept, or why the graph kept its order.
         order: the movable nodes' names, in the new order.
+        size_hints: what sizes that depend on data were taken as; empty: there are none.
         seconds: what it took.
     """
 
@@ -70,6 +71,7 @@ class ScheduleReport:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
+    size_hints: str = ""
     seconds: float = 0.0
 
     def figure(self, name: str) -> Any:
@@ -146,4 +148,6 @@ def _schedule_text(report: ScheduleReport) -> str:
     if report.caps is not None and report.caps_mb:
         rows.append(("byte cap, MiB", "", "", report.caps.to_text()))
     rows += [(bound.policy, "", "", bound.text) for bound in report.bounds if bound.text]
-    return "\n".join([*aligned(rows, right=(1, 2)), *report.notes, *report.warnings]) + "\n"
+    notes = [report.size_hints] if report.size_hints else []
+    lines = [*aligned(rows, right=(1, 2)), *notes, *report.notes, *report.warnings]
+    return "\n".join(lines) + "\n"

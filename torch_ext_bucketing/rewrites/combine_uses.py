@@ -32,6 +32,7 @@ import torch.utils._pytree as pytree
 
 from .._torch import bucketing as tb
 from .._torch import descriptors as _descriptors
+from .._torch.symbols import same_shape
 from ..graph.collectives import (
     group_name,
     group_size,
@@ -41,6 +42,7 @@ from ..graph.collectives import (
 )
 from ..graph.moves import is_linear, keeps_values
 from ..graph.regions import Cut, Structures, cuts_behind, outside_reader, positions
+from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.snapshot import Snapshot, unchanged_on_error
 from ..graph.writes import aliases_of, unordered_writes, written_roots, written_values
 from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
@@ -55,7 +57,11 @@ _aten = torch.ops.aten
 Fqns = tuple[str, ...]
 
 
-def combine_uses(graph: fx.Graph, peak: PeakMemory | None = None) -> CombineReport:
+def combine_uses(
+    graph: fx.Graph,
+    peak: PeakMemory | None = None,
+    size_hints: SizeHints | GivenHints = None,
+) -> CombineReport:
     """Gather every parameter once, and reduce the sum of its gradients.
 
     A parameter is left alone where something writes to it, or to what is gathered or reduced of it,
@@ -68,23 +74,21 @@ def combine_uses(graph: fx.Graph, peak: PeakMemory | None = None) -> CombineRepo
             would bring the estimated peak above it keeps one gather and one reduction per use. The
             estimate is of this graph in its own order, with everything that it computes in forward
             kept until its last use in backward. A ratio refers to the graph as given.
-
-    Raises:
-        RuntimeError: torch's own, for a symbolic size without a hint where ``peak`` is given; then
-            the graph is as it was.
+        size_hints: as of :func:`.backend`, for that estimate.
     """
+    hints = SizeHints.of(size_hints)
     combined: list[CombinedUses] = []
     left: list[LeftAlone] = []
     before = now = limit = 0
     with unchanged_on_error(graph):
         if peak is not None:
-            before = now = peak_bytes(graph)
+            before = now = peak_bytes(graph, size_hints=hints)
             limit = peak.limit_bytes(before)
         for fqns in _repeated(graph):
             snapshot = None if peak is None else Snapshot(graph)
             found, reasons = _combine(graph, fqns)
             if snapshot is not None and found is not None:
-                after = peak_bytes(graph)
+                after = peak_bytes(graph, size_hints=hints)
                 if after > limit and after > now:
                     snapshot.restore()
                     found = None
@@ -283,7 +287,8 @@ def _is_addition(node: fx.Node) -> bool:
     return (
         isinstance(one, torch.Tensor)
         and isinstance(other, torch.Tensor)
-        and (one.shape, one.dtype) == (other.shape, other.dtype)
+        and same_shape(one.shape, other.shape)
+        and one.dtype == other.dtype
     )
 
 

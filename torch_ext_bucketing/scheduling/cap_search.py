@@ -15,6 +15,7 @@ best step so far.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -27,13 +28,14 @@ from ..bucketing.caps import CapPlanner, check_cap
 from ..bucketing.merge import merge_buckets
 from ..bucketing.plan import BucketingPlan
 from ..graph.collectives import Kind, group_name, is_collective
+from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.caps import CapsReport, TriedCaps
 from ..reports.schedule import ScheduleReport
 from .cost import H100, Costs, Machine
 from .merged_model import merged_model
 from .model import Model, model_of, peak_bytes
 from .policy import Policy, policies_of
-from .scheduler import schedule_model
+from .scheduler import BoundNotKeptWarning, schedule_model
 
 __all__ = [
     "CAPS_MB",
@@ -58,6 +60,7 @@ def choose_caps(
     kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
     machine: Machine = H100,
     reference_bytes: int | None = None,
+    size_hints: SizeHints | GivenHints = None,
     **options: Any,
 ) -> tuple[BucketingPlan, CapsReport]:
     """The plan with the caps that give the fastest step within the policies' bounds. The graph is
@@ -72,10 +75,12 @@ def choose_caps(
         kinds: what is bucketed.
         machine: what the cost model times nodes for.
         reference_bytes: see :func:`.schedule`; None: the peak of ``graph``.
+        size_hints: as of :func:`.backend`.
         options: of :func:`.plan_by_cap`: ``eligible``, ``group_filter``, ``max_node_span``.
 
     Returns:
-        The plan for ``graph``, and what was tried.
+        The plan for ``graph``, and what was tried. Where an estimate fails, the plan has torch's
+        own caps, with a ``BoundNotKeptWarning``.
 
     Raises:
         ValueError: ``caps_mb`` is empty, or holds something else than positive numbers.
@@ -89,31 +94,22 @@ def choose_caps(
     for cap in caps_mb:
         check_cap(cap, "each of caps_mb")
     policies = policies_of(policies)
-    if reference_bytes is None:
-        reference_bytes = peak_bytes(graph)
-    search = _Search(graph, policies, machine, reference_bytes, kinds, options)
-    ladder = [float(c) for c in caps_mb]
-    with shared_traces():
-        for cap in sorted(ladder, key=search.busiest_ms):
-            search.attempt(cap)
-        # A small model, or a hard bound.
-        while search.tried[search.best()].misses and ladder[0] > _SMALLEST_MB:
-            ladder.insert(0, ladder[0] / 4)
-            search.attempt(ladder[0])
-        # A large model, whose parameters are larger than all of these.
-        while _top(search.best()) == ladder[-1] < largest:
-            ladder.append(min(4 * ladder[-1], largest))
-            search.attempt(ladder[-1])
-        for key, _ in search.best():
-            caps = dict(search.best())
-            at = ladder.index(caps[key])
-            for near in (at - 1, at + 1):
-                if 0 <= near < len(ladder):
-                    search.attempt({**caps, key: ladder[near]})
-    caps_found = search.best()
-    plan = search.plan(dict(caps_found) or ladder[0], search.bounds[caps_found])
+    hints = SizeHints.of(size_hints)
+    costs = Costs(machine, hints)
+    search = _Search(graph, policies, costs, reference_bytes or 0, kinds, options)
+    try:
+        if reference_bytes is None:
+            search.reference_bytes = peak_bytes(graph, size_hints=hints)
+        plan = search.run([float(c) for c in caps_mb], largest)
+    except Exception as error:
+        plan = search.plan(None)  # raises anew what comes of the caller's options
+        text = f"byte caps are torch's own, as an estimate failed: {type(error).__name__}: {error}"
+        warnings.warn(text, BoundNotKeptWarning, stacklevel=2)
+        none = TriedCaps((), 0.0, 0, 0, 0.0)
+        return plan, CapsReport(none, (), time.perf_counter() - clock, text)
     tried = {caps: _tried(caps, report) for caps, report in search.tried.items()}
-    report = CapsReport(tried[caps_found], tuple(tried.values()), time.perf_counter() - clock)
+    chosen = search.best()
+    report = CapsReport(tried[chosen], tuple(tried.values()), time.perf_counter() - clock)
     return plan, report
 
 
@@ -131,7 +127,7 @@ class _Search:
         self,
         graph: fx.Graph,
         policies: tuple[Policy, ...],
-        machine: Machine,
+        costs: Costs,
         reference_bytes: int,
         kinds: Collection[Kind],
         options: dict[str, Any],
@@ -147,13 +143,39 @@ class _Search:
                 self._bounds[name] = min(bound, self._bounds.get(name, bound))
         if self._max_node_span is not None and "max_node_span" in self._bounds:
             self._bounds["max_node_span"] = min(self._max_node_span, self._bounds["max_node_span"])
-        self._costs = Costs(machine)
+        self._costs = costs
         self._model: Model | None = None
         self._groups = {n: group_name(n) for n in graph.nodes if is_collective(n)}
-        self._reference = reference_bytes
+        self.reference_bytes = reference_bytes
         self._planner = CapPlanner(graph, kinds=kinds, **options)
         self._plans: dict[str, BucketingPlan] = {}
         self._known: dict[tuple[Any, ...], ScheduleReport] = {}
+
+    def run(self, ladder: list[float], largest: float) -> BucketingPlan:
+        """Try caps of ``ladder``, in MiB ascending, and others near the best, up to ``largest``.
+
+        Returns:
+            The plan with the best.
+        """
+        with shared_traces():
+            for cap in sorted(ladder, key=self.busiest_ms):
+                self.attempt(cap)
+            # A small model, or a hard bound.
+            while self.tried[self.best()].misses and ladder[0] > _SMALLEST_MB:
+                ladder.insert(0, ladder[0] / 4)
+                self.attempt(ladder[0])
+            # A large model, whose parameters are larger than all of these.
+            while _top(self.best()) == ladder[-1] < largest:
+                ladder.append(min(4 * ladder[-1], largest))
+                self.attempt(ladder[-1])
+            for key, _ in self.best():
+                caps = dict(self.best())
+                at = ladder.index(caps[key])
+                for near in (at - 1, at + 1):
+                    if 0 <= near < len(ladder):
+                        self.attempt({**caps, key: ladder[near]})
+        chosen = self.best()
+        return self.plan(dict(chosen) or ladder[0], self.bounds[chosen])
 
     def plan(self, caps: Any, bounds: Mapping[str, int] | None = None) -> BucketingPlan:
         """The plan for the graph itself, with buckets that keep ``bounds``."""
@@ -203,7 +225,7 @@ class _Search:
         if members not in self._known:
             with paused_gc():  # for one model at a time: a copy of the graph holds cycles
                 model = self._merged(plan)
-                report, _ = schedule_model(model, self._policies, self._reference, quick=True)
+                report, _ = schedule_model(model, self._policies, self.reference_bytes, quick=True)
             self._known[members] = report
         return self._known[members]
 

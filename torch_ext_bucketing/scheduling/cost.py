@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .._torch.estimates import nccl_estimate_ms, size_hint
+from .._torch.estimates import nccl_estimate_ms
 from .._torch.process_groups import group_size_of
 from ..graph.collectives import group_name, is_collective, is_compute, is_view, kind_of, tensors_in
+from ..graph.size_hints import SizeHints
 
 __all__ = [
     "H100",
@@ -109,18 +110,16 @@ class Costs:
 
     Args:
         machine: what it runs on.
+        hints: numbers for sizes that depend on data.
     """
 
-    def __init__(self, machine: Machine = H100) -> None:
+    def __init__(self, machine: Machine = H100, hints: SizeHints | None = None) -> None:
         self.machine = machine
+        self.hints = hints or SizeHints()
         self._known: dict[Any, float] = {}
 
     def __call__(self, node: fx.Node) -> float:
-        """Milliseconds that ``node`` keeps its stream busy; 0 for a view or a wait.
-
-        Raises:
-            RuntimeError: torch's own, for a symbolic size without a hint.
-        """
+        """Milliseconds that ``node`` keeps its stream busy; 0 for a view or a wait."""
         if is_view(node):
             return 0.0
         if is_collective(node):
@@ -131,7 +130,7 @@ class Costs:
         if is_compute(node):
             dtype = next((t.dtype for t in tensors_in(node.meta.get("val"))), torch.float32)
             rate = machine.flops.get(str(dtype).removeprefix("torch."), machine.other_flops)
-            ms = max(ms, _flops(node) / rate * 1e3)
+            ms = max(ms, self._flops(node) / rate * 1e3)
         return ms
 
     def kernel(self, nbytes: int) -> float:
@@ -152,17 +151,29 @@ class Costs:
             )
         return self._known[key]
 
-    @staticmethod
-    def collective_bytes(node: fx.Node) -> int:
+    def collective_bytes(self, node: fx.Node) -> int:
         """What a collective moves: its input and its output."""
         out = node.kwargs.get("out")
         inputs = (a for a in node.all_input_nodes if a is not out)
-        return Costs.result_bytes(node) + sum(map(Costs.result_bytes, inputs))
+        return self.result_bytes(node) + sum(map(self.result_bytes, inputs))
 
-    @staticmethod
-    def result_bytes(node: fx.Node) -> int:
+    def result_bytes(self, node: fx.Node) -> int:
         """Bytes of the tensors that a node returns."""
-        return sum(map(_bytes, tensors_in(node.meta.get("val"))))
+        tensors = tensors_in(node.meta.get("val"))
+        return sum(self.hints(t.numel()) * t.dtype.itemsize for t in tensors)
+
+    def _flops(self, node: fx.Node) -> float:
+        from torch.utils.flop_counter import flop_registry
+
+        target: Any = node.target
+        count = flop_registry.get(getattr(target, "overloadpacket", None)) or flop_registry[target]
+        # Torch's formulas compare sizes, which ones that depend on data don't let them.
+        known = self.hints.concrete
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known(n.meta.get("val")))
+        try:
+            return float(count(*args, **kwargs, out_val=known(node.meta.get("val"))))
+        except (TypeError, AssertionError, ValueError, AttributeError):
+            return 0.0  # an overload that torch's formula does not take: its bytes are what counts
 
 
 def _interpolated(series: Sequence[tuple[int, float]], nbytes: int) -> float:
@@ -175,20 +186,3 @@ def _interpolated(series: Sequence[tuple[int, float]], nbytes: int) -> float:
         return ms * nbytes / size
     (low, low_ms), (high, high_ms) = points[at - 1], points[at]
     return low_ms + (high_ms - low_ms) * (nbytes - low) / (high - low)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    numel = size_hint(tensor.numel(), "the cost of a node")
-    return numel * tensor.dtype.itemsize
-
-
-def _flops(node: fx.Node) -> float:
-    from torch.utils.flop_counter import flop_registry
-
-    target: Any = node.target
-    count = flop_registry.get(getattr(target, "overloadpacket", None)) or flop_registry[target]
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    try:
-        return float(count(*args, **kwargs, out_val=node.meta.get("val")))
-    except (TypeError, AssertionError, ValueError, AttributeError):
-        return 0.0  # an overload that torch's formula does not take: its bytes are what counts

@@ -248,6 +248,7 @@ class _Rewritten:
             view=new.view,
             shard_side=self._old.shard_side,
             members=self._members,
+            hints=self._costs.hints,
         )
 
     def _merged_casts(self) -> dict[int, tuple[int, ...]]:

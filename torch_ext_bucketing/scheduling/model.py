@@ -11,6 +11,7 @@ from ..graph.collectives import is_compute, is_view, kind_of, started_by
 from ..graph.dependencies import Dependencies, Precedence
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import Liveness, Storages
+from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.uneven import ShardSide
 from .cost import H100, Costs, Machine
 
@@ -25,16 +26,17 @@ def model_of(
     graph: fx.Graph,
     machine: Machine | Costs = H100,
     donated: Callable[[fx.Node], bool] | None = None,
+    hints: SizeHints | None = None,
 ) -> Model:
-    """A graph with costs, dependencies and live bytes. ``machine``: costs of one may be shared.
+    """A graph with costs, dependencies and live bytes. ``machine``: costs of one may be shared;
+    their hints hold then, else ``hints``.
 
     Raises:
         ValueError: the graph is not in topological order.
-        RuntimeError: torch's own, for a symbolic size without a hint.
     """
+    costs = machine if isinstance(machine, Costs) else Costs(machine, hints)
     dependencies = Dependencies(graph)
-    liveness = Liveness(graph, dependencies, donated)
-    costs = machine if isinstance(machine, Costs) else Costs(machine)
+    liveness = Liveness(graph, dependencies, donated, costs.hints)
     free = liveness.shard_side.nodes
     nodes, index = dependencies.nodes, dependencies.index
     return Model(
@@ -47,19 +49,30 @@ def model_of(
         reduces=[kind_of(n) == "reduce_scatter" for n in nodes],
         view=[is_view(n) for n in nodes],
         shard_side=liveness.shard_side,
+        hints=costs.hints,
     )
 
 
-def peak_bytes(gm: GraphLike, donated: Callable[[fx.Node], bool] | None = None) -> int:
+def peak_bytes(
+    gm: GraphLike,
+    donated: Callable[[fx.Node], bool] | None = None,
+    size_hints: SizeHints | GivenHints = None,
+) -> int:
     """The estimated peak of live bytes of a graph in its own order; see :mod:`.graph.liveness`.
 
+    Args:
+        gm: a graph with fake tensors in ``meta["val"]``.
+        donated: see :class:`.Liveness`.
+        size_hints: as of :func:`.backend`.
+
     Raises:
-        ValueError: the graph is not in topological order.
-        RuntimeError: torch's own, for a symbolic size without a hint.
+        TypeError: ``size_hints`` is no whole number and no callable.
+        ValueError: the graph is not in topological order, or ``size_hints`` is negative.
     """
     graph = graph_of(gm)
     dependencies = Dependencies(graph)
-    return Liveness(graph, dependencies, donated).peak(range(len(dependencies.nodes)))
+    hints = SizeHints.of(size_hints)
+    return Liveness(graph, dependencies, donated, hints).peak(range(len(dependencies.nodes)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +90,7 @@ class Model:
         view: whether it runs no kernel.
         shard_side: what :mod:`.graph.uneven` finds in the graph.
         members: of a bucket that is only planned, by the place of its start: the starts in it.
+        hints: what sizes that depend on data were taken as.
     """
 
     dependencies: Precedence
@@ -89,6 +103,7 @@ class Model:
     view: list[bool]
     shard_side: ShardSide
     members: dict[int, tuple[fx.Node, ...]] = field(default_factory=dict)
+    hints: SizeHints = field(default_factory=SizeHints)
 
     def __len__(self) -> int:
         return len(self.ms)

@@ -20,6 +20,7 @@ import torch.fx as fx
 from .._gc import paused_gc
 from ..graph.dependencies import Precedence
 from ..graph.graph_of import GraphLike, graph_of
+from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.schedule import ScheduleReport
 from .cost import H100, Machine, check_machine
 from .list_schedule import Options, list_schedule
@@ -58,6 +59,7 @@ def schedule(
     machine: Machine = H100,
     reference_bytes: int | None = None,
     donated: Callable[[fx.Node], bool] | None = None,
+    size_hints: SizeHints | GivenHints = None,
 ) -> ScheduleReport:
     """Reorder a graph's nodes, in place. A ``GraphModule`` is recompiled.
 
@@ -68,23 +70,27 @@ def schedule(
         reference_bytes: the peak that ``PeakMemory(ratio=...)`` refers to, such as the unbucketed
             graph's (see :func:`peak_bytes`); None: the peak of ``gm`` as it is.
         donated: see :class:`.Liveness`.
+        size_hints: as of :func:`.backend`.
 
     Returns:
         What was reached. A bound that is missed is also a ``BoundNotKeptWarning``.
 
     Raises:
-        TypeError: something in ``policy`` is no policy, or ``machine`` is none.
-        ValueError: two policies of one class, or ``reference_bytes`` is no number of bytes.
+        TypeError: something in ``policy`` is no policy, or ``machine`` is none;
+            ``size_hints`` is no whole number and no callable.
+        ValueError: two policies of one class, ``reference_bytes`` is no number of bytes, or
+            ``size_hints`` is negative.
     """
     policies = policies_of(policy)
     check_machine(machine)
+    hints = SizeHints.of(size_hints)
     number = isinstance(reference_bytes, int) and not isinstance(reference_bytes, bool)
     if reference_bytes is not None and (not number or reference_bytes < 0):
         raise ValueError(f"reference_bytes must be a number of bytes, got {reference_bytes!r}")
     graph = graph_of(gm)
     try:
         with paused_gc():
-            model = model_of(graph, machine, donated)
+            model = model_of(graph, machine, donated, hints)
             report, order = schedule_model(model, policies, reference_bytes)
         if not model.dependencies.is_order(order):
             raise AssertionError("the order breaks a dependency")
@@ -166,8 +172,9 @@ def schedule_model(
         chosen=best.name,
         alternatives=tuple((t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
         notes=tuple(note for p in policies for note in p.notes(case)),
-        warnings=tuple(b.warning for b in bounds if b.warning),
+        warnings=(*model.hints.problems, *(b.warning for b in bounds if b.warning)),
         order=tuple(model.dependencies.nodes[i].name for i in reached.order),
+        size_hints=model.hints.to_text(),
         seconds=time.perf_counter() - clock,
     )
     return report, reached.order

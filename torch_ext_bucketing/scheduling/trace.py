@@ -11,6 +11,7 @@ from typing import Any
 import torch.fx as fx
 
 from ..graph.collectives import kind_of
+from ..graph.size_hints import SizeHints
 from ..tagging.tags import member_tags, tag_of
 from .model import Model
 from .timeline import Timeline
@@ -42,13 +43,14 @@ class Drawn:
     timeline: Timeline
 
 
-def label(start: fx.Node) -> str:
+def label(start: fx.Node, hints: SizeHints | None = None) -> str:
     """A collective in a few words: kind, modules served, size."""
+    hints = hints or SizeHints()
     tags = [t for t in (*member_tags(start), tag_of(start)) if t is not None]
     fqns = list(dict.fromkeys(f for t in tags for f in t.fqns))
     modules = list(dict.fromkeys(".".join(f.split(".")[:2]) for f in fqns))
     val = start.meta.get("val")
-    size = "" if val is None else f" {val.numel() * val.dtype.itemsize / 2**20:.1f} MiB"
+    size = "" if val is None else f" {hints(val.numel()) * val.dtype.itemsize / 2**20:.1f} MiB"
     names = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
     count = f" ({len(fqns)} parameters)" if len(fqns) > 1 else ""
     return f"{_SHORT[kind_of(start)]} {names or start.name}{count}{size}"
@@ -101,7 +103,7 @@ def _events(d: Drawn, pid: int, groups: list[str], offset: float) -> Iterator[di
             "ph": "X",
             "pid": pid,
             "tid": 1 if group is None else 2 + groups.index(group),
-            "name": node.name if group is None else label(node),
+            "name": node.name if group is None else label(node, d.model.hints),
             "ts": begin_us,
             "dur": d.model.ms[i] * 1e3,
             "args": {"stage": d.stage, "node": node.name, "target": str(node.target)},

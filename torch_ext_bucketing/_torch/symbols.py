@@ -1,0 +1,86 @@
+"""Symbolic sizes: what a ``ShapeEnv`` knows of one, without asking it for a guard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+
+__all__ = [
+    "depends_on_data",
+    "same_shape",
+    "size_with",
+    "symbol_facts",
+]
+
+
+def _expression(size: torch.SymInt) -> tuple[Any, Any]:
+    """The size as an expression of symbols of which nothing is known yet, and its ``ShapeEnv``."""
+    node = size.node
+    env = node.shape_env
+    expression = sympy.sympify(node.expr)
+    if env is not None:
+        # A replacement may hold symbols that are replaced themselves.
+        for _ in range(len(env.replacements) + 1):
+            replaced = expression.xreplace(env.replacements)
+            if replaced == expression:
+                break
+            expression = replaced
+        expression = expression.xreplace(env.backed_var_to_val)
+    if isinstance(expression, sympy.Expr):
+        expression = expression.expand(identity=True)
+    return expression, env
+
+
+def depends_on_data(size: Any) -> bool:
+    """Whether a size is known only when the graph runs."""
+    return isinstance(size, torch.SymInt) and bool(_expression(size)[0].free_symbols)
+
+
+def size_with(size: Any, number_of: Callable[[Any, Any], int]) -> int:
+    """A size as a number.
+
+    Args:
+        size: an ``int`` or a ``SymInt``.
+        number_of: a symbol that depends on data, and its ``ShapeEnv``, to a number for it.
+
+    Raises:
+        ArithmeticError: the expression has no finite value for these numbers.
+    """
+    if isinstance(size, int):
+        return size
+    expression, env = _expression(size)
+    symbols = sorted(expression.free_symbols, key=str)
+    value = expression.xreplace({s: sympy.Integer(number_of(s, env)) for s in symbols})
+    if not value.is_number or not value.is_finite:
+        raise ArithmeticError(f"{expression} is {value}")
+    return int(value)
+
+
+def symbol_facts(symbol: Any, env: Any) -> tuple[int | None, int, int | None]:
+    """What torch knows of a symbol: the hint that it was given (``mark_unbacked``), and the least
+    and the largest value, None where there is none."""
+    if env is None:
+        return None, 0, None
+    hint = env.var_to_hint_override.get(symbol)
+    bounds = env.var_to_range.get(symbol)
+    if bounds is None:
+        return hint, 0, None
+    # Torch's bound of a size that has none is the largest that an index may be.
+    lower, upper = (int(b) if b.is_Integer else None for b in (bounds.lower, bounds.upper))
+    return hint, max(0, lower or 0), None if upper is None or upper >= 2**62 else upper
+
+
+def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes are known to be equal, without asking: two expressions that are not
+    written alike count as different."""
+    return len(one) == len(other) and all(map(_same_size, one, other))
+
+
+def _same_size(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.SymInt) or isinstance(other, torch.SymInt):
+        both = isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt)
+        return both and one.node.expr == other.node.expr
+    return bool(one == other)

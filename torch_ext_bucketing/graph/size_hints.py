@@ -1,0 +1,136 @@
+"""Numbers for sizes that depend on data, such as the tokens that a router sends to an expert.
+
+Estimates of time and memory need a number for every size. A size that is known only when the
+graph runs is an expression of symbols (``8*u0``). Each symbol gets one number: the caller's, else
+the hint that torch was given for it (``torch._dynamo.decorators.mark_unbacked``), else
+:data:`DEFAULT`; the nearest to it that torch knows the size can have. So sizes stay in proportion,
+and every rank that is given the same takes the same. No result depends on them but the order of a
+graph and the byte caps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from .._torch.symbols import size_with, symbol_facts
+
+__all__ = [
+    "DEFAULT",
+    "GivenHints",
+    "SizeHints",
+    "check_size_hints",
+]
+
+DEFAULT = 8192
+"""Also what Inductor takes (``torch._inductor.config.unbacked_symint_fallback``)."""
+
+GivenHints: TypeAlias = "int | Callable[[Any], int] | None"
+
+
+def check_size_hints(given: object) -> None:
+    """What a caller may give.
+
+    Raises:
+        TypeError: no whole number, no callable and not None.
+        ValueError: a negative number.
+    """
+    if given is None or callable(given):
+        return
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(
+            f"size_hints must be a whole number or a callable of an expression, got {given!r}"
+        )
+    if given < 0:
+        raise ValueError(f"size_hints must be at least 0, got {given!r}")
+
+
+class SizeHints:
+    """Sizes as numbers.
+
+    Args:
+        given: for each symbol that depends on data; a callable gets the symbol as a sympy
+            expression (``u0``) and returns a number.
+
+    Attributes:
+        used: the symbols that were asked for, by name, and their numbers.
+        problems: what was wrong with the callable's answers; the default stands for these.
+
+    Raises:
+        TypeError: see :func:`check_size_hints`.
+        ValueError: see :func:`check_size_hints`.
+    """
+
+    def __init__(self, given: GivenHints = None) -> None:
+        check_size_hints(given)
+        self.given = given
+        self.used: dict[str, int] = {}
+        self.problems: list[str] = []
+
+    @staticmethod
+    def of(given: SizeHints | GivenHints) -> SizeHints:
+        """``given``, made into one where it is none."""
+        return given if isinstance(given, SizeHints) else SizeHints(given)
+
+    def __call__(self, size: Any) -> int:
+        """``size`` as a number of at least 0."""
+        if isinstance(size, int):
+            return size
+        try:
+            return max(0, size_with(size, self._number))
+        except (
+            ArithmeticError,
+            TypeError,
+            ValueError,
+        ):  # such as a division by a symbol taken as 0
+            return DEFAULT
+
+    def concrete(self, value: Any) -> Any:
+        """``value``; of a tensor with symbolic sizes, one on the meta device with numbers."""
+        if isinstance(value, torch.SymInt):
+            return self(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self.concrete, value))
+        if not isinstance(value, torch.Tensor) or all(isinstance(n, int) for n in value.shape):
+            return value
+        return torch.empty(tuple(map(self, value.shape)), dtype=value.dtype, device="meta")
+
+    def _number(self, symbol: Any, env: Any) -> int:
+        name = str(symbol)
+        if name not in self.used:
+            hint, least, most = symbol_facts(symbol, env)
+            number = self._given(symbol)
+            if number is None:
+                number = DEFAULT if hint is None else int(hint)
+            number = max(number, least)
+            self.used[name] = number if most is None else min(number, most)
+        return self.used[name]
+
+    def _given(self, symbol: Any) -> int | None:
+        if not callable(self.given):
+            return self.given
+        try:
+            number = self.given(symbol)
+            check_size_hints(number)
+        except Exception as error:  # a compile must not be lost over an estimate
+            self.problems.append(f"size_hints({symbol}): {type(error).__name__}: {error}")
+            return None
+        return None if callable(number) else number
+
+    def to_text(self) -> str:
+        """What was taken for which symbols, in one line; empty where there was none."""
+        if not self.used:
+            return ""
+        by_number: dict[int, list[str]] = {}
+        for name in sorted(self.used, key=lambda n: (len(n), n)):
+            by_number.setdefault(self.used[name], []).append(name)
+        parts = []
+        for number, names in by_number.items():
+            shown = ", ".join(
+                names if len(names) <= 4 else [*names[:3], f"... {len(names)} in all"]
+            )
+            parts.append(f"{number} for {shown}")
+        source = "by default" if self.given is None else "as given"
+        return f"sizes that depend on data, {source}: {'; '.join(parts)}"
