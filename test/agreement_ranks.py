@@ -160,8 +160,10 @@ def disagree(rank):
     case("other hook", [teb.BucketUnits(order, payload_order=hook)])
     units = [["layers.0"], ["layers.1", "head"]] if second else [["layers.0"], ["layers.1"]]
     case("other units", [teb.BucketUnits(units, payload_order=order)])
-    overlap = [teb.Schedule([teb.Overlap()])] if second else []
-    case("other schedule", [*same, *overlap])
+    overlap = teb.Schedule([teb.Overlap()] if second else [])
+    case("other schedule", [*same, overlap])
+    machine = teb.Machine("measured", bandwidth=2e9 if second else 1e9)
+    case("other times", [*same, teb.Schedule([], machine=machine)])
     case("no buckets", [] if second else same)
 
     # What comes of it without a comparison: the bytes of one parameter as those of another.

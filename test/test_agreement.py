@@ -84,18 +84,26 @@ def on_ranks(folder, function, world=2, environments=None, may_die=()):
 
 def test_ranks_that_disagree(tmp_path):
     ranks = on_ranks(tmp_path, "disagree")
+    differ = (
+        "other model",
+        "other hook",
+        "other units",
+        "other schedule",
+        "other times",
+        "no buckets",
+    )
     for result in ranks:
         for case in ("same", "second step", "recompiled by one", "off"):
             assert result[case][0] is None, result[case]
         assert result["keys left"] == 0
-        for case in ("other model", "other hook", "other units", "other schedule", "no buckets"):
+        for case in differ:
             assert result[case][0] == "PlanMismatchError", (case, result[case])
             assert "group '0' (2 ranks)" in result[case][1]
     assert [r["compiles"] for r in ranks] == [1, 2]
     # Without a comparison nothing is raised, and the gradients are wrong.
     assert all(r["mixed"] for r in ranks)
     # Every rank says the same, with both versions.
-    for case in ("other model", "other hook", "other units", "other schedule", "no buckets"):
+    for case in differ:
         assert ranks[0][case][1] == ranks[1][case][1]
 
     def lines(case):
@@ -122,6 +130,14 @@ def test_ranks_that_disagree(tmp_path):
     assert "backward graph" in schedule[0]
     kinds = {line.split(": ")[1].split()[0] for line in schedule[2:4]}
     assert kinds == {"all_gather", "reduce_scatter"}
+    # Nor do times change anything here, until the model changes.
+    times = lines("other times")
+    assert times[1] == "They planned with different times or size hints:"
+    for rank in (0, 1):
+        assert re.fullmatch(
+            rf"rank {rank}: machine measured \w{{12}}, size hints None", times[2 + rank]
+        )
+    assert "Their collectives are still the same" in times[4]
 
 
 def test_a_mismatch_reaches_the_other_groups_of_a_mesh(tmp_path):

@@ -18,8 +18,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch_ext_bucketing.graph.collectives import is_view
 from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.liveness import Liveness
-from torch_ext_bucketing.scheduling.list_schedule import Options, list_schedule
+from torch_ext_bucketing.scheduling.list_schedule import list_schedule
 from torch_ext_bucketing.scheduling.model import model_of
+from torch_ext_bucketing.scheduling.options import Options
 from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound
 
 _aten = torch.ops.aten

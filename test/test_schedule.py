@@ -28,9 +28,10 @@ from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.liveness import Liveness
 from torch_ext_bucketing.scheduling.cap_search import _Search, choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
-from torch_ext_bucketing.scheduling.list_schedule import Options, list_schedule
+from torch_ext_bucketing.scheduling.list_schedule import list_schedule
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory, forced_run
 from torch_ext_bucketing.scheduling.model import model_of, peak_bytes
+from torch_ext_bucketing.scheduling.options import Options
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning, schedule, schedule_model
 from torch_ext_bucketing.scheduling.timeline import Timeline, longest_compute_run, lower_bound

@@ -130,7 +130,7 @@ class PassManager:
         hints = (
             str(size_hints) if size_hints is None or not callable(size_hints) else brief(size_hints)
         )
-        return "; ".join([*found, f"size hints {hints}"]) if found else ""
+        return ", ".join([*found, f"size hints {hints}"]) if found else ""
 
     def uuid(self) -> str | None:
         """Of all passes in order, and of what is switched off; None where a pass has none."""

@@ -26,84 +26,18 @@ process and on every rank.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Sequence
 
 from ..graph.liveness import LiveBytes
 from .model import Model
+from .options import Options
 
 __all__ = [
-    "Gate",
-    "Options",
     "first_uses",
     "list_schedule",
 ]
 
 _NO_STALL_MS = 1e-3
-
-
-class Gate(Protocol):
-    """A bound that is kept while an order grows. Nodes are named by their places in the model."""
-
-    def may_launch(self, start: int) -> bool:
-        """Whether a collective may be launched that nothing is waiting for yet. One that is held
-        back is asked for again later, and launched at the latest when something needs it."""
-
-    def before(self, node: int) -> Iterable[int]:
-        """What is to be placed before ``node``, which comes next. Nodes that can't be, because
-        something that they need must come later, are left out."""
-
-    def placed(self, node: int) -> None:
-        """``node`` was placed."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What bounds and guides an order.
-
-    Args:
-        limit_bytes: live bytes that prefetching and overtaking must stay under; None: no bound.
-        window: compute nodes within which the longest remaining path decides; 0: the graph's order.
-        fill: compute nodes ahead of the oldest open one that may run while it would have to wait.
-        depth: gathers of one group that may be under way or unused ahead of the next one.
-        max_prefetch: compute nodes that a gather may be ahead of its use.
-        deadlines: whether gathers may also go as early as their stream needs to be done in time.
-        max_run: most compute nodes between two reduce-scatters; None: no bound.
-        under: for a gather, by place, the place of the kernel before which it must be launched and
-            not long before.
-        gates: bounds that are kept node by node; each makes a gate for one order of a model.
-    """
-
-    limit_bytes: int | None = None
-    window: int = 0
-    fill: int = 100
-    depth: int = 1
-    max_prefetch: int = 100
-    deadlines: bool = True
-    max_run: int | None = None
-    under: Mapping[int, int] = field(default_factory=dict)
-    gates: tuple[Callable[[Model], Gate], ...] = ()
-
-    def tightened(
-        self,
-        *,
-        limit_bytes: int | None = None,
-        max_run: int | None = None,
-        gate: Callable[[Model], Gate] | None = None,
-    ) -> Options:
-        """These options with further bounds; of two bounds of one sort the tighter one holds."""
-        return replace(
-            self,
-            limit_bytes=_tighter(self.limit_bytes, limit_bytes),
-            max_run=_tighter(self.max_run, max_run),
-            gates=self.gates if gate is None else (*self.gates, gate),
-        )
-
-
-def _tighter(one: int | None, other: int | None) -> int | None:
-    given = [bound for bound in (one, other) if bound is not None]
-    return min(given, default=None)
 
 
 def list_schedule(model: Model, options: Options) -> list[int]:
@@ -249,6 +183,7 @@ class _Scheduler:
         self.pending: dict[int, list[int]] = {}  # of a ready kernel: starts that it waits for
         self.to_launch: list[int] = []
         self.in_flight: list[int] = []  # reductions whose wait is still to come
+        self.unwaited: list[int] = []  # all collectives that have one to come, and some others
         self.wait_of = {s: i for i, s in enumerate(model.start_of) if s >= 0}
         self.live = LiveBytes(model.liveness)
         self.now = 0.0
@@ -290,6 +225,8 @@ class _Scheduler:
             for gather in self.under.pop(kernels[chosen], ()):
                 if self._fits(gather, self.shape.first_use[gather]) and self._allowed(gather):
                     self._emit(gather)
+            if self.options.strict:
+                self._make_room(kernels[chosen])
             self._emit(kernels[chosen])
         for i in range(len(self.model)):
             self._emit(i)
@@ -344,6 +281,8 @@ class _Scheduler:
             self.end[i] = self.free[group] = begin + model.ms[i]
             if not self.shape.source[i]:
                 self.in_flight.append(i)
+            if i in self.wait_of:
+                self.unwaited.append(i)
         else:
             start = model.start_of[i]
             if start >= 0:
@@ -422,6 +361,14 @@ class _Scheduler:
             wait = self.wait_of.get(start)
             if wait is not None and not self.done[wait] and self._is_reduction(start):
                 self._emit(wait)
+
+    def _make_room(self, kernel: int) -> None:
+        """Wait for collectives under way, the first to end first, until ``kernel`` fits."""
+        self.unwaited = [s for s in self.unwaited if not self.done[self.wait_of[s]]]
+        for start in sorted(self.unwaited, key=self.end.__getitem__):
+            if self._affordable(kernel):
+                break
+            self._emit(self.wait_of[start])
 
     def _is_reduction(self, start: int) -> bool:
         # What leads to no kernel is waited for for its memory's sake alone.

@@ -9,8 +9,9 @@ import torch.fx as fx
 
 from ..graph.collectives import kind_of
 from ..tagging.tags import member_tags, tag_of
-from .list_schedule import Options, first_uses
+from .list_schedule import first_uses
 from .model import Model
+from .options import Options
 from .policy import Case, Policy
 
 __all__ = [

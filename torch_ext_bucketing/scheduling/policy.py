@@ -34,8 +34,8 @@ from typing import Any, TypeVar
 
 from .._source import note_sources
 from ..reports.schedule import PolicyReport
-from .list_schedule import Gate, Options
 from .model import Model
+from .options import Gate, Options
 from .timeline import Timeline
 
 __all__ = [

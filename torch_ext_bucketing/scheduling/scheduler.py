@@ -3,9 +3,11 @@
     report = schedule(gm, [Overlap(), CapComputeRun(8), PeakMemory(ratio=1.02)])
 
 Several orders are made, each in one pass (:mod:`.list_schedule`), and looked at on the cost model
-(:mod:`.timeline`). Taken is the fastest that keeps the bounds; where none does, the one that misses
-them least, with a warning. The order that the graph came with is always among them, so nothing gets
-worse by the model. Whatever goes wrong inside leaves the graph as it was, with a warning.
+(:mod:`.timeline`). One that is faster than all that keep the bounds, and misses them, is made again
+with a tighter limit on memory until it keeps them. Taken is the fastest that keeps the bounds;
+where none does, the one that misses them least, with a warning. The order that the graph came with
+is always among them, so nothing gets worse by the model. Whatever goes wrong inside leaves the
+graph as it was, with a warning.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from ..graph.graph_of import GraphLike, graph_of
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.schedule import ScheduleReport
 from .cost import H100, Machine, check_machine
-from .list_schedule import Options, list_schedule
+from .list_schedule import list_schedule
 from .model import Model, model_of
+from .options import Options
 from .policy import Case, Policy, policies_of
 from .timeline import Timeline, lower_bound
 
@@ -46,6 +49,13 @@ _FOR_MEMORY = tuple(
 _DEFAULT_RATIO = 1.02
 """Of the reference's peak, where no policy bounds memory: reordering alone must not cost memory
 worth speaking of. More is taken only for what ``Overlap.depth`` wants under way."""
+
+
+_TIGHTER = 4
+_QUICK_TIGHTER = 2
+"""How often an order that misses its bound is made again."""
+_WORTH = 0.998
+"""A step must be shorter than so much of the best one for that."""
 
 
 class BoundNotKeptWarning(UserWarning):
@@ -113,6 +123,7 @@ class _Try:
     name: str
     timeline: Timeline
     misses: float
+    options: Options | None = None
 
 
 def schedule_model(
@@ -139,11 +150,14 @@ def schedule_model(
     spare = max((p.spare_bytes(case) for p in policies), default=0)
     limit = max(int(_DEFAULT_RATIO * reference), reference + spare)
 
-    def judged(name: str, timeline: Timeline) -> _Try:
+    def judged(name: str, timeline: Timeline, options: Options | None = None) -> _Try:
         misses = sum(p.misses(case, timeline) for p in policies)
         if unbounded:
             misses += max(0, timeline.peak_bytes - limit) / max(1, limit)
-        return _Try(name, timeline, misses)
+        return _Try(name, timeline, misses, options)
+
+    def tried(name: str, options: Options) -> _Try:
+        return judged(name, Timeline.of(model, list_schedule(model, options)), options)
 
     tries = [judged("as given", given)]
     ways = [way for p in policies for way in p.ways(case, quick)]
@@ -151,8 +165,9 @@ def schedule_model(
         options = ask(options)
         if unbounded:
             options = replace(options, limit_bytes=limit)
-        tries.append(judged(name, Timeline.of(model, list_schedule(model, options))))
+        tries.append(tried(name, options))
     if ways:
+        tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER)
         best = min(tries, key=lambda t: (t.misses, t.timeline.step_ms))
     else:  # nobody asked for speed: an order is changed only where it misses a bound
         best = min(tries, key=lambda t: t.misses)
@@ -171,6 +186,7 @@ def schedule_model(
         misses=best.misses,
         chosen=best.name,
         alternatives=tuple((t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
+        bounds_cost_ms=0.0 if quick else _cost(model, ways, ask, reached),
         notes=tuple(note for p in policies for note in p.notes(case)),
         warnings=(*model.hints.problems, *(b.warning for b in bounds if b.warning)),
         order=tuple(model.dependencies.nodes[i].name for i in reached.order),
@@ -178,6 +194,52 @@ def schedule_model(
         seconds=time.perf_counter() - clock,
     )
     return report, reached.order
+
+
+def _tightened(
+    tries: Sequence[_Try], tried: Callable[[str, Options], _Try], times: int
+) -> list[_Try]:
+    """The fastest of the orders that miss a bound, made again with tighter limits on memory.
+
+    The limit keeps prefetching and overtaking in check, but what follows them may still go above
+    it. So first collectives are waited for earlier where that frees what is missing; then the
+    limit is lowered, too, by as much as the peak is above the bound, by twice as much, and so on,
+    until the bound holds.
+    """
+    kept = min((t.timeline.step_ms for t in tries if not t.misses), default=float("inf"))
+    missing = [t for t in tries if t.misses and t.options is not None]
+    fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
+    if fast is None or fast.timeline.step_ms >= _WORTH * kept:
+        return []
+    assert fast.options is not None
+    bound, found = fast.options.limit_bytes, list[_Try]()
+    if bound is None or fast.timeline.peak_bytes <= bound:
+        return []  # it is no bound on memory that is missed
+    step = fast.timeline.peak_bytes - bound
+    lower = 0
+    for _ in range(times):
+        options = replace(fast.options, limit_bytes=bound - lower, strict=True)
+        name = f"limit {lower / 2**20:.4g} MiB lower" if lower else "waiting where memory is short"
+        found.append(tried(f"{fast.name}, {name}", options))
+        lower = 2 * lower or step
+        if not found[-1].misses or found[-1].timeline.step_ms >= _WORTH * kept or lower >= bound:
+            break
+    return found
+
+
+def _cost(
+    model: Model,
+    ways: Sequence[tuple[str, Options]],
+    ask: Callable[[Options], Options],
+    reached: Timeline,
+) -> float:
+    """Milliseconds by which the step would be shorter if nothing were bounded: by the way that goes
+    furthest ahead of the graph's own order."""
+    if not ways or ask(Options()) == Options():
+        return 0.0
+    _, widest = max(ways, key=lambda way: (way[1].window, way[1].depth))
+    free = Timeline.of(model, list_schedule(model, widest))
+    return max(0.0, reached.step_ms - free.step_ms)
 
 
 def _reorder(graph: fx.Graph, dependencies: Precedence, order: Sequence[int]) -> None:
