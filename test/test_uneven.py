@@ -9,7 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from collective_graphs import MAX_SPAN, NON_ADJACENT
 from sharded_models import TwoBlocks
+from torch._inductor import config
+from torch._inductor.fx_passes import bucketing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_features import packs_in_parts
@@ -36,16 +39,20 @@ from torch_ext_bucketing.tagging.tags import member_tags, tag_of
 
 WORLD = 2
 SPANS = range(2, 40)
+needs_positions = pytest.mark.skipif(
+    not hasattr(bucketing, "_positions_on_every_rank"),
+    reason=f"the series of torch {torch.__version__} counts every node",
+)
 
 
-def graphs(rank, **sizes):
+def graphs(rank, world=WORLD, **sizes):
     """Forward and backward of a model as one rank sees them, not bucketed, by stage."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = TwoBlocks(**sizes)
-        data_parallel(model, init_device_mesh("cpu", (WORLD,)), param_dtype=torch.bfloat16)
+        data_parallel(model, init_device_mesh("cpu", (world,)), param_dtype=torch.bfloat16)
         kept = []
 
         def keep(gm, inputs):
@@ -122,6 +129,52 @@ def test_spans(uneven):
     for first, second in zip(*uneven, strict=True):
         assert len(first.graph.nodes) < len(second.graph.nodes)  # the ranks' graphs do differ
         assert spans(first) == spans(second)
+
+
+def torchs_plans(gm):
+    """Of torch's greedy bucketing, of gathers and of reductions, by span."""
+
+    def plans(merged):
+        found = []
+        for span in range(1, 41):
+            with config.patch({NON_ADJACENT: True, MAX_SPAN: span}):
+                found += (
+                    [[names(n) for n in bucket] for bucket in planner(merged, lambda _: 1.0)]
+                    for planner in (
+                        bucketing.bucket_all_gather_by_mb,
+                        bucketing.bucket_reduce_scatter_by_mb,
+                    )
+                )
+        return found
+
+    found = plans(gm)
+    # Pre-bucketing plans reductions in a graph in which gathers are merged.
+    merged = copy.deepcopy(gm)
+    with config.patch({NON_ADJACENT: True}):
+        bucketing.bucket_all_gather(merged, lambda _: 1.0)
+    return found + plans(merged)
+
+
+@pytest.mark.slow
+@needs_positions
+def test_torchs_spans(monkeypatch):
+    """Four ranks with 3, 3, 3 and no rows of a weight, and 4, 4, 4 and 1 of another."""
+    dist.destroy_process_group()
+    found, counting_all = [], []
+    for rank in range(4):
+        stages = graphs(rank, world=4, dim=9, vocabulary=13)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        found.append([torchs_plans(gm) for gm in stages])
+        with monkeypatch.context() as patched:
+            everything = lambda graph: {n: i for i, n in enumerate(graph.nodes)}  # noqa: E731
+            patched.setattr(bucketing, "_positions_on_every_rank", everything)
+            counting_all.append([torchs_plans(gm) for gm in stages])
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    assert found == found[:1] * 4
+    assert counting_all != counting_all[:1] * 4
+    for plans in found[0]:
+        assert len({str(plan) for plan in plans}) > 3
 
 
 def test_schedules(uneven):
