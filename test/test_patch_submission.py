@@ -69,6 +69,30 @@ def test_every_series_has_its_fixes_and_then_one_commit_per_hook():
             assert not re.search(r"^\+.*[ \t]$", text, re.MULTILINE), (folder, number)
 
 
+def changed_lines(patch: Path) -> tuple[int, int]:
+    """Lines that a patch adds to torch and removes from it, tests left out."""
+    added = removed = 0
+    for part in re.split(r"(?m)^diff --git ", patch.read_text(encoding="utf-8"))[1:]:
+        if part.startswith("a/torch/"):
+            hunks = part[part.index("\n@@") :]
+            added += len(re.findall(r"(?m)^\+", hunks))
+            removed += len(re.findall(r"(?m)^-", hunks))
+    return added, removed
+
+
+@pytest.mark.once
+def test_the_readme_says_how_large_each_commit_is():
+    """So that a series can't grow unseen: the newest may not add more than it does."""
+    text = (PATCHES / "README.md").read_text(encoding="utf-8")
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if " | +" in line]
+    folders = [f for f in reversed(SERIES) if COMMITS[f.name] == 5]
+    assert f"| commit | {' | '.join(f.name for f in folders)} |" in text
+    for row, *patches in zip(cells, *map(patches_of, folders), strict=True):
+        sizes = ["+{} -{}".format(*changed_lines(patch)) for patch in patches]
+        assert row[1:] == sizes, row[0]
+    assert sum(changed_lines(patch)[0] for patch in patches_of(SERIES[-1])) <= 342
+
+
 def number_of_tests(path: Path) -> int:
     number = len(re.findall(r"^    def test_", path.read_text(encoding="utf-8"), re.MULTILINE))
     assert number > 4

@@ -29,8 +29,8 @@ OVERLAP = "torch/_inductor/fx_passes/overlap_scheduling.py"
 MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "swap two keys": (
         BUCKETING,
-        "if can_pack(order := sorted(nodes, key=keys.__getitem__)):",
-        "order = sorted(nodes, key=keys.__getitem__)\n"
+        "if can_pack(order := sorted(nodes, key=lambda node: _payload_keys[node][1])):",
+        "order = sorted(nodes, key=lambda node: _payload_keys[node][1])\n"
         "    order[:2] = order[1::-1]\n"
         "    if can_pack(order):",
         "test_kinds_and_modes",
@@ -43,8 +43,8 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "drop the write barrier": (
         BUCKETING,
-        "            num_writes += 1\n",
-        "            num_writes += 0\n",
+        "itertools.accumulate(map(_is_write, g.nodes))",
+        "itertools.repeat(0)",
         "test_gathers_around_a_write",
     ),
     "look below casts across a write": (
@@ -52,6 +52,12 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         'if inp.op == "call_function" and num_writes_before[inp] != region:',
         'if inp.op == "never":',
         "test_casts_before_a_write",
+    ),
+    "look below pads across a write": (
+        BUCKETING,
+        "        if _is_write(cursor):",
+        "        if False:",
+        "test_pads_before_a_write",
     ),
     "count pads": (
         BUCKETING,
