@@ -1,0 +1,216 @@
+"""What a start costs, cold and warm: seconds from the start of the processes to the first step.
+
+    python -m benchmarks.warm                         2 and 4 ranks, 3 warm starts of each way
+    python -m benchmarks.warm --ranks 2 --warm 1 --json out.json
+
+A transformer of two layers, sharded by ``data_parallel``, forward and backward under
+``torch.compile`` on CPU ranks over gloo. Every way has a cache folder of its own, empty before its
+first start:
+
+- ``plain``: ``backend="inductor"`` as it is, without this package (but for the modules of the model
+  and of ``data_parallel``, which need none of the rest). torch's keys of graphs with a device mesh
+  differ from process to process, so its second start is as cold as the first, and the last;
+- ``plain, one hash seed``: the same under ``PYTHONHASHSEED=0``, which makes those keys alike;
+- ``ours``: ``teb.backend("inductor", ...)``, one bucket per unit of FSDP2, ``Schedule(Overlap())``.
+
+The ways take turns, start by start. A time is that of the slowest rank; CPU seconds are the mean
+over the ranks, and tell more than wall time where other programs run. AOTAutograd's cache is told
+to take custom autograd functions, which ``data_parallel`` has, in every way. The hits are those of
+``torch._dynamo.utils.counters``, ``"inductor"`` and ``"aot_autograd"``.
+
+Exit status: 0, or 1 if a rank failed or a warm start of ours missed; times decide nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+HASH_SEEDS = {"plain": None, "plain, one hash seed": "0", "ours": None}
+LIMIT_S = 1200
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.warm", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--warm", type=int, default=3, help="warm starts of each way")
+    parser.add_argument("--json", type=Path, help="also write the results here, a .txt beside it")
+    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.rank:
+        way, rank, world, port = args.rank
+        run_rank(way, int(rank), int(world), int(port))
+    document: dict[str, Any] = {
+        "command": " ".join(["python -m benchmarks.warm", *(argv or sys.argv[1:])]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "starts": [],
+    }
+    for world in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            for number in range(1 + args.warm):
+                for way in HASH_SEEDS:
+                    if way == "plain" and number > 1:
+                        continue
+                    result = start(
+                        way, world, Path(folder) / way.replace(", ", "-").replace(" ", "-")
+                    )
+                    document["torch"] = result.pop("torch")
+                    document["starts"].append({"number": number, **result})
+        text = table(document)
+        if args.json:
+            args.json.write_text(json.dumps(document, indent=1) + "\n")
+            args.json.with_suffix(".txt").write_text(text)
+    print(text, end="")
+    missed = [
+        s for s in document["starts"] if s["way"] == "ours" and s["number"] and s["graphs"][1]
+    ]
+    return 1 if missed else 0
+
+
+def start(way: str, world: int, cache: Path) -> dict[str, Any]:
+    """Start the ranks and wait for them.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR")}
+    env |= {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONHASHSEED", None)
+    if HASH_SEEDS[way] is not None:
+        env["PYTHONHASHSEED"] = str(HASH_SEEDS[way])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"rank{r}" for r in range(world)]
+        began = time.time()
+        processes = []
+        for r, file in enumerate(files):
+            command = [sys.executable, "-m", __spec__.name, "--rank", way, str(r), str(world), port]
+            with open(file, "w") as out:
+                processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
+        try:
+            while any(p.poll() is None for p in processes):
+                failed = any(p.returncode for p in processes)
+                if failed or time.time() - began > LIMIT_S:
+                    break
+                time.sleep(0.1)
+        finally:
+            for p in processes:
+                p.kill()
+                p.wait()
+        texts = [file.read_text() for file in files]
+    for r, (p, text) in enumerate(zip(processes, texts, strict=True)):
+        if p.returncode:
+            raise RuntimeError(f"rank {r} of {way!r} ended with {p.returncode}:\n{text[-4000:]}")
+    ranks = [json.loads(text.splitlines()[-1]) for text in texts]
+    entries = [f for f in (cache / "fxgraph").rglob("*") if f.is_file()]
+    return {
+        "way": way,
+        "ranks": world,
+        "seconds": round(max(r["finished"] for r in ranks) - began, 2),
+        "cpu_seconds": round(statistics.mean(r["cpu_seconds"] for r in ranks), 2),
+        "graphs": [sum(r["graphs"][i] for r in ranks) for i in range(3)],
+        "aot": [sum(r["aot"][i] for r in ranks) for i in range(3)],
+        "entries": len(entries),
+        "torch": ranks[0]["torch"],
+    }
+
+
+def run_rank(way: str, rank: int, world: int, port: int) -> None:
+    """One rank: its first step, and when that was done; ends the process."""
+    import torch
+    import torch.distributed as dist
+    from torch._functorch import config as functorch_config
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if way != "ours":
+        # Its modules can be imported, and what importing the package does is not done.
+        package = types.ModuleType("torch_ext_bucketing")
+        package.__path__ = [str(Path(__file__).parents[1] / "torch_ext_bucketing")]
+        sys.modules[package.__name__] = package
+    from torch_ext_bucketing.demo.model import ModelConfig, Transformer
+    from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+
+    torch.set_num_threads(1)
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    model = Transformer(ModelConfig(layers=2))
+    if way == "ours":
+        import torch_ext_bucketing as teb
+
+        order = teb.FSDPParamOrder.from_model(model, units=model.unit_names())
+        passes = [teb.BucketUnits(order, payload_order=True), teb.Schedule(teb.Overlap())]
+        compiler: Any = teb.backend("inductor", passes)
+    else:
+        compiler = "inductor"
+    data_parallel(model, init_device_mesh("cpu", (world,)))
+    tokens = torch.arange(128).view(2, 64)
+    torch.compile(model, backend=compiler)(tokens).logsumexp(-1).mean().backward()
+    finished, times = time.time(), os.times()
+
+    from torch._dynamo.utils import counters
+
+    states = ("hit", "miss", "bypass")
+    result = {
+        "finished": finished,
+        "cpu_seconds": times.user + times.system + times.children_user + times.children_system,
+        "graphs": [counters["inductor"][f"fxgraph_cache_{s}"] for s in states],
+        "aot": [counters["aot_autograd"][f"autograd_cache_{s}"] for s in states],
+        "torch": torch.__version__,
+    }
+    print(json.dumps(result), flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+def table(document: dict[str, Any]) -> str:
+    """All starts of each way, and what a warm start of ours costs in those of plain torch."""
+    lines = [
+        f"{document['date']}, torch {document['torch']}, Python {document['python']}, "
+        f"{document['cpus']} CPUs",
+        f"command: {document['command']}",
+    ]
+    for world in dict.fromkeys(s["ranks"] for s in document["starts"]):
+        mine = [s for s in document["starts"] if s["ranks"] == world]
+        lines += ["", f"{world} ranks; hit/miss/bypass of all ranks together", ""]
+        lines.append(
+            f"{'way':22}{'start':8}{'seconds':>9}{'CPU s':>8}{'graphs':>11}{'AOT':>9}{'entries':>9}"
+        )
+        for way in HASH_SEEDS:
+            for s in (s for s in mine if s["way"] == way):
+                graphs, aot = ("/".join(map(str, s[name])) for name in ("graphs", "aot"))
+                lines.append(
+                    f"{way:22}{'warm' if s['number'] else 'cold':8}{s['seconds']:9.1f}"
+                    f"{s['cpu_seconds']:8.1f}{graphs:>11}{aot:>9}{s['entries']:9}"
+                )
+        for what in ("seconds", "cpu_seconds"):
+            middle = {
+                way: statistics.median(s[what] for s in mine if s["way"] == way and s["number"])
+                for way in HASH_SEEDS
+            }
+            ratio = middle["ours"] / middle["plain, one hash seed"]
+            lines.append(f"warm, ours / plain with one hash seed, medians of {what}: {ratio:.2f}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
