@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import logging
 import os
 import pickle
@@ -70,6 +71,27 @@ def test_a_full_folder_keeps_what_was_there(folder, caplog, monkeypatch):
     assert "No space left" in caplog.text
     assert caches.read_beside(KEY) == [1]
     assert [p.name for p in folder.iterdir()] == [KEY], "no part of it is left"
+
+
+def test_a_full_folder_is_named_where_torch_must_write(folder, monkeypatch):
+    from torch._inductor import codecache
+
+    class Full:
+        def __enter__(self):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def __exit__(self, *error):
+            return None
+
+    monkeypatch.setattr(codecache, "write_atomic", inspect.unwrap(codecache.write_atomic))
+    caches.name_file_in_errors()
+    code = str(folder / "code.py")
+    codecache.write_atomic(code, "1", make_dirs=True)
+    monkeypatch.setattr(Path, "open", lambda *args, **kwargs: Full())
+    with pytest.raises(OSError, match=f"No space left on device: '{code}'"):
+        codecache.write_atomic(code, "2")
+    monkeypatch.undo()
+    assert Path(code).read_text() == "1"
 
 
 def test_killed_while_writing(folder):

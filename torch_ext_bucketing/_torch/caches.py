@@ -21,7 +21,13 @@ from typing import Any
 
 from .bucketing import register_ops
 
-__all__ = ["before_key", "keep_beside", "read_beside", "tell_ready_graphs"]
+__all__ = [
+    "before_key",
+    "keep_beside",
+    "name_file_in_errors",
+    "read_beside",
+    "tell_ready_graphs",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +81,30 @@ def tell_ready_graphs() -> None:
                 one.graph_ready(self._fx_graph_cache_key)
 
     CompiledFxGraph.post_compile = and_tell  # type: ignore[method-assign]
+
+
+def name_file_in_errors() -> None:
+    """Let an error of writing into the cache folder say into which: what a write to a full file
+    system raises names no file. From now on, in this process.
+
+    Entries that can't be written torch logs and goes on; code, which it has to load, it can't.
+    """
+    from torch._inductor import codecache
+
+    write = codecache.write_atomic
+    if hasattr(write, "__wrapped__"):
+        return
+
+    @functools.wraps(write)
+    def naming_the_file(path_: str, *args: Any, **kwargs: Any) -> None:
+        try:
+            write(path_, *args, **kwargs)
+        except OSError as error:
+            if error.filename is None:
+                error.filename = str(path_)
+            raise
+
+    codecache.write_atomic = naming_the_file
 
 
 def _each(passes: Any) -> Iterator[Any]:

@@ -195,6 +195,7 @@ class BucketingBackend:
         if self.compiler == "inductor":
             agreement = _Agreement(self.agree_timeout) if agrees else None
             _caches.tell_ready_graphs()
+            _caches.name_file_in_errors()
             compiled = compile_inductor(
                 gm,
                 example_inputs,
