@@ -22,6 +22,7 @@ import torch.nn as nn
 from sharded_models import shard_by_parametrization
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,6 +49,8 @@ WAYS: dict[str, tuple[Shard, int]] = {
     "even": (shard_by_parametrization, 8),
     "uneven": (shard_by_parametrization, 7),
     "data_parallel": (teb.data_parallel, 7),
+    # torch's own buckets, without a pass of the package.
+    "config": (shard_by_parametrization, 8),
 }
 
 
@@ -93,13 +96,20 @@ def compile_step(way: str) -> dict[str, Any]:
     counters.clear()
     model = model_of(way)
     backend = teb.backend("inductor", [teb.BucketUnits(ORDER)])
-    compiled = torch.compile(model, backend=backend)
     found: list[Any] = []
-    codes = run_and_get_code(lambda: found.extend(step(compiled)))[1]
+    if way == "config":
+        compiled, takes = torch.compile(model), "all_gather_into_tensor_out"
+        buckets = {"bucket_all_gathers_fx": "all", "bucket_reduce_scatters_fx": "all"}
+    else:
+        compiled, takes, buckets = torch.compile(model, backend=backend), "agree", {}
+    with config.patch(buckets):
+        codes = run_and_get_code(lambda: found.extend(step(compiled)))[1]
     # The place of this rank's shards in the buffer, in elements.
     places = re.findall(
-        r"agree\.default\(reinterpret_tensor\(\w+, \(\d+, \), \(1, \), (\d+)\)", "".join(codes)
+        takes + r"\.default\(reinterpret_tensor\(\w+, \(\d+, \), \(1, \), (\d+)\)", "".join(codes)
     )
+    if way == "config":
+        return {**states(), "places": sorted(map(int, places))}
     return {
         **states(),
         "places": sorted(map(int, places)),
@@ -123,8 +133,12 @@ def ranks(way: str, folder: str) -> list[dict[str, Any]]:
     return results + [as_rank(rank, way) for rank in (1, 0, 1)]
 
 
-def artifacts(way: str) -> list[dict[str, Any]]:
+def artifacts(*ways: str) -> list[dict[str, Any]]:
     """What rank 0 saves is loaded into a new folder, for rank 1 and then for rank 0."""
+    return [result for way in ways for result in _artifacts(way)]
+
+
+def _artifacts(way: str) -> list[dict[str, Any]]:
     from torch.compiler._cache import CacheArtifactManager
 
     CacheArtifactManager.clear()
