@@ -128,6 +128,8 @@ class GraphPass(CustomGraphPass):
             return None
         # Byte caps and costs depend on sizes of groups, and an all-reduce's is not in the graph.
         # A merged gather writes this rank's shards to its own place in the buffer, a constant.
+        # A place known at run time would take as long in a step (benchmarks/README.md), but where
+        # a mesh is an input torch's own keys have the rank, too, and no entry would be shared.
         groups = repr(group_places())
         return digest(name, package_digest(), *sources, settings, groups)
 

@@ -1,0 +1,257 @@
+"""Which starts hit Inductor's caches and which miss, under ``torchrun`` on gloo ranks.
+
+    python -m benchmarks.warm_cells
+    python -m benchmarks.warm_cells --json out.json
+
+Five starts with one cache folder, which the first finds empty. Each compiles small models, forward
+and backward, in these ways:
+
+- this package's ``data_parallel``, sharded over all ranks, and HSDP on a mesh of 2 x 2;
+- torchtitan's, the same two, and with tensor parallelism on a mesh of 2 x 2 (where torchtitan is
+  installed);
+- with a pass of a user's module.
+
+The second start must hit in every rank, for the forward and the backward graph and in AOTAutograd's
+cache. It then changes one thing at a time: the order of the parameters, the policy, the mesh. The
+later starts change the source of the user's pass, that of this package, and the number of ranks.
+What was changed must miss, and every start must compute the values of the first one.
+
+Exit status: 0, or 1 if anything was otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 1200
+ROOT = Path(__file__).resolve().parents[1]
+HOOKS = "import torch_ext_bucketing as teb\n\nclass OwnPass(teb.BucketUnits):\n    number = 1\n"
+
+OURS = ("ours, FSDP", "ours, HSDP")
+TORCHTITAN = ("torchtitan, FSDP", "torchtitan, HSDP", "torchtitan, FSDP and TP")
+OWN = "pass of a user"
+CHANGED = ("other order", "other policy", "other mesh")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_cells", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--json", type=Path, help="also write the results here, a .txt beside it")
+    parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.rank:
+        run_rank(args.rank)
+    titan = TORCHTITAN if importlib.util.find_spec("torchtitan") else ()
+    cells = (*OURS, *titan, OWN)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(ROOT / "torch_ext_bucketing", folder / "torch_ext_bucketing")
+        shutil.copytree(ROOT / "torch_patches", folder / "torch_patches")
+        hooks = folder / "hooks.py"
+        hooks.write_text(HOOKS)
+        rows = start(folder, "first", 4, dict.fromkeys(cells, "miss"))
+        rows += start(
+            folder, "second", 4, dict.fromkeys(cells, "hit") | dict.fromkeys(CHANGED, "miss")
+        )
+        hooks.write_text(HOOKS.replace("1", "2"))
+        rows += start(folder, "user's pass edited", 4, {OWN: "miss", OURS[0]: "hit"})
+        with open(folder / "torch_ext_bucketing" / "bucketing" / "caps.py", "a") as file:
+            file.write("# edited\n")
+        rows += start(folder, "package edited", 4, {OURS[0]: "miss"})
+        rows += start(folder, "2 ranks", 2, {OURS[0]: "miss"})
+    values = {row["cell"]: row["values"] for row in reversed(rows) if row["ranks"] == 4}
+    for row in rows:
+        changed = row["ranks"] != 4
+        row["ok"] = row["found"] == row["expected"] and (
+            changed or row["values"] == values[row["cell"]]
+        )
+    document = {
+        "command": " ".join(["python -m benchmarks.warm_cells", *(argv or sys.argv[1:])]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "torch": rows[0]["torch"],
+        "python": platform.python_version(),
+        "rows": rows,
+    }
+    text = table(document)
+    print(text, end="")
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        args.json.with_suffix(".txt").write_text(text)
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+def start(folder: Path, name: str, world: int, expected: dict[str, str]) -> list[dict[str, Any]]:
+    """One start of all ranks; returns a row for each cell.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR")}
+    env.pop("PYTHONHASHSEED", None)
+    env |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = str(folder)
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    done = subprocess.run(
+        [sys.executable, *run, __file__, "--rank", *expected],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the start {name!r} failed:\n{done.stderr[-6000:]}")
+    ranks = sorted(map(json.loads, done.stdout.splitlines()), key=lambda r: r["rank"])
+    rows = []
+    for cell, state in expected.items():
+        graphs, aot = (
+            [sum(r["cells"][cell][kind][i] for r in ranks) for i in range(3)]
+            for kind in ("graphs", "aot")
+        )
+        place = ("hit", "miss", "bypass").index(state)
+        as_expected = all(
+            r["cells"][cell][kind] == [n * (i == place) for i in range(3)]
+            for r in ranks
+            for kind, n in (("graphs", 2), ("aot", 1))
+        )
+        values = hashlib.sha256("".join(r["cells"][cell]["values"] for r in ranks).encode())
+        rows.append(
+            {
+                "start": name,
+                "ranks": world,
+                "cell": cell,
+                "graphs": graphs,
+                "aot": aot,
+                "expected": state,
+                "found": state if as_expected else "something else",
+                "values": values.hexdigest()[:12],
+                "torch": ranks[0]["torch"],
+            }
+        )
+    return rows
+
+
+def run_rank(cells: Sequence[str]) -> None:
+    """One rank under ``torchrun``: what the caches did for each cell; ends the process."""
+    import torch
+    import torch.distributed as dist
+    from torch._functorch import config as functorch_config
+
+    torch.set_num_threads(1)
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    dist.init_process_group("gloo")
+    result = {
+        "rank": dist.get_rank(),
+        "torch": torch.__version__,
+        "cells": {cell: run_cell(cell) for cell in cells},
+    }
+    sys.stdout.write(json.dumps(result) + "\n")  # at once, so that lines of ranks don't mix
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)
+
+
+def run_cell(cell: str) -> dict[str, Any]:
+    """Compile a step, or load it, and run it."""
+    import torch
+    import torch.distributed as dist
+    import torch.nn as nn
+    from torch._dynamo.utils import counters
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    import torch_ext_bucketing as teb
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 16, bias=False)
+            self.b = nn.Linear(16, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))
+
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = Pair()
+    shard: Callable[..., nn.Module] = teb.data_parallel
+    if cell in TORCHTITAN:
+        simple_fsdp = importlib.import_module("torchtitan.experiments.graph_trainer.simple_fsdp")
+        simple_fsdp._wrap_class_cache.clear()
+        shard = simple_fsdp.data_parallel
+    world = dist.get_world_size()
+    if cell.endswith("HSDP"):
+        shard(model, init_device_mesh("cpu", (2, world // 2)), mode="hybrid_shard")
+    elif cell == "other mesh":
+        # Of HSDP: the replicas are ranks side by side.
+        mesh = DeviceMesh("cpu", torch.arange(world).view(2, -1).t().contiguous())
+        shard(model, mesh, mode="hybrid_shard")
+    elif cell.endswith("TP"):
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"a": ColwiseParallel(), "b": RowwiseParallel()})
+        shard(model, mesh["dp"], mode="fully_shard")
+    else:
+        shard(model, init_device_mesh("cpu", (world,)), mode="fully_shard")
+    names = ["a.weight", "b.weight"]
+    order = teb.FSDPParamOrder.from_fqns([names[::-1] if cell == "other order" else names])
+    if cell == OWN:
+        bucket = importlib.import_module("hooks").OwnPass(order)
+    else:
+        bucket = teb.BucketUnits(order)
+    overlap = teb.Overlap(depth=2) if cell == "other policy" else teb.Overlap()
+    compiled = torch.compile(
+        model, backend=teb.backend("inductor", [bucket, teb.Schedule(overlap)])
+    )
+    y = compiled(torch.arange(32.0).view(4, 8) + dist.get_rank())
+    (y * y).sum().backward()
+    grads = [
+        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
+    ]
+    bits = b"".join(t.detach().contiguous().numpy().tobytes() for t in (y, *grads))
+    states = ("hit", "miss", "bypass")
+    return {
+        "graphs": [counters["inductor"][f"fxgraph_cache_{s}"] for s in states],
+        "aot": [counters["aot_autograd"][f"autograd_cache_{s}"] for s in states],
+        "values": hashlib.sha256(bits).hexdigest(),
+    }
+
+
+def table(document: dict[str, Any]) -> str:
+    """A line for each start and cell."""
+    lines = [
+        f"{document['date']}, torch {document['torch']}, Python {document['python']}",
+        f"command: {document['command']}",
+        "hit/miss/bypass of all ranks together; graphs: the FX graph cache, AOT: AOTAutograd's",
+        "",
+        f"{'start':20}{'cell':26}{'graphs':>8}{'AOT':>8}  {'as expected':12}",
+    ]
+    for row in document["rows"]:
+        graphs, aot = ("/".join(map(str, row[kind])) for kind in ("graphs", "aot"))
+        said = f"yes: {row['expected']}" if row["ok"] else f"NO: not {row['expected']}"
+        lines.append(f"{row['start']:20}{row['cell']:26}{graphs:>8}{aot:>8}  {said}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""A rank killed while it writes to a cache folder that ranks share, and the start after it.
+
+    python -m benchmarks.warm_kills                   50 kills
+    python -m benchmarks.warm_kills --kills 5 --json out.json
+
+Two gloo ranks compile a small model, forward and backward, into one folder. Rank 1 kills itself
+(SIGKILL) at its n-th opening of a file to write, or renaming of one, in that folder, at once or up
+to 2 ms later, for n over all of them in turn. Then, as ``torchrun`` does, rank 0 is ended; in every
+tenth round it is left alone, and must end by itself with an error that names rank 1. Two more ranks
+start with what was left in the folder: they must end in time, with the values of the model that
+isn't compiled. The ranks are forks of one process, which has imported torch.
+
+Exit status: 0, or 1 if a rank hung, failed otherwise or computed other values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import torch_ext_bucketing as teb
+
+ENTRIES = ("fxgraph", "aotautograd", "torch_ext_bucketing")
+LIMIT_S = 300
+AGREE_S = 40
+TENTH = 10
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_kills", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--json", type=Path, help="also write the results here, a .txt beside it")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    inductor_config.compile_threads = 1  # no processes or threads before a fork
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # or each fork tries what the compiler can do
+    rng = random.Random(0)
+    rounds: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
+        compile_here()
+        # The kernels of this start stay, the entries are removed before every round.
+        run_ranks(folder)
+        remove_entries(folder)
+        writes = run_ranks(folder)[1]["writes"]
+        expected = run_ranks(folder, compiled=False)
+        for i in range(args.kills):
+            remove_entries(folder)
+            at, later = i * writes // args.kills, rng.choice((0.0, rng.uniform(0.0, 0.002)))
+            killed = run_ranks(folder, (at, later), end_peer=i % TENTH != 0)
+            after = run_ranks(folder)
+            rounds.append(
+                {
+                    "killed at write": at,
+                    "ms later": round(later * 1000, 2),
+                    "rank 1": killed[1]["end"],
+                    "rank 0": killed[0]["end"],
+                    "after": [r["end"] for r in after],
+                    "graphs": [r.get("graphs") for r in after],
+                    "right": right(after, expected),
+                }
+            )
+            print(rounds[-1], flush=True)
+    document = {
+        "command": " ".join(["python -m benchmarks.warm_kills", *(argv or sys.argv[1:])]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "writes": writes,
+        "rounds": rounds,
+    }
+    text, well = summary(document)
+    print(text, end="")
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        args.json.with_suffix(".txt").write_text(text)
+    return 0 if well else 1
+
+
+def compile_here() -> None:
+    """Let what a compile imports be imported before the forks."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    step(3, compiled=True)
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+def remove_entries(folder: Path) -> None:
+    for name in ENTRIES:
+        shutil.rmtree(folder / "cache" / name, ignore_errors=True)
+
+
+def right(ranks: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    """Whether every rank came to its end with the values of the model that isn't compiled."""
+    return all(
+        r["end"] == "done"
+        and all(
+            torch.allclose(torch.tensor(v), torch.tensor(w))
+            for v, w in zip(r["values"], e["values"], strict=True)
+        )
+        for r, e in zip(ranks, expected, strict=True)
+    )
+
+
+def run_ranks(
+    folder: Path,
+    kill: tuple[int, float] | None = None,
+    end_peer: bool = True,
+    compiled: bool = True,
+) -> list[dict[str, Any]]:
+    """What two forks did.
+
+    Args:
+        folder: for the store and the results; the cache folder lies in it.
+        kill: the write at which rank 1 kills itself, and the seconds until it does.
+        end_peer: end the other rank when one has ended badly.
+        compiled: or the model as it is.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        sys.stdout.flush()
+        pids: dict[int, int] = {}
+        for rank in (0, 1):
+            pid = os.fork()
+            if not pid:
+                mine = kill if rank else None
+                end(functools.partial(run_rank, rank, Path(name), mine, compiled), name, rank)
+            pids[rank] = pid
+        results: list[dict[str, Any]] = [{}, {}]
+        began = time.monotonic()
+        while pids:
+            for rank, pid in list(pids.items()):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    del pids[rank]
+                    file = Path(name) / f"rank{rank}"
+                    killed = {"end": results[rank].get("end", "killed")}
+                    results[rank] = json.loads(file.read_text()) if file.exists() else killed
+                    if end_peer and results[rank]["end"] != "done":
+                        for other, peer in pids.items():
+                            results[other] = {"end": "ended as by torchrun"}
+                            os.kill(peer, signal.SIGKILL)
+            if time.monotonic() - began > LIMIT_S:
+                for rank, pid in pids.items():
+                    results[rank] = {"end": "HUNG"}
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+    return results
+
+
+def end(run: Callable[[], dict[str, Any]], folder: str, rank: int) -> None:
+    """Run, write what came of it, and end the process."""
+    try:
+        try:
+            result = {"end": "done", **run()}
+        except BaseException as error:
+            result = {"end": f"{type(error).__name__}: {error}"}
+        partial = Path(folder) / f"partial{rank}"
+        partial.write_text(json.dumps(result))
+        partial.rename(partial.with_name(f"rank{rank}"))
+    finally:
+        os._exit(0)
+
+
+def run_rank(
+    rank: int, folder: Path, kill: tuple[int, float] | None, compiled: bool
+) -> dict[str, Any]:
+    """One rank: a step."""
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 1)
+        os.dup2(null.fileno(), 2)
+    counters.clear()
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    writes = Writes(os.environ["TORCHINDUCTOR_CACHE_DIR"], kill)
+    sys.addaudithook(writes)
+    values = step(2, compiled)
+    states = ("hit", "miss", "bypass")
+    result = {
+        "values": values,
+        "graphs": [counters["inductor"][f"fxgraph_cache_{s}"] for s in states],
+        "writes": writes.number,
+    }
+    dist.barrier()
+    return result
+
+
+def step(world: int, compiled: bool) -> list[list[float]]:
+    """The output, and this rank's gradients."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+    teb.data_parallel(model, init_device_mesh("cpu", (world,)))
+    run = model
+    if compiled:
+        passes = [teb.BucketUnits(teb.FSDPParamOrder.from_fqns([["0.weight", "1.weight"]]))]
+        timeout = timedelta(seconds=AGREE_S)
+        run = torch.compile(model, backend=teb.backend("inductor", passes, agree_timeout=timeout))
+    y = run(torch.arange(32.0).view(4, 8) + dist.get_rank())
+    (y * y).sum().backward()
+    params = model.parameters()
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params]
+    return [t.detach().flatten().tolist() for t in (y, *grads)]
+
+
+class Writes:
+    """An audit hook that counts what is opened to be written, and renamed, in a folder.
+
+    Args:
+        folder: the folder.
+        kill: kill the process at the write of this number, after so many seconds.
+    """
+
+    def __init__(self, folder: str, kill: tuple[int, float] | None) -> None:
+        self.folder = folder
+        self.kill = kill
+        self.number = 0
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            flags = args[2] if isinstance(args[2], int) else 0
+            if not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                return
+        elif event != "os.rename":
+            return
+        if not str(args[0]).startswith(self.folder):
+            return
+        number, self.number = self.number, self.number + 1
+        if self.kill is not None and number == self.kill[0]:
+            if self.kill[1]:
+                threading.Timer(self.kill[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def summary(document: dict[str, Any]) -> tuple[str, bool]:
+    """The outcomes, counted, and whether all is well."""
+    rounds = document["rounds"]
+    peers = Counter(r["rank 0"].partition(":")[0] for r in rounds)
+    hits = Counter(str(r["graphs"]) for r in rounds)
+    alone = [r["rank 0"] for r in rounds[::TENTH]]
+    well = (
+        all(r["right"] and r["rank 1"] == "killed" for r in rounds)
+        and "HUNG" not in peers
+        and "done" not in peers
+        and all("rank 1" in text or "closed" in text or "reset" in text for text in alone)
+    )
+    lines = [
+        f"{document['date']}, torch {document['torch']}, Python {document['python']}",
+        f"command: {document['command']}",
+        "",
+        f"rank 1 writes {document['writes']} times to the folder; killed at "
+        f"{len({r['killed at write'] for r in rounds})} of them, in {len(rounds)} rounds",
+        f"killed: {sum(r['rank 1'] == 'killed' for r in rounds)}",
+        "rank 0 then: " + ", ".join(f"{n} x {name}" for name, n in peers.most_common()),
+        f"both ranks of the next start done, with the right values: "
+        f"{sum(r['right'] for r in rounds)}",
+        "its graphs, hit/miss/bypass of rank 0 and rank 1:",
+        *(f"    {n:3} x {state}" for state, n in hits.most_common()),
+        "what rank 0 says, left alone:",
+        *(f"    {text[:300]}" for text in dict.fromkeys(alone)),
+    ]
+    return "\n".join(lines) + "\n", well
+
+
+if __name__ == "__main__":
+    sys.exit(main())
