@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .reports.schedule import ScheduleReport
     from .ring.group import init_ring_process_group, register_ring_backend
     from .ring.sums import RingTopology
-    from .scheduling.cost import H100, Machine
+    from .scheduling.machine import H100, Level, Machine
     from .scheduling.memory import CapComputeRun, PeakMemory
     from .scheduling.model import peak_bytes
     from .scheduling.overlap import Overlap, PrefetchDepth
@@ -69,6 +69,7 @@ __all__ = [
     "GraphReport",
     "HooksError",
     "HooksWarning",
+    "Level",
     "Machine",
     "NotBucketedWarning",
     "Overlap",
@@ -149,8 +150,9 @@ _HOME = {
         "register_ring_backend",
     ),
     "ring.sums": ("RingTopology",),
-    "scheduling.cost": (
+    "scheduling.machine": (
         "H100",
+        "Level",
         "Machine",
     ),
     "scheduling.memory": (

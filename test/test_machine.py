@@ -1,0 +1,149 @@
+"""Machines with levels: whose ranks a group has decides how long its collectives take."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch.distributed as dist
+from test_schedule import DIM, forward_graph
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing.graph.collectives import is_collective, is_compute
+from torch_ext_bucketing.passes.cache_key import brief
+from torch_ext_bucketing.scheduling.cost import Costs
+from torch_ext_bucketing.scheduling.machine import Level, Machine
+
+MB = 10**6
+# 100 and 10 bytes per microsecond, 1 and 20 microseconds.
+TWO_LEVELS = Machine(
+    ranks_per_node=8,
+    intra=Level(100 * MB, latency_ms=0.001),
+    inter=Level(10 * MB, latency_ms=0.02),
+)
+
+# A buffer of 8 MB: a gather of 8 ranks has 9 MB of input and output together, an all-reduce and an
+# all-to-all 16 MB. Seven of eight parts pass each rank.
+BY_HAND = {
+    # 7 MB at 100 MB/s, 7 steps inside the node
+    "gather, 8 on 1 node": ("all_gather", range(8), 9 * MB, 70 + 7 * 0.001),
+    # at 10 MB/s, 7 steps between nodes
+    "gather, 8 on 8 nodes": ("all_gather", range(0, 64, 8), 9 * MB, 700 + 7 * 0.02),
+    # 4 ranks of each node add their 10 MB/s; 6 steps inside, 1 between
+    "gather, 8 on 2 nodes": ("all_gather", [0, 1, 2, 3, 8, 9, 10, 11], 9 * MB, 175 + 0.006 + 0.02),
+    # the node with one rank has 10 MB/s
+    "gather, 7 and 1": ("all_gather", [0, 1, 2, 3, 4, 5, 6, 8], 9 * MB, 700 + 0.006 + 0.02),
+    "scatter as gather": ("reduce_scatter", range(8), 9 * MB, 70 + 7 * 0.001),
+    # twice the way of a gather
+    "reduce, 8 on 1 node": ("all_reduce", range(8), 16 * MB, 140 + 14 * 0.001),
+    "reduce, 8 on 8 nodes": ("all_reduce", range(0, 64, 8), 16 * MB, 1400 + 14 * 0.02),
+    # 7 of 8 MB inside; 4 of 8 MB to the other node and 3 inside, at the same time
+    "tokens, 8 on 1 node": ("all_to_all", range(8), 16 * MB, 70 + 0.001),
+    "tokens, 8 on 2 nodes": ("all_to_all", [0, 1, 2, 3, 8, 9, 10, 11], 16 * MB, 400 + 0.02),
+    "one rank": ("all_gather", [3], 9 * MB, 0.0),
+    "16 on 2 nodes": ("all_gather", range(16), 17 * MB, 15 / 80 * 1e3 + 14 * 0.001 + 0.02),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_times_by_hand(case):
+    kind, ranks, nbytes, ms = BY_HAND[case]
+    # 16 ranks: 15 MB of 16 at 80 MB/s, what eight ranks of a node have to other nodes together
+    assert TWO_LEVELS.network_ms(kind, list(ranks), nbytes) == pytest.approx(ms)
+
+
+@pytest.mark.parametrize(
+    ("table", "ranks", "ms"),
+    [
+        ({("all_gather", (4, 2)): ((1, 5.0),)}, [0, 1, 8, 9], 5.0),
+        ({("all_gather", (4, 2)): ((1, 5.0),), ("all_gather", 4): ((1, 1.0),)}, [0, 1, 2, 3], 1.0),
+        ({("all_gather", (4, 1)): ((1, 2.0),), ("all_gather", 4): ((1, 1.0),)}, [0, 1, 2, 3], 2.0),
+        ({("all_gather", 4): ((1, 1.0),)}, [0, 1, 8, 9], None),
+        ({("all_reduce", 4): ((1, 1.0),)}, [0, 1, 2, 3], None),
+    ],
+)
+def test_measured_times_are_of_a_shape(table, ranks, ms):
+    assert Machine(ranks_per_node=8, collectives=table).network_ms("all_gather", ranks, 1) == ms
+
+
+def test_without_ranks_per_node_a_key_with_a_size_holds_for_every_group():
+    machine = Machine(collectives={("all_gather", 4): ((1, 1.0),)})
+    assert machine.network_ms("all_gather", [0, 8, 16, 24], 1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"ranks_per_node": 0}, ValueError, "ranks_per_node"),
+        ({"intra": Level(1e9)}, ValueError, "together"),
+        ({"intra": 1e9, "inter": 1e8, "ranks_per_node": 8}, TypeError, "intra must be a Level"),
+        ({"estimate": 3.0}, TypeError, "estimate must be a callable"),
+        ({"collectives": {("gather", 8): ((1, 1.0),)}}, ValueError, "a key is"),
+        ({"collectives": {("all_gather", (8, 0)): ((1, 1.0),)}}, ValueError, "a key is"),
+    ],
+)
+def test_what_is_no_machine(wrong, error, says):
+    with pytest.raises(error, match=says):
+        Machine(**wrong)
+    with pytest.raises(ValueError, match="bandwidth"):
+        Level(0)
+    with pytest.raises(ValueError, match="latency_ms"):
+        Level(1, -1)
+
+
+@pytest.mark.parametrize("fake_world", [16], indirect=True)
+def test_a_graphs_collectives_are_timed_by_the_ranks_of_their_group(fake_world):
+    gm = forward_graph(1)
+    (start,) = filter(is_collective, gm.graph.nodes)
+    near, far = (dist.new_group(ranks).group_name for ranks in ([0, 1], [0, 8]))
+    found = []
+    for group in (near, far):
+        start.args = (*start.args[:-1], group)
+        found.append(Costs(TWO_LEVELS)(start))
+    nbytes = 4 * DIM * DIM  # gathered
+    assert found == pytest.approx([nbytes / 2 / 1e5 + 0.001, nbytes / 2 / 1e4 + 0.02])
+
+
+@pytest.mark.parametrize("fake_world", [2], indirect=True)
+def test_an_own_estimate_is_asked_first_and_may_leave_it_to_the_model(fake_world):
+    gm = forward_graph(1)
+    (start,) = filter(is_collective, gm.graph.nodes)
+    (product,) = filter(is_compute, gm.graph.nodes)
+    asked = []
+
+    def estimate(node, nbytes):
+        asked.append((node, nbytes))
+        return {None: 3.0, 100: 4.0}.get(nbytes) if node is start else None
+
+    costs = Costs(Machine(estimate=estimate))
+    model = Costs(Machine())
+    assert [costs(start), costs.collective(start, 100)] == [3.0, 4.0]
+    assert costs.collective(start, 200) == model.collective(start, 200)
+    assert costs(product) == model(product)
+    assert asked == [(start, None), (start, 100), (start, 200), (product, None)]
+
+    for wrong in (-1.0, float("nan"), "3", True):
+        bad = Machine(estimate=lambda node, nbytes, ms=wrong: ms)
+        with pytest.raises(ValueError, match=f"estimate returned .* for {start.name}"):
+            Costs(bad)(start)
+        with pytest.warns(teb.BoundNotKeptWarning, match="the graph keeps its order.*estimate"):
+            teb.schedule(gm, teb.Overlap(), machine=bad)
+
+
+def test_a_file_holds_a_machine(tmp_path):
+    path = tmp_path / "machine.json"
+    table = {("all_gather", (8, 2)): ((1024, 0.5), (4096, 0.75)), ("all_reduce", 4): ((1, 2.0),)}
+    machine = Machine(
+        "cluster", {"bfloat16": 1e14}, collectives=table, **{"ranks_per_node": 4},
+        intra=Level(1e11, 0.01), inter=Level(1e10, 0.02),
+    )  # fmt: skip
+    machine.save(path)
+    assert Machine.load(path) == machine
+    assert brief(Machine.load(path)) == brief(machine) != brief(Machine("cluster"))
+    with pytest.raises(ValueError, match="estimate"):
+        Machine(estimate=lambda node, nbytes: None).save(path)
+
+    for broken in ("", "[]", "{}", json.dumps({**json.loads(path.read_text()), "bandwidth": -1})):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match=r"machine\.json holds no machine"):
+            Machine.load(path)

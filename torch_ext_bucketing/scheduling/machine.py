@@ -1,0 +1,293 @@
+"""What a graph runs on: how fast one GPU computes, and how long its networks take.
+
+A group of ranks is told by its *shape*: its number of ranks, and the number of nodes that they are
+on. Ranks of one node talk over one level of the network, nodes over another, which may be ten times
+slower; so eight ranks of one node and eight ranks on eight nodes are different groups.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.fx as fx
+
+__all__ = [
+    "H100",
+    "Level",
+    "Machine",
+    "Shape",
+    "check_machine",
+]
+
+
+Shape = tuple[int, int]
+"""Ranks of a group, and the nodes that they are on."""
+Table = Mapping[tuple[str, int | Shape], Sequence[tuple[int, float]]]
+_FORMAT = 1
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of a network.
+
+    Args:
+        bandwidth: bytes per second that each rank sends and, at the same time, receives.
+        latency_ms: milliseconds that a message takes however small it is.
+
+    Raises:
+        ValueError: a bandwidth that is no positive number, a latency that is none of at least 0.
+    """
+
+    bandwidth: float
+    latency_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.bandwidth) or not 0 < self.bandwidth < math.inf:
+            raise ValueError(f"bandwidth must be positive bytes per second, got {self.bandwidth!r}")
+        if not _is_number(self.latency_ms) or not 0 <= self.latency_ms < math.inf:
+            raise ValueError(f"latency_ms must be a time of at least 0, got {self.latency_ms!r}")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU and its networks.
+
+    Args:
+        name: for reports.
+        flops: operations per second that matrix products reach, by dtype name such as
+            ``"bfloat16"``.
+        other_flops: the same for dtypes that ``flops`` does not name.
+        bandwidth: bytes per second that kernels move, read and written.
+        kernel_ms: least time of a kernel, in milliseconds.
+        collectives: measured times: ``(kind, (ranks, nodes))`` to ``(bytes, ms)`` pairs; kind is
+            one of ``all_gather``, ``reduce_scatter``, ``all_reduce`` and ``all_to_all``, bytes are
+            the input's and the output's together. ``(kind, ranks)`` stands for groups on one node,
+            and for all groups where ``ranks_per_node`` is None. Between two sizes the time is
+            interpolated, beyond the last one extrapolated by bandwidth.
+        ranks_per_node: ranks 0 to n - 1 are on one node, the next n on another, and so on; None:
+            not known, all groups count as on one node.
+        intra: the network inside a node. Where ``collectives`` has no time for a group, the two
+            levels tell it, see :meth:`.Machine.network_ms`; without them torch's estimate does.
+        inter: the network between nodes; for its ``bandwidth``, every rank of a node has as much.
+        estimate: ``(node, nbytes | None) -> ms | None``, asked first, for kernels and collectives:
+            ``nbytes`` is of input and output together where a bucket that isn't made yet is timed,
+            None for the node as it is; None as answer leaves it to the rest of the machine. Ask no
+            clock: every rank must get the same answers. Without a ``uuid()`` it keeps Inductor's
+            caches away.
+
+    Raises:
+        TypeError: ``flops`` or ``collectives`` is no mapping, ``intra`` or ``inter`` no
+            :class:`.Level`, or ``estimate`` no callable.
+        ValueError: a rate that is no positive number, a time that is none of at least 0, a
+            number of ranks below 1, levels without ``ranks_per_node`` or one without the other, a
+            key that names no group shape, or a series of measurements that is empty or holds
+            something else than bytes above 0 and times.
+    """
+
+    name: str = "machine"
+    flops: Mapping[str, float] = field(default_factory=dict)
+    other_flops: float = 50e12
+    bandwidth: float = 2e12
+    kernel_ms: float = 0.002
+    collectives: Table = field(default_factory=dict)
+    ranks_per_node: int | None = None
+    intra: Level | None = None
+    inter: Level | None = None
+    estimate: Callable[[fx.Node, int | None], float | None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, mapping in (("flops", self.flops), ("collectives", self.collectives)):
+            if not isinstance(mapping, Mapping):
+                raise TypeError(f"{name} must be a mapping, got {mapping!r}")
+        rates = {**self.flops, "other_flops": self.other_flops, "bandwidth": self.bandwidth}
+        for name, rate in rates.items():
+            if not _is_number(rate) or not rate > 0:
+                raise ValueError(f"{name} must be a positive rate per second, got {rate!r}")
+        if not _is_number(self.kernel_ms) or not 0 <= self.kernel_ms < math.inf:
+            raise ValueError(f"kernel_ms must be a time of at least 0, got {self.kernel_ms!r}")
+        self._check_network()
+        for key, series in self.collectives.items():
+            if not _is_key(key):
+                raise ValueError(
+                    f"collectives[{key!r}]: a key is (kind, (ranks, nodes)) or (kind, ranks)"
+                )
+            if not series:
+                raise ValueError(f"collectives[{key!r}] has no measurement")
+            for point in series:
+                pair = isinstance(point, (tuple, list)) and len(point) == 2
+                if not pair or not all(map(_is_number, point)) or not _is_measurement(*point):
+                    raise ValueError(f"collectives[{key!r}]: {point!r} is no (bytes above 0, ms)")
+
+    def _check_network(self) -> None:
+        levels = (("intra", self.intra), ("inter", self.inter))
+        for name, level in levels:
+            if level is not None and not isinstance(level, Level):
+                raise TypeError(f"{name} must be a Level, got {level!r}")
+        n = self.ranks_per_node
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+            raise ValueError(f"ranks_per_node must be a whole number of at least 1, got {n!r}")
+        given = [name for name, level in levels if level is not None]
+        if given and (len(given) < 2 or n is None):
+            raise ValueError("give intra, inter and ranks_per_node together, or none of the levels")
+        if self.estimate is not None and not callable(self.estimate):
+            raise TypeError(f"estimate must be a callable or None, got {self.estimate!r}")
+
+    def shape_of(self, ranks: Sequence[int]) -> Shape:
+        """How many ranks a group has, and on how many nodes. ``ranks``: their global numbers."""
+        n = self.ranks_per_node
+        return len(ranks), 1 if n is None else len({rank // n for rank in ranks})
+
+    def network_ms(self, kind: str, ranks: Sequence[int], nbytes: int) -> float | None:
+        """Milliseconds of a collective by table or by levels; None where neither tells.
+
+        By levels: of n ranks on k nodes, rings move (n - 1) / n of the buffer past every rank, for
+        an all-reduce twice. Inside a node at ``intra``'s bandwidth; between nodes every rank of a
+        node adds ``inter``'s, and the slower of the two counts. Of the n - 1 steps k - 1 have the
+        latency between nodes (as in NCCL's tuning model, ``src/graph/tuning.cc``). In an all-to-all
+        each rank sends what is for its own node and what is for others at the same time, one
+        message each.
+
+        Args:
+            kind: as in ``collectives``.
+            ranks: of the group, by their global numbers.
+            nbytes: of input and output together.
+        """
+        shape = self.shape_of(ranks)
+        series = self.collectives.get((kind, shape))
+        if series is None and shape[1] == 1:
+            series = self.collectives.get((kind, shape[0]))
+        if series is not None:
+            return _interpolated(series, nbytes)
+        if self.intra is None or self.inter is None or self.ranks_per_node is None:
+            return None
+        n, nodes = shape
+        if n == 1:
+            return 0.0
+        members: dict[int, int] = {}
+        for rank in ranks:
+            node = rank // self.ranks_per_node
+            members[node] = members.get(node, 0) + 1
+        fewest = min(members.values())
+        if kind == "all_to_all":
+            apart = (n - fewest) / n * (nbytes / 2)
+            inside = (max(members.values()) - 1) / n * (nbytes / 2)
+            times = [0.0]
+            if inside:
+                times.append(inside / self.intra.bandwidth * 1e3 + self.intra.latency_ms)
+            if apart:
+                times.append(apart / self.inter.bandwidth * 1e3 + self.inter.latency_ms)
+            return max(times)
+        rates = []
+        if max(members.values()) > 1:
+            rates.append(self.intra.bandwidth)
+        if nodes > 1:
+            rates.append(fewest * self.inter.bandwidth)
+        rounds = 2 if kind == "all_reduce" else 1
+        buffer = nbytes / 2 if kind == "all_reduce" else nbytes * n / (n + 1)
+        steps = (n - nodes) * self.intra.latency_ms + (nodes - 1) * self.inter.latency_ms
+        return rounds * (buffer * (n - 1) / n / min(rates) * 1e3 + steps)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, for :meth:`load`.
+
+        Raises:
+            ValueError: it has an ``estimate``, which no file can hold.
+            OSError: the file can't be written.
+        """
+        if self.estimate is not None:
+            raise ValueError(
+                "a machine with an estimate can't be saved: no file can hold a callable"
+            )
+        levels = {
+            name: None if level is None else [level.bandwidth, level.latency_ms]
+            for name, level in (("intra", self.intra), ("inter", self.inter))
+        }
+        document = {
+            "format": _FORMAT,
+            "name": self.name,
+            "flops": dict(self.flops),
+            "other_flops": self.other_flops,
+            "bandwidth": self.bandwidth,
+            "kernel_ms": self.kernel_ms,
+            "ranks_per_node": self.ranks_per_node,
+            **levels,
+            "collectives": [
+                [kind, shape, [list(point) for point in series]]
+                for (kind, shape), series in self.collectives.items()
+            ],
+        }
+        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        """What :meth:`save` or ``python -m torch_ext_bucketing measure`` wrote.
+
+        Raises:
+            ValueError: the file holds no machine.
+            OSError: it can't be read.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            fields = dict(json.loads(text))
+            if fields.pop("format") != _FORMAT:
+                raise ValueError(f"its format is not {_FORMAT}")
+            for name in ("intra", "inter"):
+                level = fields[name]
+                fields[name] = None if level is None else Level(*level)
+            fields["collectives"] = {
+                (kind, shape if isinstance(shape, int) else tuple(shape)): tuple(map(tuple, series))
+                for kind, shape, series in fields["collectives"]
+            }
+            return cls(**fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no machine: {error}") from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_key(key: object) -> bool:
+    if not isinstance(key, tuple) or len(key) != 2 or key[0] not in _KINDS:
+        return False
+    shape = key[1] if isinstance(key[1], tuple) else (key[1],)
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
+    return whole and len(shape) in (1, 2)
+
+
+def _is_measurement(nbytes: float, ms: float) -> bool:
+    return 0 < nbytes < math.inf and 0 <= ms < math.inf
+
+
+H100 = Machine(
+    "H100",
+    # NVIDIA's data sheet: 989 TFLOP/s dense in 16 bit, 494 in TF32, 3.35 TB/s. Large matrix
+    # products reach about seven tenths of that, copies about eight tenths.
+    flops={"bfloat16": 692e12, "float16": 692e12, "float32": 346e12},
+    bandwidth=2.7e12,
+)
+"""The default machine."""
+
+
+def check_machine(machine: object) -> None:
+    """Raise a TypeError unless ``machine`` is one."""
+    if not isinstance(machine, Machine):
+        raise TypeError(f"machine must be a Machine, such as H100, got {machine!r}")
+
+
+def _interpolated(series: Sequence[tuple[int, float]], nbytes: int) -> float:
+    points = sorted(series)
+    at = bisect.bisect_left(points, (nbytes, -math.inf))
+    if at == 0:
+        return points[0][1]
+    if at == len(points):
+        size, ms = points[-1]
+        return ms * nbytes / size
+    (low, low_ms), (high, high_ms) = points[at - 1], points[at]
+    return low_ms + (high_ms - low_ms) * (nbytes - low) / (high - low)
