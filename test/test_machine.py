@@ -6,14 +6,18 @@ import json
 
 import pytest
 import torch.distributed as dist
+from ranks import on_ranks
 from test_schedule import DIM, forward_graph
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute
+from torch_ext_bucketing.measure import MeasureError, measure
 from torch_ext_bucketing.passes.cache_key import brief
 from torch_ext_bucketing.scheduling.cost import Costs
 from torch_ext_bucketing.scheduling.machine import Level, Machine
 
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 MB = 10**6
 # 100 and 10 bytes per microsecond, 1 and 20 microseconds.
 TWO_LEVELS = Machine(
@@ -147,3 +151,37 @@ def test_a_file_holds_a_machine(tmp_path):
         path.write_text(broken)
         with pytest.raises(ValueError, match=r"machine\.json holds no machine"):
             Machine.load(path)
+
+
+def _measured(rank):
+    machine = measure((2,), kib=[4, 64], repeats=2)
+    return machine.flops, machine.collectives, machine.ranks_per_node
+
+
+def test_ranks_measure_the_same_numbers():
+    first, second = on_ranks(_measured)
+    assert first == second
+    flops, table, per_node = first
+    assert set(flops) == {"float32", "bfloat16"}
+    assert per_node == 2
+    assert set(table) == {(k, (2, 1)) for k in KINDS}
+    nbytes = {kind: [n for n, ms in series if ms > 0] for (kind, _), series in table.items()}
+    # input and output: of a gather 3 parts of 2, of an all-reduce and an all-to-all twice the buffer
+    assert nbytes["all_gather"] == nbytes["reduce_scatter"] == [6 * 1024, 96 * 1024]
+    assert nbytes["all_reduce"] == nbytes["all_to_all"] == [8 * 1024, 128 * 1024]
+
+
+def test_what_can_not_be_measured_is_said(capsys, monkeypatch, tmp_path):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    out = tmp_path / "machine.json"
+    assert main(["measure", "--mesh", "two", "--out", str(out)]) == 1
+    assert "--mesh must be sizes such as 8 or 2x4" in capsys.readouterr().err
+    assert main(["measure", "--mesh", "2x4", "--out", str(out)]) == 1
+    assert "start it under torchrun" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_mesh_that_does_not_fit(fake_world):
+    with pytest.raises(MeasureError, match="2x4 ranks does not fit 4 ranks"):
+        measure((2, 4))

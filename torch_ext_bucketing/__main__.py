@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, explain
+from . import __version__, explain, measure
 from .demo import cli as demo
 from .patching import HooksError, command, ensure_hooks
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="command")
-    for subcommand in (command, demo, explain):
+    for subcommand in (command, demo, explain, measure):
         subcommand.add_parser(subparsers)
     args = parser.parse_args(argv)
     if getattr(args, "needs_hooks", True):

@@ -1,0 +1,259 @@
+"""``torchrun ... -m torch_ext_bucketing measure``: what this cluster's networks and kernels take.
+
+Every rank measures the collectives of each group of a mesh, as compiled graphs launch them, and the
+rates of products and copies. A collective's time is from the arrival of its last rank: of the times
+that the ranks saw, the shortest, so that waiting for peers is no part of it; of several runs, the
+median. All ranks end with the same numbers (of the slowest group of a mesh dimension, of the
+slowest rank), and rank 0 writes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from .scheduling.machine import Machine
+
+__all__ = ["MeasureError", "add_parser", "measure"]
+
+_DESCRIPTION = """\
+Measure the collectives of each group of a mesh, and the rates of products and copies, on whatever
+is there: NCCL with GPUs, gloo without. Start it with torchrun, one process per GPU, as the training
+will be. Rank 0 writes a file for torch_ext_bucketing.Machine.load."""
+
+_KIB = (4, 64, 1024, 16384)
+_PRODUCT = {"cuda": 8192, "cpu": 512}
+_COPY_MIB = {"cuda": 1024, "cpu": 64}
+
+
+class MeasureError(Exception):
+    """What was asked for can't be measured; the message says why and what to do."""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add ``measure`` to a command's subparsers; the arguments carry ``run(args) -> int``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "measure",
+        help="measure the collectives of a mesh for the cost model, under torchrun",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--mesh", required=True, metavar="2x4", help="sizes of the mesh dimensions")
+    parser.add_argument("--out", required=True, metavar="FILE", help="the file to write, JSON")
+    parser.add_argument(
+        "--kib", type=int, nargs="+", default=list(_KIB), metavar="N", help="sizes of the buffers"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=7, metavar="N", help="runs of each size (default: 7)"
+    )
+    parser.set_defaults(run=_run)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        mesh = _mesh_sizes(args.mesh)
+        _start()
+    except MeasureError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    import torch.distributed as dist
+
+    try:
+        machine = measure(mesh, kib=args.kib, repeats=args.repeats, say=_say)
+        if dist.get_rank() == 0:
+            machine.save(args.out)
+            _say(f"written to {Path(args.out).resolve()}")
+        return 0
+    except (MeasureError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        dist.destroy_process_group()
+
+
+def _mesh_sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(map(int, text.split("x")))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise MeasureError(f"--mesh must be sizes such as 8 or 2x4, got {text!r}")
+    return sizes
+
+
+def _start() -> None:
+    """Join the process group of the launcher."""
+    import torch
+    import torch.distributed as dist
+
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        raise MeasureError(
+            f"{', '.join(missing)} not set: start it under torchrun, as in torchrun "
+            "--nproc-per-node 8 -m torch_ext_bucketing measure --mesh 8 --out machine.json"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("gloo")
+
+
+def _say(text: str) -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def measure(
+    mesh: Sequence[int],
+    *,
+    kib: Sequence[int] = _KIB,
+    repeats: int = 7,
+    say: Callable[[str], None] = lambda text: None,
+) -> Machine:
+    """Measure the groups of a mesh over the default process group; every rank has to call it.
+
+    Args:
+        mesh: sizes of its dimensions; their product is the number of ranks.
+        kib: sizes of the whole buffer in KiB: what is gathered, scattered, reduced, or exchanged.
+        repeats: runs of each size, after one that is not counted.
+        say: gets a line per measurement, for progress.
+
+    Returns:
+        The same machine on every rank. ``ranks_per_node`` is torchrun's ``LOCAL_WORLD_SIZE``, else
+        the number of ranks.
+
+    Raises:
+        MeasureError: the mesh does not fit the number of ranks, or no positive size or number of
+            runs.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from ._torch.process_groups import ranks_of
+    from .scheduling.machine import Machine
+
+    world, product = dist.get_world_size(), 1
+    for size in mesh:
+        product *= size
+    if product != world:
+        raise MeasureError(f"a mesh of {'x'.join(map(str, mesh))} ranks does not fit {world} ranks")
+    if not kib or min(kib) < 1 or repeats < 1:
+        raise MeasureError("sizes in KiB and the number of runs must be positive")
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    device_mesh = init_device_mesh(device, tuple(mesh))
+    groups = [device_mesh.get_group(i) for i, size in enumerate(mesh) if size > 1]
+    if len(groups) > 1:
+        groups.append(dist.group.WORLD)
+    machine = Machine(ranks_per_node=per_node)
+    table: dict[Any, list[tuple[int, float]]] = {}
+    for group in groups:
+        shape = machine.shape_of(ranks_of(group))
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+            for size in sorted(set(kib)):
+                nbytes, launch = _launcher(kind, size * 1024, group, device)
+                ms = _collective_ms(launch, group, device, repeats)
+                say(f"{kind} of {shape[0]} ranks on {shape[1]} nodes, {size} KiB: {ms:.3f} ms")
+                points = dict(table.get((kind, shape), []))
+                points[nbytes] = max(ms, points.get(nbytes, 0.0))
+                table[kind, shape] = sorted(points.items())
+    flops = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        n = _PRODUCT[device]
+        a = torch.ones(n, n, dtype=dtype, device=device)
+        ms = _kernel_ms(functools.partial(torch.matmul, a, a), device, repeats)
+        flops[str(dtype).removeprefix("torch.")] = 2 * n**3 / ms * 1e3
+    x = torch.ones(_COPY_MIB[device] * 2**20, dtype=torch.uint8, device=device)
+    small = torch.ones(1, device=device)
+    bandwidth = 2 * x.numel() / _kernel_ms(x.clone, device, repeats) * 1e3
+    kernel_ms = _kernel_ms(small.neg, device, repeats)
+    say(f"products {flops['bfloat16'] / 1e12:.3g} TFLOP/s in bfloat16, copies {bandwidth:.3g} B/s")
+    return Machine(
+        f"measured, {world} ranks, {dist.get_backend()}",
+        flops,
+        other_flops=flops["float32"],
+        bandwidth=bandwidth,
+        kernel_ms=kernel_ms,
+        collectives={key: tuple(points) for key, points in table.items()},
+        ranks_per_node=per_node,
+    )
+
+
+def _launcher(
+    kind: str, nbytes: int, group: dist.ProcessGroup, device: str
+) -> tuple[int, Callable[[], Any]]:
+    """Bytes of input and output together, and what runs the collective to its end."""
+    import torch
+
+    n, name = group.size(), group.group_name
+    part = -(-nbytes // (4 * n))
+    ops = torch.ops._c10d_functional
+    wait = ops.wait_tensor.default
+    shard = torch.ones(part, device=device)
+    whole = torch.ones(part * n, device=device)
+    if kind == "all_gather":
+        return 4 * part * (n + 1), lambda: wait(ops.all_gather_into_tensor(shard, n, name))
+    if kind == "reduce_scatter":
+        return 4 * part * (n + 1), lambda: wait(ops.reduce_scatter_tensor(whole, "sum", n, name))
+    if kind == "all_reduce":
+        return 8 * part * n, lambda: wait(ops.all_reduce(whole, "sum", name))
+    splits = [part] * n
+    return 8 * part * n, lambda: wait(ops.all_to_all_single(whole, splits, splits, name))
+
+
+def _collective_ms(
+    launch: Callable[[], Any], group: dist.ProcessGroup, device: str, repeats: int
+) -> float:
+    import torch
+    import torch.distributed as dist
+
+    times = torch.empty(repeats, dtype=torch.float64, device=device)
+    for i in range(-1, repeats):
+        dist.barrier(group)
+        ms = _timed(launch, device)
+        if i >= 0:
+            times[i] = ms
+    dist.all_reduce(times, dist.ReduceOp.MIN, group)  # the last to arrive waited for nobody
+    return _slowest(statistics.median(times.tolist()), device)
+
+
+def _kernel_ms(run: Callable[[], Any], device: str, repeats: int) -> float:
+    run()
+    return _slowest(statistics.median(_timed(run, device) for _ in range(repeats)), device)
+
+
+def _slowest(ms: float, device: str) -> float:
+    """The largest of all ranks' numbers, the same on each."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([ms], dtype=torch.float64, device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return max(float(value), 1e-6)
+
+
+def _timed(run: Callable[[], Any], device: str) -> float:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    clock = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - clock) * 1e3
