@@ -285,9 +285,18 @@ class Values:
                     {},
                     {("all_gather", 2): [(8, 1.0), (64, 2.0)]},
                     {("all_gather", 2): [(8, 1.0), (64, 2.0)], ("all_reduce", 2): [(1, 0.0)]},
+                    {("all_gather", (2, 2)): [(8, 1.0)]},
                 ),
+                **self.network(),
             )
         )
+
+    def network(self) -> dict[str, Any]:
+        levels = {
+            "intra": teb.Level(self.pick(1.0, 1e11, 1e308), self.pick(0.0, 0.01)),
+            "inter": teb.Level(1e10, 0.02),
+        }
+        return self.pick({}, {"ranks_per_node": 1}, {"ranks_per_node": 8, **levels})
 
     def options(self) -> dict[str, Any]:
         every = {

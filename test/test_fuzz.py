@@ -27,7 +27,7 @@ ELSEWHERE = {
     },
     "set_tag": {"Tag", "tag_of"},
     "data_parallel": {"ReduceOnce"},
-    "schedule": {"Overlap", "CapComputeRun", "PeakMemory", "Policy", "Machine"},
+    "schedule": {"Overlap", "CapComputeRun", "PeakMemory", "Policy", "Machine", "Level"},
 }
 NOT_CALLED = {"BoundNotKeptWarning", "GraphPass", "H100", "HooksError", "HooksWarning"}
 NOT_CALLED |= {"NotBucketedWarning", "PayloadOrderWarning"}
