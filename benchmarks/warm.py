@@ -8,9 +8,9 @@ A transformer of two layers, sharded by ``data_parallel``, forward and backward 
 first start:
 
 - ``plain``: ``backend="inductor"`` as it is, without this package (but for the modules of the model
-  and of ``data_parallel``, which need none of the rest). torch's keys of graphs with a device mesh
-  differ from process to process, so its second start is as cold as the first, and the last;
-- ``plain, one hash seed``: the same under ``PYTHONHASHSEED=0``, which makes those keys alike;
+  and of ``data_parallel``, which need none of the rest);
+- ``plain, one hash seed``: the same under ``PYTHONHASHSEED=0``, as torch's keys have the salted
+  hash of a device mesh where something asked the mesh for it;
 - ``ours``: ``teb.backend("inductor", ...)``, one bucket per unit of FSDP2, ``Schedule(Overlap())``.
 
 The ways take turns, start by start. A time is that of the slowest rank; CPU seconds are the mean
