@@ -149,6 +149,7 @@ def test_a_mismatch_reaches_the_other_groups_of_a_mesh(tmp_path):
         assert "rank 3: reduce_scatter" in text
 
 
+@pytest.mark.once
 def test_ranks_that_die(tmp_path):
     host, alive, dead = on_ranks(tmp_path, "dies", world=3, may_die=(0, 2))
     assert host is dead is None
@@ -185,6 +186,7 @@ def edited_package(folder):
     raise AssertionError("no series adds a comment to torch/_inductor")
 
 
+@pytest.mark.once
 def test_another_patch_level(tmp_path):
     other = edited_package(tmp_path / "package")
     ranks = on_ranks(tmp_path, "same_model", environments=[{}, {"PYTHONPATH": str(other)}])

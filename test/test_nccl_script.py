@@ -124,6 +124,7 @@ assert not inductor_config.fx_graph_cache and inductor_config.compile_threads >=
 """
 
 
+@pytest.mark.once
 def test_a_rank_up_to_its_first_cuda_call(tmp_path):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL", "CUBLAS"))}
     done = subprocess.run(
@@ -218,6 +219,7 @@ def test_a_failing_rank_ends_all_and_loses_nothing(monkeypatch, capsys, tmp_path
     assert (run["name"], run["steps"]) == (only, 1)
 
 
+@pytest.mark.once
 def test_the_time_limit_ends_all(monkeypatch, capsys):
     monkeypatch.setattr(nccl, "run_on_rank", never_ends)
     # The time is that of all numbers of ranks together.
@@ -240,6 +242,7 @@ def _script(*options: str, seconds: float = 400) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.once
 @no_gpu
 def test_without_a_gpu_the_script_says_so():
     done = _script()

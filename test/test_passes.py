@@ -708,6 +708,7 @@ print(*[p.uuid() for p in passes], PassManager(passes).uuid())
 """
 
 
+@pytest.mark.once
 def test_uuids_differ_by_settings_and_not_by_process():
     runs = [
         subprocess.run(

@@ -53,6 +53,7 @@ def _without(rank: Rank) -> int:
         dist.destroy_process_group()
 
 
+@pytest.mark.once
 def test_per_use_reductions_have_other_bits():
     assert run_ranks(_without, RANKS, timeout_s=240) == [0] * RANKS
 

@@ -423,6 +423,7 @@ def test_no_order_has_shorter_runs_than_are_called_forced(seed: int, size: int):
     assert best == forced, "on a chain the bound is reached"
 
 
+@pytest.mark.once
 def test_the_same_order_under_any_hash_seed():
     plans = under_hash_seeds(
         """
