@@ -486,12 +486,14 @@ def _recipe(e: Example) -> Any:
     if e.rng.random() < 0.8:
         teb.data_parallel(e.model, init_device_mesh("cpu", (WORLD,)))
     goal = e.v.pick("parity", "parity", "speed")
-    return teb.recipe(
+    passes = teb.recipe(
         e.v.junk(lambda: e.model),
         goal,
         units=e.rng.choice((None, e.v.names(), ["layers.0", "layers.1", ""])),
         reference=e.rng.choice((None, None, None, e.model)),
     )
+    teb.whole_step_pass(e.model, passes)
+    return passes
 
 
 def _separate_groups(e: Example) -> None:

@@ -27,6 +27,7 @@ ELSEWHERE = {
     },
     "set_tag": {"Tag", "tag_of"},
     "data_parallel": {"ReduceOnce"},
+    "recipe": {"whole_step_pass"},
     "schedule": {"Overlap", "CapComputeRun", "PeakMemory", "Policy", "Machine", "Level"},
 }
 NOT_CALLED = {"BoundNotKeptWarning", "GraphPass", "H100", "HooksError", "HooksWarning"}

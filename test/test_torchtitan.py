@@ -55,9 +55,13 @@ from torch_ext_bucketing.demo import text  # noqa: E402
 from torch_ext_bucketing.demo.model import ModelConfig, Transformer  # noqa: E402
 from torch_ext_bucketing.demo.ranks import Rank, run_ranks  # noqa: E402
 from torch_ext_bucketing.demo.train import count_collectives, digest  # noqa: E402
+from torch_ext_bucketing.graph.collectives import KINDS, kind_of  # noqa: E402
 from torch_ext_bucketing.passes.backends import backend  # noqa: E402
+from torch_ext_bucketing.passes.base import Compilation  # noqa: E402
 from torch_ext_bucketing.passes.bucketing import BucketUnits  # noqa: E402
+from torch_ext_bucketing.passes.recipe import recipe  # noqa: E402
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward  # noqa: E402
+from torch_ext_bucketing.passes.whole_step import whole_step_pass  # noqa: E402
 from torch_ext_bucketing.patching import hooks_status  # noqa: E402
 from torch_ext_bucketing.plans.blocks import transformer_block_plan  # noqa: E402
 from torch_ext_bucketing.plans.order import FSDPParamOrder  # noqa: E402
@@ -347,6 +351,55 @@ def test_experts_on_a_mesh_of_their_own(fake_world, monkeypatch):
     of_experts = {b.group_size for b in report.buckets if "inner_experts" in b.members[0].fqns[0]}
     assert of_experts == {2}
     assert report.collectives_before == {"all_gather": 51, "reduce_scatter": 27}
+
+
+# --- the graph trainer ---------------------------------------------------------------
+
+
+def _loss(pred, labels, global_valid_tokens):
+    return F.cross_entropy(pred.flatten(0, 1).float(), labels.flatten()) / global_valid_tokens
+
+
+def test_the_passes_stand_in_the_graph_trainers_list(fake_world):
+    """In the place of its bucketing pass: eager FSDP2's payloads, gathered again in backward as
+    the trainer's memory policy wants it."""
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.experiments.graph_trainer import make_fx_tracer, passes, trainer
+    from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
+    from torchtitan.experiments.graph_trainer.llama3 import model_registry
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    mesh = init_device_mesh("cpu", (fake_world,), mesh_dim_names=("fsdp",))
+    config = model_registry("debugmodel", attn_backend="varlen").model
+    config.layers = config.layers[:1]
+    config.layers[0].attention.inner_attention = ScaledDotProductAttention.Config()
+    eager = _fsdp2_order(config, mesh)
+    policy = simple_fsdp.MixedPrecisionPolicy(PARAM_DTYPE, REDUCE_DTYPE)
+    model = simple_fsdp.data_parallel(config.build(), mesh, "fully_shard", policy)
+    tokens, count = torch.zeros(1, 8, dtype=torch.long), torch.tensor(8.0)
+    step = trainer.make_fwd_bwd_step(model, _loss)
+    traced = make_fx_tracer.minimal_fx_tracer(step, module=model)(tokens, tokens, count, {})
+    settings = SimpleNamespace(
+        model_spec=SimpleNamespace(model=config),
+        compile=GraphTrainerCompileConfig(),
+        parallelism=ParallelismConfig(),
+        loss=None,
+    )
+    listed = passes.compile_time_passes(traced, settings, include_inductor=False)
+    names = [getattr(p, "func", p).__name__ for p in listed]
+    place = names.index("joint_transformer_block_bucketing_reordering_pass")
+    compilation = Compilation()
+    listed[place] = whole_step_pass(model, recipe(model), compilation)
+    gm = passes.apply_graph_passes(traced.gm, traced.example_inputs, listed)
+    report = compilation.report
+    assert not report.unnamed
+    assert not report.warnings
+    units = [unit for unit in eager.units if len(unit) > 1]
+    assert sorted(_payloads(report.buckets)) == sorted(
+        (kind, unit) for unit in units for kind in ("all_gather", "all_gather", "reduce_scatter")
+    )
+    after = {kind: sum(kind_of(n) == kind for n in gm.graph.nodes) for kind in KINDS}
+    assert after["reduce_scatter"] == len(eager.units)
 
 
 # --- imported first ------------------------------------------------------------------

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .passes.separate_groups import SeparateGroups
     from .passes.silence import NotBucketedWarning, PayloadOrderWarning
     from .passes.tagging import TagParameters
+    from .passes.whole_step import whole_step_pass
     from .plans.blocks import transformer_block_plan
     from .plans.make import make_plan
     from .plans.manual import manual_plan
@@ -107,6 +108,7 @@ __all__ = [
     "tag_joint_graph",
     "tag_of",
     "transformer_block_plan",
+    "whole_step_pass",
 ]
 
 _HOME = {
@@ -136,6 +138,7 @@ _HOME = {
     "passes.separate_groups": ("SeparateGroups",),
     "passes.silence": ("NotBucketedWarning", "PayloadOrderWarning"),
     "passes.tagging": ("TagParameters",),
+    "passes.whole_step": ("whole_step_pass",),
     "plans.blocks": ("transformer_block_plan",),
     "plans.make": ("make_plan",),
     "plans.manual": ("manual_plan",),

@@ -37,6 +37,12 @@ def stage_of(graph: fx.Graph) -> str:
     return "forward" if "is_forward" in tags else "inference"
 
 
+def in_backward(node: fx.Node) -> bool:
+    """Whether a node of a graph with forward and backward in one is part of backward, as what is
+    computed again there is, told by the mark that torch's tracing leaves."""
+    return bool(node.meta.get("autograd_backward", False))
+
+
 def is_primal(placeholder: fx.Node) -> bool:
     """Whether an input of a forward or backward graph is an input of the compiled function (a
     parameter, say), and neither a saved value nor a tangent."""

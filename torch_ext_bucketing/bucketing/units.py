@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch.fx as fx
 
+from .._torch.aot import in_backward
 from ..graph.collectives import Kind, bucket_key, group_name, kind_of
 from ..graph.regions import Structures, cuts_behind, positions
 from ..graph.writes import written_roots
@@ -94,7 +95,7 @@ def plan_units(
     """
     uncovered: dict[str, None] = {}
     left: list[tuple[str, str]] = []
-    groups: dict[tuple[int, Any], list[fx.Node]] = {}
+    groups: dict[tuple[int, Any, bool], list[fx.Node]] = {}
     duplicates: list[tuple[fx.Node, fx.Node]] = []
     first_gather: dict[tuple[Any, ...], fx.Node] = {}
     contracted = Contraction(graph)
@@ -118,8 +119,10 @@ def plan_units(
         if why:
             left.append((start.name, why))
             continue
+        # In a trace of a whole step, a gather in backward is there to free memory in between.
+        again = kind == "all_gather" and in_backward(start)
         if kind == "all_gather" and start not in written:
-            same = (start.target, *_gathered(start, position, structures))
+            same = (start.target, again, *_gathered(start, position, structures))
             earlier = first_gather.setdefault(same, start)
             if earlier is not start:
                 contracted.open(earlier)
@@ -128,11 +131,11 @@ def plan_units(
                 if refused is None:
                     duplicates.append((start, earlier))
                     continue
-        groups.setdefault((unit, bucket_key(start)), []).append(start)
+        groups.setdefault((unit, bucket_key(start), again), []).append(start)
 
     buckets: list[Bucket] = []
     splits: list[str] = []
-    for (unit, _), starts in groups.items():
+    for (unit, _, _), starts in groups.items():
         if len(starts) < 2:
             continue
         kind = kind_of(starts[0])

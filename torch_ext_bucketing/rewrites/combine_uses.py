@@ -32,6 +32,7 @@ import torch.utils._pytree as pytree
 
 from .._torch import bucketing as tb
 from .._torch import descriptors as _descriptors
+from .._torch.aot import in_backward
 from .._torch.symbols import same_shape
 from ..graph.collectives import (
     group_name,
@@ -219,7 +220,8 @@ def _same_gathers(
             epoch = -1 - place.position[start]  # read before a write and gathered after it
         epochs.setdefault(source.node, {})[epoch] = None
         number = place.structures.of(source, value, name=source.node)
-        key = (number, group_name(start), group_size(start), start.meta["val"].dtype, epoch)
+        dtype, again = start.meta["val"].dtype, in_backward(start)
+        key = (number, group_name(start), group_size(start), dtype, epoch, again)
         groups.setdefault(key, []).append(start)
     for node, found in epochs.items():
         if len(found) > 1:

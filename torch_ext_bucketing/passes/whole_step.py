@@ -1,0 +1,80 @@
+"""The passes on a trace of a whole step, for trainers that trace without Dynamo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.fx as fx
+import torch.nn as nn
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..tagging.tag_graph import tag_joint_graph
+from .backends import PassManager
+from .base import Compilation, GraphPass
+from .resharding import ReshardAfterForward
+
+__all__ = ["whole_step_pass"]
+
+
+def whole_step_pass(
+    model: nn.Module, passes: Iterable[GraphPass], compilation: Compilation | None = None
+) -> Callable[..., fx.GraphModule]:
+    """One pass, ``(graph_module, example_inputs) -> graph_module``, that runs ``passes``.
+
+    For torchtitan's graph trainer, in the place of its bucketing pass, whose pipeline is a list::
+
+        passes[i] = whole_step_pass(model, recipe(model, reference=eager_model))
+
+    The graph is a function of the model's parameters and then its buffers, by name and shared ones
+    once per name, and of the step's inputs; it returns the gradients of the parameters that
+    require one, in the same order, behind other values. What is gathered again in backward stays
+    so: that is decided by the trainer, and ``ReshardAfterForward`` is left out.
+
+    A ``DTensor`` stands for the plain tensors that it is made of, its shard first.
+
+    Args:
+        model: the one that was traced.
+        passes: for :func:`.backend`.
+        compilation: gets the report, in ``compilation.report``.
+
+    The pass raises:
+        ValueError: the graph has fewer inputs than the model has parameters, or fewer results than
+            it has parameters to train. The graph is as it was.
+    """
+    kept = [p for p in passes if not isinstance(p, ReshardAfterForward)]
+    manager = PassManager(kept, model)
+    shared = compilation or Compilation()
+
+    def torch_ext_bucketing_pass(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:
+        parameters = list(model.named_parameters(remove_duplicate=False))
+        names = [name for each in parameters for name in _per_tensor(*each)]
+        trained = [n for each in parameters if each[1].requires_grad for n in _per_tensor(*each)]
+        inputs = gm.graph.find_nodes(op="placeholder")
+        (output,) = gm.graph.find_nodes(op="output")
+        others = len(pytree.tree_leaves(output.args[0])) - len(trained)
+        if others < 0 or len(inputs) < len(names):
+            raise ValueError(
+                f"this is no step of {type(model).__name__}, whose parameters are {len(names)} "
+                f"tensors, {len(trained)} of them to train: the graph has {len(inputs)} inputs "
+                f"and {others + len(trained)} results. Give the model that was traced"
+            )
+        fqns = {node: name for node, name in zip(inputs, names, strict=False) if name}
+        tag_joint_graph(gm, fqns, grad_fqns=[*(None,) * others, *trained], model=model)
+        for stage in ("joint", "forward_backward"):
+            manager.run(stage, gm, shared)  # type: ignore[arg-type]
+        gm.graph.lint()
+        gm.recompile()
+        return gm
+
+    return torch_ext_bucketing_pass
+
+
+def _per_tensor(name: str, tensor: Any) -> list[str | None]:
+    """The name for the shard, and None for what else a parameter is made of (its mesh)."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [name]
+    attributes, _ = tensor.__tensor_flatten__()
+    parts = [part for a in attributes for part in _per_tensor(name, getattr(tensor, a))]
+    return [name, *(None,) * (len(parts) - 1)]
