@@ -148,19 +148,17 @@ def virtual(args: argparse.Namespace, command: str) -> int:
 def rows(args: argparse.Namespace, command: str) -> int:
     """``--rows``; returns the exit status."""
     results: list[RowResult] = []
-    errors: list[str] = []
     start = time.monotonic()
 
     def say(text: str) -> None:
         print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
 
-    for outcome in run_table(args.rows, args.steps, args.timeout, say):
-        if isinstance(outcome, str):
-            errors.append(outcome)
-            continue
-        outcome.date = _now()
-        results.append(outcome)
+    def finish(result: RowResult) -> None:
+        result.date = _now()
+        results.append(result)
         _save(args.json, [r.as_dict() for r in results])
+
+    errors = run_table(args.rows, args.steps, args.timeout, finish, say)
     if not results and not errors:
         print(f"parity.py: no row is named like {args.rows!r}", file=sys.stderr)
         return 2

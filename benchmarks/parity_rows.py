@@ -28,7 +28,8 @@ class Row:
         model: of ``parity_rows_models.MODELS``.
         mesh: sizes of the mesh, (ranks), (replicas, shards) or (shards, tensor-parallel ranks).
         client: whose sharding is compiled: this package's ``data_parallel``, or torchtitan's as it
-            is installed; or torchtitan's of its own model, too.
+            is installed; or torchtitan's of its own model, by
+            Dynamo or by its graph trainer's tracer.
         mode: of ``data_parallel``.
         tensor: parallelize the blocks over the mesh's second dimension, with the sequence sharded
             between them or not.
@@ -46,7 +47,7 @@ class Row:
     name: str
     model: str = "decoder"
     mesh: tuple[int, ...] = (4,)
-    client: Literal["ours", "torchtitan", "torchtitan's model"] = "ours"
+    client: Literal["ours", "torchtitan", "torchtitan's model", "torchtitan's trainer"] = "ours"
     mode: Literal["fully_shard", "hybrid_shard", "replicate"] = "fully_shard"
     tensor: Literal["", "tensor", "tensor+sequence"] = ""
     microbatches: int = 1
@@ -74,6 +75,7 @@ class Row:
 
 _TITAN: dict[str, Any] = {"client": "torchtitan"}
 _MODEL: dict[str, Any] = {"client": "torchtitan's model", "chunk_bytes": 4096, "layers": 2}
+_TRAINER: dict[str, Any] = {**_MODEL, "client": "torchtitan's trainer"}
 
 ROWS: tuple[Row, ...] = (
     Row("torchtitan/fully_shard", **_TITAN),
@@ -96,6 +98,8 @@ ROWS: tuple[Row, ...] = (
     Row("torchtitan_model/llama3", "llama3", **_MODEL),
     Row("torchtitan_model/deepseek_v3", "deepseek_v3", **_MODEL),
     Row("torchtitan_model/deepseek_v3_experts", "deepseek_v3", expert=2, **_MODEL),
+    Row("graph_trainer/llama3", "llama3", **_TRAINER),
+    Row("graph_trainer/deepseek_v3_experts", "deepseek_v3", expert=2, **_TRAINER),
 )
 
 
@@ -164,22 +168,34 @@ class RowResult:
 
 
 def run_table(
-    pattern: str, steps: int, timeout_s: float, say: Callable[[str], None]
-) -> Iterator[RowResult | str]:
-    """Run the rows whose name matches; each one's result, or how its ranks failed."""
+    pattern: str,
+    steps: int,
+    timeout_s: float,
+    finish: Callable[[RowResult], None],
+    say: Callable[[str], None],
+) -> list[str]:
+    """Run the rows whose name matches; ``finish`` is called with each one's result.
+
+    Returns how ranks failed, by row; the rows after such a one are run on new ranks.
+    """
+    errors = []
     for rows in _select(pattern):
         left = rows
         while left:
-            results: list[RowResult] = []
+            done: list[RowResult] = []
+
+            def keep(result: RowResult, done: list[RowResult] = done) -> None:
+                done.append(result)
+                finish(result)
+
             try:
-                _run_topology(left, steps, timeout_s, results.append, say)
+                _run_topology(left, steps, timeout_s, keep, say)
             except RankError as error:
-                yield from results
-                yield f"{left[len(results)].name}: {error}"
-                left = left[len(results) + 1 :]
+                errors.append(f"{left[len(done)].name}: {error}")
+                left = left[len(done) + 1 :]
             else:
-                yield from results
                 left = []
+    return errors
 
 
 def _run_topology(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,9 +63,9 @@ def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
                 meshes[row.mesh] = init_device_mesh("cpu", row.mesh, mesh_dim_names=names)
             runs: type[Runs] = Runs
             if row.client == "torchtitan's model":
-                from benchmarks.parity_rows_titan import TitanRuns
-
-                runs = TitanRuns
+                from benchmarks.parity_rows_titan import TitanRuns as runs
+            elif row.client == "torchtitan's trainer":
+                from benchmarks.parity_rows_trainer import TrainerRuns as runs
             rank.send(("row", runs(row, meshes[row.mesh], steps, per_node).report()))
     finally:
         dist.destroy_process_group()
@@ -89,7 +89,7 @@ class AsTraced(GraphPass):
         self.sent: Sent = []
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
-        self.sent = collectives_of(graph_of(graph), self.per_node)
+        self.sent = collectives_of(graph_of(graph).nodes, self.per_node)
 
 
 class Tally:
@@ -110,7 +110,7 @@ class Tally:
     def compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Run ``graph`` as it is, or its twin."""
         run = self._twin.compile(graph, inputs)
-        sent = collectives_of(graph.graph, self.as_traced.per_node)
+        sent = collectives_of(graph.graph.nodes, self.as_traced.per_node)
         traced: Sent = []
         if stage_of(graph.graph) == "backward":
             # Freed after forward: a matter of memory, no part of what is compared.
@@ -119,18 +119,18 @@ class Tally:
             traced = self.as_traced.sent
 
         def counted(*args: Any) -> Any:
-            _add(self.before, traced)
-            _add(self.after, sent)
+            add_sent(self.before, traced)
+            add_sent(self.after, sent)
             return run(*args)
 
         return counted
 
 
-def collectives_of(graph: fx.Graph, per_node: int) -> Sent:
-    """The collectives of parameters in ``graph``."""
+def collectives_of(nodes: Iterable[fx.Node], per_node: int) -> Sent:
+    """The collectives of parameters among ``nodes``."""
     return [
         (_level(node, per_node), str(kind_of(node)), wire_bytes(node))
-        for node in graph.nodes
+        for node in nodes
         if kind_of(node) is not None and tag_of(node) is not None
     ]
 
@@ -141,7 +141,8 @@ def _level(start: fx.Node, per_node: int) -> str:
     return "between nodes" if len(nodes) > 1 else "inside nodes"
 
 
-def _add(traffic: Traffic, sent: Sent) -> None:
+def add_sent(traffic: Traffic, sent: Sent) -> None:
+    """Add collectives to ``traffic``."""
     for level, kind, nbytes in sent:
         entry = traffic.setdefault(level, {}).setdefault(kind, [0, 0])
         entry[0] += 1

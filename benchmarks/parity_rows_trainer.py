@@ -1,0 +1,132 @@
+"""torchtitan's graph trainer: its tracer makes one graph of a step and runs a list of passes over
+it; this package's stand in the place of its bucketing pass."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+import torch.nn as nn
+from torchtitan.components.loss import cross_entropy_loss
+from torchtitan.experiments.graph_trainer.common_utils import (
+    accumulate_param_grads_,
+    annotate_module_fqns,
+)
+from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
+from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer, run_traced
+from torchtitan.experiments.graph_trainer.passes import apply_graph_passes, compile_time_passes
+from torchtitan.experiments.graph_trainer.trainer import make_fwd_bwd_step
+
+from benchmarks.parity_rows import RowReport, Traffic
+from benchmarks.parity_rows_ranks import Sent, Step, add_sent, collectives_of
+from benchmarks.parity_rows_titan import BATCH, SEQ, TitanRuns
+from torch_ext_bucketing._torch.aot import in_backward
+from torch_ext_bucketing.demo import text
+from torch_ext_bucketing.demo.train import count_collectives
+from torch_ext_bucketing.passes.base import Compilation, GraphPass
+from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.passes.recipe import recipe
+from torch_ext_bucketing.passes.whole_step import whole_step_pass
+from torch_ext_bucketing.plans.order import FSDPParamOrder
+
+__all__ = ["TrainerRuns"]
+
+BUCKETING = "joint_transformer_block_bucketing_reordering_pass"
+
+
+class TrainerRuns(TitanRuns):
+    """A debug model as the graph trainer runs it, without the rest of the trainer."""
+
+    def build(self) -> Any:
+        model = super().build()
+        annotate_module_fqns(model)
+        return model
+
+    def report(self) -> RowReport:
+        clock = time.perf_counter()
+        eager = self.eager()
+        digests = {"eager": self.train(eager, self.step(eager, eager))}
+        with count_collectives() as counts:
+            self.step(eager, eager)(0)
+        order = FSDPParamOrder.from_fsdp(eager)
+        before: Traffic = {}
+        after: Traffic = {}
+        notes: list[str] = []
+        for name in ("fsdp_order", "control"):
+            model = self.sharded()
+            passes = recipe(model, reference=eager)
+            if name == "control":
+                kinds = next(p.kinds for p in passes if isinstance(p, BucketUnits))
+                control = BucketUnits(order, kinds=kinds, payload_order=False)
+                passes = [control if isinstance(p, BucketUnits) else p for p in passes]
+            compilation = Compilation()
+            traced, graph = self.traced(model, passes, compilation)
+            if name == "fsdp_order":
+                # As traced, its collectives are tagged only after a copy was.
+                tagged = copy.deepcopy(graph)
+                whole_step_pass(model, [])(tagged)
+                add_sent(before, collectives_of(tagged.graph.nodes, self.per_node))
+                add_sent(after, self.sent(traced.gm))
+                notes = [*compilation.report.warnings, *map(str, compilation.report.unnamed)]
+            stop = digests["eager"] if name == "control" else None
+            digests[name] = self.train(model, self.traced_step(model, traced), stop_unlike=stop)
+        seconds = time.perf_counter() - clock
+        version = torch.__version__
+        return RowReport(self.row, digests, before, after, dict(counts), notes, version, seconds)
+
+    def traced(
+        self, model: nn.Module, passes: Sequence[GraphPass], compilation: Compilation
+    ) -> tuple[Any, fx.GraphModule]:
+        """The trainer's trace after its passes, ours among them, and its graph before."""
+        step = make_fwd_bwd_step(model, _loss)
+        traced = minimal_fx_tracer(step, module=model)(*self.batch(0), {})
+        graph = copy.deepcopy(traced.gm)
+        config: Any = model.config
+        settings = SimpleNamespace(
+            model_spec=SimpleNamespace(model=config),
+            compile=GraphTrainerCompileConfig(),
+            parallelism=self.parallelism,
+            loss=None,
+        )
+        listed = compile_time_passes(
+            traced, settings, parallel_dims=self.dims, include_inductor=False
+        )
+        at = [getattr(p, "func", p).__name__ for p in listed].index(BUCKETING)
+        listed[at] = whole_step_pass(model, passes, compilation)
+        traced.gm = apply_graph_passes(traced.gm, traced.example_inputs, listed)
+        return traced, graph
+
+    def sent(self, gm: fx.GraphModule) -> Sent:
+        again = {n: in_backward(n) for n in gm.graph.nodes}
+        nodes = [n for n in gm.graph.nodes if collectives_of([n], self.per_node)]
+        found = collectives_of(nodes, self.per_node)
+        return [
+            (level, "gathered again" if again[node] and kind == "all_gather" else kind, nbytes)
+            for node, (level, kind, nbytes) in zip(nodes, found, strict=True)
+        ]
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens, targets = text.batch(step, dist.get_rank(), size=BATCH, seq=SEQ)
+        return tokens, targets, torch.tensor(float(dist.get_world_size() * targets.numel()))
+
+    def traced_step(self, model: nn.Module, traced: Any) -> Step:
+        run = run_traced(traced, module=model)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+
+        def step(number: int) -> None:
+            _, *grads = run(*self.batch(number), {})
+            accumulate_param_grads_(parameters, grads)
+
+        return step
+
+
+def _loss(
+    pred: torch.Tensor, labels: torch.Tensor, global_valid_tokens: torch.Tensor
+) -> torch.Tensor:
+    return cross_entropy_loss(pred, labels) / global_valid_tokens
