@@ -7,6 +7,7 @@ graph refers to its process groups are the same whenever the graph is traced or 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -157,14 +158,16 @@ def shard_deepseek(model: DeepSeek, world: World) -> None:
     the number of expert ranks, whose tokens they have seen, wherever it scales the loss.
     """
     experts = [m for m in model.modules() if isinstance(m, Experts)]
-    if world.expert is not None and world.expert_fsdp is not None:
+    if world.expert is None or world.expert_fsdp is None:
+        experts = []
+    else:
         for module in experts:
             for name, param in list(module.named_parameters(recurse=False)):
                 # No rank needs another's values: nothing is scattered.
                 local = distribute_tensor(param, world.expert, [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(local.to_local().detach().clone()))
             _fully_shard(module, world.expert_fsdp)
-    _fully_shard(model, world.fsdp)
+    _fully_shard(model, world.fsdp, but=experts)
 
 
 def _tensor_parallel_llama(model: Llama, mesh: DeviceMesh) -> None:
@@ -217,9 +220,9 @@ class _AsTensorParallel(nn.Module):
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False)
 
 
-def _fully_shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Mixed-precision FSDP of what is not sharded by FSDP yet: fp32 shards, bf16 gathers, fp32
-    reductions.
+def _fully_shard(model: nn.Module, mesh: DeviceMesh, but: Collection[nn.Module] = ()) -> None:
+    """Mixed-precision FSDP of all modules but some that are sharded already: fp32 shards, bf16
+    gathers, fp32 reductions.
 
     ::
 
@@ -227,7 +230,7 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     for module in list(model.modules()):
         params = dict(module.named_parameters(recurse=False))
-        if not params or isinstance(module, parametrize.ParametrizationList):
+        if not params or module in but:
             continue
         tensor_parallel = {}
         for name, param in params.items():

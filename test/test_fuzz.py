@@ -31,7 +31,7 @@ ELSEWHERE = {
     "schedule": {"Overlap", "CapComputeRun", "PeakMemory", "Policy", "Machine", "Level"},
 }
 NOT_CALLED = {"BoundNotKeptWarning", "GraphPass", "H100", "HooksError", "HooksWarning"}
-NOT_CALLED |= {"NotBucketedWarning", "PayloadOrderWarning"}
+NOT_CALLED |= {"DividedUnitWarning", "NotBucketedWarning", "PayloadOrderWarning"}
 NOT_CALLED |= {"AgreementError", "PlanMismatchError", "RankMissingError"}
 
 

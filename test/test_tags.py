@@ -22,6 +22,7 @@ from sharded_models import (
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.tagging.tag_graph import tag_joint_graph
 from torch_ext_bucketing.tagging.tags import Tag, member_tags, set_tag, tag_of
@@ -86,6 +87,17 @@ def test_submodule_compiled_alone_is_named_from_the_named_module(fake_world):
     model = data_parallel(TwoBlocks(), mesh_1d())
     found, _ = compiled_tags(model.layers[1], torch.randn(2, 8), named=model)
     assert ("layers.1.w1.bias",) in found["all_gather"]
+
+
+def test_submodule_compiled_alone_is_named_from_the_model_of_the_order(fake_world):
+    model = TwoBlocks()
+    order = FSDPParamOrder.from_model(model)
+    data_parallel(nn.ModuleDict({"outer": model}), mesh_1d())
+    found, _ = compiled_tags(model.layers[1], torch.randn(2, 8))
+    assert ("layers.1.w1.bias",) in found["all_gather"]
+    assert {fqn for (fqn,) in found["all_gather"]} < set(order.units[0])
+    # Without one, from the compiled module.
+    model = data_parallel(TwoBlocks(), mesh_1d())
     found, _ = compiled_tags(model.layers[1], torch.randn(2, 8))
     assert ("w1.bias",) in found["all_gather"]
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .passes.base import GraphPass
     from .passes.bucketing import BucketByCap, BucketUnits, bucket_graph
     from .passes.combine_uses import CombineUses
+    from .passes.divided import DividedUnitWarning
     from .passes.recipe import recipe
     from .passes.reduce_scatter_first import ReduceScatterFirst
     from .passes.resharding import ReshardAfterForward
@@ -65,6 +66,7 @@ __all__ = [
     "CapComputeRun",
     "CombineUses",
     "CompileReport",
+    "DividedUnitWarning",
     "FSDPParamOrder",
     "GraphPass",
     "GraphReport",
@@ -127,6 +129,7 @@ _HOME = {
         "BucketUnits",
         "bucket_graph",
     ),
+    "passes.divided": ("DividedUnitWarning",),
     "passes.recipe": ("recipe",),
     "passes.combine_uses": ("CombineUses",),
     "passes.reduce_scatter_first": ("ReduceScatterFirst",),

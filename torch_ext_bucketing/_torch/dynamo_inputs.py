@@ -3,7 +3,9 @@ reads Dynamo's sources and numbers.
 
 Two sources of truth, the better first:
 
-1. the module that the caller named: a graph input *is* one of its parameters (the same object);
+1. a module: a graph input *is* one of its parameters (the same object). That is the module that the
+   caller named, else those that names are known to be relative to (:func:`names_are_relative_to`).
+   It holds whatever part of the model is compiled: all of it, a block, what a graph break left;
 2. the *source* that Dynamo recorded on each placeholder, the Python expression that reaches the
    tensor from the compiled frame, such as ``L['self']._modules['layers']._parameters['weight']``.
    Its path of modules is the FQN, relative to the module whose ``forward`` was compiled.
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +26,11 @@ from ..fqns import canonical_fqn
 from . import descriptors as _descriptors
 
 __all__ = [
+    "frame_number",
     "input_fqns",
     "is_first_compile",
     "module_path",
+    "names_are_relative_to",
     "source_fqn",
     "traced_fqns",
     "traced_input_fqns",
@@ -40,10 +44,31 @@ _STEP = re.compile(
 _ROOT = re.compile(r"""^(?:L\[['"]\w+['"]\]|G\[['"]\w+['"]\])""")
 
 
+# As keys alone, for a set that is weak and ordered. The newest is last.
+_roots: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
+
+
+def names_are_relative_to(model: torch.nn.Module) -> None:
+    """Have the parameters of ``model`` known by their names in it, whatever part is compiled.
+
+    For what makes orders and plans, whose names are the ones to be found. Where such models hold
+    one another, the latest comes first. ``model`` is not kept alive.
+    """
+    _roots.pop(model, None)
+    _roots[model] = None
+
+
 def is_first_compile() -> bool:
     """Whether the frame that Dynamo compiles now was not compiled before; True without Dynamo."""
     compile_id = CompileContext.current_compile_id()
     return compile_id is None or compile_id.frame_compile_id in (None, 0)
+
+
+def frame_number() -> int | None:
+    """Of the code that Dynamo compiles now: what a graph break leaves has others, a recompile has
+    the same. None without Dynamo."""
+    compile_id = CompileContext.current_compile_id()
+    return None if compile_id is None else compile_id.frame_id
 
 
 def input_fqns(
@@ -54,10 +79,11 @@ def input_fqns(
     Args:
         gm: the graph module that Dynamo hands to a backend.
         example_inputs: what Dynamo hands over with it.
-        model: the module that FQNs are relative to. Without it they are relative to the module
-            whose ``forward`` Dynamo traced.
+        model: the module that FQNs are relative to. Without it they are relative to the known one
+            (:func:`names_are_relative_to`) that has the parameter, else to the module whose
+            ``forward`` Dynamo traced.
     """
-    by_identity = _parameters_by_identity(model)
+    by_identity = _parameters_by_identity(list(_roots)[::-1] if model is None else [model])
     fqns: dict[int, str] = {}
     for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         example = example_inputs[index] if index < len(example_inputs) else None
@@ -174,10 +200,10 @@ def _walk(name: str) -> tuple[str | None, bool]:
     return ".".join(parts), is_parameter
 
 
-def _parameters_by_identity(model: torch.nn.Module | None) -> Mapping[int, str]:
+def _parameters_by_identity(models: Iterable[torch.nn.Module]) -> Mapping[int, str]:
     # Only looked up, never iterated: ids must not decide any order.
     names: dict[int, str] = {}
-    if model is not None:
+    for model in models:
         for name, param in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), name)
     return names

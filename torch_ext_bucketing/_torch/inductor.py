@@ -12,6 +12,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 __all__ = [
     "check_passes_run_here",
     "compile_inductor",
+    "mode_options",
 ]
 
 
@@ -40,12 +41,14 @@ def compile_inductor(
     joint: Any,
     post_grad: Any,
     options: dict[str, Any] | None = None,
+    mode: str | None = None,
     prefetch: int | None = None,
 ) -> Callable[..., Any]:
     """Inductor, with the two hooks appended to those that the user has set.
 
-    The config is patched for this compile only; ``compile_fx`` patches it again around the
-    backward graph, which is compiled when the first backward runs.
+    ``options`` and ``mode`` are those of ``torch.compile``. The config is patched for this compile
+    only; ``compile_fx`` patches it again around the backward graph, which is compiled when the
+    first backward runs.
 
     - ``allow_buffer_reuse=False``, as a precaution: ``_WaitKernel.get_volatile_reads`` keeps the
       input of an out-of-place collective alive until its wait, and no reuse before a wait was seen
@@ -61,8 +64,9 @@ def compile_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     check_passes_run_here()
+    options = {**mode_options(mode), **(options or {})}
     patches = {
-        **(options or {}),
+        **options,
         "joint_custom_post_pass": _in_turn(config.joint_custom_post_pass, joint),
         "post_grad_custom_post_pass": _in_turn(config.post_grad_custom_post_pass, post_grad),
         "allow_buffer_reuse": False,
@@ -73,12 +77,23 @@ def compile_inductor(
     for entry in ("collective_bucketing", "pre_bucketing_fsdp_collectives"):
         if hasattr(config.aten_distributed_optimizations, entry):
             patches[f"aten_distributed_optimizations.{entry}"] = False
-    with config.patch(options or {}):
+    with config.patch(options):
         overlaps = config.aten_distributed_optimizations.enable_overlap_scheduling
         given = config.aten_distributed_optimizations.max_compute_pre_fetch
     if prefetch is not None and overlaps and given is None:
         patches["aten_distributed_optimizations.max_compute_pre_fetch"] = prefetch
     return compile_fx(gm, example_inputs, config_patches=patches)
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Inductor's options for a ``mode`` of ``torch.compile``.
+
+    Raises:
+        RuntimeError: torch knows no such mode; the message lists those that it knows.
+    """
+    from torch._inductor import list_mode_options
+
+    return {} if mode is None else dict(list_mode_options(mode))
 
 
 def _in_turn(given: Any, ours: CustomGraphPass) -> Any:

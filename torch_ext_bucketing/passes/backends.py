@@ -185,7 +185,10 @@ class BucketingBackend:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[..., Any]:
         """Compile ``gm``, as Dynamo asks for it."""
-        compilation = Compilation(_dynamo_inputs.input_fqns(gm, example_inputs, self.model))
+        compilation = Compilation(
+            _dynamo_inputs.input_fqns(gm, example_inputs, self.model),
+            frame=_dynamo_inputs.frame_number(),
+        )
         compilation.size_hints = self.size_hints
         compilation.report.disabled = self.passes.disabled
         self.reports.append(compilation.report)
@@ -202,6 +205,7 @@ class BucketingBackend:
                 joint=_InductorPass(self.passes, "joint", compilation),
                 post_grad=_InductorPass(self.passes, "forward_backward", compilation, agreement),
                 options=kwargs.get("options"),
+                mode=kwargs.get("mode"),
                 prefetch=None if self.prefetch is None else self.prefetch.compute_nodes,
             )
             return as_fresh_frame(compiled) if agrees and fresh else compiled
@@ -336,8 +340,9 @@ def backend(
     Args:
         compiler: what compiles the graphs.
         passes: see :class:`PassManager` for the order in which they run.
-        model: the module that FQNs are relative to; None takes the compiled one. Name it where
-            submodules are compiled one by one.
+        model: the module that FQNs are relative to. None takes the one that the latest order or
+            plan with the parameter was made from, whatever part of it is compiled, and without any
+            the compiled one.
         prefetch: for ``"inductor"`` with torch's overlap scheduling enabled; None leaves the depth
             to torch.
         agree: before a graph's first collective runs for the first time, the ranks of each of its

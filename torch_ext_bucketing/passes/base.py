@@ -44,6 +44,7 @@ class Compilation:
         report: filled by the passes.
         tagged: number of collectives of the joint graph that carry a tag.
         uncovered: FQNs that a warning has listed as being in no unit.
+        frame: number of the code that is compiled, the same when it is compiled again.
         reference_bytes: the peak of live bytes of the graph at hand before any pass changed it,
             where a pass asked for it.
         size_hints: as given to :func:`.backend`.
@@ -53,6 +54,7 @@ class Compilation:
     report: CompileReport = field(default_factory=CompileReport)
     tagged: int = 0
     uncovered: dict[str, None] = field(default_factory=dict)
+    frame: int | None = None
     reference_bytes: int | None = None
     size_hints: GivenHints = None
     _given: set[type[Warning]] = field(default_factory=set)

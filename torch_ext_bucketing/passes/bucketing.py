@@ -17,6 +17,7 @@ from ..graph.collectives import KINDS, Kind, check_kinds, count_collectives
 from ..reports.graph import GraphReport, emit
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from .code import call
+from .divided import DividedUnits
 from .silence import warn_of_silence
 
 __all__ = [
@@ -70,7 +71,8 @@ class BucketUnits(GraphPass):
             raise TypeError(f"units must be a sequence of units, got the string {units!r}")
         self.units = tuple((u,) if isinstance(u, str) else tuple(u) for u in units)
         self.aliases = tuple(getattr(order_or_plan, "aliases", ()))
-        UnitIndex(self.units, self.aliases)  # bad names are known before anything is compiled
+        self._index = UnitIndex(self.units, self.aliases)  # bad names are known before a compile
+        self._divided = DividedUnits(self._index)
         self._given = order_or_plan if isinstance(order_or_plan, HasUnits) else self.units
         self._payload_order = payload_order
         self.last_report: GraphReport | None = None
@@ -83,11 +85,12 @@ class BucketUnits(GraphPass):
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         alone, compilation = compilation is None, compilation or Compilation()
         g = graph_of(graph)
-        plan = plan_units(g, UnitIndex(self.units, self.aliases), self.kinds)
+        plan = plan_units(g, self._index, self.kinds)
         self.last_report = apply_and_report(g, plan, self.payload_key, self.kinds)
         compilation.report.graphs.append(self.last_report)
         if plan.uncovered:
             compilation.warn_uncovered(plan.uncovered, self.units)
+        self._divided.look(g, compilation)
         if alone:  # a backend looks at what all its passes did
             warn_of_silence(g, [self.last_report], compilation)
 

@@ -23,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomPassBase
 
 from .._source import package_digest
 from .._torch.caches import before_key
+from .._torch.dynamo_inputs import names_are_relative_to
 from ..fqns import canonical_fqn, nearest_names, parameter_names
 from ..tagging import tag_graph as tags
 from .abbreviate import abbreviated
@@ -202,6 +203,7 @@ class FSDPParamOrder(CustomPassBase):
             payloads.extend(by_key.values())
         if not payloads:
             raise ValueError(f"the units hold no parameter of {type(model).__name__}")
+        names_are_relative_to(model)
         fqns = [tuple(names[parameter][0] for parameter in params) for params in payloads]
         return cls(
             units=tuple(fqns),

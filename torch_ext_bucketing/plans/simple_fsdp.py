@@ -12,17 +12,19 @@ be bucketed. The arithmetic is that of ``torch.distributed.fsdp.fully_shard`` wi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.utils import parametrize
 
 from .._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
+from ..fqns import own_parameters
 
 __all__ = [
     "Mode",
@@ -46,6 +48,12 @@ def data_parallel(
     """Shard or replicate every parameter of ``model``, in place.
 
     A parameter that several modules share stays shared. Parameters may be uneven over the ranks.
+
+    Names stay, too: ``named_parameters()`` and ``state_dict()`` give the shards (``DTensor``) under
+    the names from before, so checkpoints go to and from eager FSDP2's models. Reading a parameter
+    as an attribute, ``module.weight``, gathers it: all ranks have to. Each module becomes one of a
+    subclass of its class, as with ``fully_shard``. Parametrizations
+    (``torch.nn.utils.parametrize``), registered before or afterwards, get the gathered parameter.
 
     Args:
         model: its parameters are plain tensors on the mesh's device, equal on all ranks or not:
@@ -94,27 +102,27 @@ def data_parallel(
     replica_dim = {"fully_shard": None, "hybrid_shard": 0, "replicate": 0}[mode]
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     for module in list(model.modules()):
-        for name, param in list(module._parameters.items()):
-            if param is None:
-                continue
+        unshards: dict[str, _Unshard] = {}
+        for name, param in own_parameters(module):
             if param not in distributed:
                 distributed[param] = nn.Parameter(
                     distribute_tensor(param.detach(), mesh, placements),
                     requires_grad=param.requires_grad,
                 )
-            module.register_parameter(name, distributed[param])
             reduced_in = reduce_dtype or (param.dtype if REDUCES_BY_GRAD_DTYPE else None)
-            parametrize.register_parametrization(
-                module,
-                name,
-                _Unshard(mesh, shard_dim, replica_dim, param.shape, param_dtype, reduced_in),
-                unsafe=True,  # the full parameter has another dtype than the shard
+            unshards[name] = _Unshard(
+                mesh, shard_dim, replica_dim, param.shape, param_dtype, reduced_in
             )
+        if unshards:
+            module._parameters.update((n, distributed[p]) for n, p in own_parameters(module))
+            module.__dict__["_unshards"] = unshards
+            plain: Any = type(module)
+            module.__class__ = _gathering_class(plain, tuple(unshards))
     return model
 
 
-class _Unshard(nn.Module):
-    """The parametrization: from the sharded DTensor to the full, plain tensor."""
+class _Unshard:
+    """From one sharded parameter, a ``DTensor``, to the full, plain tensor."""
 
     def __init__(
         self,
@@ -125,7 +133,6 @@ class _Unshard(nn.Module):
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
     ) -> None:
-        super().__init__()
         self.shape = tuple(shape)
         self.param_dtype = param_dtype
         self.reduce_dtype = reduce_dtype
@@ -137,10 +144,9 @@ class _Unshard(nn.Module):
             rows = -(-self.local_rows // self.shard_size)
             rank = mesh.get_local_rank(shard_dim)
             self.local_rows = max(0, min(rows, self.local_rows - rank * rows))
-
         self.unreduced: torch.Tensor | None = None
 
-    def forward(self, sharded: DTensor) -> torch.Tensor:
+    def __call__(self, sharded: DTensor) -> torch.Tensor:
         return _Gather.apply(sharded.to_local(), self.unreduced, self)
 
     def accumulate(self, sharded: DTensor) -> torch.Tensor:
@@ -180,6 +186,71 @@ class _Unshard(nn.Module):
         if self.shard_group is not None and self.local_rows != grad.shape[0]:
             grad = grad.narrow(0, 0, self.local_rows)
         return grad
+
+
+@functools.cache
+def _gathering_class(cls: Any, names: tuple[str, ...]) -> Any:
+    """A subclass of ``cls`` whose parameters are gathered when they are read as attributes.
+
+    The parameters stay where they are, in ``module._parameters``, which is what
+    ``named_parameters()``, ``state_dict()`` and optimizers read: all names are as before. Modules
+    of one class share the result, so that code that was compiled for one serves the others.
+    """
+
+    def read(module: Any, name: str) -> torch.Tensor:
+        sharded = module._parameters.get(name)
+        if sharded is None:  # set to None or deleted since: nn.Module knows what to say
+            raise AttributeError(name)
+        full = module._unshards[name](sharded)
+        steps: Any = module._modules.get("parametrizations")
+        if steps is not None and name in steps:
+            for step in steps[name]:
+                full = step(full)
+        return full
+
+    def fqn_modifiers(module: nn.Module) -> dict[str, str]:
+        # `torch.distributed.checkpoint.state_dict` walks a parameter's name attribute by attribute.
+        # Told of this detour, it ends at the shards and gathers nothing.
+        return dict.fromkeys(names, "_sharded_parameters")
+
+    members: dict[str, Any] = {name: property(functools.partial(read, name=name)) for name in names}
+    members["parametrizations"] = property(functools.partial(_parametrizations, names=names))
+    members["_fqn_modifiers"] = fqn_modifiers
+    members["_sharded_parameters"] = property(lambda m: SimpleNamespace(**m._parameters))
+    members["__module__"] = cls.__module__
+    return type(f"Gathering{cls.__name__}", (cls,), members)
+
+
+def _parametrizations(module: nn.Module, names: tuple[str, ...]) -> nn.ModuleDict:
+    """What ``torch.nn.utils.parametrize.register_parametrization`` looks for and appends to.
+
+    It finds each sharded parameter parametrized, by no step yet, and so appends one, which gets the
+    gathered tensor. Only then does this become a part of the module.
+    """
+    found = nn.ModuleDict(module._modules.get("parametrizations"))  # type: ignore[arg-type]
+    for name in names:
+        if name not in found:
+            found[name] = _Steps(lambda: module._modules.update(parametrizations=found))
+    return found
+
+
+class _Steps(nn.ModuleList):
+    """The parametrizations of one sharded parameter, in order.
+
+    Args:
+        keep: called before one is added.
+    """
+
+    unsafe = True  # what is gathered has another dtype and shape than the shard
+
+    def __init__(self, keep: Callable[[], object]) -> None:
+        super().__init__()
+        self.keep = keep
+
+    def append(self, module: nn.Module) -> Self:
+        """Run ``module`` on what is gathered, after those that were added before."""
+        self.keep()
+        return super().append(module)
 
 
 class _Gather(torch.autograd.Function):
@@ -253,17 +324,13 @@ class ReduceOnce:
         seen: dict[nn.Parameter, _Unshard] = {}
         self._shared: list[tuple[_Unshard, _Unshard]] = []
         for module in model.modules():
-            if not isinstance(module, parametrize.ParametrizationList):
-                continue
-            unshard = next((m for m in module if isinstance(m, _Unshard)), None)
-            original = module.original
-            if unshard is None or not isinstance(original, nn.Parameter):
-                continue
-            if original in seen:
-                self._shared.append((unshard, seen[original]))
-            elif original.requires_grad:
-                seen[original] = unshard
-                self._pairs.append((unshard, original))
+            for name, unshard in module.__dict__.get("_unshards", {}).items():
+                param = module._parameters.get(name)
+                if param in seen:
+                    self._shared.append((unshard, seen[param]))
+                elif param is not None and param.requires_grad:
+                    seen[param] = unshard
+                    self._pairs.append((unshard, param))
         if not self._pairs:
             raise ValueError(
                 f"{type(model).__name__} has no parameter to train that data_parallel() has "

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch.nn as nn
 
+from .._torch.dynamo_inputs import names_are_relative_to
 from ..fqns import canonical_fqn, canonical_modules
 from .plan import BucketPlan, Units, checked_kinds, module_named
 from .tree import ModuleTree, has_parameters
@@ -92,7 +93,7 @@ def plan_of_units(
     kinds: Iterable[str],
     head: str | None = None,
 ) -> BucketPlan:
-    """The plan of units that fit the model.
+    """The plan of units that fit the model, to which parameters' names are relative from now on.
 
     Raises:
         ValueError: as of :func:`find_units`; a unit without parameters.
@@ -100,6 +101,7 @@ def plan_of_units(
     for unit, modules in find_units(model, units):
         if not any(map(has_parameters, modules)):
             raise ValueError(f"units: {'+'.join(unit)!r} has no parameters: leave it out")
+    names_are_relative_to(model)
     return BucketPlan(
         mode=mode,
         units=tuple(units),

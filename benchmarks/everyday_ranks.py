@@ -1,0 +1,442 @@
+"""What each rank does in the everyday cases: the same few steps under eager FSDP2 and compiled.
+
+A case is a function of a :class:`Way`, which shards and compiles a model. It yields one text per
+step, a hash of this rank's weights and whatever else has to be equal (a loss of an evaluation).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES
+from benchmarks.parity_ranks import aten_kernels, bucket_units, reshard
+from torch_ext_bucketing.demo import text
+from torch_ext_bucketing.demo.ranks import Rank
+from torch_ext_bucketing.demo.train import digest, start_rank
+from torch_ext_bucketing.passes.backends import BucketingBackend, backend
+from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.ring.group import RingTopology
+
+STEPS = 6
+SEQ = 12
+UNITS = ("blocks.0", "blocks.1", "")
+"""``fully_shard`` per block, then the root."""
+SEPARATE_UNITS = ("embed", "blocks.0", "blocks.1", "norm", "head")
+"""No unit reaches across blocks."""
+
+
+class Block(nn.Module):
+    """Owns a parameter and has children."""
+
+    def __init__(self, dim: int, *, breaks: bool = False) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.scale = nn.Parameter(torch.empty(dim))
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.silu(self.up(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.down(y) * self.scale
+
+
+class Small(nn.Module):
+    """Token ids ``[batch, seq]`` int64 to logits ``[batch, seq, vocab]``.
+
+    Args:
+        breaks: ``""``, or where Dynamo breaks the graph: ``"between"`` blocks, ``"inside"`` one, or
+            in the ``"loop"`` over them, where it gives up on the whole ``forward``.
+    """
+
+    def __init__(self, *, breaks: str = "", dim: int = 32, seed: int = 0) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.embed = nn.Embedding(text.VOCAB, dim)
+        self.blocks = nn.ModuleList(Block(dim, breaks=breaks == "inside") for _ in range(2))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, text.VOCAB, bias=False)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        if self.breaks == "between":
+            x = self.blocks[0](x)
+            torch._dynamo.graph_break()
+            return self.head(self.norm(self.blocks[1](x)))
+        for block in self.blocks:
+            x = block(x)
+            if self.breaks == "loop":
+                torch._dynamo.graph_break()
+        return self.head(self.norm(x))
+
+
+@dataclass
+class Way:
+    """Eager FSDP2, or one collective per parameter and compiled."""
+
+    compiled: bool
+    mesh: DeviceMesh
+    submesh: DeviceMesh
+    """Of the first two ranks."""
+    folder: str
+    """That all ranks see."""
+    payload_order: bool = True
+    backends: list[BucketingBackend] = field(default_factory=list)
+
+    def shard(
+        self,
+        model: nn.Module,
+        units: Sequence[str | Sequence[str]] = UNITS,
+        dtype: torch.dtype | None = torch.bfloat16,
+    ) -> nn.Module:
+        """Shard ``model`` in place; gathers and reductions in ``dtype``."""
+        if self.compiled:
+            self._order = FSDPParamOrder.from_model(model, units)
+            return data_parallel(model, self.mesh, param_dtype=dtype, reduce_dtype=dtype)
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False
+        )
+        for unit in units:
+            names = [unit] if isinstance(unit, str) else unit
+            modules = [model.get_submodule(name) for name in names]
+            fully_shard(
+                modules[0] if len(modules) == 1 else modules, mesh=self.mesh, mp_policy=policy
+            )
+        if "" not in units:
+            fully_shard(model, mesh=self.mesh, mp_policy=policy)
+        return model
+
+    def backend(self, compiler: Any = "aot_eager", **options: Any) -> BucketingBackend:
+        """For the model that was sharded last."""
+        order = self._order
+        passes = [reshard(order), bucket_units(order, self.payload_order)]
+        self.backends.append(backend(compiler, passes=passes, **options))
+        return self.backends[-1]
+
+    def compile(self, model: nn.Module, compiler: Any = "aot_eager", **options: Any) -> Any:
+        """What to call in place of ``model``; ``options`` of ``torch.compile``."""
+        if not self.compiled:
+            return model
+        return torch.compile(model, backend=self.backend(compiler, model=model), **options)
+
+
+def loss_of(run: Callable[[torch.Tensor], torch.Tensor], step: int, seq: int = SEQ) -> torch.Tensor:
+    tokens, targets = text.batch(step, dist.get_rank(), size=2, seq=seq)
+    return F.cross_entropy(run(tokens).float().flatten(0, 1), targets.flatten())
+
+
+def train(
+    run: Any,
+    model: nn.Module,
+    seq: Callable[[int], int] = lambda step: SEQ,
+    optimizer: torch.optim.Optimizer | None = None,
+    forward: Any = contextlib.nullcontext,
+    first: int = 0,
+) -> Iterator[str]:
+    """Steps without end, a hash of the weights after each; ``forward()`` is a context."""
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in itertools.count(first):
+        with forward():
+            loss = loss_of(run, step, seq(step))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield f"{digest(model)} {loss.item()}"
+
+
+def plain(way: Way) -> Iterator[str]:
+    model = way.shard(Small())
+    return train(way.compile(model, fullgraph=True), model)
+
+
+def regional(way: Way) -> Iterator[str]:
+    """Each block compiled by itself; the rest runs uncompiled."""
+    return _regional(way, SEPARATE_UNITS)
+
+
+def regional_rest_in_a_unit(way: Way) -> Iterator[str]:
+    """What runs uncompiled is one unit of several parameters."""
+    return _regional(way, UNITS)
+
+
+def regional_planned_unlike(way: Way) -> Iterator[str]:
+    """Blocks of one class, whose code is compiled once, with other units in each."""
+    return _regional(way, ("embed", "blocks.0", "blocks.1.up", "blocks.1", "norm", "head"))
+
+
+def regional_block_twice(way: Way) -> Iterator[str]:
+    """The first block is the second, too."""
+    return _regional(way, ("embed", "blocks.0", "norm", "head"), shared=True)
+
+
+def _regional(way: Way, units: Sequence[str], shared: bool = False) -> Iterator[str]:
+    model = Small()
+    if shared:
+        model.blocks[1] = model.blocks[0]
+    way.shard(model, units)
+    if way.compiled:
+        compiler = way.backend()
+        for block in dict.fromkeys(model.blocks):
+            block.compile(backend=compiler)
+    return train(model, model)
+
+
+def graph_break(way: Way) -> Iterator[str]:
+    """Between blocks, and no unit reaches across."""
+    model = way.shard(Small(breaks="between"), SEPARATE_UNITS)
+    return train(way.compile(model), model)
+
+
+def graph_break_in_loop(way: Way) -> Iterator[str]:
+    """``forward`` runs uncompiled then, what it calls is compiled piece by piece."""
+    model = way.shard(Small(breaks="loop"), SEPARATE_UNITS)
+    return train(way.compile(model), model)
+
+
+def graph_break_in_a_unit(way: Way) -> Iterator[str]:
+    """Between blocks, and one unit is on both sides."""
+    # With the embedding first its offset, and that of the rest modulo the rings' chunks, would be
+    # the same in one payload as in two, and so would the bits.
+    model = way.shard(Small(breaks="between"), ("blocks.0", "blocks.1", ("norm", "embed", "head")))
+    return train(way.compile(model), model)
+
+
+def graph_break_in_block_unit(way: Way) -> Iterator[str]:
+    """In the middle of a block, which is one unit."""
+    model = way.shard(Small(breaks="inside"), SEPARATE_UNITS)
+    return train(way.compile(model), model)
+
+
+def lengths(way: Way) -> Iterator[str]:
+    """Another sequence length in every step."""
+    model = way.shard(Small())
+    return train(way.compile(model), model, seq=lambda step: 8 + 3 * step)
+
+
+def lengths_dynamic(way: Way) -> Iterator[str]:
+    model = way.shard(Small())
+    return train(way.compile(model, dynamic=True), model, seq=lambda step: 8 + 3 * step)
+
+
+def evaluation_no_grad(way: Way) -> Iterator[str]:
+    return _evaluating(way, torch.no_grad)
+
+
+def evaluation_inference_mode(way: Way) -> Iterator[str]:
+    return _evaluating(way, torch.inference_mode)
+
+
+def _evaluating(way: Way, mode: Any) -> Iterator[str]:
+    model = way.shard(Small())
+    run = way.compile(model)
+    for step, trained in enumerate(train(run, model)):
+        model.eval()
+        with mode():
+            loss = loss_of(run, 1000 + step)
+        model.train()
+        yield f"{trained} evaluated {loss.item()}"
+
+
+def autocast(way: Way) -> Iterator[str]:
+    """Weights are gathered in float32, autocast computes in bfloat16."""
+    model = way.shard(Small(), dtype=None)
+    return train(
+        way.compile(model), model, forward=lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    )
+
+
+def optimizer_foreach(way: Way) -> Iterator[str]:
+    return _optimizer(way, foreach=True)
+
+
+def optimizer_fused(way: Way) -> Iterator[str]:
+    return _optimizer(way, fused=True)
+
+
+def _optimizer(way: Way, **kind: bool) -> Iterator[str]:
+    """Weight decay for some, chosen by name, and clipped gradients."""
+    model = way.shard(Small())
+    decayed = [p for name, p in model.named_parameters() if name.endswith(("up.weight", "scale"))]
+    others = [
+        p for name, p in model.named_parameters() if not name.endswith(("up.weight", "scale"))
+    ]
+    assert len(decayed) == 4
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        lr=1e-2,
+        **kind,
+    )
+    return train(way.compile(model), model, optimizer=optimizer)
+
+
+def two_models(way: Way) -> Iterator[str]:
+    """Two in one process, trained in turn, one inside the other's steps."""
+    runs = []
+    for seed, units in ((0, UNITS), (1, SEPARATE_UNITS)):
+        model = way.shard(Small(seed=seed), units)
+        runs.append(train(way.compile(model), model))
+    return (f"{one} {other}" for one, other in zip(*runs, strict=False))
+
+
+def max_autotune(way: Way) -> Iterator[str]:
+    """``mode="max-autotune-no-cudagraphs"``, Inductor on the kernels that eager runs."""
+    model = way.shard(Small())
+    run = way.compile(model, "inductor", mode="max-autotune-no-cudagraphs")
+    steps = train(run, model)
+    while True:
+        with aten_kernels() if way.compiled else contextlib.nullcontext():
+            digests = next(steps)
+        yield digests
+
+
+def resume(way: Way) -> Iterator[str]:
+    """Two steps the other way, saved with ``torch.distributed.checkpoint``, and on from there."""
+    return _resume(way, way.mesh)
+
+
+def resume_on_fewer_ranks(way: Way) -> Iterator[str]:
+    """The same, from all ranks to the first two."""
+    return _resume(way, way.submesh)
+
+
+def _resume(way: Way, mesh: DeviceMesh) -> Iterator[str]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    folder = f"{way.folder}/{mesh.size()}-{way.compiled}"
+    other = replace(way, compiled=not way.compiled)
+    model = other.shard(Small())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    steps = train(other.compile(model), model, optimizer=optimizer)
+    yield from itertools.islice(steps, 2)
+    saved_model, saved_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": saved_model, "optimizer": saved_optimizer}, checkpoint_id=folder)
+    if dist.get_rank() not in mesh.mesh.tolist():
+        yield from itertools.repeat("not taking part")
+    way.mesh = mesh
+    model = way.shard(Small(seed=1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loaded_model, loaded_optimizer = get_state_dict(model, optimizer)
+    state = {"model": loaded_model, "optimizer": loaded_optimizer}
+    dcp.load(state, checkpoint_id=folder, process_group=mesh.get_group())
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    yield from train(way.compile(model), model, optimizer=optimizer, first=2)
+
+
+_SPLIT = (
+    "one unit's gradients come in two graphs: two reductions, each with offsets of its own, where "
+    "eager FSDP2 has one"
+)
+UNLIKE_EAGER = {
+    "graph_break_in_a_unit": _SPLIT,
+    "graph_break_in_block_unit": _SPLIT,
+    "regional_rest_in_a_unit": "parameters outside the compiled blocks are reduced one by one",
+    "regional_planned_unlike": "blocks that share a graph are packed as the first one's units",
+    "regional_block_twice": "a block that is called twice reduces twice",
+}
+"""Cases whose bits can't be eager FSDP2's, and why."""
+
+CASES: dict[str, Callable[[Way], Iterator[str]]] = {
+    f.__name__: f
+    for f in (
+        plain,
+        resume,
+        resume_on_fewer_ranks,
+        regional,
+        regional_rest_in_a_unit,
+        regional_planned_unlike,
+        regional_block_twice,
+        graph_break,
+        graph_break_in_loop,
+        graph_break_in_a_unit,
+        graph_break_in_block_unit,
+        lengths,
+        lengths_dynamic,
+        evaluation_no_grad,
+        evaluation_inference_mode,
+        autocast,
+        optimizer_foreach,
+        optimizer_fused,
+        two_models,
+        max_autotune,
+    )
+}
+
+
+@dataclass
+class CaseReport:
+    """One case on one rank: a text per step, ``merged`` how many collectives buckets replaced."""
+
+    eager: list[str] = field(default_factory=list)
+    compiled: list[str] = field(default_factory=list)
+    merged: int = 0
+    error: str = ""
+
+    @property
+    def equal(self) -> int:
+        """After how many steps everything is equal."""
+        return sum(a == b for a, b in zip(self.eager, self.compiled, strict=False))
+
+
+def run_cases(rank: Rank, names: Sequence[str], steps: int) -> dict[str, CaseReport]:
+    """Entry point of a rank; sends each case's name when it starts."""
+    topology = RingTopology(
+        ranks_per_node=rank.world_size // 2, nodes=2, channels=CHANNELS, chunk_bytes=CHUNK_BYTES
+    )
+    start_rank(rank, topology)
+    try:
+        mesh = init_device_mesh("cpu", (rank.world_size,))
+        submesh = DeviceMesh("cpu", [0, 1])
+        folder = str(Path(rank.store_path).parent / "checkpoints")
+        reports = {}
+        for name in names:
+            rank.send(name)
+            eager = Way(False, mesh, submesh, f"{folder}/{name}")
+            reports[name] = _run(
+                CASES[name], eager, replace(eager, compiled=True, backends=[]), steps
+            )
+        return reports
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(case: Callable[[Way], Iterator[str]], eager: Way, compiled: Way, steps: int) -> CaseReport:
+    report = CaseReport()
+    torch._dynamo.reset()  # it gives up on code for good, and cases share theirs
+    report.eager = list(itertools.islice(case(eager), steps))
+    torch._dynamo.reset()
+    try:
+        report.compiled = list(itertools.islice(case(compiled), steps))
+    except Exception:
+        # All ranks raise alike, or this run ends at its time limit.
+        report.error = traceback.format_exc()
+    for one in compiled.backends:
+        for graph in (graph for compile_ in one.reports for graph in compile_.graphs):
+            report.merged += sum(len(bucket.members) for bucket in graph.buckets)
+    return report

@@ -1,0 +1,233 @@
+"""What people do around a training step is bit for bit what eager FSDP2 does."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+from ranks import fork_server
+from sharded_models import TwoBlocks
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import everyday
+from benchmarks.everyday_ranks import CASES, UNLIKE_EAGER, run_cases
+from torch_ext_bucketing._torch import inductor
+from torch_ext_bucketing.demo.ranks import run_ranks
+from torch_ext_bucketing.passes.backends import backend
+from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.passes.divided import DividedUnitWarning
+from torch_ext_bucketing.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.plans import simple_fsdp
+from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+
+STEPS = 3
+
+
+CHEAP = ("regional", "graph_break_in_a_unit", "resume_on_fewer_ranks", "two_models")
+"""Of the cases, those that this suite has the time for; ``benchmarks/results`` keeps all."""
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return run_ranks(run_cases, 4, CHEAP, STEPS, timeout_s=600, context=fork_server())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHEAP)
+def test_equals_eager_fsdp2(reports, name):
+    """Or it is listed with the reason why it can't be, and is not: these are the controls."""
+    equal, said, passed = everyday.verdict(name, [r[name] for r in reports], STEPS)
+    assert passed, f"{equal} of {STEPS} steps: {said}\n{reports[0][name].error}"
+
+
+@pytest.mark.slow
+def test_ranks_that_are_not_resumed_on_take_no_part(reports):
+    texts = [set(r["resume_on_fewer_ranks"].compiled[2:]) for r in reports]
+    assert [t == {"not taking part"} for t in texts] == [False, False, True, True]
+
+
+@pytest.mark.slow
+def test_a_difference_is_found(reports):
+    equal = [r["regional"] for r in reports]
+    assert everyday.verdict("regional", equal, STEPS) == (STEPS, "", True)
+    other = [r["graph_break_in_a_unit"] for r in reports]
+    equal, said, passed = everyday.verdict("regional", other, STEPS)
+    assert (equal < STEPS, said, passed) == (True, "not eager FSDP2's weights", False)
+    assert set(UNLIKE_EAGER) < set(CASES)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--only", "nothing"], "no such case; there are plain, resume"),
+        (["--ranks", "3"], "--ranks must be even"),
+        (["--steps", "2"], "--steps must be at least 3"),
+    ],
+)
+def test_bad_options(options, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        everyday.main(options)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def sharded(model):
+    return data_parallel(model, init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+
+
+def test_names_are_those_from_before(fake_world):
+    model = TwoBlocks()
+    model.weight_norm = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    model.listed = nn.ParameterList([nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(4))])
+    parameters = [n for n, _ in model.named_parameters()]
+    state, modules = list(model.state_dict()), [n for n, _ in model.named_modules()]
+    sharded(model)
+    assert [n for n, _ in model.named_parameters()] == parameters
+    assert list(model.state_dict()) == state
+    assert [n for n, _ in model.named_modules()] == modules
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert isinstance(model.layers[0], type(TwoBlocks().layers[0]))
+    for read in (model.head.weight, model.weight_norm.weight, model.listed[1]):
+        assert not isinstance(read, DTensor)  # gathered
+
+
+def test_a_checkpoint_gathers_nothing(fake_world, monkeypatch):
+    model = sharded(TwoBlocks())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def gather(*_):
+        raise AssertionError("gathered a parameter")
+
+    monkeypatch.setattr(simple_fsdp._Gather, "apply", gather)
+    with pytest.raises(AssertionError, match="gathered a parameter"):
+        _ = model.head.weight
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    assert list(of_model) == [n for n, _ in TwoBlocks().named_parameters()]
+    assert "layers.0.scale" in of_optimizer["state"]
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    model.load_state_dict(of_model)
+
+
+def test_modules_of_one_class_share_compiled_code(fake_world):
+    """One graph for all blocks, named after the first, whichever it is compiled for again."""
+    model = sharded(TwoBlocks())
+    assert type(model.layers[0]) is type(model.layers[1])
+    b = backend("aot_eager", agree=False)
+    for layer in reversed(model.layers):
+        layer.compile(backend=b)
+    model.layers[1](torch.randn(2, 8))
+    model.layers[0](torch.randn(2, 8))
+    assert len(b.reports) == 1
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([3.0]))
+
+    def forward(self, full):
+        assert not isinstance(full, DTensor)
+        assert full.shape == (6, 4)
+        return full * self.factor
+
+
+def test_parametrizations_get_the_gathered_parameter_whenever_they_are_registered(fake_world):
+    x = torch.randn(2, 4)
+    before = nn.Linear(4, 6)
+    parametrize.register_parametrization(before, "weight", Scaled())
+    after, plain = sharded(nn.Linear(4, 6)), sharded(nn.Linear(4, 6))
+    sharded(before)
+    parametrize.register_parametrization(after, "weight", sharded(Scaled()))
+    assert [n for n, _ in after.named_parameters()] == [
+        "weight",
+        "bias",
+        "parametrizations.weight.0.factor",
+    ]
+    parametrize.register_parametrization(after, "bias", nn.Identity())
+    parametrize.register_parametrization(after, "weight", nn.Identity())
+    for module in (before, after, copy.deepcopy(after)):
+        out = module(x)
+        (3 * out.sum()).backward()
+        assert out.shape == (2, 6)
+        assert sum(p.grad is not None for p in module.parameters()) == 3
+    assert plain(x).shape == (2, 6)  # of the same class, and without a parametrization
+    assert [n for n, _ in plain.named_modules()] == [""]
+
+
+def test_a_parameter_may_be_removed(fake_world):
+    module = sharded(nn.Linear(4, 6))
+    module.bias = None
+    assert module.bias is None
+    assert module(torch.randn(2, 4)).shape == (2, 6)
+    del module.weight
+    with pytest.raises(AttributeError, match="no attribute 'weight'"):
+        _ = module.weight
+
+
+class Broken(TwoBlocks):
+    def forward(self, tokens):
+        x = self.layers[0](self.embedding(tokens))
+        torch._dynamo.graph_break()
+        return self.head(self.layers[1](x))
+
+
+def divided(model, units):
+    """The warnings of two steps, of which the second has another length."""
+    order = FSDPParamOrder.from_model(model, units)
+    b = backend("aot_eager", [ReshardAfterForward(), BucketUnits(order)], agree=False)
+    run = torch.compile(sharded(model), backend=b, dynamic=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (2, 3):
+            run(torch.zeros(1, length, dtype=torch.long)).sum().backward()
+            with torch.no_grad():
+                run(torch.zeros(1, length, dtype=torch.long))
+    assert len(b.reports) == 8 if isinstance(model, Broken) else 4
+    return [w for w in caught if issubclass(w.category, DividedUnitWarning)], b.reports
+
+
+def test_a_unit_that_a_graph_break_divides_is_named(fake_world):
+    given, reports = divided(Broken(), ["layers.0", "layers.1", ""])
+    text = str(given[0].message)
+    assert "of one unit's gradients" not in text
+    assert "head.weight in an earlier one, embedding.weight in this one" in text
+    assert "fullgraph=True" in text
+    assert [sum(t == text for t in r.warnings) for r in reports[:2]] == [1, 0]
+    assert all(sum("several graphs" in t for t in r.warnings) <= 1 for r in reports)
+
+
+@pytest.mark.parametrize(
+    ("model", "units"),
+    [(Broken, ["embedding", "layers.0", "layers.1", "head"]), (TwoBlocks, ["layers.0", ""])],
+)
+def test_units_that_no_graph_break_divides_get_no_warning(fake_world, model, units):
+    assert divided(model(), units)[0] == []
+
+
+def test_mode_reaches_inductor(fake_world, monkeypatch):
+    seen = []
+
+    def compile_fx(gm, example_inputs, config_patches):
+        seen.append(config_patches)
+        return gm.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    compiled = torch.compile(
+        nn.Linear(2, 2), backend=backend("inductor"), mode="max-autotune-no-cudagraphs"
+    )
+    compiled(torch.ones(1, 2))
+    assert seen[0]["max_autotune"] is True
+    with pytest.raises(RuntimeError, match="Unrecognized mode"):
+        inductor.mode_options("fast")
+    assert inductor.mode_options(None) == {}

@@ -1,0 +1,82 @@
+"""A warning for units whose gradients are reduced in several graphs.
+
+A graph break divides what one step runs into graphs, and a bucket lies within one of them::
+
+    unit [embed, norm, head]      eager FSDP2    one reduce-scatter: embed norm head
+    graph break before norm       graph 1        reduce-scatter: embed
+                                  graph 2        reduce-scatter: norm head
+
+Each payload is the unit's own, but its offsets are others, and so are the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.fx as fx
+
+from ..bucketing.units import UnitIndex
+from ..tagging.tags import member_tags
+from .base import Compilation
+
+__all__ = ["DividedUnitWarning", "DividedUnits"]
+
+_SHOWN = 4
+
+
+class DividedUnitWarning(UserWarning):
+    """One unit's gradients are reduced in several graphs."""
+
+
+class DividedUnits:
+    """What was reduced in the graphs of the compiles so far.
+
+    Args:
+        units: which parameter is in which unit.
+    """
+
+    def __init__(self, units: UnitIndex) -> None:
+        self._units = units
+        self._seen: dict[int, dict[int, tuple[str, ...]]] = {}  # unit -> frame -> parameters
+
+    def look(self, graph: fx.Graph, compilation: Compilation) -> None:
+        """Note what ``graph`` reduces; warn, once per compile, where that divides a unit.
+
+        A graph of code that was compiled before stands for that, and one with the same parameters
+        of a unit takes turns with it (``ReduceOnce``). Gathers don't count: they copy, wherever
+        they lie.
+        """
+        if compilation.frame is None:
+            return
+        here: dict[int, dict[str, None]] = {}
+        for node in graph.nodes:
+            for tag in member_tags(node):
+                if tag is not None and tag.kind != "all_gather":
+                    for fqn in tag.fqns:
+                        unit = self._units.unit_of(fqn)
+                        if unit is not None:
+                            here.setdefault(unit, {})[fqn] = None
+        divided = []
+        for unit, fqns in here.items():
+            frames = self._seen.setdefault(unit, {})
+            frames[compilation.frame] = tuple(fqns)
+            elsewhere = [f for f in frames.values() if set(f) != set(fqns)]
+            if elsewhere:
+                divided.append((elsewhere[-1], tuple(fqns)))
+        if divided:
+            (there, these), more = divided[0], len(divided) - 1
+            compilation.warn(
+                f"one unit's gradients are reduced in several graphs: {_some(there)} in an earlier "
+                f"one, {_some(these)} in this one"
+                + (f"; and so are those of {more} more unit(s)" if more else "")
+                + ". A step that runs both has a payload in each, where eager FSDP2 has one, so "
+                "its weights are not eager FSDP2's bit for bit. Mend the graph break between them "
+                "(torch.compile(..., fullgraph=True) says where it is), or make each side's "
+                "parameters a unit of its own, in eager FSDP2 as well",
+                DividedUnitWarning,
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
