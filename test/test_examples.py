@@ -1,0 +1,51 @@
+"""The training script, run a few steps, killed once and resumed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+
+import pytest
+from ranks import LIMIT_S, fork_server
+
+from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
+
+OPTIONS = ("--steps", "3", "--save-every", "2", "--layers", "1", "--compiler", "aot_eager")
+
+
+def train(rank: Rank, folder: str, killed_in: int, *options: str) -> str:
+    """As under ``torchrun``; rank 1 dies when it asks for the batch of the step ``killed_in``."""
+    import torch_ext_bucketing as teb
+    from torch_ext_bucketing.demo import text
+    from torch_ext_bucketing.examples.train import main
+
+    os.environ.update(RANK=str(rank.rank), WORLD_SIZE=str(rank.world_size), LOCAL_RANK="0")
+    teb.init_ring_process_group = functools.partial(  # needs no free port
+        teb.init_ring_process_group, init_method=f"file://{rank.store_path}"
+    )
+    batch = text.batch
+
+    def dying(step: int, number: int, **sizes: int):
+        if step == killed_in and number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch(step, number, **sizes)
+
+    text.batch = dying
+    return main(["--folder", folder, *OPTIONS, *options])
+
+
+def on_two_ranks(*args: object) -> list[str]:
+    return run_ranks(train, 2, *args, timeout_s=LIMIT_S, context=fork_server())
+
+
+def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path):
+    """Under eager FSDP2 until it is killed, compiled from its checkpoint on."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    weights = on_two_ranks(str(whole), 0)
+    assert len(set(weights)) == 2  # each rank's own shards
+    with pytest.raises(RankError, match=r"rank 1 died: .*SIGKILL"):
+        on_two_ranks(str(killed), 3, "--eager")
+    assert [path.name for path in killed.iterdir()] == ["2"]
+    (killed / "3").mkdir()  # as a save leaves it that is cut off: without .metadata
+    assert on_two_ranks(str(killed), 0) == weights
