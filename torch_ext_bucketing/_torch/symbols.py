@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 
 __all__ = [
