@@ -410,6 +410,14 @@ def test_the_groups_that_reductions_move_to_count(fake_world):
     assert uuids == [m.uuid() for m in made]
 
 
+class Estimate:
+    def __call__(self, node, nbytes):
+        return None
+
+    def uuid(self):
+        return "an estimate"
+
+
 POLICIES = [
     (teb.Overlap, {"depth": 2, "window": 3, "max_prefetch": 4, "prefetch_under": {"a": "b"}}),
     (teb.CapComputeRun, {"max_consecutive": 3}),
@@ -423,6 +431,10 @@ POLICIES = [
             "bandwidth": 1.0,
             "kernel_ms": 1.0,
             "collectives": {("all_gather", 2): [(1, 0.5)]},
+            "ranks_per_node": 4,
+            "intra": teb.Level(2e9),
+            "inter": teb.Level(2e8),
+            "estimate": Estimate(),
         },
     ),
 ]
@@ -433,10 +445,10 @@ def test_every_field_of_a_policy_counts(cls, values):
     assert set(values) == set(inspect.signature(cls).parameters)
 
     def uuid(**changes):
-        value = cls(**changes)
-        if cls is teb.Machine:
-            return teb.Schedule((), value).uuid()
-        return teb.Schedule(value).uuid()
+        if cls is teb.Machine:  # one level alone is no network
+            network = {"ranks_per_node": 8, "intra": teb.Level(1e9), "inter": teb.Level(1e8)}
+            return teb.Schedule((), cls(**{**network, **changes})).uuid()
+        return teb.Schedule(cls(**changes)).uuid()
 
     alike = [{}] if cls is not teb.PeakMemory else [{"gib": 2.0}]
     uuids = [uuid(**v) for v in alike] + [uuid(**{n: v}) for n, v in values.items()]

@@ -543,11 +543,12 @@ def test_hinted_symbolic_sizes_are_planned_and_merged():
     assert isinstance(merged.meta["val"].shape[0], torch.SymInt), "specialised"
 
 
-def test_unhinted_symbolic_sizes_get_torchs_error():
+def test_sizes_that_depend_on_data_are_left_alone():
     gm = symbolic_graph(hinted=False)
     before = str(gm.graph)
-    with pytest.raises(RuntimeError, match="Could not extract optimization hint"):
-        plan_by_cap(gm.graph, 1.0, eligible=everything)
+    plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
+    assert plan.buckets == ()
+    assert {reason for _, reason in plan.left_alone} == {"its size depends on data"}
     assert str(gm.graph) == before
 
 
