@@ -35,7 +35,7 @@ STEPS = 3
 
 
 CHEAP = ("regional", "graph_break_in_a_unit", "resume_on_fewer_ranks", "two_models")
-"""Of the cases, those that this suite has the time for; ``benchmarks/results`` keeps all."""
+"""Of the cases, those that this suite has the time for; ``python -m benchmarks.everyday`` runs all."""
 
 
 @pytest.fixture(scope="module")
