@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import parity_cells as cells_
-from benchmarks.parity_cells import Cell, CellReport, CellResult, RunReport, select
+from benchmarks.parity_cells import Cell, CellReport, CellResult, RunReport, on_messages, select
 from benchmarks.parity_rows import RowResult, render_rows, run_table
 from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
 from torch_ext_bucketing.demo.results import whole_digest
@@ -61,9 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: list[CellResult] = []
     header = _header(args, command)
     start = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
+    say = _sayer(start)
 
     def finish(result: CellResult) -> None:
         result.date = _now()
@@ -145,13 +143,19 @@ def virtual(args: argparse.Namespace, command: str) -> int:
     return 0 if all(result.passed for result in results) else 1
 
 
-def rows(args: argparse.Namespace, command: str) -> int:
-    """``--rows``; returns the exit status."""
-    results: list[RowResult] = []
-    start = time.monotonic()
+def _sayer(start: float) -> Callable[[str], None]:
+    """Prints a line of progress, with the seconds since ``start``."""
 
     def say(text: str) -> None:
         print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def rows(args: argparse.Namespace, command: str) -> int:
+    """``--rows``; returns the exit status."""
+    results: list[RowResult] = []
+    say = _sayer(time.monotonic())
 
     def finish(result: RowResult) -> None:
         result.date = _now()
@@ -183,20 +187,6 @@ def run_topology(
         RankError: a rank failed or the time limit passed; cells finished before are unaffected.
     """
     world = cells[0].ranks
-    reports: dict[Cell, list[Any]] = {}
-
-    def on_message(rank: int, message: tuple[str, Any]) -> None:
-        kind, payload = message
-        if kind == "run":
-            if rank == 0:
-                say(payload)
-            return
-        by_rank = reports.setdefault(payload.cell, [None] * world)
-        by_rank[rank] = payload
-        if None not in by_rank:
-            finish(combine(by_rank, steps))
-            del reports[payload.cell]
-
     run_ranks(
         _run_cells,
         world,
@@ -206,7 +196,9 @@ def run_topology(
         timeout_s=timeout_s,
         # Inductor would start a pool of processes per rank, which is for Triton only.
         environment={"TORCH_WARM_POOL": "0"},
-        on_message=on_message,
+        on_message=on_messages(
+            world, lambda r: r.cell, lambda by_rank: finish(combine(by_rank, steps)), say
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
@@ -203,3 +203,27 @@ def _all(topologies: Sequence[str]) -> Iterator[Cell]:
             for parallelism in ("fsdp", "hsdp"):
                 for reduce_dtype in REDUCE_DTYPES:
                     yield Cell(model, nodes, ranks, "aot_eager", parallelism, reduce_dtype)
+
+
+def on_messages(
+    world: int,
+    key: Callable[[Any], Any],
+    complete: Callable[[list[Any]], None],
+    say: Callable[[str], None],
+) -> Callable[[int, tuple[str, Any]], None]:
+    """What handles the messages of ranks: rank 0's ``("run", text)`` is said; of other messages
+    ``complete`` gets the payloads with one ``key``, by rank, when all ranks have sent theirs."""
+    reports: dict[Any, list[Any]] = {}
+
+    def on_message(rank: int, message: tuple[str, Any]) -> None:
+        kind, payload = message
+        if kind == "run":
+            if rank == 0:
+                say(payload)
+            return
+        by_rank = reports.setdefault(key(payload), [None] * world)
+        by_rank[rank] = payload
+        if None not in by_rank:
+            complete(reports.pop(key(payload)))
+
+    return on_message

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from benchmarks.parity_cells import on_messages
 from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
 from torch_ext_bucketing.demo.results import whole_digest
 from torch_ext_bucketing.demo.table import columns
@@ -205,22 +206,12 @@ def _run_topology(
     finish: Callable[[RowResult], None],
     say: Callable[[str], None],
 ) -> None:
+    def complete(by_rank: list[RowReport]) -> None:
+        result = _combine(by_rank, steps)
+        say(f"{result.row.name}: {'; '.join(result.problems) or 'equal'}")
+        finish(result)
+
     world = rows[0].ranks
-    reports: dict[str, list[Any]] = {}
-
-    def on_message(rank: int, message: tuple[str, Any]) -> None:
-        kind, payload = message
-        if kind == "run":
-            if rank == 0:
-                say(payload)
-            return
-        by_rank = reports.setdefault(payload.row.name, [None] * world)
-        by_rank[rank] = payload
-        if None not in by_rank:
-            result = _combine(by_rank, steps)
-            say(f"{result.row.name}: {'; '.join(result.problems) or 'equal'}")
-            finish(result)
-
     # The server imports torch once, for all ranks.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.parity_rows_ranks"])
@@ -230,7 +221,7 @@ def _run_topology(
         list(rows),
         steps,
         timeout_s=timeout_s,
-        on_message=on_message,
+        on_message=on_messages(world, lambda r: r.row.name, complete, say),
         context=context,
     )
 

@@ -80,12 +80,8 @@ class SizeHints:
             return size
         try:
             return max(0, size_with(size, self._number))
-        except (
-            ArithmeticError,
-            TypeError,
-            ValueError,
-        ):  # such as a division by a symbol taken as 0
-            return DEFAULT
+        except (ArithmeticError, TypeError, ValueError):
+            return DEFAULT  # such as for a division by a symbol taken as 0
 
     def concrete(self, value: Any) -> Any:
         """``value``; of a tensor with symbolic sizes, one on the meta device with numbers."""
