@@ -25,6 +25,7 @@ from torch_ext_bucketing._torch import inductor
 from torch_ext_bucketing.demo.ranks import run_ranks
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.divided import DividedUnitWarning
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.plans import simple_fsdp
@@ -213,6 +214,56 @@ def test_a_unit_that_a_graph_break_divides_is_named(fake_world):
 )
 def test_units_that_no_graph_break_divides_get_no_warning(fake_world, model, units):
     assert divided(model(), units)[0] == []
+
+
+APART = ("embedding", "layers.0", "layers.1", "head")
+
+
+@pytest.mark.parametrize(
+    ("units", "make", "expected"),
+    [
+        (
+            ("layers.0", "layers.1", ""),
+            "blocks",
+            "embedding.weight, head.weight are in no compiled",
+        ),
+        (APART, "blocks", ""),
+        (
+            ("embedding", "layers.0", "layers.1.w1", "layers.1", "head"),
+            "blocks",
+            "made up otherwise",
+        ),
+        (("embedding", "layers.0", "layers.1.w1", "layers.1", "head"), "backends", ""),
+        (("embedding", "layers.0", "head"), "one block", "reduced their gradients twice"),
+        (("embedding", "layers.0", "head"), "one block, whole", ""),
+    ],
+)
+def test_what_only_running_shows_is_warned_of(fake_world, units, make, expected):
+    """One warning in three steps; none where the way out was taken that it names."""
+    model = TwoBlocks()
+    if make.startswith("one block"):
+        model.layers[1] = model.layers[0]
+    order = FSDPParamOrder.from_model(model, units)
+    sharded(model)
+    passes = [CombineUses(), ReshardAfterForward(), BucketUnits(order)]
+    backends = [backend("aot_eager", passes, agree=False) for _ in range(2)]
+    run = model
+    if make == "one block, whole":
+        run = torch.compile(model, backend=backends[0])
+    else:
+        for layer, b in zip(model.layers, backends, strict=True):
+            layer.compile(backend=b if make == "backends" else backends[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            run(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+    given = [str(w.message) for w in caught if issubclass(w.category, DividedUnitWarning)]
+    assert len(given) == bool(expected)
+    assert expected in "".join(given)
+    assert [
+        t for b in backends for r in b.reports for t in r.warnings if "bit for bit" in t
+    ] == given
+    assert [len(b.reports) for b in backends] == [1, make == "backends"]
 
 
 def test_mode_reaches_inductor(fake_world, monkeypatch):

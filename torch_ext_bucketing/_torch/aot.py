@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -12,6 +13,7 @@ from . import descriptors as _descriptors
 
 __all__ = [
     "compile_aot",
+    "current_backward",
     "mark_recompute",
     "stage_of",
 ]
@@ -41,6 +43,11 @@ def in_backward(node: fx.Node) -> bool:
     """Whether a node of a graph with forward and backward in one is part of backward, as what is
     computed again there is, told by the mark that torch's tracing leaves."""
     return bool(node.meta.get("autograd_backward", False))
+
+
+def current_backward() -> int:
+    """A number for the ``backward()`` that runs now, -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
 
 
 def is_primal(placeholder: fx.Node) -> bool:

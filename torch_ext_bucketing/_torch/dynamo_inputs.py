@@ -29,6 +29,7 @@ __all__ = [
     "frame_number",
     "input_fqns",
     "is_first_compile",
+    "model_of",
     "module_path",
     "names_are_relative_to",
     "source_fqn",
@@ -56,6 +57,15 @@ def names_are_relative_to(model: torch.nn.Module) -> None:
     """
     _roots.pop(model, None)
     _roots[model] = None
+
+
+def model_of(parameter: Any, model: torch.nn.Module | None = None) -> torch.nn.Module | None:
+    """``model``, or without it the latest known one (:func:`names_are_relative_to`), where it has
+    this parameter; else None."""
+    for one in list(_roots)[::-1] if model is None else [model]:
+        if any(p is parameter for p in one.parameters()):
+            return one
+    return None
 
 
 def is_first_compile() -> bool:

@@ -35,7 +35,9 @@ from ..graph.size_hints import GivenHints, check_size_hints
 from ..reports.compile import CompileReport, PassTime
 from ..scheduling.overlap import DEFAULT_PREFETCH, PrefetchDepth
 from ..scheduling.pin_order import pin_order
+from .as_run import AsRun
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from .bucketing import BucketUnits
 from .cache_key import NoUuidError, brief, describe, digest, log_no_uuid
 from .silence import warn_of_silence
 from .switches import switched_off
@@ -180,6 +182,8 @@ class BucketingBackend:
         self.agree_timeout = agree_timeout
         self.passes = PassManager(passes, model)
         self.reports: list[CompileReport] = []
+        units = (p for p in self.passes.forward_backward if isinstance(p, BucketUnits))
+        self._as_run = [AsRun(p, model) for p in units]
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
@@ -192,6 +196,18 @@ class BucketingBackend:
         compilation.size_hints = self.size_hints
         compilation.report.disabled = self.passes.disabled
         self.reports.append(compilation.report)
+        compiled = self._compile(gm, example_inputs, compilation, **kwargs)
+        for as_run in self._as_run:
+            compiled = as_run.watch(compiled, compilation)
+        return compiled
+
+    def _compile(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        compilation: Compilation,
+        **kwargs: Any,
+    ) -> Callable[..., Any]:
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
         fresh = _dynamo_inputs.is_first_compile()

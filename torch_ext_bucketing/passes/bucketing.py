@@ -71,8 +71,8 @@ class BucketUnits(GraphPass):
             raise TypeError(f"units must be a sequence of units, got the string {units!r}")
         self.units = tuple((u,) if isinstance(u, str) else tuple(u) for u in units)
         self.aliases = tuple(getattr(order_or_plan, "aliases", ()))
-        self._index = UnitIndex(self.units, self.aliases)  # bad names are known before a compile
-        self._divided = DividedUnits(self._index)
+        self.index = UnitIndex(self.units, self.aliases)  # bad names are known before a compile
+        self._divided = DividedUnits(self.index)
         self._given = order_or_plan if isinstance(order_or_plan, HasUnits) else self.units
         self._payload_order = payload_order
         self.last_report: GraphReport | None = None
@@ -85,7 +85,7 @@ class BucketUnits(GraphPass):
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         alone, compilation = compilation is None, compilation or Compilation()
         g = graph_of(graph)
-        plan = plan_units(g, self._index, self.kinds)
+        plan = plan_units(g, self.index, self.kinds)
         self.last_report = apply_and_report(g, plan, self.payload_key, self.kinds)
         compilation.report.graphs.append(self.last_report)
         if plan.uncovered:

@@ -19,13 +19,13 @@ from ..bucketing.units import UnitIndex
 from ..tagging.tags import member_tags
 from .base import Compilation
 
-__all__ = ["DividedUnitWarning", "DividedUnits"]
+__all__ = ["DividedUnitWarning", "DividedUnits", "some"]
 
 _SHOWN = 4
 
 
 class DividedUnitWarning(UserWarning):
-    """One unit's gradients are reduced in several graphs."""
+    """One unit's gradients are not reduced in one payload, as eager FSDP2 reduces them."""
 
 
 class DividedUnits:
@@ -66,8 +66,8 @@ class DividedUnits:
         if divided:
             (there, these), more = divided[0], len(divided) - 1
             compilation.warn(
-                f"one unit's gradients are reduced in several graphs: {_some(there)} in an earlier "
-                f"one, {_some(these)} in this one"
+                f"one unit's gradients are reduced in several graphs: {some(there)} in an earlier "
+                f"one, {some(these)} in this one"
                 + (f"; and so are those of {more} more unit(s)" if more else "")
                 + ". A step that runs both has a payload in each, where eager FSDP2 has one, so "
                 "its weights are not eager FSDP2's bit for bit. Mend the graph break between them "
@@ -77,6 +77,7 @@ class DividedUnits:
             )
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
