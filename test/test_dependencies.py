@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_ext_bucketing.graph.collectives import is_view
-from torch_ext_bucketing.graph.dependencies import Dependencies
+from torch_ext_bucketing.graph.dependencies import Dependencies, unused
 from torch_ext_bucketing.graph.liveness import Liveness
 from torch_ext_bucketing.scheduling.list_schedule import list_schedule
 from torch_ext_bucketing.scheduling.model import model_of
@@ -250,3 +250,20 @@ def test_a_node_that_nothing_uses_comes_at_its_place():
     assert model.liveness.peak(list_schedule(model, Options())) == model.liveness.peak(
         range(len(model))
     )
+
+
+def test_what_nothing_reads_takes_no_time():
+    """torch's partitioner removes a collective that nothing uses, and leaves what led to it."""
+    b = Builder()
+    p = b.leaf(64, torch.float32)
+    dead = b.add(b.add(p, p), p)
+    random = b.call(_aten.rand_like.default, (p,), 64, torch.float32)
+    used = b.add(p, p)
+    gathered = b.collective("all_reduce", p, "0")
+    write = b.call(_aten.copy_.default, (p, used), 64, torch.float32)
+    gm = b.finish([used])
+    model = model_of(gm.graph)
+    found = dict(zip(model.dependencies.nodes, model.ms, strict=True))
+    assert found[dead] == found[dead.args[0]] == 0.0
+    assert all(found[n] > 0 for n in (random, used, gathered.args[0], write))
+    assert unused(model.dependencies.nodes) == {dead, dead.args[0]}

@@ -42,6 +42,7 @@ from .writes import aliases_of, unordered_writes, written_values
 __all__ = [
     "Dependencies",
     "Precedence",
+    "unused",
 ]
 
 _c10d = torch.ops._c10d_functional
@@ -181,6 +182,31 @@ class Dependencies(Precedence):
                 if chain in last:
                     needs[i][last[chain]] = None
                 last[chain] = i
+
+
+def unused(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes whose results nothing reads and that do nothing else, and the nodes that only these
+    read. Inductor makes no code for them. torch's partitioner leaves them: what led to a collective
+    that it has removed, for one.
+
+    Args:
+        nodes: of one graph, in topological order.
+    """
+    found: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if (
+            node.op == "call_function"
+            and all(user in found for user in node.users)
+            and not is_collective(node)
+            and not is_wait(node)
+            and not is_assertion(node)
+            and not _is_barrier(node)
+            and not _is_profiler_mark(node)
+            and not _draws_random_numbers(node)
+            and not written_values(node)
+        ):
+            found.add(node)
+    return found
 
 
 def group_of(start: fx.Node) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch.fx as fx
 
 from ..graph.collectives import is_compute, is_view, kind_of, started_by
-from ..graph.dependencies import Dependencies, Precedence
+from ..graph.dependencies import Dependencies, Precedence, unused
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import Liveness, Storages
 from ..graph.size_hints import GivenHints, SizeHints
@@ -37,7 +37,7 @@ def model_of(
     costs = machine if isinstance(machine, Costs) else Costs(machine, hints)
     dependencies = Dependencies(graph)
     liveness = Liveness(graph, dependencies, donated, costs.hints)
-    free = liveness.shard_side.nodes
+    free = {*liveness.shard_side.nodes, *unused(dependencies.nodes)}
     nodes, index = dependencies.nodes, dependencies.index
     return Model(
         dependencies=dependencies,
@@ -82,7 +82,8 @@ class Model:
     Args:
         dependencies: the nodes, and what each one needs.
         liveness: what each one allocates and touches.
-        ms: time on the node's stream; 0 for what :mod:`.graph.uneven` leaves out.
+        ms: time on the node's stream; 0 for what :mod:`.graph.uneven` leaves out, and for what
+            nothing reads.
         group: process group of a collective, or None.
         start_of: for a wait, the place of its collective, or -1.
         compute: whether it is a compute node.
