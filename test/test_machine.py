@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.fx as fx
 from ranks import on_ranks
 from test_schedule import DIM, forward_graph
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.__main__ import main
@@ -106,6 +109,31 @@ def test_a_graphs_collectives_are_timed_by_the_ranks_of_their_group(fake_world):
         found.append(Costs(TWO_LEVELS)(start))
     nbytes = 4 * DIM * DIM  # gathered
     assert found == pytest.approx([nbytes / 2 / 1e5 + 0.001, nbytes / 2 / 1e4 + 0.02])
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [((6, 4), (2, 4, 8)), ((4, 6), (6, 8)), ((2, 4, 8), (8, 6)), ((2, 3, 4), (2, 4, 8))]
+)
+def test_products_of_experts_are_counted_group_by_group(a, b):
+    """Torch 2.13 to 2.15 have no formula. Two groups, whose rows, columns or terms are 1 + 5."""
+    sizes = [1, 5]
+    if len(a) == 2 and len(b) == 3:
+        flops = sum(2 * rows * a[1] * b[2] for rows in sizes)
+    elif len(a) == len(b) == 2:
+        flops = sum(2 * a[0] * terms * b[1] for terms in sizes)
+    elif len(b) == 2:
+        flops = sum(2 * a[1] * a[2] * columns for columns in sizes)
+    else:
+        flops = 2 * (2 * a[1] * a[2] * b[2])
+    graph = fx.Graph()
+    inputs = tuple(graph.placeholder(name) for name in "ab")
+    node = graph.call_function(torch.ops.aten._grouped_mm.default, inputs)
+    with FakeTensorMode():
+        for one, shape in zip((*inputs, node), (a, b, (1,)), strict=True):
+            one.meta["val"] = torch.empty(shape, dtype=torch.bfloat16)
+    assert is_compute(node)
+    machine = Machine(flops={"bfloat16": 1.0}, bandwidth=1e18, kernel_ms=0.0)
+    assert Costs(machine)(node) == pytest.approx(flops * 1e3)
 
 
 @pytest.mark.parametrize("fake_world", [2], indirect=True)

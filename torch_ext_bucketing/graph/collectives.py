@@ -33,6 +33,7 @@ __all__ = [
     "is_assertion",
     "is_collective",
     "is_compute",
+    "is_grouped_product",
     "is_number",
     "is_start",
     "is_view",
@@ -167,15 +168,30 @@ def is_view(node: fx.Node) -> bool:
     return getattr(target, "__module__", "") in BUILTIN_MODULES
 
 
+_GROUPED = frozenset(
+    {"aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"}
+)
+
+
 def is_compute(node: fx.Node) -> bool:
     """Whether ``node`` is a matrix product, an attention or a convolution: what torch counts
-    floating point operations of, and what compute runs are counted in."""
+    floating point operations of (and the products of a mixture's experts, of which it does not),
+    and what compute runs are counted in."""
     from torch.utils.flop_counter import flop_registry
 
     target: Any = node.target
     return node.op == "call_function" and (
-        getattr(target, "overloadpacket", None) in flop_registry or target in flop_registry
+        getattr(target, "overloadpacket", None) in flop_registry
+        or target in flop_registry
+        or is_grouped_product(node)
     )
+
+
+def is_grouped_product(node: fx.Node) -> bool:
+    """Whether ``node`` is a matrix product per group of rows or columns, ``_grouped_mm`` or one of
+    its scaled forms: the experts of a mixture."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.name() in _GROUPED
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -17,7 +17,15 @@ import torch.fx as fx
 
 from .._torch.estimates import nccl_estimate_ms
 from .._torch.process_groups import group_by_name, ranks_of
-from ..graph.collectives import group_name, is_collective, is_compute, is_view, kind_of, tensors_in
+from ..graph.collectives import (
+    group_name,
+    is_collective,
+    is_compute,
+    is_grouped_product,
+    is_view,
+    kind_of,
+    tensors_in,
+)
 from ..graph.size_hints import SizeHints
 from .machine import H100, Machine, check_machine
 
@@ -113,6 +121,8 @@ class Costs:
     def _flops(self, node: fx.Node) -> float:
         from torch.utils.flop_counter import flop_registry
 
+        if is_grouped_product(node):
+            return self._grouped_flops(node)
         target: Any = node.target
         count = flop_registry.get(getattr(target, "overloadpacket", None)) or flop_registry[target]
         # Torch's formulas compare sizes, which ones that depend on data don't let them.
@@ -122,3 +132,18 @@ class Costs:
             return float(count(*args, **kwargs, out_val=known(node.meta.get("val"))))
         except (TypeError, AssertionError, ValueError, AttributeError):
             return 0.0  # an overload that torch's formula does not take: its bytes are what counts
+
+    def _grouped_flops(self, node: fx.Node) -> float:
+        """Each group's rows or columns are multiplied once, however they are divided::
+
+        (rows, k) x (groups, k, n)    k shared, a group has some of the rows
+        (m, k) x (k, n)               a group has some of k: the gradient of the experts
+        (groups, m, k) x (k, columns) a group has some of the columns
+        (groups, m, k) x (groups, k, n)
+        """
+        a, b = (self._shape(arg) for arg in node.args[:2])
+        rows = a[:-2] if len(b) == 3 else []
+        return 2.0 * math.prod([*rows, *a[-2:], b[-1]])
+
+    def _shape(self, node: Any) -> list[int]:
+        return [self.hints(size) for size in node.meta["val"].shape]
