@@ -6,6 +6,7 @@ import gc
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -229,6 +230,26 @@ mm -> mm_default_1""",
     )
     assert report.exposed_ms[0] > 1.9
     assert report.exposed_ms[1] == pytest.approx(0.0, abs=0.01)
+
+
+def test_a_wait_is_filled_with_what_needs_no_computation():
+    """Such nodes come late, to hold no memory, unless the time would be lost."""
+    b = Trainer()
+    x, w, half = b.matrix(), b.matrix(), b.matrix(DIM // 2)
+    gathered = b.start("all_gather", b.mm(half, w), "activation")
+    table = b.graph.call_function(_aten.sin.default, (x,))
+    table.meta["val"] = x.meta["val"]
+    gm = b.finish([b.mm(b.mm(gathered, w), table)])
+    model = model_of(gm.graph, replace(machine(collective_ms=2.0), kernel_ms=1.0))
+    names = [n.name for n in model.dependencies.nodes]
+
+    def order(options: Options) -> list[str]:
+        return [names[i] for i in list_schedule(model, options)]
+
+    first, launch, wait, late, *products = names
+    assert order(Options()) == [first, launch, late, wait, *products]
+    assert Timeline.of(model, list_schedule(model, Options())).exposed_ms == pytest.approx(1.0)
+    assert order(Options(limit_bytes=1)) == [first, launch, wait, products[0], late, products[1]]
 
 
 def test_runs_between_reduce_scatters_are_capped():
@@ -636,6 +657,18 @@ def test_a_timeline_is_what_one_would_draw():
     assert timeline.exposed_ms == pytest.approx(4.0, abs=0.01)
     assert timeline.begin == pytest.approx((0, 2, 2, 5, 7, 7), abs=0.01)
     assert lower_bound(model) == pytest.approx(8.0, abs=0.01)
+
+
+def test_all_that_stands_between_two_collectives_of_a_path_is_in_the_bound():
+    b = Trainer()
+    x, w = b.matrix(DIM // 2), b.matrix()
+    x = b.start("all_gather", b.mm(x, w))  # 0.5 + 2
+    x = b.start("reduce_scatter", b.mm(b.mm(x, w), b.mm(x, w)))  # 3 + 2, on a path only 2 + 2
+    gm = b.finish([b.mm(x, w), b.mm(w, w)])  # 0.5, and 1 beside them
+    model = model_of(gm.graph, machine(collective_ms=2.0))
+    assert lower_bound(model) == pytest.approx(8.0, abs=0.01)
+    timeline = Timeline.of(model, list_schedule(model, Options()))
+    assert timeline.step_ms == pytest.approx(8.0, abs=0.01)
 
 
 # --- caps chosen here ----------------------------------------------------------------------------

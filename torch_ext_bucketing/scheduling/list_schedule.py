@@ -7,8 +7,8 @@ Nodes are of three sorts:
   parameter's gather) is prefetched: a number of buckets ahead, or earlier when its stream would
   not be done in time, as far as memory allows.
 - *lazy* nodes: waits, views, and what needs no computation, such as the unpacking of a gathered
-  bucket. They come right before the first node that uses them; one that nothing uses comes as soon
-  as what it needs is there.
+  bucket. They come right before the first node that uses them, or earlier where kernels would have
+  to wait for communication; one that nothing uses comes as soon as what it needs is there.
 - *kernels*, all others. They follow the order of the graph, except that one which would have to
   wait for communication lets others go first, and that within ``window`` compute nodes the kernel
   with the longest remaining path, the critical one, has priority.
@@ -95,6 +95,15 @@ class _Shape:
             group = model.group[i]
             if group is not None and self.source[i]:
                 self.gathers.setdefault(group, []).append(i)
+        # Lazy nodes that take time, in the order of their use.
+        self.fillers = sorted(
+            (
+                i
+                for i in range(size)
+                if self.lazy[i] and model.ms[i] and self.first_use[i] < len(self.kernels)
+            ),
+            key=lambda i: (self.first_use[i], i),
+        )
         self.latest = self._latest_starts(model)
         self.live = self._live_before_kernels(model)
 
@@ -180,7 +189,7 @@ class _Scheduler:
         self.missing = [len(n) for n in self.needs]  # needs that are neither done nor available
         self.available = [False] * size
         self.ready: list[int] = []  # kernels whose needs are done or available, by number
-        self.pending: dict[int, list[int]] = {}  # of a ready kernel: starts that it waits for
+        self.pending: dict[int, list[int]] = {}  # of what may come next: starts that it waits for
         self.to_launch: list[int] = []
         self.in_flight: list[int] = []  # reductions whose wait is still to come
         self.unwaited: list[int] = []  # all collectives that have one to come, and some others
@@ -190,6 +199,7 @@ class _Scheduler:
         self.end = [0.0] * size
         self.free: dict[str, float] = {}
         self.next_gather = dict.fromkeys(self.shape.gathers, 0)
+        self.next_filler = 0
         self.head = 0
         self.run_length = 0
         self.reductions: dict[str, list[int]] = {}  # by group, the next one last
@@ -222,6 +232,8 @@ class _Scheduler:
             self._prefetch()
             self._retire()
             chosen = self._choose()
+            if self._fill(kernels[chosen]):
+                continue
             for gather in self.under.pop(kernels[chosen], ()):
                 if self._fits(gather, self.shape.first_use[gather]) and self._allowed(gather):
                     self._emit(gather)
@@ -471,13 +483,34 @@ class _Scheduler:
         )
         return next(allowed, self.ready[0])
 
+    def _fill(self, kernel: int) -> bool:
+        """Whether there was a lazy node to place in the time that ``kernel`` would have to wait."""
+        stall, shape, ms = self._stall(kernel), self.shape, self.model.ms
+        if stall <= _NO_STALL_MS:
+            return False
+        fillers, before = shape.fillers, shape.compute_before
+        while self.next_filler < len(fillers) and self.done[fillers[self.next_filler]]:
+            self.next_filler += 1
+        reach = before[self.head] + max(self.options.window, self.options.fill)
+        for at in range(self.next_filler, len(fillers)):
+            i = fillers[at]
+            if before[shape.first_use[i]] > reach:
+                break
+            if (
+                not self.done[i]
+                and self.available[i]
+                and ms[i] <= stall
+                and not any(self.end[s] > self.now or not self.done[s] for s in self._starts_of(i))
+                and self._affordable(i)
+            ):
+                self._emit(i)
+                return True
+        return False
+
     def _stall(self, kernel: int) -> float:
         """How long the compute stream would have to wait before ``kernel``."""
-        starts = self.pending.get(kernel)
-        if starts is None:
-            starts = self.pending[kernel] = self._starts_behind(kernel)
         latest = 0.0
-        for start in starts:
+        for start in self._starts_of(kernel):
             if self.done[start]:
                 latest = max(latest, self.end[start])
             else:
@@ -486,6 +519,12 @@ class _Scheduler:
                 begin = max(self.now, self.free.get(group, 0.0))
                 latest = max(latest, begin + self.model.ms[start])
         return latest - self.now
+
+    def _starts_of(self, node: int) -> list[int]:
+        starts = self.pending.get(node)
+        if starts is None:
+            starts = self.pending[node] = self._starts_behind(node)
+        return starts
 
     def _starts_behind(self, kernel: int) -> list[int]:
         found, seen, stack = [], {kernel}, [kernel]

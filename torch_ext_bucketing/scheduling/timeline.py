@@ -97,12 +97,62 @@ def longest_compute_run(model: Model, order: Sequence[int]) -> int:
 
 def lower_bound(model: Model) -> float:
     """Milliseconds that no order can beat: the largest of the longest path through the graph, all
-    compute, and all communication of the busiest process group."""
-    done = [0.0] * len(model)
+    compute, all communication of the busiest process group, and the collectives of the longest path
+    with all that has to be computed between them.
+
+    A path has one node after the other. Between two of its collectives there is more: whatever
+    needs the first one's result and is needed by the second runs on the one compute stream::
+
+        all_to_all -> wait -> mm1 -> mul -> all_to_all      path: mm1, mul
+                           `-> mm2 -----^                   between them: mm1, mm2, mul
+    """
+    done, before = [0.0] * len(model), [-1] * len(model)
     streams: dict[str, float] = {}
     for i, needs in enumerate(model.dependencies.needs):
-        ahead = [done[j] for j in needs if model.needs_end(j, i)]
-        done[i] = model.ms[i] + max(ahead, default=0.0)
+        longest = 0.0
+        for j in needs:
+            if done[j] > longest and model.needs_end(j, i):
+                longest, before[i] = done[j], j
+        done[i] = model.ms[i] + longest
         name = model.group[i] or ""
         streams[name] = streams.get(name, 0.0) + model.ms[i]
-    return max([0.0, *done, *streams.values()])
+    if not done:
+        return 0.0
+    path = [max(range(len(done)), key=done.__getitem__)]
+    while before[path[-1]] >= 0:
+        path.append(before[path[-1]])
+    return max(*done, *streams.values(), _serial_ms(model, path[::-1]))
+
+
+def _serial_ms(model: Model, path: Sequence[int]) -> float:
+    """The time of the collectives of a path, and of what is computed before, between and after."""
+    needs, needed_by = model.dependencies.needs, model.dependencies.needed_by
+    total, after = 0.0, -1  # the last collective, as far as the path has gone
+    for node in (*path, -1):
+        if node >= 0 and model.group[node] is None:
+            continue
+        ahead = _reached(model, node, needs, after) if node >= 0 else None
+        behind = _reached(model, after, needed_by, len(model)) if after >= 0 else None
+        if ahead is None:
+            between = behind if behind is not None else set(range(len(model)))
+        else:
+            between = ahead if behind is None else ahead & behind
+        total += sum(model.ms[i] for i in sorted(between) if model.group[i] is None)
+        total += model.ms[node] if node >= 0 else 0.0
+        after = node
+    return total
+
+
+def _reached(model: Model, start: int, edges: Sequence[Sequence[int]], last: int) -> set[int]:
+    """What ``start`` waits for, or what waits for it, by way of ``edges``, up to ``last``."""
+    back = last < start
+    found, stack = set[int](), [start]
+    while stack:
+        node = stack.pop()
+        for other in edges[node]:
+            if other in found or (other <= last if back else other >= last):
+                continue
+            if model.needs_end(other, node) if back else model.needs_end(node, other):
+                found.add(other)
+                stack.append(other)
+    return found
