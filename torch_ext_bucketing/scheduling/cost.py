@@ -134,13 +134,11 @@ class Costs:
             return 0.0  # an overload that torch's formula does not take: its bytes are what counts
 
     def _grouped_flops(self, node: fx.Node) -> float:
-        """Each group's rows or columns are multiplied once, however they are divided::
-
-        (rows, k) x (groups, k, n)    k shared, a group has some of the rows
-        (m, k) x (k, n)               a group has some of k: the gradient of the experts
-        (groups, m, k) x (k, columns) a group has some of the columns
-        (groups, m, k) x (groups, k, n)
-        """
+        """Each group's rows, columns or terms are multiplied once, however they are divided."""
+        # (rows, k) x (groups, k, n)       a group has some of the rows
+        # (m, k) x (k, n)                  some of the terms: the gradient of the experts
+        # (groups, m, k) x (k, columns)    some of the columns
+        # (groups, m, k) x (groups, k, n)
         a, b = (self._shape(arg) for arg in node.args[:2])
         rows = a[:-2] if len(b) == 3 else []
         return 2.0 * math.prod([*rows, *a[-2:], b[-1]])
