@@ -81,7 +81,7 @@ _TRAINER: dict[str, Any] = {**_MODEL, "client": "torchtitan's trainer"}
 ROWS: tuple[Row, ...] = (
     Row("torchtitan/fully_shard", **_TITAN),
     Row("torchtitan/replicate", mode="replicate", **_TITAN),
-    Row("torchtitan/hybrid_shard_2x4", mesh=(2, 4), mode="hybrid_shard", **_TITAN),
+    Row("torchtitan/hybrid_shard_2x4", mesh=(2, 4), mode="hybrid_shard", nodes=4, **_TITAN),
     Row("torchtitan/hybrid_shard_4x2", mesh=(4, 2), mode="hybrid_shard", nodes=4, **_TITAN),
     Row("torchtitan/fsdp2_tp2", "tensor", (2, 2), tensor="tensor", **_TITAN),
     Row("torchtitan/fsdp2_tp2_sp", "tensor", (2, 2), tensor="tensor+sequence", **_TITAN),

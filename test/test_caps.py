@@ -24,6 +24,7 @@ from collective_graphs import (
     OPTIONS,
     reduce_scatter,
     run_all_ranks,
+    starts,
     trace,
     under_hash_seeds,
 )
@@ -360,6 +361,21 @@ def test_a_bucket_does_not_read_what_was_written_since_its_members_did(fn, mode)
         copy = torch.ops.aten.copy_.default
         (write,) = gm.graph.find_nodes(op="call_function", target=copy)
         assert write.name in plan.alone[0].detail
+
+
+@pytest.mark.parametrize("marked", [(True, True), (True, False), (False, False)])
+def test_a_bucket_of_backward_is_marked_as_its_members_were(marked):
+    b = Builder()
+    leaves = [b.leaf(64, torch.float32) for _ in marked]
+    gm = b.finish([b.collective("all_gather", x, "0") for x in leaves])
+    for node, mark in zip(starts(gm), marked, strict=True):
+        if mark:
+            node.meta["autograd_backward"] = True
+    old = set(gm.graph.nodes)
+    apply_plan(gm.graph, plan_by_cap(gm.graph, 1.0, eligible=everything))
+    new = [n for n in gm.graph.nodes if n not in old]
+    assert len(starts(gm)) == 1
+    assert {"autograd_backward" in n.meta for n in new} == {all(marked)}
 
 
 def test_the_writes_of_a_bucket_are_no_barrier():

@@ -33,6 +33,9 @@ __all__ = [
 PayloadKey = Callable[[fx.Node], Any]
 
 _ENTRY = "bucket_payload_order_key"
+_BACKWARD = "autograd_backward"
+"""torch's mark, in ``node.meta``, of what was traced while autograd ran: passes on the graph of a
+whole step tell backward by it."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,7 @@ def _apply_bucket(graph: fx.Graph, bucket: Bucket, order: MemberKeys) -> BucketR
     tags = {m: tag_of(m) for m in bucket.members}
     shapes = {m: _payload_shape(m) for m in bucket.members}
     dtypes = {m: m.meta["val"].dtype for m in bucket.members}
+    backward = all(m.meta.get(_BACKWARD) for m in bucket.members)
     group, size, op = group_name(first), group_size(first), reduce_op(first)
     by_input: dict[fx.Node, list[fx.Node]] = {}
     for member in bucket.members:
@@ -200,8 +204,12 @@ def _apply_bucket(graph: fx.Graph, bucket: Bucket, order: MemberKeys) -> BucketR
     packed = [by_input[value].pop(0) for value in tb.payload_inputs(new_nodes, start)]
     if len(packed) != len(bucket.members):
         raise AssertionError(f"{start.name} packs {len(packed)} of {len(bucket.members)} members")
-    # torch gave every new node the first member's metadata; the start alone lists all members.
+    # torch gave every new node some of the first member's metadata; the start alone lists all
+    # members.
     set_member_tags(start, [tags[m] for m in packed])
+    if backward:
+        for node in new_nodes:
+            node.meta[_BACKWARD] = True
     layout, offset = [], 0
     for member in packed:
         nbytes = math.prod(shapes[member]) * dtypes[member].itemsize
