@@ -822,3 +822,24 @@ def test_real_ranks(ranks, check):
     assert said.get(check) == dict.fromkeys(range(world), "ok"), crash
     if check == "teardown":
         assert crash is None
+
+
+def test_ranks_that_torchrun_restarts_find_nothing_of_their_predecessors(monkeypatch):
+    """Its agent keeps the store, with the addresses of the ranks from before."""
+    agents = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=30))
+    seen = []
+
+    def init_process_group(*args, store, **kwargs):
+        if store is None:
+            store, _, _ = next(dist.rendezvous("env://", 0, 1))
+        seen.append(store.check(["address"]))
+        store.set("address", "of a rank")
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(agents.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for count in ("0", "0", "1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        init_ring_process_group(0, 1)
+    assert seen == [False, True, False, False]  # the second shows that there is what to find

@@ -21,6 +21,7 @@ additions, so they agree bit for bit.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -513,6 +514,8 @@ def init_ring_process_group(
     topology = topology or RingTopology(ranks_per_node=world_size)
     topology.nodes_of(world_size)
     register_ring_backend(topology)
+    if store is None and init_method is None:
+        store = _store_after_restart(rank, world_size, timeout)
     dist.init_process_group(
         _BACKEND,
         rank=rank,
@@ -521,3 +524,20 @@ def init_ring_process_group(
         init_method=init_method,
         timeout=timeout,
     )
+
+
+def _store_after_restart(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
+    """The store of ``env://``, without what the ranks left in it that ``torchrun`` has restarted;
+    None where it has restarted none.
+
+    Its agent keeps one store for all restarts (torch 2.13 and 2.15; see pytorch 135712). A rank
+    that finds there the address of a peer that is gone, sooner than its successor writes its own,
+    fails, or waits for it until the time is up, in plain gloo as well. The count is that of one
+    agent, so of one node.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not restarts:
+        return None
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"restart_{restarts}", store)
