@@ -108,11 +108,18 @@ def shard_by_property(
 
 
 class Capture:
-    """A backend that tags the joint graph and keeps every graph that follows."""
+    """A backend that tags the joint graph, runs ``joint`` on it, and keeps every graph that
+    follows."""
 
-    def __init__(self, partitioner: str = "default", model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        partitioner: str = "default",
+        model: nn.Module | None = None,
+        joint: Callable[[fx.GraphModule], object] = lambda gm: None,
+    ) -> None:
         self.partitioner = partitioner
         self.model = model
+        self.joint = joint
         self.reports: list[TagReport] = []
         self.graphs: list[fx.GraphModule] = []
 
@@ -131,6 +138,7 @@ class Capture:
 
         def tag_and_partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             self.reports.append(tag_joint_graph(joint, fqns))
+            self.joint(joint)
             return partition(joint, *args, **kwargs)
 
         def keep(graph: fx.GraphModule, inputs: Any) -> Any:

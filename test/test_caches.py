@@ -317,7 +317,7 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     teb.CombineUses: ({"peak": None}, {"peak": teb.PeakMemory(gib=1.0)}),
     teb.ReduceScatterFirst: ({}, {}),
-    teb.ReshardAfterForward: ({"keep": ()}, {"keep": ("a",)}),
+    teb.ReshardAfterForward: ({"keep": (), "to": None}, {"keep": ("a",), "to": 1}),
     teb.BucketUnits: (
         {"order_or_plan": ORDER, "kinds": ("all_gather",), "payload_order": True},
         {"order_or_plan": OTHER, "kinds": ("reduce_scatter",), "payload_order": False},

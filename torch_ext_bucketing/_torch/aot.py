@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ __all__ = [
     "compile_aot",
     "current_backward",
     "mark_recompute",
+    "mark_save",
+    "read_in_backward",
     "stage_of",
 ]
 
@@ -27,6 +29,12 @@ def mark_recompute(node: fx.Node) -> None:
     """Make the partitioner compute ``node`` again in backward rather than save it."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = _RECOMPUTE_REGION
+
+
+def mark_save(node: fx.Node) -> None:
+    """Make the partitioner save ``node``, where backward reads it, rather than compute it again."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    node.meta.pop("ac_graph_id", None)
 
 
 def stage_of(graph: fx.Graph) -> str:
@@ -48,6 +56,36 @@ def in_backward(node: fx.Node) -> bool:
 def current_backward() -> int:
     """A number for the ``backward()`` that runs now, -1 outside of one."""
     return int(torch._C._current_graph_task_id())
+
+
+def read_in_backward(graph: fx.Graph, repeated: Collection[fx.Node] = ()) -> dict[fx.Node, None]:
+    """The nodes of a joint graph whose results backward reads, told by the tangents, by the marks
+    of torch's tracing, and by what is marked to be computed again there.
+
+    Args:
+        graph: in topological order.
+        repeated: what will be marked so, too.
+    """
+    again = dict.fromkeys(repeated)
+    late: dict[fx.Node, None] = {}  # runs in backward for sure
+    for node in graph.nodes:
+        marked = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+        tangent = node.op == "placeholder" and _is_tangent(node)
+        if marked or tangent or any(n in late for n in node.all_input_nodes):
+            late[node] = None
+    read: dict[fx.Node, None] = {}
+    for node in reversed(graph.nodes):
+        for user in node.users:
+            if user.op == "output":
+                continue
+            if user in late or (user in read and (user in again or _is_recomputed(user))):
+                read[node] = None
+    return read
+
+
+def _is_recomputed(node: fx.Node) -> bool:
+    policies = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.meta.get("recompute") in policies
 
 
 def is_primal(placeholder: fx.Node) -> bool:

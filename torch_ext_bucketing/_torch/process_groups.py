@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = [
     "group_size_of",
     "group_timeout",
     "has_peers",
+    "new_groups",
     "ranks_of",
 ]
 
@@ -71,6 +73,22 @@ def has_peers(group: Any) -> bool:
     """Whether there are other ranks in ``group``, each in a process of its own."""
     # "fake" has no other ranks, and the ranks of "threaded" are threads of this process.
     return group.size() > 1 and dist.get_backend(group) not in ("fake", "threaded")
+
+
+def new_groups(rows: Sequence[Sequence[int]], backend: str) -> Any:
+    """Create a group of each row of ranks, which all ranks do together; returns this rank's.
+
+    Args:
+        rows: numbers of ranks in the default group; each rank is in one row.
+        backend: of the new groups.
+    """
+    mine = None
+    for row in rows:
+        group = dist.new_group(list(row), backend=backend)
+        if dist.get_rank() in row:
+            mine = group
+    assert mine is not None
+    return mine
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ from ..graph.collectives import (
     wire_bytes,
 )
 from ..reports.buckets import ClosedBy, Unmerged
-from ..tagging.tags import is_bucket, member_count, tag_of
+from ..tagging.tags import home_group, is_bucket, member_count, tag_of
 from .contraction import Contraction
 from .groups import Counts, GroupFilter, chosen_groups
 from .hook_guard import reading_only
@@ -94,7 +94,8 @@ def plan_by_cap(
         group_filter: called with ``counts[group][kind]``, the number of eligible collectives of
             each kind per process group, in graph order; only collectives of the groups that it
             returns are bucketed, group by group. None buckets all. Of kinds that are not in
-            ``kinds``, all-gathers alone are counted.
+            ``kinds``, all-gathers alone are counted. A gather in a smaller group
+            (``ReshardAfterForward(to=...)``) counts for the group of the parameter's shards.
         max_node_span: bound on the distance in graph order between a bucket's first and last
             member, in nodes that every rank has (see :mod:`.graph.uneven`).
         max_compute_run: bound on the compute nodes (see :func:`.is_compute`), in graph order, that
@@ -241,7 +242,7 @@ def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) ->
             wanted = is_eligible(node) or (is_bucket(node) and eligible == "structure")
             if wanted:
                 # A bucket counts as its members, so that planning again comes out the same.
-                counts = found.counts.setdefault(group_name(node), dict.fromkeys(KINDS, 0))
+                counts = found.counts.setdefault(home_group(node), dict.fromkeys(KINDS, 0))
                 counts[kind] += member_count(node)
             if kind not in kinds:
                 continue
@@ -251,7 +252,7 @@ def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) ->
             else:
                 ours[node] = kind
                 found.starts.append(node)
-                found.group[node] = group_name(node)
+                found.group[node] = home_group(node)
         elif is_wait(node):
             start = waited_for(node)
             mine = None if start is None else ours.get(start)

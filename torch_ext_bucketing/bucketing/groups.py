@@ -2,6 +2,8 @@
 
 A policy is called once per graph with ``counts[group][kind]``, the number of FSDP collectives of
 each kind on each process group that has any, in graph order, and returns the groups to bucket.
+For :mod:`.caps`, what gathers in a part of a parameter's group counts for that group, and is
+bucketed with it.
 """
 
 from __future__ import annotations

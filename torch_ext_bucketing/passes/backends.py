@@ -84,6 +84,7 @@ class PassManager:
                     f"{type(p).__name__}.stage must be 'joint' or 'forward_backward', "
                     f"got {getattr(p, 'stage', None)!r}"
                 )
+        given = [*(q for p in given if isinstance(p, GraphPass) for q in p.follow_ups()), *given]
         tagging = [p for p in given if isinstance(p, TagParameters)] or [TagParameters(model)]
         self.disabled = switched_off([*tagging, *given])
         tagging = [p for p in tagging if type(p).__name__ not in self.disabled]

@@ -102,6 +102,11 @@ class GraphPass(CustomGraphPass):
     def prepare(self, graph: GraphLike, compilation: Compilation) -> None:
         """Called on each graph of the pass's stage before the first pass of that stage."""
 
+    def follow_ups(self) -> tuple[GraphPass, ...]:
+        """Passes of the other stage that finish what this one has begun. A :class:`.PassManager`
+        runs them before those of their stage that were given to it."""
+        return ()
+
     @abstractmethod
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         """Run on ``graph``. ``compilation`` is None where the pass was set as a config hook."""

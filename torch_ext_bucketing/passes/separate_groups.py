@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.process_groups import new_groups
 from ..graph.collectives import Kind, check_kinds, group_name, kind_of, set_group_name
 from ..tagging.tags import tag_of
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
@@ -69,14 +70,9 @@ class SeparateGroups(GraphPass):
         """Create the second groups of all of a dimension's groups; returns this rank's."""
         mine = mesh.get_group(dim)
         rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
-        second = None
-        for row in rows:
-            group = dist.new_group(row, backend=dist.get_backend(mine))
-            if dist.get_rank() in row:
-                second = group
-        assert second is not None
+        second = new_groups(rows, dist.get_backend(mine))
         self.second[mine.group_name] = second.group_name
-        return second
+        return second  # type: ignore[no-any-return]
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         g = graph_of(graph)

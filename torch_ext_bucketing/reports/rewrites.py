@@ -9,7 +9,15 @@ from typing import Any
 
 from .text import size_text
 
-__all__ = ["CombineReport", "CombinedUses", "LeftAlone", "ReducedShard", "ScatterReport"]
+__all__ = [
+    "CombineReport",
+    "CombinedUses",
+    "LeftAlone",
+    "ReducedShard",
+    "ReshardReport",
+    "Resharded",
+    "ScatterReport",
+]
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,55 @@ class ScatterReport:
                 f"{len(self.swapped)} gradients; all-reduced over the replicas: {before} -> {after}"
             )
         return _text("reduce-scatter first", lines, self.left)
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """A gather whose result is sharded over a smaller group after forward.
+
+    Args:
+        fqns: the parameters.
+        ranks: that share them otherwise, and that forward gathers from.
+        saved_bytes: what this rank keeps from forward to backward.
+    """
+
+    fqns: tuple[str, ...]
+    ranks: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """What :class:`.ReshardAfterForward` did to one graph with ``to=``.
+
+    Args:
+        ranks: in the smaller group.
+        resharded: in graph order.
+        left: gathered again over their own group.
+    """
+
+    ranks: int
+    resharded: tuple[Resharded, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"rewrite": "reshard after forward", **asdict(self)}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`as_dict` as JSON."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def to_text(self) -> str:
+        """The total, and a line for each left alone; empty where there is nothing to say."""
+        lines = []
+        if self.resharded:
+            nbytes = sum(r.saved_bytes for r in self.resharded)
+            lines.append(
+                f"{len(self.resharded)} gathers of backward among {self.ranks} ranks; kept for "
+                f"them: {size_text(nbytes)}"
+            )
+        return _text("reshard after forward", lines, self.left)
 
 
 def _text(title: str, lines: Sequence[str], left: Sequence[LeftAlone]) -> str:

@@ -15,15 +15,18 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..graph.collectives import KINDS, Kind, kind_of
+from ..graph.collectives import KINDS, Kind, group_name, kind_of
 
 __all__ = [
     "Tag",
     "TagReport",
     "Untagged",
+    "home_group",
     "is_bucket",
     "member_count",
     "member_tags",
+    "moved_from",
+    "set_home_group",
     "set_member_tags",
     "set_tag",
     "tag_of",
@@ -31,6 +34,7 @@ __all__ = [
 
 _TAG_KEY = "bucketing_tag"
 _MEMBERS_KEY = "bucketing_member_tags"
+_HOME_KEY = "bucketing_home_group"
 _SOURCES_KEY = "bucketing_custom_sources"  # written by torch's bucketing, one entry per member
 
 _aten = torch.ops.aten
@@ -102,6 +106,23 @@ def set_member_tags(start: fx.Node, tags: Sequence[Tag | None]) -> None:
     """Record a bucket's members, in payload order, on its start (for whoever merged them)."""
     members = tuple(None if t is None else (t.kind, *t.fqns) for t in tags)
     start.meta["custom"] = {**(start.meta.get("custom") or {}), _MEMBERS_KEY: members}
+
+
+def set_home_group(start: fx.Node, group: str) -> None:
+    """Record the process group over which the parameter of a gather is sharded, where the gather
+    itself runs in a smaller one (:mod:`.rewrites.reshard_to`)."""
+    start.meta["custom"] = {**(start.meta.get("custom") or {}), _HOME_KEY: group}
+
+
+def moved_from(start: fx.Node) -> str | None:
+    """What :func:`set_home_group` has recorded; None for a collective on its own group."""
+    return (start.meta.get("custom") or {}).get(_HOME_KEY)
+
+
+def home_group(start: fx.Node) -> str:
+    """The process group that a collective counts for: the one that its parameter is sharded over,
+    also where it gathers in a smaller one."""
+    return moved_from(start) or group_name(start)
 
 
 def tag_of(node: fx.Node) -> Tag | None:

@@ -1,0 +1,214 @@
+"""Gather parameters for backward inside a smaller group, as eager FSDP2 does where
+``reshard_after_forward`` is a number.
+
+Forward gathers over all ranks that share a parameter, between nodes. Each rank then keeps not only
+its own shard of it but as much as makes the whole within a smaller group, usually its node, and
+backward gathers there: over the fast network, for more memory. With 4 ranks, 2 in a node, on rank 1
+(``w`` is [2, 5], the whole [8, 5])::
+
+    before      forward    w -> all_gather(all 4) -> wait -> t -> mm
+                backward   w -> all_gather(all 4) -> wait -> t -> t -> mm
+
+    after       forward    w -> all_gather(all 4) -> wait -> t -> mm
+                                                       \\-> slice_copy [4:8]             saved
+                backward   slice_copy -> all_gather(ranks 0, 1) -> wait -> t -> t -> mm
+
+The joint graph has forward and backward in one, and what reads a parameter may be wanted in both
+(activation checkpointing, and whatever else the partitioner computes again). So there all readers
+get the second gather, behind a copy that the partitioner has to save, and the forward graph gets
+rid of it afterwards. Each of these graphs computes the same::
+
+    joint graph     w -> all_gather -> wait -> slice_copy -> all_gather(0, 1) -> wait -> t -> mm
+                                                                                      \\-> t -> mm
+    forward graph   w -> all_gather -> wait -> t -> mm
+                                         \\-> slice_copy -> output
+
+What is cut up is the result of the gather itself, padded rows of uneven parameters included, in the
+dtype that was gathered: equal parts on every rank, with the bytes that eager keeps
+(``FSDPParam.to_sharded_post_forward``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from .._torch.aot import mark_recompute, mark_save, read_in_backward
+from .._torch.process_groups import group_by_name, ranks_of
+from ..graph.collectives import group_name, group_size, is_wait, kind_of
+from ..graph.snapshot import unchanged_on_error
+from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
+from ..tagging.tag_graph import parameter_chains
+from ..tagging.tags import Tag, is_bucket, moved_from, set_home_group, set_tag, tag_of
+
+__all__ = ["SmallerGroup", "read_first_gathers", "reshard_to"]
+
+_c10d = torch.ops._c10d_functional
+# A copy, so that the whole can be freed. Not slice and clone: Inductor takes such a clone for one
+# that does nothing.
+_slice_copy = torch.ops.aten.slice_copy.Tensor
+
+
+@dataclass(frozen=True)
+class SmallerGroup:
+    """The group in which backward gathers.
+
+    Args:
+        name: of this rank's process group.
+        ranks: in it, by their numbers in the default group, ascending.
+        place: of this rank among them, from 0.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    place: int
+
+
+def reshard_to(
+    graph: fx.Graph, smaller: SmallerGroup, wanted: Callable[[Tag], bool]
+) -> ReshardReport:
+    """Let what reads gathered parameters read a second gather, in the smaller group, of a copy that
+    is saved for backward; the forward graph is for :func:`read_first_gathers`.
+
+    A parameter whose gather can't be cut up is gathered again over its own group, and the report
+    says why. One that backward does not read leaves no copy.
+
+    Args:
+        graph: a tagged joint graph, in topological order, which it stays.
+        smaller: part of the group that each parameter is sharded over.
+        wanted: whether a gather with this tag is not to stay gathered.
+
+    Raises:
+        ValueError: no parameter's group has ``smaller`` as a part that divides its size. The graph
+            is as it was.
+    """
+    chains = parameter_chains(graph)
+    tags = {s: tag for s in chains if (tag := tag_of(s)) is not None and wanted(tag)}
+    misfits = {g: _misfit(g, smaller) for g in dict.fromkeys(map(group_name, tags))}
+    if misfits and all(misfits.values()):
+        raise ValueError(
+            "to= fits no group that parameters are sharded over: "
+            + "; ".join(filter(None, misfits.values()))
+            + ". Give a mesh whose last dimension divides their group, with to=mesh"
+        )
+    read = read_in_backward(graph, [n for s in tags for n in chains[s]])
+    left: list[LeftAlone] = []
+    resharded: list[Resharded] = []
+    with unchanged_on_error(graph):
+        for start, tag in tags.items():
+            group = group_name(start)
+            chain = chains[start]
+            why = misfits[group] or _cannot_cut(start, smaller)
+            if why:
+                left.append(LeftAlone(tag.fqns, why))
+            elif start in read and ranks_of(group_by_name(group)) != smaller.ranks:
+                chain, nbytes = _gather_twice(graph, start, tag, smaller, chain)
+                resharded.append(Resharded(tag.fqns, group_size(start), nbytes))
+            for node in chain:
+                mark_recompute(node)
+        if resharded:
+            graph.lint()
+    return ReshardReport(len(smaller.ranks), tuple(resharded), tuple(left))
+
+
+def _misfit(group: str, smaller: SmallerGroup) -> str:
+    """Why parameters that are sharded over ``group`` can't be gathered in the smaller one; empty if
+    they can."""
+    ranks = ranks_of(group_by_name(group))
+    if set(smaller.ranks) <= set(ranks) and len(ranks) % len(smaller.ranks) == 0:
+        return ""
+    return (
+        f"ranks {_short(smaller.ranks)} do not divide the group of ranks {_short(ranks)} that it "
+        "is sharded over"
+    )
+
+
+def _short(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown}, ... ({len(ranks)} in all)" if len(ranks) > 8 else shown
+
+
+def _cannot_cut(start: fx.Node, smaller: SmallerGroup) -> str:
+    """Why the result of a gather is left as it is; empty if it can be cut up."""
+    users = list(start.users)
+    if start.kwargs or is_bucket(start) or len(users) != 1 or not is_wait(users[0]):
+        return f"{start.name} is no plain gather with one wait"
+    value = users[0].meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(value.shape[0], int):
+        return f"the size of {start.name} is not known"
+    if value.shape[0] % len(smaller.ranks):
+        return f"{value.shape[0]} rows can't be divided among {len(smaller.ranks)} ranks"
+    return ""
+
+
+def _gather_twice(
+    graph: fx.Graph, start: fx.Node, tag: Tag, smaller: SmallerGroup, chain: tuple[fx.Node, ...]
+) -> tuple[tuple[fx.Node, ...], int]:
+    """Put the copy and the second gather behind the first one's wait.
+
+    Returns:
+        What is computed again in backward, and the bytes of the copy.
+    """
+    (wait,) = start.users
+    readers = list(wait.users)
+    whole = wait.meta["val"]
+    ranks = len(smaller.ranks)
+    rows = whole.shape[0] // ranks
+    first = smaller.place * rows
+    with graph.inserting_after(wait):
+        part = graph.call_function(_slice_copy, (wait, 0, first, first + rows))
+    with graph.inserting_after(part):
+        again = graph.call_function(start.target, (part, ranks, smaller.name))  # type: ignore[arg-type]
+    with graph.inserting_after(again):
+        wait_again = graph.call_function(wait.target, (again,))  # type: ignore[arg-type]
+    values: Mapping[fx.Node, torch.Tensor] = {
+        part: whole.new_empty((rows, *whole.shape[1:])),
+        again: torch.empty_like(whole),
+        wait_again: torch.empty_like(whole),
+    }
+    for node, value in values.items():
+        source = start if node is again else wait
+        node.meta = {k: v for k, v in source.meta.items() if k != "tensor_meta"}
+        node.meta["val"] = value
+    set_tag(again, tag)
+    set_home_group(again, group_name(start))
+    for reader in readers:
+        reader.replace_input_with(wait, wait_again)
+    mark_save(part)
+    behind = dict.fromkeys(chain[chain.index(start) :])
+    return (again, wait_again, *(n for n in behind if n not in (start, wait))), _nbytes(part)
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel()) * int(value.element_size())
+
+
+def read_first_gathers(graph: fx.Graph) -> int:
+    """In a forward graph, let what reads a second gather read the first again, whose copy it is.
+
+    Returns:
+        How many gathers that saves. None are left where the copies are inputs, as in backward.
+    """
+    found = [
+        n
+        for n in graph.nodes
+        if kind_of(n) == "all_gather"
+        and moved_from(n) is not None
+        and not is_bucket(n)
+        and n.args[0].target is _slice_copy
+    ]
+    for start in found:
+        part = start.args[0]
+        (wait,) = start.users
+        wait.replace_all_uses_with(part.args[0])
+        graph.erase_node(wait)
+        graph.erase_node(start)
+        if not part.users:
+            graph.erase_node(part)
+    if found:
+        graph.lint()
+    return len(found)
