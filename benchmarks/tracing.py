@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TextIO
 
 import torch
@@ -22,6 +22,7 @@ import torch.fx as fx
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.passes.tagging import TagParameters
 
@@ -89,7 +90,8 @@ def trace_model(
     build: Callable[[], nn.Module],
     shape: tuple[int, int],
     progress: Progress,
-) -> dict[tuple[Phase, bool], fx.GraphModule]:
+    ways: Mapping[Any, Sequence[GraphPass]] | None = None,
+) -> dict[tuple[Phase, Any], fx.GraphModule]:
     """Trace a model without weights.
 
     The tensors are fake CPU tensors: the autograd engine can't go backward over fake CUDA tensors
@@ -100,9 +102,11 @@ def trace_model(
             mode.
         shape: of the token ids, the model's only input.
         progress: told of every stage and layer.
+        ways: passes for the tagged joint graph, by the name of the graphs that come of it. None:
+            whether the backward graph gathers the parameters again.
 
     Returns:
-        The graphs by phase and by whether the backward graph gathers the parameters again.
+        The graphs by phase and name.
     """
     from torch._functorch.aot_autograd import (
         aot_compile_joint_with_descriptors,
@@ -111,19 +115,25 @@ def trace_model(
     from torch._functorch.partitioners import default_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    graphs: dict[tuple[Phase, bool], fx.GraphModule] = {}
+    graphs: dict[tuple[Phase, Any], fx.GraphModule] = {}
+    wanted = ways or {True: [ReshardAfterForward()], False: []}
 
     def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         progress.stage("tag")
         TagParameters(fqn_of=lambda _: None)(joint)
-        again = fx.GraphModule(joint, _copy(joint.graph))
-        ReshardAfterForward()(again)
-        for recompute, graph in ((True, again), (False, joint)):
-            progress.stage("partition, recompute" if recompute else "partition")
+        for way, passes in wanted.items():
+            progress.stage(f"partition, {way}" if ways else "partition")
+            last = way == list(wanted)[-1]
+            graph = joint if last else fx.GraphModule(joint, _copy(joint.graph))
+            for one in passes:
+                one(graph)
             forward, backward = default_partition(graph, inputs, **kwargs)
-            graphs["forward", recompute] = forward
-            graphs["backward", recompute] = backward
-        return graphs["forward", False], graphs["backward", False]
+            for one in passes:
+                for follow_up in one.follow_ups():
+                    follow_up(forward)
+            graphs["forward", way] = forward
+            graphs["backward", way] = backward
+        return forward, backward
 
     progress.stage("build")
     mode = FakeTensorMode()
