@@ -217,6 +217,13 @@ def test_backward_gathers_in_the_smaller_group(fake_world):
         ((name,), shape) for name, shape in zip(names, [(6, 9), (6, 10), (6,)], strict=True)
     ]
 
+    # No kernel waits for a copy, but what it is made of stays until then: it comes first.
+    teb.schedule(forward, [teb.Overlap()])
+    place = {n: i for i, n in enumerate(forward.graph.nodes)}
+    for copy in saved_copies(forward):
+        (whole,) = copy.all_input_nodes
+        assert place[copy] <= min(place[user] for user in whole.users)
+
 
 def check_the_primary_group(backward):
     """It has its smaller one: gathers and reductions are of one group, for who chooses."""

@@ -36,6 +36,8 @@ __all__ = [
     "check_machine",
 ]
 
+_SLICE_COPY = torch.ops.aten.slice_copy.Tensor
+
 
 class Costs:
     """Milliseconds per node.
@@ -62,6 +64,8 @@ class Costs:
         if given is not None:
             return given
         inputs = sum(map(self.result_bytes, node.all_input_nodes))
+        if node.target is _SLICE_COPY:
+            inputs = self.result_bytes(node)  # the rest is not read
         ms = self.kernel(self.result_bytes(node) + inputs)
         if is_compute(node):
             dtype = next((t.dtype for t in tensors_in(node.meta.get("val"))), torch.float32)

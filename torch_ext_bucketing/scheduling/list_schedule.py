@@ -81,14 +81,15 @@ class _Shape:
                 if not model.only_ordered(i, j):
                     self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
             self.tail[i] += model.ms[i]
-        # Lazy nodes that lead to no kernel and no collective, and add nothing that stays live.
+        # Lazy nodes that lead to no kernel and no collective, and add nothing that stays live, or
+        # less than what they read, such as a part of a gathered parameter that is kept.
         self.ends = [False] * size
         for i in reversed(range(size)):
             self.ends[i] = (
                 self.lazy[i]
                 and model.start_of[i] < 0
                 and all(self.ends[j] for j in model.dependencies.needed_by[i])
-                and not any(s in model.liveness.kept for s in model.liveness.allocates[i])
+                and _adds_less(model, i)
             )
         self.gathers: dict[str, list[int]] = {}
         for i in range(size):
@@ -155,6 +156,15 @@ class _Shape:
                 found.append(live.now)
             live.run(i)
         return found
+
+
+def _adds_less(model: Model, i: int) -> bool:
+    """Whether a node adds nothing that stays live, or less than what it reads and others free."""
+    live = model.liveness
+    added = sum(live.size[s] for s in live.allocates[i] if s in live.kept)
+    own = live.allocates[i]
+    read = sum(live.size[s] for s in live.touches[i] if s not in live.kept and s not in own)
+    return not added or added < read
 
 
 def first_uses(model: Model) -> dict[int, int]:
