@@ -423,11 +423,12 @@ def run_cases(
         for name in names:
             rank.send(name)
             eager = Way(False, mesh, submesh, f"{folder}/{name}")
+            compiled = replace(eager, compiled=True, backends=[])  # a case may change its way
             reports[name] = CaseReport()
             if eager_too:
                 torch._dynamo.reset()  # it gives up on code for good, and cases share theirs
                 reports[name].eager = list(itertools.islice(CASES[name](eager), steps))
-            _run(CASES[name], replace(eager, compiled=True, backends=[]), steps, reports[name])
+            _run(CASES[name], compiled, steps, reports[name])
         return reports
     finally:
         dist.destroy_process_group()
