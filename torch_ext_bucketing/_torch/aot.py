@@ -14,10 +14,14 @@ from . import descriptors as _descriptors
 __all__ = [
     "compile_aot",
     "current_backward",
+    "forward_nodes",
     "mark_recompute",
     "mark_save",
+    "must_recompute",
     "read_in_backward",
+    "recomputed_nodes",
     "stage_of",
+    "unmark_recompute",
 ]
 
 # The partitioner saves a node at the border of two checkpointed regions, which it tells apart by
@@ -35,6 +39,50 @@ def mark_save(node: fx.Node) -> None:
     """Make the partitioner save ``node``, where backward reads it, rather than compute it again."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     node.meta.pop("ac_graph_id", None)
+
+
+def unmark_recompute(node: fx.Node) -> None:
+    """Undo what has the partitioner compute ``node`` again, be it an activation checkpoint."""
+    if must_recompute(node):
+        del node.meta["recompute"]
+
+
+def must_recompute(node: fx.Node) -> bool:
+    """Whether ``node`` is marked to be computed again in backward."""
+    return node.meta.get("recompute") in (
+        CheckpointPolicy.MUST_RECOMPUTE,
+        CheckpointPolicy.PREFER_RECOMPUTE,
+    )
+
+
+def forward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
+    """The nodes of a joint graph that the default partitioner takes to be forward's: all up to the
+    last one that tracing marked so, but for the tangents."""
+    found: dict[fx.Node, None] = {}
+    behind: list[fx.Node] = []
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and _is_tangent(node)
+        if not tangent:
+            behind.append(node)
+        marked = node.meta.get("partitioner_tag") == "is_forward"
+        if marked or (node.op == "placeholder" and not tangent):
+            found.update(dict.fromkeys(behind))
+            behind.clear()
+    return found
+
+
+def recomputed_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
+    """The nodes of a joint graph that activation checkpointing has computed again in backward:
+    those marked, but for what one checkpointed region hands to the next (the default partitioner's
+    ``cleanup_recompute_tags``)."""
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if must_recompute(node):
+            region = node.meta.get("ac_graph_id")
+            later = [u.meta.get("ac_graph_id") for u in node.users if must_recompute(u)]
+            if region is None or not any(r is not None and region < r for r in later):
+                found[node] = None
+    return found
 
 
 def stage_of(graph: fx.Graph) -> str:
@@ -78,14 +126,9 @@ def read_in_backward(graph: fx.Graph, repeated: Collection[fx.Node] = ()) -> dic
         for user in node.users:
             if user.op == "output":
                 continue
-            if user in late or (user in read and (user in again or _is_recomputed(user))):
+            if user in late or (user in read and (user in again or must_recompute(user))):
                 read[node] = None
     return read
-
-
-def _is_recomputed(node: fx.Node) -> bool:
-    policies = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return node.meta.get("recompute") in policies
 
 
 def is_primal(placeholder: fx.Node) -> bool:

@@ -132,6 +132,10 @@ class Liveness(Storages):
             self.touches.append(tuple(touched))
         super().__init__(self.size, self.allocates, self.touches, self.kept, self.at_start)
 
+    def storages_of(self, node: fx.Node) -> tuple[int, ...]:
+        """What holds the result of a node of the graph."""
+        return self._of_node[node]
+
     def _storages(self, node: fx.Node) -> tuple[int, ...]:
         if is_number(node):
             return ()

@@ -7,7 +7,7 @@ and what stands in the way. The third bound, on the span of a bucket, prevents i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .model import Model
@@ -18,6 +18,7 @@ __all__ = [
     "CapComputeRun",
     "PeakMemory",
     "forced_run",
+    "within",
 ]
 
 _GIB = 2**30
@@ -139,6 +140,19 @@ class PeakMemory(Policy):
             "Smaller buckets and more recomputation need less."
         )
         return PolicyReport(repr(self), figures, warning=warning)
+
+
+def within(policies: Sequence[Policy], limit_bytes: int, reference: int) -> tuple[Policy, ...]:
+    """``policies`` with a bound on memory of so many bytes, or the tighter one that they have.
+
+    Args:
+        policies: at most one of each class.
+        limit_bytes: the bound.
+        reference: the peak that a ratio among ``policies`` refers to.
+    """
+    own = [p.limit_bytes(reference) for p in policies if isinstance(p, PeakMemory)]
+    bound = PeakMemory(gib=max(1, min([limit_bytes, *own])) / _GIB)
+    return (*(p for p in policies if not isinstance(p, PeakMemory)), bound)
 
 
 def forced_run(model: Model) -> int:

@@ -1,0 +1,127 @@
+"""What stays gathered from forward to backward, and what it costs and saves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .text import aligned, size_text
+
+__all__ = ["KeepReport", "KeptUnit"]
+
+
+@dataclass(frozen=True)
+class KeptUnit:
+    """One unit that can be kept or gathered again.
+
+    Args:
+        name: of the unit.
+        kept: whether it stays gathered.
+        nbytes: bytes that it holds from forward to backward if it does.
+        gather_ms: time that its gathers in backward take.
+        saved_ms: by how much the step is shorter because it is kept, or would be if it were, all
+            other units as they are. By a coarser estimate than the step's.
+        parameters: number of its parameters that backward reads.
+    """
+
+    name: str
+    kept: bool
+    nbytes: int
+    gather_ms: float
+    saved_ms: float
+    parameters: int
+
+
+@dataclass(frozen=True)
+class KeepReport:
+    """What :class:`.ReshardAfterForward` with ``keep="auto"`` chose for one graph. Times are the
+    cost model's, of forward and backward together, scheduled; bytes are estimated peaks of the two.
+
+    Args:
+        bound_bytes: the bound.
+        units: all that could be kept, in the order of the plan.
+        step_ms: with everything gathered again, and as chosen.
+        peak_bytes: the same.
+        all_peak_bytes: with everything kept, in the order of the graph.
+        unread: units of which backward reads nothing, which are never kept.
+        next_ms: what one more GiB would save, by the coarser estimate.
+        next_units: the units that would be kept then and are not now.
+        curve: by bound in bytes: step in ms, peak in bytes, number of units kept; empty where it
+            was not asked for.
+        tried: how many choices were scheduled.
+        warning: why nothing is kept, or why the bound is missed; empty: neither is so.
+        size_hints: what sizes that depend on data were taken as; empty: there are none.
+        machine: name of the machine that nodes were timed for.
+        seconds: what choosing took; ``model_seconds`` of it went into the model of the graph.
+        model_seconds: see ``seconds``.
+    """
+
+    bound_bytes: int
+    units: tuple[KeptUnit, ...] = ()
+    step_ms: tuple[float, float] = (0.0, 0.0)
+    peak_bytes: tuple[int, int] = (0, 0)
+    all_peak_bytes: int = 0
+    unread: tuple[str, ...] = ()
+    next_ms: float = 0.0
+    next_units: tuple[str, ...] = ()
+    curve: tuple[tuple[int, float, int, int], ...] = field(default=())
+    tried: int = 0
+    warning: str = ""
+    size_hints: str = ""
+    machine: str = ""
+    seconds: float = 0.0
+    model_seconds: float = 0.0
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The names of the units that are kept."""
+        return tuple(u.name for u in self.units if u.kept)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"rewrite": "keep gathered", **asdict(self)}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`as_dict` as JSON."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def to_text(self) -> str:
+        """A few lines, and a table of the units."""
+        return _text(self)
+
+
+def _text(report: KeepReport) -> str:
+    """See :meth:`.KeepReport.to_text`."""
+    kept = [u for u in report.units if u.kept]
+    held = sum(u.nbytes for u in kept)
+    lines = [
+        f"kept from forward to backward: {len(kept)} of {len(report.units)} units, "
+        f"{size_text(held)}, under a bound of {size_text(report.bound_bytes)}",
+        f"  step {report.step_ms[0]:.2f} ms -> {report.step_ms[1]:.2f} ms, "
+        f"peak {size_text(report.peak_bytes[0])} -> {size_text(report.peak_bytes[1])} "
+        f"({size_text(report.all_peak_bytes)} with all kept)",
+    ]
+    if len(kept) < len(report.units):
+        more = f", by keeping {', '.join(report.next_units)}" if report.next_units else ""
+        lines.append(f"  one GiB more would save {report.next_ms:.2f} ms{more}")
+    rows = [("unit", "", "held", "gather, ms", "saves, ms", "parameters")]
+    rows += [
+        (
+            u.name,
+            "kept" if u.kept else "gathered again",
+            size_text(u.nbytes),
+            f"{u.gather_ms:.3f}",
+            f"{u.saved_ms:.3f}",
+            str(u.parameters),
+        )
+        for u in report.units
+    ]
+    lines += [f"  {line}" for line in aligned(rows, right=(2, 3, 4, 5))] if report.units else []
+    if report.unread:
+        lines.append(f"  backward reads nothing of {', '.join(report.unread)}")
+    if report.size_hints:
+        lines.append(f"  {report.size_hints}")
+    if report.warning:
+        lines.append(f"  {report.warning}")
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,358 @@
+"""Forward and backward of a joint graph as two models, before the graph is partitioned.
+
+The pass that decides what stays gathered sees the joint graph, and what it decides is carried out
+by the partitioner. So here the default partitioner's work is done on the joint graph's model: nodes
+up to the last one of forward are forward's, the others backward's; what backward reads of forward
+is saved, but for what is marked to be computed again, which is put right before its first use
+there::
+
+    joint      w -> gather -> wait -> t -> mm    |    t_1 = t(t)  mm_1(tangent, t_1)  scatter ...
+    forward    w -> gather -> wait -> t -> mm                                saved: w, activations
+    backward   w -> gather -> wait -> t -> t_1   mm_1(tangent, t_1)  scatter ...
+
+A unit that is kept has its gathers left out of backward. What backward reads of them is live from
+forward to its last use in backward. Inductor's partitioner decides by itself to compute some
+activations again; here they are taken to be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.fx as fx
+
+from .._torch import aot as _aot
+from ..bucketing.members import unmergeable
+from ..bucketing.plan import Bucket
+from ..graph.collectives import (
+    KINDS,
+    Kind,
+    bucket_key,
+    is_collective,
+    is_number,
+    is_wait,
+    kind_of,
+)
+from ..graph.dependencies import Precedence
+from ..graph.liveness import Liveness, Storages
+from ..tagging.tag_graph import parameter_chains
+from ..tagging.tags import tag_of
+from .cost import Costs
+from .merged_model import merged_model
+from .model import Model, model_of
+
+__all__ = [
+    "Halves",
+    "Unit",
+    "UnitOf",
+]
+
+UnitOf = Callable[[str], "tuple[int, str] | None"]
+"""For a parameter's FQN its unit: a number, which orders units, and a name; None: it has none."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are kept or gathered again together.
+
+    Args:
+        name: of the unit, in few words.
+        starts: their gathers in the joint graph.
+        chains: the nodes from the parameters to the last mere rearrangement of what is gathered.
+        fqns: the parameters that backward reads; empty: keeping it would serve nothing.
+        nbytes: bytes that are held if it is kept.
+        held: the storages that these are.
+    """
+
+    name: str
+    starts: tuple[fx.Node, ...]
+    chains: tuple[fx.Node, ...]
+    fqns: tuple[str, ...] = ()
+    nbytes: int = 0
+    held: tuple[int, ...] = ()
+
+
+class Halves:
+    """See :mod:`.scheduling.halves`.
+
+    Args:
+        graph: a tagged joint graph. It is only read.
+        costs: milliseconds per node, and numbers for sizes that depend on data.
+        unit_of: which parameters are kept or not together. Without a unit a parameter is gathered
+            again.
+        kinds: of these, the collectives of a unit are merged into one.
+
+    Attributes:
+        units: in the order of their numbers.
+        forward: the model of forward, nothing kept.
+        backward: of backward, with everything gathered again.
+
+    Raises:
+        ValueError: the graph is not in topological order.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, costs: Costs, unit_of: UnitOf, kinds: Collection[Kind] = KINDS[:2]
+    ) -> None:
+        joint = model_of(graph, costs, donated=lambda node: False)
+        units = _units(graph, unit_of)
+        split = _Split(graph, joint, {n for u in units for n in u.chains})
+        both = split.forward_model(), split.backward_model()
+        self.forward, backward = (_merged(m, unit_of, kinds, costs) for m in both)
+        self.backward = backward
+        self._owners: dict[fx.Node, set[int]] = {}
+        for k, unit in enumerate(units):
+            for node in unit.chains:
+                self._owners.setdefault(node, set()).add(k)
+        self._in_backward = {
+            *backward.dependencies.nodes,
+            *(m for members in backward.members.values() for m in members),
+        }
+        # By place in backward, the units that need the node for their gathers, and only they.
+        self._serves = [self._owners.get(n) for n in backward.dependencies.nodes]
+        self.units = units
+        self.units = [self._with_bytes(u, h) for u, h in zip(units, self._held(), strict=True)]
+
+    def _held(self) -> list[tuple[int, ...]]:
+        """By unit, what its gathers make in backward and others read there."""
+        live = self.backward.liveness
+        made: dict[int, int] = {}
+        read: dict[int, dict[int, None]] = {}
+        alone = self.unit_of_place(self.backward)
+        for i, unit in enumerate(alone):
+            if unit is not None:
+                made.update(dict.fromkeys(live.allocates[i], unit))
+            for s in live.touches[i]:
+                owner = made.get(s)
+                if owner is not None and owner != unit:
+                    read.setdefault(owner, {})[s] = None
+        return [tuple(sorted(read.get(k, ()))) for k in range(len(self.units))]
+
+    def _with_bytes(self, unit: Unit, held: tuple[int, ...]) -> Unit:
+        size = self.backward.liveness.size
+        fqns = {
+            f: None
+            for start in unit.starts
+            if (tag := tag_of(start)) is not None and start in self._in_backward
+            for f in tag.fqns
+        }
+        nbytes = sum(size[s] for s in held)
+        return replace(unit, fqns=tuple(fqns), held=held, nbytes=nbytes) if nbytes else unit
+
+    def unit_of_place(self, model: Model) -> list[int | None]:
+        """For each node of :attr:`forward` or :attr:`backward` the unit that it alone serves."""
+        owners = (self._owners.get(n) for n in model.dependencies.nodes)
+        return [next(iter(o)) if o is not None and len(o) == 1 else None for o in owners]
+
+    def models(self, kept: Collection[int]) -> tuple[Model, Model]:
+        """Forward and backward with the units ``kept``, by their places in :attr:`units`."""
+        forward, backward = self.forward, self.backward
+        if not kept:
+            return forward, backward
+        held = [s for k in sorted(kept) for s in self.units[k].held]
+        live = forward.liveness
+        stays = Storages(
+            live.size,
+            live.allocates,
+            live.touches,
+            {**live.kept, **dict.fromkeys(held)},
+            live.at_start,
+        )
+        return replace(forward, liveness=stays), self._without(set(kept), held)
+
+    def _without(self, kept: set[int], held: Sequence[int]) -> Model:
+        """Backward without the gathers of the units ``kept``."""
+        old = self.backward
+        live = old.liveness
+        stay = [i for i, o in enumerate(self._serves) if o is None or not o <= kept]
+        at = [-1] * len(old)
+        for new, i in enumerate(stay):
+            at[i] = new
+        needs: list[set[int]] = []
+        last: dict[tuple[str | None, str | None], int] = {}
+        for new, i in enumerate(stay):
+            mine = set()
+            for j in old.dependencies.needs[i]:
+                if at[j] >= 0 and not old.only_ordered(j, i):
+                    mine.add(at[j])
+            if old.group[i] is not None:
+                key = (old.group[i], kind_of(old.dependencies.nodes[i]))
+                if key in last:
+                    mine.add(last[key])
+                last[key] = new
+            needs.append(mine)
+        saved = sum(live.size[s] for s in held)
+
+        def of(column: Sequence[object]) -> list:  # type: ignore[type-arg]
+            return [column[i] for i in stay]
+
+        return replace(
+            old,
+            dependencies=Precedence(of(old.dependencies.nodes), needs),
+            liveness=Storages(
+                live.size, of(live.allocates), of(live.touches), live.kept, live.at_start + saved
+            ),
+            ms=of(old.ms),
+            group=of(old.group),
+            start_of=[-1 if old.start_of[i] < 0 else at[old.start_of[i]] for i in stay],
+            compute=of(old.compute),
+            reduces=of(old.reduces),
+            view=of(old.view),
+            members={at[i]: m for i, m in old.members.items() if at[i] >= 0},
+        )
+
+
+class _Split:
+    """Which node runs where."""
+
+    def __init__(self, graph: fx.Graph, joint: Model, chains: Collection[fx.Node]) -> None:
+        liveness = joint.liveness
+        assert isinstance(liveness, Liveness)
+        self._joint, self._live = joint, liveness
+        nodes = joint.dependencies.nodes
+        in_forward = _aot.forward_nodes(graph)
+        again = {**_aot.recomputed_nodes(graph), **dict.fromkeys(chains)}
+        place = {n: i for i, n in enumerate(nodes)}
+        self._in_forward = [n in in_forward for n in nodes]
+        self._backward: list[int] = []
+        saved: dict[fx.Node, None] = {}
+        done: set[fx.Node] = set()
+        for i, node in enumerate(nodes):
+            if self._in_forward[i]:
+                continue
+            late: dict[fx.Node, None] = {}
+            stack = [node]
+            while stack:
+                reader = stack.pop()
+                for arg in reader.all_input_nodes:
+                    if arg not in in_forward or arg not in place or arg in done or arg in late:
+                        continue
+                    if arg in again:
+                        late[arg] = None
+                        stack.append(arg)
+                    elif not is_number(reader):  # of which the size is read, and nothing else
+                        saved[arg] = None
+            done.update(late)
+            self._backward += sorted(place[n] for n in late)
+            self._backward.append(i)
+        self._saved = self._storages(saved)
+        placeholders = graph.find_nodes(op="placeholder")
+        tangents = [n for n in placeholders if n not in in_forward]
+        self._tangents = self._storages(tangents)
+        constants = graph.find_nodes(op="get_attr")
+        given = self._storages([n for n in placeholders if n in in_forward] + constants)
+        outputs = [a for n in graph.find_nodes(op="output") for a in n.all_input_nodes]
+        first = [a for a in outputs if a in in_forward]
+        second = [a for a in outputs if a not in in_forward]
+        self._kept_forward = {**given, **self._storages(first), **self._saved}
+        self._kept_backward = {**given, **self._storages(second)}
+        self._given = given
+        self._at_start = sum(liveness.size[s] for s in given)
+        needed = {*saved, *first}
+        for i in reversed(range(len(nodes))):
+            node = nodes[i]
+            if self._in_forward[i] and (node in needed or _has_effects(node)):
+                needed.update((node, *node.all_input_nodes))
+        self._forward = [i for i, n in enumerate(nodes) if self._in_forward[i] and n in needed]
+
+    def _storages(self, nodes: Iterable[fx.Node]) -> dict[int, None]:
+        return {s: None for n in nodes for s in self._live.storages_of(n)}
+
+    def forward_model(self) -> Model:
+        return self._model(self._forward, self._given, self._kept_forward, self._at_start)
+
+    def backward_model(self) -> Model:
+        size = self._live.size
+        handed = {s: None for s in (*self._saved, *self._tangents) if s not in self._given}
+        at_start = self._at_start + sum(size[s] for s in handed)
+        given = {**self._given, **handed}
+        return self._model(self._backward, given, self._kept_backward, at_start)
+
+    def _model(
+        self, places: Sequence[int], given: Mapping[int, None], kept: dict[int, None], at_start: int
+    ) -> Model:
+        old, live = self._joint, self._live
+        at = [-1] * len(old)
+        needs: list[list[int]] = []
+        last: dict[tuple[str | None, str | None], int] = {}
+        there = dict(given)
+        allocates, touches = [], []
+        for new, i in enumerate(places):
+            at[i] = new
+            mine = [
+                at[j]
+                for j in old.dependencies.needs[i]
+                if at[j] >= 0 and not old.only_ordered(j, i)
+            ]
+            if old.group[i] is not None:
+                key = (old.group[i], kind_of(old.dependencies.nodes[i]))
+                if key in last:
+                    mine.append(last[key])
+                last[key] = new
+            needs.append(mine)
+            fresh = tuple(s for s in live.allocates[i] if s not in there)
+            there.update(dict.fromkeys(fresh))
+            allocates.append(fresh)
+            touches.append(tuple(s for s in live.touches[i] if s in there))
+        return replace(
+            old,
+            dependencies=Precedence(
+                [old.dependencies.nodes[i] for i in places], [set(n) for n in needs]
+            ),
+            liveness=Storages(live.size, allocates, touches, kept, at_start),
+            ms=[old.ms[i] for i in places],
+            group=[old.group[i] for i in places],
+            start_of=[-1 if old.start_of[i] < 0 else at[old.start_of[i]] for i in places],
+            compute=[old.compute[i] for i in places],
+            reduces=[old.reduces[i] for i in places],
+            view=[old.view[i] for i in places],
+        )
+
+
+def _has_effects(node: fx.Node) -> bool:
+    return not is_collective(node) and not is_wait(node) and node.is_impure()
+
+
+def _units(graph: fx.Graph, unit_of: UnitOf) -> list[Unit]:
+    chains = parameter_chains(graph)
+    starts: dict[tuple[int, str], list[fx.Node]] = {}
+    for start in chains:
+        key = _unit_of(start, unit_of)
+        if key is not None:
+            starts.setdefault(key, []).append(start)
+    return [
+        Unit(
+            name,
+            tuple(mine),
+            tuple(dict.fromkeys(n for start in mine for n in chains[start])),
+        )
+        for (_, name), mine in sorted(starts.items())
+    ]
+
+
+def _unit_of(start: fx.Node, unit_of: UnitOf) -> tuple[int, str] | None:
+    """The unit of all parameters that a collective serves; None where there is not one."""
+    tag = tag_of(start)
+    found = {unit_of(f) for f in tag.fqns} if tag is not None else set()
+    return found.pop() if len(found) == 1 else None
+
+
+def _merged(model: Model, unit_of: UnitOf, kinds: Collection[Kind], costs: Costs) -> Model:
+    """The model with one collective per unit, kind, group and dtype, where that can be."""
+    groups: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for node in model.dependencies.nodes:
+        kind = kind_of(node)
+        if kind is None or kind not in kinds:
+            continue
+        unit = _unit_of(node, unit_of)
+        if unit is not None and not unmergeable(node):
+            groups.setdefault((unit, bucket_key(node)), []).append(node)
+    buckets = []
+    for starts in groups.values():
+        kind = kind_of(starts[0])
+        if len(starts) > 1 and kind is not None:
+            buckets.append(Bucket(kind, None, tuple(starts)))
+    found = merged_model(model, buckets, costs) if buckets else model
+    return model if found is None else found

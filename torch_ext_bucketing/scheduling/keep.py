@@ -1,0 +1,484 @@
+"""Which units' gathered parameters stay from forward to backward, within a bound on memory.
+
+Keeping a unit saves its gathers in backward and holds their bytes from its last use in forward to
+its first in backward. What it saves depends on all others: a gather that runs under computation
+saves nothing, until so many of the others are kept that the stream is free anyway; and what is kept
+takes the room in which other gathers are prefetched. So units are taken one by one, each time the
+one that saves the most exposed time for the bytes and the time that it holds them, on a sketch of
+both halves (:mod:`.scheduling.sketch`). Dropping units from all of them, each time the one that
+costs least, is the other way to go; then single units are exchanged. The best choices are looked at
+with a real schedule of both halves, and the fastest that keeps the bound is taken.
+
+Nothing depends on clocks or hash order: the same graph gives the same choice on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch.fx as fx
+
+from .._gc import paused_gc
+from ..graph.collectives import KINDS, Kind
+from ..graph.size_hints import GivenHints, SizeHints
+from ..reports.keep import KeepReport, KeptUnit
+from ..reports.text import size_text
+from .cost import H100, Costs, Machine
+from .halves import Halves, UnitOf
+from .memory import within
+from .model import Model
+from .options import Options
+from .overlap import Overlap
+from .policy import Case, Policy, policies_of
+from .scheduler import schedule_model
+from .sketch import Sketch
+from .timeline import Timeline
+
+__all__ = [
+    "CURVE",
+    "KeepPlanner",
+    "Outcome",
+    "block_units",
+]
+
+_Set: TypeAlias = frozenset[int]
+_GIB = 2**30
+
+_NODES = 20_000
+"""How many nodes may be scheduled, over all choices looked at; at least two choices are."""
+_SCHEDULED = 48
+"""At most so many choices are scheduled."""
+_LOOKS = 4
+"""How many of the best units are looked at again for each one that is taken."""
+_SEGMENTS = 60_000
+"""How many segments of sketches may be walked through to exchange units."""
+DEFAULT_POLICIES: tuple[Policy, ...] = (Overlap(),)
+CURVE = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
+"""The bounds of a curve, in parts of the peak with everything gathered again."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a choice comes to, scheduled.
+
+    Args:
+        kept: places of the units.
+        step_ms: of both halves together.
+        peak_bytes: the larger of both.
+        above: bytes of the peak above the bound.
+        misses: by how much other bounds are missed, as parts of them.
+    """
+
+    kept: frozenset[int]
+    step_ms: float
+    peak_bytes: int
+    above: int
+    misses: float
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """The least is the best; of equals the one that gathers less."""
+        return self.above, round(self.misses, 9), round(self.step_ms, 6), -len(self.kept)
+
+
+@dataclass(frozen=True)
+class _Ways(Policy):
+    """A policy that has some of its ways tried alone."""
+
+    policy: Policy
+    names: tuple[str, ...]
+
+    def ways(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
+        return [way for way in self.policy.ways(case, quick) if way[0] in self.names]
+
+    def ask(self, case: Case, options: Options) -> Options:
+        return self.policy.ask(case, options)
+
+    def misses(self, case: Case, timeline: Timeline) -> float:
+        return self.policy.misses(case, timeline)
+
+    def spare_bytes(self, case: Case) -> int:
+        return self.policy.spare_bytes(case)
+
+
+def _order(kept: _Set, step_ms: float) -> tuple[float, int, tuple[int, ...]]:
+    """What of equally fast choices comes first: the one that gathers less."""
+    return round(step_ms, 6), -len(kept), tuple(sorted(kept))
+
+
+class KeepPlanner:
+    """Chooses for one graph, for any number of bounds.
+
+    Args:
+        graph: a tagged joint graph. It is only read.
+        unit_of: which parameters are kept or not together.
+        policies: what bounds and guides the orders of both halves.
+        machine: what the cost model times nodes for.
+        size_hints: as of :func:`.backend`.
+        kinds: of these, the collectives of a unit are taken to be merged into one.
+
+    Raises:
+        TypeError: as of :func:`.schedule`.
+        ValueError: the graph is not in topological order; else as of :func:`.schedule`.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        unit_of: UnitOf,
+        policies: Policy | Iterable[Policy] = DEFAULT_POLICIES,
+        machine: Machine = H100,
+        size_hints: SizeHints | GivenHints = None,
+        kinds: Collection[Kind] = KINDS[:2],
+    ) -> None:
+        clock = time.perf_counter()
+        self.hints = SizeHints.of(size_hints)
+        self.machine = machine
+        self._policies = policies_of(policies)
+        with paused_gc():
+            self.halves = Halves(graph, Costs(machine, self.hints), unit_of, kinds)
+            self._sketch = Sketch(self.halves)
+        self.candidates = [k for k, unit in enumerate(self.halves.units) if unit.held]
+        self._largest = max((self.halves.units[k].nbytes for k in self.candidates), default=0)
+        # Ranks may differ in what pads and cuts their shards.
+        halves = (self.halves.forward, self.halves.backward)
+        self._size = sum(
+            len(h) - sum(n in h.shard_side.nodes for n in h.dependencies.nodes) for h in halves
+        )
+        self._ways: dict[int, tuple[str, ...]] = {}
+        self._outcomes: dict[tuple[_Set, int], Outcome] = {}
+        self._forward: tuple[Sequence[int], float, float] | None = None
+        self._steps: dict[tuple[_Set, int], float] = {}
+        self.tried = 0
+        self.seconds = time.perf_counter() - clock
+
+    @property
+    def reference_bytes(self) -> int:
+        """The peak with everything gathered again, merged and in the order of the graph."""
+        return self._sketch.peak_bytes(())
+
+    def choose(self, limit: int) -> Outcome:
+        """The fastest choice that keeps the bound, in bytes; where none does, nothing is kept."""
+        with paused_gc():
+            best = self._choose(limit)
+        return self.scheduled((), limit) if best.above else best
+
+    def scheduled(self, kept: Collection[int], limit: int) -> Outcome:
+        """What a choice comes to under a bound in bytes."""
+        key = (frozenset(kept), limit)
+        if key not in self._outcomes:
+            self._outcomes[key] = self._scheduled(*key)
+        return self._outcomes[key]
+
+    def _scheduled(self, kept: _Set, limit: int) -> Outcome:
+        self.tried += 1
+        forward, backward = self.halves.models(kept)
+        first = self._known_forward(forward, limit) or self._schedule(0, forward, limit)
+        second = self._schedule(1, backward, limit)
+        peak = max(first[1], second[1])
+        misses = first[2] + second[2]
+        return Outcome(kept, first[0] + second[0], peak, max(0, peak - limit), misses)
+
+    def _known_forward(self, model: Model, limit: int) -> tuple[float, int, float] | None:
+        """Forward in the order that was found for it before, where what is kept leaves room."""
+        if self._forward is None:
+            return None
+        order, step, misses = self._forward
+        peak = model.liveness.peak(order)
+        return (step, peak, misses) if peak <= limit else None
+
+    def _schedule(self, half: int, model: Model, limit: int) -> tuple[float, int, float]:
+        reference = model.liveness.peak(range(len(model)))
+        policies: Sequence[Policy] = within(self._policies, limit, reference)
+        known = self._ways.get(half)
+        if known is not None and self._size * _SCHEDULED > _NODES:
+            policies = [_Ways(p, known) if isinstance(p, Overlap) else p for p in policies]
+        report, order = schedule_model(model, policies, reference, quick=True)
+        if known is None:
+            # The way that was taken, and the one that is fastest where memory is not short.
+            tried = [a for a in report.alternatives[1:] if ", limit" not in a[0]]
+            taken = [name for name, _, _ in tried if report.chosen.startswith(name)]
+            fastest = [name for name, _, _ in sorted(tried, key=lambda a: a[1])]
+            self._ways[half] = tuple(dict.fromkeys([*taken[:1], *fastest[:1]]))
+        above = max(0, report.peak_bytes[1] - limit) / max(1, limit)
+        misses = max(0.0, report.misses - above)
+        if half == 0 and self._forward is None and not above:
+            self._forward = (order, report.step_ms[1], misses)
+        return report.step_ms[1], report.peak_bytes[1], misses
+
+    # --- the search ------------------------------------------------------------------------------
+
+    def _choose(self, limit: int) -> Outcome:
+        best = self.scheduled((), limit)
+        left = max(2, min(_SCHEDULED, _NODES // max(1, self._size)))
+        looked = self._search(limit)
+        if left > 2:  # an order may need less than that of the graph; it is only known afterwards
+            looked.append(self._within(limit + self._largest, limit))
+        # Of each room that was searched one choice is scheduled.
+        first = [min(found, key=lambda s: _order(s, found[s])) for found in looked if found]
+        for kept in dict.fromkeys(first[:left]):
+            best = min(best, self.scheduled(kept, limit), key=lambda o: o.rank)
+        left -= len(first)
+        # Then what is near to the best of them, as long as that leads further.
+        nearer = True
+        while nearer and left > 0:
+            nearer = False
+            for kept in self._near(best.kept, limit):
+                if left <= 0:
+                    break
+                if (kept, limit) not in self._outcomes:
+                    left -= 1
+                    found = self.scheduled(kept, limit)
+                    if found.rank < best.rank:
+                        best, nearer = found, True
+                        break
+        return best
+
+    def _near(self, kept: _Set, limit: int) -> list[_Set]:
+        """Choices with one unit more, less, or another, those first that are fast on the sketch."""
+        out = [k for k in self.candidates if k not in kept]
+        found = {kept ^ {k} for k in self.candidates}
+        found |= {kept - {k} | {o} for k in kept for o in out}
+        fit = [s for s in found if self.fits(s, limit + self._largest)]
+        return sorted(fit, key=lambda s: _order(s, self.step(s, limit)))
+
+    def step(self, kept: _Set, limit: int) -> float:
+        """Time of both halves on the sketch."""
+        key = (kept, limit)
+        if key not in self._steps:
+            self._steps[key] = self._sketch.step_ms(kept, limit)
+        return self._steps[key]
+
+    def fits(self, kept: Collection[int], room: int) -> bool:
+        """Whether a choice fits in the order of the graph."""
+        return self._sketch.peak_bytes(kept) <= room
+
+    def _search(self, limit: int) -> list[dict[_Set, float]]:
+        """Choices that are fast on the sketch, with their times: of those that fit, and of those
+        that leave room for one more gather."""
+        full = self._within(limit, limit)
+        if frozenset(self.candidates) in full or not full:
+            return [full]
+        best = min(full, key=lambda s: _order(s, full[s]))
+        room = limit - self._largest
+        return [full, self._exchanged(self._dropped(best, room, limit), room, limit)]
+
+    def _within(self, room: int, limit: int) -> dict[_Set, float]:
+        everything = frozenset(self.candidates)
+        if self.fits(everything, room):
+            return {everything: self.step(everything, limit)}
+        up = self._added(frozenset(), room, limit)
+        down = self._added(self._dropped(everything, room, limit), room, limit)
+        return self._exchanged(min((up, down), key=lambda s: self.step(s, limit)), room, limit)
+
+    def _cost(self, k: int) -> float:
+        """Bytes and milliseconds that a unit holds them."""
+        return self.halves.units[k].nbytes * max(self._sketch.held_ms[k], 1e-6)
+
+    def _added(self, kept: _Set, room: int, limit: int) -> _Set:
+        """Add units, each time the one that saves most for the bytes and time that it holds."""
+        now = self.step(kept, limit)
+
+        def value(k: int) -> tuple[float, float]:
+            saved = round(now - self.step(kept | {k}, limit), 6)
+            # Of those that save nothing yet the one that keeps the network busiest.
+            return saved / self._cost(k), self._sketch.gather_ms(k) / self._cost(k)
+
+        out = (k for k in self.candidates if k not in kept)
+        values = {k: value(k) for k in out if self.fits(kept | {k}, room)}
+        while values:
+            ranked = sorted(values, key=lambda k: (values[k], -k), reverse=True)[:_LOOKS]
+            for k in ranked:
+                values[k] = value(k)
+            best = max(ranked, key=lambda k: (values[k], -k))
+            del values[best]
+            more = kept | {best}
+            if self.fits(more, room) and self.step(more, limit) <= now + 1e-9:
+                kept, now = more, self.step(more, limit)
+        return kept
+
+    def _dropped(self, kept: _Set, room: int, limit: int) -> _Set:
+        """Drop units until the rest fits, each time the one that costs least for its bytes."""
+        losses: dict[int, tuple[float, float]] = {}
+        while not self.fits(kept, room) and kept:
+            now = self.step(kept, limit)
+
+            def loss(k: int, kept: _Set = kept, now: float = now) -> tuple[float, float]:
+                lost = round(self.step(kept - {k}, limit) - now, 6)
+                nbytes = self.halves.units[k].nbytes
+                return lost / nbytes, self._sketch.gather_ms(k) / self._cost(k)
+
+            if not losses:
+                losses = {k: loss(k) for k in kept}
+            ranked = sorted(losses, key=lambda k: (losses[k], k))[:_LOOKS]
+            for k in ranked:
+                losses[k] = loss(k)
+            worst = min(ranked, key=lambda k: (losses[k], k))
+            del losses[worst]
+            kept -= {worst}
+        return kept
+
+    def _exchanged(self, kept: _Set, room: int, limit: int) -> dict[_Set, float]:
+        """Exchange units as long as that makes the step shorter: those that cost least when they
+        are dropped for those that save most when they are added."""
+        if not self.fits(kept, room):
+            return {}
+        looked = {kept: self.step(kept, limit)}
+        left = _SEGMENTS // self._sketch.segments
+
+        def look(other: _Set) -> float:
+            looked[other] = self.step(other, limit)
+            return looked[other]
+
+        improved = True
+        while improved and len(looked) < left:
+            improved, now = False, looked[kept]
+            inside = sorted(kept, key=lambda k: (round(self.step(kept - {k}, limit), 6), k))
+            out = [k for k in self.candidates if k not in kept]
+            out.sort(key=lambda k: (round(self.step(kept | {k}, limit), 6), k))
+            left -= (len(inside) + len(out)) // 2
+            for new in out:
+                for at in range(min(len(inside), _LOOKS)):
+                    less = kept | {new}
+                    for k in inside[at:]:
+                        if self.fits(less, room):
+                            break
+                        less -= {k}
+                    if not self.fits(less, room):
+                        continue
+                    other = self._filled(less, out, room)
+                    if other not in looked and look(other) < now - 1e-9:
+                        kept, improved = other, True
+                        break
+                if improved or len(looked) >= left:
+                    break
+        return looked
+
+    def _filled(self, kept: _Set, more: Iterable[int], room: int) -> _Set:
+        for k in more:
+            if k not in kept and self.fits(kept | {k}, room):
+                kept |= {k}
+        return kept
+
+    # --- what is told ----------------------------------------------------------------------------
+
+    def report(
+        self, limit: int, curve: bool = False, more: int = _GIB
+    ) -> tuple[Outcome, KeepReport]:
+        """The choice for a bound in bytes, and what to tell of it.
+
+        Args:
+            limit: the bound.
+            curve: whether to choose for the bounds of :data:`CURVE`, too.
+            more: bytes of which is said what they would buy.
+        """
+        clock = time.perf_counter()
+        before = self.tried
+        nothing = self.scheduled((), limit)
+        chosen = self.choose(limit)
+        kept = chosen.kept
+        larger = limit + more
+        with paused_gc():
+            looked = {s: ms for found in self._search(larger) for s, ms in found.items()}
+            now = self.step(kept, limit)
+            next_kept = min(looked, key=lambda s: looked[s], default=kept)
+            next_ms = max(0.0, now - looked.get(next_kept, now))
+            units = self._units(kept, limit)
+        named = self.halves.units
+        if next_ms <= 0.0:
+            next_kept = kept
+        drawn = self.curve() if curve else ()
+        return chosen, KeepReport(
+            bound_bytes=limit,
+            units=units,
+            step_ms=(nothing.step_ms, chosen.step_ms),
+            peak_bytes=(nothing.peak_bytes, chosen.peak_bytes),
+            all_peak_bytes=self._sketch.peak_bytes(self.candidates),
+            unread=tuple(u.name for u in named if not u.held),
+            next_ms=next_ms,
+            next_units=tuple(named[k].name for k in sorted(next_kept - kept)),
+            curve=tuple((b, o.step_ms, o.peak_bytes, len(o.kept)) for b, o in drawn),
+            tried=self.tried - before,
+            warning=self._warning(chosen, limit),
+            size_hints=self.hints.to_text(),
+            machine=self.machine.name,
+            seconds=self.seconds + time.perf_counter() - clock,
+            model_seconds=self.seconds,
+        )
+
+    def curve(self, bounds: Sequence[int] | None = None) -> tuple[tuple[int, Outcome], ...]:
+        """The choices for several bounds in bytes, ascending; None: those of :data:`CURVE`. What
+        was found for a smaller bound is good for a larger one, too, so more memory is never
+        slower."""
+        given = bounds or [int(part * self.reference_bytes) for part in CURVE]
+        found: list[tuple[int, Outcome]] = []
+        for bound in sorted(given):
+            outcome = self.choose(bound)
+            if found:
+                last = found[-1][1]
+                above = max(0, last.peak_bytes - bound)
+                outcome = min(outcome, replace(last, above=above), key=lambda o: o.rank)
+            found.append((bound, outcome))
+        return tuple(found)
+
+    def _units(self, kept: _Set, limit: int) -> tuple[KeptUnit, ...]:
+        now = self.step(kept, limit)
+        found = []
+        for k in self.candidates:
+            other = self.step(kept ^ {k}, limit)
+            unit = self.halves.units[k]
+            found.append(
+                KeptUnit(
+                    unit.name,
+                    k in kept,
+                    unit.nbytes,
+                    self._sketch.gather_ms(k),
+                    other - now if k in kept else now - other,
+                    len(unit.fqns),
+                )
+            )
+        return tuple(found)
+
+    def _warning(self, chosen: Outcome, limit: int) -> str:
+        bound = f"the bound of {size_text(limit)}"
+        if chosen.above:
+            return (
+                f"nothing is kept: with everything gathered again the peak is "
+                f"{size_text(chosen.peak_bytes)} already, {size_text(chosen.above)} above {bound}"
+            )
+        if chosen.kept or not self.candidates:
+            return ""
+        peaks = {k: self._sketch.peak_bytes((k,)) for k in self.candidates}
+        k = min(peaks, key=lambda k: (peaks[k], k))
+        unit = self.halves.units[k]
+        if peaks[k] > limit:
+            return (
+                f"nothing is kept: the cheapest unit, {unit.name}, needs a peak of "
+                f"{size_text(peaks[k])}, {size_text(peaks[k] - limit)} above {bound}"
+            )
+        return f"nothing is kept: no unit makes the step shorter under {bound}"
+
+
+_BLOCK = re.compile(r"(.*?\.?\d+)\.")
+
+
+def block_units(fqns: Iterable[str]) -> UnitOf:
+    """Units by names alone: what is below the first number in a name is one unit (``layers.3``),
+    and each other module (``tok_embeddings``, ``norm``).
+
+    Args:
+        fqns: all parameters, in the order of use.
+    """
+    numbers: dict[str, int] = {}
+
+    def name_of(fqn: str) -> str:
+        found = _BLOCK.match(fqn)
+        return found.group(1) if found else fqn.rpartition(".")[0] or fqn
+
+    for fqn in fqns:
+        numbers.setdefault(name_of(fqn), len(numbers))
+    return lambda fqn: (numbers[name], name) if (name := name_of(fqn)) in numbers else None
