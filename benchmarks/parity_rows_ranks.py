@@ -208,7 +208,7 @@ class Runs:
             found += report.warnings
             found += [f"unnamed: {name}" for name in report.unnamed]
             for rewrite in report.rewrites:
-                found += [f"{'+'.join(x.fqns)}: {x.reason}" for x in rewrite.left]
+                found += [f"{'+'.join(x.fqns)}: {x.reason}" for x in getattr(rewrite, "left", ())]
         return list(dict.fromkeys(found))
 
     # --- models ---------------------------------------------------------------------

@@ -309,6 +309,14 @@ def _machine(**changes: Any) -> teb.Machine:
     return teb.Machine(**{"flops": {"bfloat16": 1e12}, **changes})
 
 
+class Together(dict):
+    """Parameters that are given together, and count by themselves elsewhere (``test_keep``)."""
+
+
+AUTO = Together(
+    keep="auto", memory=teb.PeakMemory(gib=1), units=[["a"]], machine=_machine(), curve=True
+)
+
 # For every parameter of every pass another value than in the first row.
 PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
     teb.TagParameters: (
@@ -317,7 +325,10 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     teb.CombineUses: ({"peak": None}, {"peak": teb.PeakMemory(gib=1.0)}),
     teb.ReduceScatterFirst: ({}, {}),
-    teb.ReshardAfterForward: ({"keep": (), "to": None}, {"keep": ("a",), "to": 1}),
+    teb.ReshardAfterForward: (
+        {"keep": (), **dict.fromkeys(("memory", "units", "machine", "to")), "curve": False},
+        {"keep": ("a",), **dict.fromkeys(("memory", "units", "machine", "curve"), AUTO), "to": 1},
+    ),
     teb.BucketUnits: (
         {"order_or_plan": ORDER, "kinds": ("all_gather",), "payload_order": True},
         {"order_or_plan": OTHER, "kinds": ("reduce_scatter",), "payload_order": False},
@@ -391,7 +402,8 @@ def test_every_parameter_counts(cls):
     assert uuid
     assert uuid == _made(cls, first).uuid()
     for name, value in second.items():
-        assert _made(cls, {**first, name: value}).uuid() not in (None, uuid), name
+        other = value if isinstance(value, Together) else {name: value}
+        assert _made(cls, {**first, **other}).uuid() not in (None, uuid), name
 
 
 def test_the_groups_that_reductions_move_to_count(fake_world):

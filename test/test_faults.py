@@ -642,6 +642,28 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "units, a number": (lambda: teb.BucketUnits([["a", 3]]), TypeError, "must be a string, got 3"),
     "keep, a string": (lambda: teb.ReshardAfterForward("head"), TypeError, "got the string 'head'"),
     "keep, a number": (lambda: teb.ReshardAfterForward([1]), TypeError, "must be a string, got 1"),
+    "keep, auto, without a bound": (
+        lambda: teb.ReshardAfterForward("auto"),
+        ValueError,
+        "needs a bound: memory=PeakMemory",
+    ),
+    "keep, a bound without auto": (
+        lambda: teb.ReshardAfterForward(["a"], memory=teb.PeakMemory(gib=1)),
+        ValueError,
+        "memory= belongs to keep='auto'",
+    ),
+    "keep, a bound that is none": (
+        lambda: teb.ReshardAfterForward("auto", memory=70),
+        TypeError,
+        "memory must be a PeakMemory or None, got 70",
+    ),
+    "keep, units twice": (
+        lambda: teb.ReshardAfterForward(
+            "auto", memory=teb.PeakMemory(gib=1), units=[["a"], ["b", "a"]]
+        ),
+        ValueError,
+        "'a' is in two units, 0 and 1",
+    ),
     # Other arguments.
     "payload_order": (
         lambda: teb.BucketUnits([["a"]], payload_order="name"),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .passes.bucketing import BucketByCap, BucketUnits, bucket_graph
     from .passes.combine_uses import CombineUses
     from .passes.divided import DividedUnitWarning
+    from .passes.keep import NothingKeptWarning
     from .passes.recipe import recipe
     from .passes.reduce_scatter_first import ReduceScatterFirst
     from .passes.resharding import ReshardAfterForward
@@ -75,6 +76,7 @@ __all__ = [
     "Level",
     "Machine",
     "NotBucketedWarning",
+    "NothingKeptWarning",
     "Overlap",
     "PayloadOrderWarning",
     "PeakMemory",
@@ -130,6 +132,7 @@ _HOME = {
         "bucket_graph",
     ),
     "passes.divided": ("DividedUnitWarning",),
+    "passes.keep": ("NothingKeptWarning",),
     "passes.recipe": ("recipe",),
     "passes.combine_uses": ("CombineUses",),
     "passes.reduce_scatter_first": ("ReduceScatterFirst",),

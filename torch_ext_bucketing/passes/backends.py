@@ -196,6 +196,9 @@ class BucketingBackend:
         )
         compilation.size_hints = self.size_hints
         compilation.report.disabled = self.passes.disabled
+        compilation.following = tuple(
+            p for p in self.passes.forward_backward if isinstance(p, GraphPass)
+        )
         self.reports.append(compilation.report)
         compiled = self._compile(gm, example_inputs, compilation, **kwargs)
         for as_run in self._as_run:
@@ -334,7 +337,8 @@ def _run_each(
     reports = compilation.report.graphs[done:]
     warn_of_silence(g, reports, compilation)
     buckets = [b for report in reports for b in report.buckets]
-    basis = passes.basis(compilation.size_hints)
+    planned = passes.basis(compilation.size_hints)
+    basis = ", ".join([*([planned] if planned else []), *compilation.decided])
     return lambda: launches_of(g, _aot.stage_of(g), buckets, basis)
 
 

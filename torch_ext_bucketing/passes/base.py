@@ -48,6 +48,10 @@ class Compilation:
         reference_bytes: the peak of live bytes of the graph at hand before any pass changed it,
             where a pass asked for it.
         size_hints: as given to :func:`.backend`.
+        following: the passes that run on the graphs after the partitioner.
+        memory_bytes: a bound on the peak of live bytes that a pass chose under, and that schedules
+            keep, too.
+        decided: what passes chose on the joint graph, in short, which ranks compare.
     """
 
     input_fqns: FqnOf | None = None
@@ -57,6 +61,9 @@ class Compilation:
     frame: int | None = None
     reference_bytes: int | None = None
     size_hints: GivenHints = None
+    following: tuple[GraphPass, ...] = ()
+    memory_bytes: int | None = None
+    decided: list[str] = field(default_factory=list)
     _given: set[type[Warning]] = field(default_factory=set)
 
     def warn(self, text: str, category: type[Warning]) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
+import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import aot as _aot
-from ..bucketing.units import UnitIndex
+from ..bucketing.units import HasUnits, UnitIndex
+from ..reports.keep import KeepReport
 from ..reports.rewrites import ReshardReport
 from ..rewrites.reshard_to import reshard_to
+from ..scheduling.cost import Machine, check_machine
+from ..scheduling.memory import PeakMemory
+from ..scheduling.scheduler import BoundNotKeptWarning
 from ..tagging.tag_graph import parameter_chains
 from ..tagging.tags import Tag, tag_of
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from .code import call
+from .keep import choose_for, plain_units
 from .reshard_to import ReadFirstGathers, make_smaller_group
 
 __all__ = [
@@ -37,9 +44,30 @@ class ReshardAfterForward(GraphPass):
     several uses leaves one copy; and into :func:`.backend`, which takes the second gather out of
     the forward graph again.
 
+    With ``keep="auto"`` memory that is to spare buys back communication: the units whose gathered
+    parameters stay are chosen so that the estimated peak of forward and backward keeps the bound
+    ``memory``, and the step of both, scheduled, is the shortest on the cost model::
+
+        [ReshardAfterForward(keep="auto", memory=PeakMemory(gib=70)), BucketUnits(order), ...]
+
+    :mod:`.scheduling.keep` says how. Whatever schedules the halves in the same backend keeps the
+    bound, too. The bound holds for what the graphs hold: inputs, parameters' shards and gradients
+    among them, but not the optimizer's state. All ranks choose alike, which is part of what they
+    compare. With too little room for any unit nothing is kept, and a ``NothingKeptWarning`` says by
+    how much the cheapest unit misses. A choice that fails keeps nothing, with a warning.
+
     Args:
         keep: FQNs of parameters or modules that stay gathered until backward, as eager FSDP2 keeps
-            its root's. A name that no parameter has keeps none.
+            its root's. A name that no parameter has keeps none. Or ``"auto"``.
+        memory: for ``"auto"``: the bound. A ratio refers to the peak with everything gathered
+            again, the collectives of each unit merged, in the order of the graph.
+        units: for ``"auto"``: what is kept or not together, as of ``BucketUnits``. None takes the
+            units of the backend's ``BucketUnits``, and without one modules: what is below the first
+            number in a name (``layers.3``), and each other module.
+        machine: for ``"auto"``: what the cost model times nodes for. None takes that of the pass
+            that schedules in the same backend, and without one an H100.
+        curve: for ``"auto"``: whether the report also says what other bounds would come to; takes
+            as long again for each.
         to: the smaller group; None: none, backward gathers over all ranks that share a parameter.
             A number of ranks, for sharding over neighbouring ranks of the job: ranks 0 to
             ``to - 1``, the next ``to``, and so on. It creates process groups: make the pass on
@@ -50,23 +78,54 @@ class ReshardAfterForward(GraphPass):
             Parameters of other groups, such as experts on a mesh of their own, are gathered over
             those; the report lists them.
 
+    Attributes:
+        last_report: of the last graph with ``"auto"`` or ``to``.
+
     Raises:
-        TypeError: ``keep`` is a string, or holds something else than strings; ``to`` is no number
-            and no mesh.
-        ValueError: ``to`` does not divide the ranks of the job, or there is no process group yet.
-            In a compile: ``to`` divides no group that parameters are sharded over.
+        TypeError: ``keep`` is another string, or holds something else than strings; ``memory``,
+            ``units`` or ``machine`` is none; ``to`` is no number and no mesh.
+        ValueError: ``"auto"`` without ``memory`` or together with ``to``, or one of the others
+            without ``"auto"``; one name in two units; ``to`` does not divide the ranks of the job,
+            or there is no process group yet. In a compile: ``to`` divides no group that parameters
+            are sharded over.
     """
 
     stage: Stage = "joint"
 
-    def __init__(self, keep: Iterable[str] = (), *, to: DeviceMesh | int | None = None) -> None:
-        if isinstance(keep, str):
-            raise TypeError(f"keep must be a list of FQNs, got the string {keep!r}")
-        self.keep = tuple(keep)
+    def __init__(
+        self,
+        keep: Iterable[str] | Literal["auto"] = (),
+        *,
+        memory: PeakMemory | None = None,
+        units: HasUnits | Iterable[Sequence[str]] | None = None,
+        machine: Machine | None = None,
+        curve: bool = False,
+        to: DeviceMesh | int | None = None,
+    ) -> None:
+        self.auto = keep == "auto"
+        if isinstance(keep, str) and not self.auto:
+            raise TypeError(f"keep must be a list of FQNs or 'auto', got the string {keep!r}")
+        self.keep = () if self.auto else tuple(keep)
         UnitIndex([self.keep])
+        if memory is not None and not isinstance(memory, PeakMemory):
+            raise TypeError(f"memory must be a PeakMemory or None, got {memory!r}")
+        if self.auto and memory is None:
+            raise ValueError("keep='auto' needs a bound: memory=PeakMemory(gib=...)")
+        given = {"memory": memory, "units": units, "machine": machine, "curve": curve or None}
+        for name, value in given.items():
+            if not self.auto and value is not None:
+                raise ValueError(f"{name}= belongs to keep='auto', got keep={self.keep!r}")
+        if machine is not None:
+            check_machine(machine)
+        self.memory = memory
+        self.units = None if units is None else plain_units(units)
+        self.machine = machine
+        self.curve = curve
+        if self.auto and to is not None:
+            raise ValueError("keep='auto' and to= are two ways to spend memory: give one of them")
         self.to = to
         self._smaller = None if to is None else make_smaller_group(to)
-        self.last_report: ReshardReport | None = None
+        self.last_report: KeepReport | ReshardReport | None = None
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         kept = UnitIndex([self.keep])
@@ -81,19 +140,49 @@ class ReshardAfterForward(GraphPass):
                 if compilation is not None:
                     compilation.report.rewrites.append(self.last_report)
             return
+        chosen = self._choose(g, compilation or Compilation()) if self.auto else {}
         for start, chain in parameter_chains(g).items():
             tag = tag_of(start)
             if tag is not None and is_freed(tag):
                 for node in chain:
-                    _aot.mark_recompute(node)
+                    if node not in chosen:
+                        _aot.mark_recompute(node)
+        for node in chosen:
+            _aot.unmark_recompute(node)
 
     def follow_ups(self) -> tuple[GraphPass, ...]:
         """With ``to``, what takes the second gathers out of the forward graph."""
         return () if self._smaller is None else (ReadFirstGathers(),)
 
+    def _choose(self, graph: fx.Graph, compilation: Compilation) -> dict[fx.Node, None]:
+        assert self.memory is not None
+        try:
+            chosen, report = choose_for(
+                graph, self.memory, self.units, self.machine, self.curve, compilation
+            )
+        except Exception as error:  # losing a compile over it would be worse than keeping nothing
+            text = f"nothing is kept, as an estimate failed: {type(error).__name__}: {error}"
+            warnings.warn(text, BoundNotKeptWarning, stacklevel=3)
+            compilation.report.warnings.append(text)
+            compilation.decided.append("keeps nothing, as an estimate failed")
+            return {}
+        if report is not None:
+            self.last_report = report
+            compilation.report.rewrites.append(report)
+        return chosen
+
     def __repr__(self) -> str:
-        return call("ReshardAfterForward", keep=self.keep or None, to=self.to)
+        return call(
+            "ReshardAfterForward",
+            keep="auto" if self.auto else self.keep or None,
+            memory=self.memory,
+            units=self.units,
+            machine=self.machine,
+            curve=self.curve or None,
+            to=self.to,
+        )
 
     def settings(self) -> tuple[Any, ...]:
-        """What is kept, and the smaller group with this rank's place in it."""
-        return (self.keep, self.to is None, self._smaller)
+        """What is kept, or what it is chosen by; the smaller group with this rank's place in it."""
+        chosen_by = (self.auto, self.memory, self.units, self.machine, self.curve)
+        return (self.keep, *chosen_by, self.to is None, self._smaller)

@@ -6,6 +6,7 @@ backend pins the order afterwards (see :mod:`.scheduling.pin_order`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from ..reports.graph import GraphReport
 from ..reports.schedule import ScheduleReport
 from ..scheduling.cap_search import choose_caps
 from ..scheduling.cost import H100, Machine, check_machine
+from ..scheduling.memory import within
 from ..scheduling.model import peak_bytes
 from ..scheduling.policy import Policy, policies_of
 from ..scheduling.scheduler import schedule
@@ -77,7 +79,7 @@ class Schedule(GraphPass):
         reference = None if compilation is None else compilation.reference_bytes
         report = schedule(
             graph,
-            self.policies,
+            self._bounded(compilation),
             machine=self.machine,
             reference_bytes=reference,
             size_hints=None if compilation is None else compilation.size_hints,
@@ -85,6 +87,14 @@ class Schedule(GraphPass):
         self.last_report = replace(report, caps=caps)
         if compilation is not None:
             compilation.report.schedules.append(self.last_report)
+
+    def _bounded(self, compilation: Compilation | None) -> tuple[Policy, ...]:
+        """The policies, and the bound that a pass before chose under."""
+        if compilation is None or compilation.memory_bytes is None:
+            return self.policies
+        return within(
+            self.policies, compilation.memory_bytes, compilation.reference_bytes or sys.maxsize
+        )
 
     def basis(self) -> str:
         """The machine, by name and digest."""
@@ -147,7 +157,7 @@ class BucketAndSchedule(Schedule):
         g = graph_of(graph)
         plan, found = choose_caps(
             g,
-            self.policies,
+            self._bounded(compilation),
             caps_mb=self.caps_mb,
             machine=self.machine,
             reference_bytes=None if compilation is None else compilation.reference_bytes,

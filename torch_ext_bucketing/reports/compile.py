@@ -9,6 +9,7 @@ from typing import Any
 
 from .buckets import BucketReport
 from .graph import GraphReport, emit
+from .keep import KeepReport
 from .rewrites import CombineReport, ReshardReport, ScatterReport
 from .schedule import ScheduleReport
 from .text import aligned, change
@@ -51,7 +52,9 @@ class CompileReport:
     schedules: list[ScheduleReport] = field(default_factory=list)
     passes: list[PassTime] = field(default_factory=list)
     disabled: tuple[str, ...] = ()
-    rewrites: list[CombineReport | ScatterReport | ReshardReport] = field(default_factory=list)
+    rewrites: list[CombineReport | ScatterReport | ReshardReport | KeepReport] = field(
+        default_factory=list
+    )
 
     def add_cached(self, kept: CompileReport | None) -> None:
         """Add what was reported of a graph when it was compiled, now that a cache had it.

@@ -1,0 +1,152 @@
+"""Small random joint graphs of sharded models, for comparing choices with all that there are."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_ext_bucketing.scheduling.machine import Level, Machine
+from torch_ext_bucketing.tagging.tags import Tag, set_tag
+
+__all__ = ["GROUP", "random_joint", "unit_of"]
+
+GROUP = "0"
+_MODE = FakeTensorMode()
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+
+def unit_of(fqn: str) -> tuple[int, str]:
+    """The unit of ``layers.3.w0``: number and name."""
+    number = int(fqn.split(".")[1])
+    return number, f"layers.{number}"
+
+
+class _Joint:
+    """A joint graph in the making; ``tag`` is what tracing would mark its nodes with."""
+
+    def __init__(self, ranks: int) -> None:
+        self.graph = fx.Graph()
+        self.ranks = ranks
+        self.tag = "is_forward"
+
+    def _add(self, node: fx.Node, *shape: int) -> fx.Node:
+        with _MODE:
+            node.meta["val"] = torch.empty(shape)
+        node.meta["partitioner_tag"] = self.tag
+        return node
+
+    def given(self, name: str, *shape: int) -> fx.Node:
+        return self._add(self.graph.placeholder(name), *shape)
+
+    def call(self, target: object, args: tuple[object, ...], *shape: int) -> fx.Node:
+        return self._add(self.graph.call_function(target, args), *shape)  # type: ignore[arg-type]
+
+    def mm(self, x: fx.Node, y: fx.Node) -> fx.Node:
+        rows, columns = x.meta["val"].shape[0], y.meta["val"].shape[1]
+        return self.call(_aten.mm.default, (x, y), rows, columns)
+
+    def t(self, x: fx.Node) -> fx.Node:
+        rows, columns = x.meta["val"].shape
+        node = self.graph.call_function(_aten.t.default, (x,))
+        node.meta["val"] = x.meta["val"].t()
+        node.meta["partitioner_tag"] = self.tag
+        assert node.meta["val"].shape == (columns, rows)
+        return node
+
+    def relu(self, x: fx.Node) -> fx.Node:
+        return self.call(_aten.relu.default, (x,), *x.meta["val"].shape)
+
+    def gather(self, shard: fx.Node, fqn: str) -> fx.Node:
+        rows, columns = shard.meta["val"].shape
+        args = (shard, self.ranks, GROUP)
+        start = self.call(_c10d.all_gather_into_tensor.default, args, rows * self.ranks, columns)
+        set_tag(start, Tag("all_gather", (fqn,)))
+        return self.call(_c10d.wait_tensor.default, (start,), rows * self.ranks, columns)
+
+    def scatter(self, full: fx.Node, fqn: str) -> fx.Node:
+        rows, columns = full.meta["val"].shape
+        args = (full, "avg", self.ranks, GROUP)
+        start = self.call(_c10d.reduce_scatter_tensor.default, args, rows // self.ranks, columns)
+        set_tag(start, Tag("reduce_scatter", (fqn,)))
+        return self.call(_c10d.wait_tensor.default, (start,), rows // self.ranks, columns)
+
+
+def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machine]:
+    """A chain of layers of random widths, and a machine on which communication takes between a
+    quarter and four times as long as computation.
+
+    Each layer is a unit: one or two sharded matrices, and up to three products with a matrix that
+    is not sharded. Some layers are followed by a wide activation that is saved.
+
+    Args:
+        seed: of all that is random.
+        units: number of layers.
+        ranks: of the process group :data:`GROUP`.
+    """
+    rng = random.Random(seed)
+    j = _Joint(ranks)
+    rows = 64 * rng.randint(1, 8)
+    widths = [64 * rng.randint(1, 8) for _ in range(units + 1)]
+    names: list[list[str]] = []
+    shards: dict[str, fx.Node] = {}
+    square: dict[int, fx.Node] = {}
+    inner = [64 * rng.randint(1, 12) if rng.random() < 0.4 else 0 for _ in range(units)]
+    more = [rng.choice((0, 0, 1, 3)) for _ in range(units)]
+    for k in range(units):
+        sizes = [(widths[k], widths[k + 1])]
+        if inner[k]:
+            sizes = [(widths[k], inner[k]), (inner[k], widths[k + 1])]
+        mine = [f"layers.{k}.w{i}" for i in range(len(sizes))]
+        for name, (first, second) in zip(mine, sizes, strict=True):
+            shards[name] = j.given(name.replace(".", "_"), first // ranks, second)
+        names.append(mine)
+        if more[k]:
+            square[k] = j.given(f"square_{k}", widths[k + 1], widths[k + 1])
+    x = j.given("x", rows, widths[0])
+    tangent = j.given("tangents_1", rows, widths[-1])
+
+    undo: list[tuple[str, fx.Node, fx.Node]] = []  # what backward does, last first
+    for k in range(units):
+        for name in names[k]:
+            full = j.gather(shards[name], name)
+            undo.append((name, x, full))
+            x = j.mm(x, full)
+        for _ in range(more[k]):
+            undo.append(("", x, square[k]))
+            x = j.mm(x, square[k])
+        if rng.random() < 0.5:
+            x = j.relu(x)
+            undo.append(("relu", x, x))
+    loss = x
+
+    j.tag = "is_backward"
+    grad, gradients = tangent, {}
+    for name, given, weight in reversed(undo):
+        if name == "relu":
+            shape = given.meta["val"].shape
+            grad = j.call(_aten.threshold_backward.default, (grad, given, 0), *shape)
+            continue
+        if name:
+            gradients[name] = j.scatter(j.mm(j.t(given), grad), name)
+        grad = j.mm(grad, j.t(weight))
+    j.graph.output((loss, *(gradients[name] for mine in names for name in mine)))
+
+    rate = 1e12
+    flops = sum(2.0 * rows * n.meta["val"].numel() for n in shards.values()) * ranks * 3
+    nbytes = sum(4.0 * n.meta["val"].numel() for n in shards.values()) * ranks * 3
+    bandwidth = nbytes / (flops / rate * rng.choice((0.25, 0.5, 1.0, 2.0, 4.0)))
+    network = Level(bandwidth, latency_ms=1e-4)
+    machine = Machine(
+        name="random",
+        flops={"float32": rate},
+        bandwidth=1e15,
+        kernel_ms=1e-6,
+        ranks_per_node=ranks,
+        intra=network,
+        inter=network,
+    )
+    return j.graph, machine
