@@ -32,6 +32,7 @@ ELSEWHERE = {
 }
 NOT_CALLED = {"BoundNotKeptWarning", "GraphPass", "H100", "HooksError", "HooksWarning"}
 NOT_CALLED |= {"DividedUnitWarning", "NotBucketedWarning", "PayloadOrderWarning"}
+NOT_CALLED |= {"NothingKeptWarning"}
 NOT_CALLED |= {"AgreementError", "PlanMismatchError", "RankMissingError"}
 
 

@@ -1,0 +1,289 @@
+"""What spare memory buys: step and peak over the bound, for graphs of real size and random ones.
+
+    python -m benchmarks.keep                               every model, prints tables
+    python -m benchmarks.keep --only 'llama3_8b_*' --json out.json
+    python -m benchmarks.keep --random 200                  against every choice there is
+
+For each model of :mod:`.graphs` the joint graph is put together again from its forward and backward
+graphs, and ``ReshardAfterForward(keep="auto")`` chooses for bounds of 1.0 to 2.0 times the peak
+with everything gathered again. Each choice is then carried out, and measured on what comes of it:
+
+- forward and backward as the default partitioner leaves them, in a model made for them alone, with
+  one bucket per unit, scheduled by ``Schedule([Overlap(), PeakMemory])`` under the bound;
+- ``step`` is the sum of both, ``peak`` the larger one, with all shards of parameters in it.
+
+Before the first bound stands keep-nothing, behind the last keep-all, without a bound. Planning is
+the CPU time of one bound on a model that is there already, over that of ``BucketAndSchedule`` on
+both graphs; the model's own time, once per graph, stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import itertools
+import json
+import random
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+import torch.fx as fx
+
+from torch_ext_bucketing.demo.table import columns
+from torch_ext_bucketing.passes.scheduling import BucketAndSchedule
+from torch_ext_bucketing.scheduling.keep import CURVE, KeepPlanner, Outcome
+from torch_ext_bucketing.scheduling.memory import PeakMemory
+from torch_ext_bucketing.scheduling.model import peak_bytes
+from torch_ext_bucketing.scheduling.overlap import Overlap
+from torch_ext_bucketing.scheduling.scheduler import schedule_model
+
+from .graphs import CONFIGS, load
+from .keep_models import random_joint
+from .keep_models import unit_of as layer_of
+
+GIB = 2**30
+
+
+def joint_of(forward: fx.Graph, backward: fx.Graph) -> fx.Graph:
+    """The joint graph that the partitioner cut in two, where nothing was computed again.
+
+    ::
+
+        forward     p ... saved -> output        backward     saved, tangents ... -> output
+        joint       p, tangents ... saved ...                 -> output
+    """
+    joint, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    (first,) = forward.find_nodes(op="output")
+    (second,) = backward.find_nodes(op="output")
+    tangents = [n for n in backward.find_nodes(op="placeholder") if "tangents" in n.name]
+    for node in (*forward.find_nodes(op="placeholder"), *tangents):
+        new[node] = joint.node_copy(node, new.__getitem__)
+    for node in forward.nodes:
+        if node is not first and node not in new:
+            new[node] = joint.node_copy(node, new.__getitem__)
+    by_name = {n.name: copied for n, copied in new.items()}
+    saved = set()
+    for node in backward.nodes:
+        if node.op == "placeholder" and node not in new:
+            new[node] = by_name[node.name]
+            saved.add(node.name)
+        elif node is not second and node not in new:
+            new[node] = joint.node_copy(node, new.__getitem__)
+    outputs = [new[a] for a in first.all_input_nodes if a.name not in saved]
+    joint.output((*outputs, *(new[a] for a in second.all_input_nodes)))
+    return joint
+
+
+def unit_of(fqn: str) -> tuple[int, str]:
+    """Units as trainers have them: embedding, blocks, norm and head together."""
+    block = re.match(r"layers\.(\d+)\.", fqn)
+    if block:
+        return int(block[1]), block[0][:-1]
+    return (-1, "tok_embeddings") if fqn.startswith("tok") else (10**6, "norm, output")
+
+
+def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[float, int]:
+    """Step and peak with every order tried that ``Schedule`` tries."""
+    step, peak = 0.0, 0
+    for model in planner.halves.models(outcome.kept):
+        policies = [Overlap(), PeakMemory(gib=limit / GIB)]
+        report, _ = schedule_model(model, policies, None)
+        step += report.step_ms[1]
+        peak = max(peak, report.peak_bytes[1])
+    return step, peak
+
+
+def scheduling_s(name: str, layers: int | None) -> float:
+    """CPU seconds of ``BucketAndSchedule`` on both graphs with everything gathered again."""
+    total = 0.0
+    for half in ("forward", "backward"):
+        graph = load(f"{name}.{half}.recompute", layers, quiet=True)
+        bound = PeakMemory(gib=1.02 * peak_bytes(graph.gm) / GIB)
+        clock = time.process_time()
+        BucketAndSchedule([Overlap(), bound])(graph.gm)
+        total += time.process_time() - clock
+    return total
+
+
+def measure(name: str, layers: int | None) -> dict[str, Any]:
+    """All bounds on one model."""
+    halves = [load(f"{name}.{half}", layers, quiet=True) for half in ("forward", "backward")]
+    joint = joint_of(*(half.gm.graph for half in halves))
+    KeepPlanner(joint, unit_of)  # Nobody is charged for imports.
+    clock = time.process_time()
+    planner = KeepPlanner(joint, unit_of)
+    model_s = time.process_time() - clock
+    everything = frozenset(planner.candidates)
+    reference = planner.reference_bytes
+    unbounded = 2**62
+    rows: list[dict[str, Any]] = []
+    bounds: list[tuple[str, int]] = [(f"{part:g}", int(part * reference)) for part in CURVE]
+    last: Outcome | None = None
+    for part, limit in bounds:
+        clock = time.process_time()
+        outcome = planner.choose(limit)
+        seconds = time.process_time() - clock
+        if last is not None and (0, last.step_ms) < (outcome.above, outcome.step_ms):
+            outcome = last  # what was good for a smaller bound
+        last = outcome
+        rows.append(_row(planner, part, limit, outcome, seconds))
+    ends = [("nothing", frozenset[int](), reference), ("all", everything, unbounded)]
+    for part, kept, limit in ends:
+        outcome = planner.scheduled(kept, limit)
+        rows.insert(0 if part == "nothing" else len(rows), _row(planner, part, limit, outcome, 0.0))
+    return {
+        "model": name,
+        "units": len(planner.candidates),
+        "reference_gib": reference / GIB,
+        "model_s": model_s,
+        "scheduling_s": scheduling_s(name, layers),
+        "rows": rows,
+    }
+
+
+def _row(
+    planner: KeepPlanner, part: str, limit: int, outcome: Outcome, seconds: float
+) -> dict[str, Any]:
+    step, peak = carried_out(planner, outcome, limit)
+    return {
+        "bound": part,
+        "bound_gib": limit / GIB,
+        "kept": len(outcome.kept),
+        "step_ms": outcome.step_ms,
+        "peak_gib": outcome.peak_bytes / GIB,
+        "carried_out_ms": step,
+        "carried_out_gib": peak / GIB,
+        "planning_s": seconds,
+    }
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """One line per bound."""
+    head = ["model", "bound", "GiB", "kept", "of", "step ms", "peak GiB", "scheduled ms", "GiB"]
+    lines = [[*head, "planning s", "/ scheduling"]]
+    for one in found:
+        for row in one["rows"]:
+            bounded = row["bound"] != "all"
+            planned = bounded and row["bound"] != "nothing"
+            lines.append(
+                [
+                    one["model"],
+                    row["bound"],
+                    f"{row['bound_gib']:.2f}" if bounded else "-",
+                    str(row["kept"]),
+                    str(one["units"]),
+                    f"{row['step_ms']:.1f}",
+                    f"{row['peak_gib']:.2f}",
+                    f"{row['carried_out_ms']:.1f}",
+                    f"{row['carried_out_gib']:.2f}",
+                    f"{row['planning_s']:.2f}" if planned else "-",
+                    f"{row['planning_s'] / one['scheduling_s']:.3f}" if planned else "-",
+                ]
+            )
+    notes = [
+        f"{one['model']}: the model of the joint graph takes {one['model_s']:.2f} s once, "
+        f"BucketAndSchedule {one['scheduling_s']:.2f} s"
+        for one in found
+    ]
+    return "\n".join([columns(lines), "", *notes, *(w for one in found for w in wrong(one))])
+
+
+def wrong(one: dict[str, Any]) -> list[str]:
+    """What does not hold of a model: bounds kept, more memory never slower, the ends."""
+    rows, found = one["rows"], []
+    bounded = rows[1:-1]
+    for row in bounded:
+        if max(row["peak_gib"], row["carried_out_gib"]) > row["bound_gib"] * (1 + 1e-9):
+            found.append(f"WRONG {one['model']} {row['bound']}: above the bound")
+    for key in ("step_ms", "carried_out_ms"):
+        steps = [row[key] for row in bounded]
+        if any(b > a * (1 + 1e-9) for a, b in itertools.pairwise(steps)):
+            found.append(f"WRONG {one['model']}: {key} is not monotone")
+    if bounded[0]["step_ms"] > rows[0]["step_ms"] * (1 + 1e-9):
+        found.append(f"WRONG {one['model']}: slower than keep-nothing")
+    full = [r for r in bounded if r["kept"] == one["units"]]
+    if full and full[-1]["step_ms"] > rows[-1]["step_ms"] * (1 + 1e-9):
+        found.append(f"WRONG {one['model']}: slower than keep-all")
+    return found
+
+
+# --- against every choice there is ---------------------------------------------------------------
+
+
+def against_all(models: int, most: int) -> dict[str, Any]:
+    """Random models of up to ``most`` units, each with a bound between keep-nothing and keep-all:
+    the choice over the best of all choices, every one of them scheduled."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    ratios: list[float] = []
+    looked = 0
+    for seed in range(models):
+        rng = random.Random(seed)
+        graph, machine = random_joint(seed, rng.randint(2, most))
+        planner = KeepPlanner(graph, layer_of, machine=machine)
+        everything = planner.scheduled(planner.candidates, 2**60)
+        low = planner.reference_bytes
+        limit = int(low + rng.random() * max(0, everything.peak_bytes - low))
+        chosen = planner.choose(limit)
+        count = len(planner.candidates)
+        best = chosen
+        for bits in range(2**count):
+            kept = [k for i, k in enumerate(planner.candidates) if bits >> i & 1]
+            best = min(best, planner.scheduled(kept, limit), key=lambda o: o.rank)
+        looked += 2**count
+        ratios.append(chosen.step_ms / best.step_ms)
+        if sys.stderr.isatty() or seed % 20 == 19:
+            print(f"{seed + 1} of {models}", file=sys.stderr, flush=True)
+    return {
+        "models": models,
+        "most_units": most,
+        "choices": looked,
+        "within_2_percent": sum(r <= 1.02 for r in ratios) / len(ratios),
+        "best": sum(r <= 1 + 1e-9 for r in ratios) / len(ratios),
+        "worst": max(ratios),
+        "mean": statistics.mean(ratios),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.keep", description=(__doc__ or "").split("\n\n", 1)[0]
+    )
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="MODEL", help="names, patterns")
+    parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
+    parser.add_argument("--random", type=int, metavar="N", help="N random models instead")
+    parser.add_argument("--units", type=int, default=12, metavar="N", help="most units of these")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    args = parser.parse_args(arguments)
+    names = [n for n in CONFIGS if any(fnmatch.fnmatch(n, p) for p in args.only)]
+    if not names:
+        parser.error(f"no model matches {' '.join(args.only)}; there are {', '.join(CONFIGS)}")
+    if args.units < 2 or (args.random is not None and args.random < 1):
+        parser.error("--units must be at least 2, --random at least 1")
+    warnings.simplefilter("ignore")
+    found: Any
+    if args.random is not None:
+        found = against_all(args.random, args.units)
+        print("\n".join(f"{name}: {value}" for name, value in found.items()))
+    else:
+        found = []
+        for name in names:
+            print(name, file=sys.stderr, flush=True)
+            found.append(measure(name, args.layers))
+        print(table(found))
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
