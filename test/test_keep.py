@@ -138,7 +138,7 @@ def test_what_is_kept_is_gathered_once(fake_world):
     reshard = auto(PeakMemory(ratio=1.01), curve=True)
     passes = [reshard, teb.BucketUnits(UNITS), teb.Schedule(teb.Overlap())]
     graphs, report = compiled(*passes, checkpointed=True)
-    made = reshard.last_report
+    made = reshard.last_choice
     assert made in report.rewrites
     kept = set(made.kept)
     assert 0 < len(kept) < len(made.units)
@@ -173,7 +173,7 @@ def test_too_little_room_is_said_with_the_number(fake_world):
         reshard, compilation = auto(memory, machine=machine), Compilation()
         with pytest.warns(NothingKeptWarning, match=f"nothing is kept: {says}"):
             reshard(graph, compilation)
-        made = reshard.last_report
+        made = reshard.last_choice
         assert made.kept == ()
         assert made.step_ms[0] == made.step_ms[1]
         assert made.warning in compilation.report.warnings
@@ -238,7 +238,7 @@ def test_ranks_with_uneven_shards_choose_alike(fake_world):
         torch._dynamo.reset()
         reshard = auto(PeakMemory(ratio=1.04))
         compiled(reshard, teb.BucketUnits(UNITS), vocabulary=65)
-        made = reshard.last_report
+        made = reshard.last_choice
         found.append((made.units, made.step_ms, made.peak_bytes, made.next_ms, made.tried))
     assert found[0] == found[1]
     assert any(u.kept for u in found[0][0])

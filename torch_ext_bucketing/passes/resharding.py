@@ -79,7 +79,8 @@ class ReshardAfterForward(GraphPass):
             those; the report lists them.
 
     Attributes:
-        last_report: of the last graph with ``"auto"`` or ``to``.
+        last_choice: what was chosen for the last graph with ``"auto"``.
+        last_report: of the last graph with ``to``.
 
     Raises:
         TypeError: ``keep`` is another string, or holds something else than strings; ``memory``,
@@ -125,7 +126,8 @@ class ReshardAfterForward(GraphPass):
             raise ValueError("keep='auto' and to= are two ways to spend memory: give one of them")
         self.to = to
         self._smaller = None if to is None else make_smaller_group(to)
-        self.last_report: KeepReport | ReshardReport | None = None
+        self.last_choice: KeepReport | None = None
+        self.last_report: ReshardReport | None = None
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         kept = UnitIndex([self.keep])
@@ -167,7 +169,7 @@ class ReshardAfterForward(GraphPass):
             compilation.decided.append("keeps nothing, as an estimate failed")
             return {}
         if report is not None:
-            self.last_report = report
+            self.last_choice = report
             compilation.report.rewrites.append(report)
         return chosen
 
