@@ -79,6 +79,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="also schedule the graphs: gathers launch early, reductions are waited for late",
     )
     parser.add_argument(
+        "--keep-gib",
+        type=float,
+        metavar="GIB",
+        help="keep gathered from forward to backward what fits under this peak, and say what that "
+        "saves; --plot draws time and memory over the bound",
+    )
+    parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
@@ -97,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
     """Explain; returns the exit status: 0, or 1 if it failed. Bad options exit with 2."""
     if args.world_size < 1:
         args.parser.error(f"--world-size: must be at least 1, got {args.world_size}")
+    if args.keep_gib is not None and not 0 < args.keep_gib < float("inf"):
+        args.parser.error(f"--keep-gib: must be a positive number, got {args.keep_gib}")
     if args.mode != "auto" and (args.cap_mb is not None or args.max_span is not None):
         args.parser.error(f"--cap-mb and --max-span belong to --mode auto, not to {args.mode}")
     for option in ("json", "trace", "plot"):
@@ -115,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
             primary=args.primary_group,
             world_size=args.world_size,
             overlap=args.overlap,
+            keep_gib=args.keep_gib,
             drawn=drawn,
         )
         print(report.to_text(members=not args.brief), end="")
@@ -125,9 +135,11 @@ def run(args: argparse.Namespace) -> int:
 
             write_trace(drawn or [], args.trace)
         if args.plot is not None:
+            from .reports.keep import KeepReport
             from .scheduling.plot import plot
 
-            plot(drawn or [], args.plot)
+            kept = (r for r in report.rewrites if isinstance(r, KeepReport))
+            plot(drawn or [], args.plot, next(kept, None))
     except ExplainError as error:
         print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
         return 1
@@ -146,6 +158,7 @@ def explain(
     primary: bool = False,
     world_size: int = 8,
     overlap: bool = False,
+    keep_gib: float | None = None,
     drawn: list[Drawn] | None = None,
 ) -> CompileReport:
     """The report of a model's forward and backward, compiled on a fake process group.
@@ -159,6 +172,8 @@ def explain(
         primary: bucket only the primary process group.
         world_size: number of ranks; this process plays rank 0.
         overlap: also schedule the graphs, with :class:`.Overlap`.
+        keep_gib: a bound in GiB, under which units stay gathered from forward to backward, see
+            :class:`.ReshardAfterForward`.
         drawn: gets the timelines of each graph, as compiled and as it became.
 
     Raises:
@@ -179,7 +194,7 @@ def explain(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         model, arguments, keywords = _made(target or "the demo's model", make)
-        passes = _passes(model, mode, cap_mb, max_node_span, primary)
+        passes = _passes(model, mode, cap_mb, max_node_span, primary, keep_gib)
         if overlap:
             from .passes.scheduling import Schedule
             from .scheduling.overlap import Overlap
@@ -264,7 +279,12 @@ def _made(name: str, make: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, A
 
 
 def _passes(
-    model: nn.Module, mode: str, cap_mb: float | None, max_node_span: int | None, primary: bool
+    model: nn.Module,
+    mode: str,
+    cap_mb: float | None,
+    max_node_span: int | None,
+    primary: bool,
+    keep_gib: float | None,
 ) -> list[GraphPass]:
     from .bucketing.groups import primary_group
     from .graph.collectives import KINDS
@@ -272,20 +292,24 @@ def _passes(
     from .passes.resharding import ReshardAfterForward
     from .plans.blocks import transformer_block_plan
     from .plans.order import FSDPParamOrder
+    from .scheduling.memory import PeakMemory
 
+    reshard = ReshardAfterForward()
+    if keep_gib is not None:
+        reshard = ReshardAfterForward("auto", memory=PeakMemory(gib=keep_gib), curve=True)
     try:
         if mode == "transformer_block":
             plan = transformer_block_plan(model)
             order = FSDPParamOrder.from_model(model, units=plan)
-            return [ReshardAfterForward(), BucketUnits(order, KINDS)]
+            return [reshard, BucketUnits(order, KINDS)]
         if mode == "none":
-            return [ReshardAfterForward(), BucketByCap(kinds=())]
+            return [reshard, BucketByCap(kinds=())]
         by_cap = BucketByCap(
             cap_mb,
             max_node_span=max_node_span,
             group_filter=primary_group if primary else None,
         )
-        return [ReshardAfterForward(), by_cap]
+        return [reshard, by_cap]
     except (ValueError, TypeError) as error:
         raise ExplainError(str(error)) from error
 
@@ -343,6 +367,7 @@ def _compile(
         whole.unnamed += report.unnamed
         whole.warnings += report.warnings
         whole.schedules += report.schedules
+        whole.rewrites += report.rewrites
         whole.passes += report.passes
         whole.disabled = report.disabled
     return whole

@@ -1,4 +1,5 @@
-"""Timelines as a picture: before and after, and their memory below. Needs matplotlib."""
+"""Timelines as a picture: before and after, their memory below, and at the bottom what spare memory
+buys. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..reports.keep import KeepReport
 from .trace import Drawn
 
 __all__ = [
@@ -16,12 +18,13 @@ _COMPUTE, _MEMORY = "#4c72b0", {"before": "#999999", "after": "#c44e52"}
 _KIND = {"all_gather": "#55a868", "reduce_scatter": "#dd8452", "all_reduce": "#8172b3"}
 
 
-def plot(drawn: Sequence[Drawn], path: Path) -> None:
+def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> None:
     """Draw one column per graph: its timeline before, after, and the live bytes of both.
 
     Args:
         drawn: for each stage one order named ``"before"`` and one named ``"after"``.
         path: of the picture; its suffix says the format.
+        keep: what was chosen to stay gathered; its curve is drawn below.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -34,13 +37,18 @@ def plot(drawn: Sequence[Drawn], path: Path) -> None:
     from matplotlib.patches import Patch
 
     stages = list(dict.fromkeys(d.stage for d in drawn))
+    curve = keep is not None and bool(keep.curve)
     figure, axes = pyplot.subplots(
-        3,
+        4 if curve else 3,
         len(stages),
-        figsize=(8 * len(stages), 7),
+        figsize=(8 * len(stages), 9.5 if curve else 7),
         squeeze=False,
-        gridspec_kw={"height_ratios": (1, 1, 1.3)},
+        gridspec_kw={"height_ratios": (1, 1, 1.3, 1.3) if curve else (1, 1, 1.3)},
     )
+    if keep is not None and curve:
+        _draw_curve(axes[3][0], keep)
+        for axis in axes[3][1:]:
+            axis.set_visible(False)
     for column, stage in enumerate(stages):
         mine = {d.version: d for d in drawn if d.stage == stage}
         longest = max(d.timeline.step_ms for d in mine.values())
@@ -64,6 +72,27 @@ def plot(drawn: Sequence[Drawn], path: Path) -> None:
     figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _draw_curve(axis: Any, keep: KeepReport) -> None:
+    """Step and peak of forward and backward over the bound."""
+    unit, size = ("GiB", 2**30) if keep.bound_bytes >= 2**30 else ("MiB", 2**20)
+    points = sorted(keep.curve)
+    bounds = [bound / size for bound, *_ in points]
+    axis.plot(bounds, [step for _, step, *_ in points], "o-", color=_COMPUTE)
+    axis.set_xlabel(f"bound on the peak, {unit}")
+    axis.set_ylabel("forward and backward, ms", color=_COMPUTE)
+    for bound, step, _, count in points:
+        axis.annotate(f"{count} kept", (bound / size, step), fontsize=8)
+    memory = axis.twinx()
+    memory.plot(bounds, [p / size for *_, p, _ in points], "s--", color=_MEMORY["after"])
+    memory.set_ylabel(f"peak, {unit}", color=_MEMORY["after"])
+    axis.set_title(
+        f"{len(keep.kept)} of {len(keep.units)} units kept under {keep.bound_bytes / size:.2f} "
+        f"{unit}: {keep.step_ms[0]:.2f} -> {keep.step_ms[1]:.2f} ms",
+        loc="left",
+        fontsize=10,
+    )
 
 
 def _draw_timeline(axis: Any, d: Drawn) -> None:
