@@ -3,6 +3,7 @@
     python -m benchmarks.keep_to ranks                      real ranks, beside eager FSDP2
     python -m benchmarks.keep_to estimate                   graphs of real size, on a cost model
     python -m benchmarks.keep_to estimate --layers 4        with fewer layers, in a minute
+    python -m benchmarks.keep_to estimate --between 10      with 10 GB/s of each rank between nodes
 
 ``ranks`` trains models on four ranks of two simulated nodes: eager FSDP2 with
 ``reshard_after_forward=2``, and compiled with ``to=2`` and eager's buckets, on ``aot_eager``. After
@@ -40,6 +41,7 @@ __all__ = ["MACHINE", "Estimate", "estimate"]
 
 GIB = 2**30
 PER_NODE = 8
+BETWEEN = teb.Level(40e9, 0.03)
 MACHINE = teb.Machine(
     "H100 nodes of 8",
     flops=teb.H100.flops,
@@ -48,7 +50,7 @@ MACHINE = teb.Machine(
     # NVIDIA's data sheets: NVLink 4 moves 450 GB/s each way, a 400 Gbit/s adapter per GPU 50 GB/s.
     # About eight tenths of both are reached.
     intra=teb.Level(360e9, 0.01),
-    inter=teb.Level(40e9, 0.03),
+    inter=BETWEEN,
 )
 """What the estimates are for."""
 
@@ -171,6 +173,7 @@ def _eager_launches() -> Iterator[Counter[tuple[str, int]]]:
     found: Counter[tuple[str, int]] = Counter()
     names = {
         "all_gather_into_tensor": "all_gather",
+        "all_gather_single": "all_gather",
         "reduce_scatter_tensor": "reduce_scatter",
         "reduce_scatter_single": "reduce_scatter",
     }
@@ -203,7 +206,9 @@ def _compare(rank: Rank, models: Sequence[str], steps: int) -> list[dict[str, An
     from torch_ext_bucketing.demo.train import digest
     from torch_ext_bucketing.graph.collectives import group_size, kind_of
 
-    topology = ranks.RingTopology(RANKS // NODES, NODES, CHANNELS, CHUNK_BYTES)
+    topology = ranks.RingTopology(
+        RANKS // NODES, nodes=NODES, channels=CHANNELS, chunk_bytes=CHUNK_BYTES
+    )
     ranks.start_rank(rank, topology)
 
     def train(model: nn.Module, run: Any) -> list[str]:
@@ -285,6 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="NAMES", help="models or configurations, by commas")
     parser.add_argument("--steps", type=int, default=25, help="of a real run (default: 25)")
     parser.add_argument("--layers", type=int, help="of an estimate, instead of each model's own")
+    parser.add_argument(
+        "--between", type=float, default=40.0, help="GB/s of a rank between nodes (default: 40)"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     options = parser.parse_args(arguments)
     known = MODELS if options.what == "ranks" else CONFIGS
@@ -302,7 +310,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines.append([row["model"], equal, str(row["units"]), str(row["kept_bytes"]), *said])
         failed = any(row["equal"] != row["steps"] for row in rows)
     else:
-        found = [e for name in names for e in estimate(name, options.layers)]
+        machine = replace(MACHINE, inter=replace(BETWEEN, bandwidth=options.between * 1e9))
+        found = [e for name in names for e in estimate(name, options.layers, machine)]
         lines = [
             ["graph", "gathered", "forward ms", "backward ms", "step ms", "peak GiB", "gathers"]
         ]
