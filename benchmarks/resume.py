@@ -1,0 +1,175 @@
+"""The training script under ``torchrun``, with a rank killed, and from eager FSDP2's checkpoint.
+
+    python -m benchmarks.resume                            # 2 and 4 ranks, Inductor
+    python -m benchmarks.resume --ranks 2 --json out.json
+
+On each number of ranks ``python -m torch_ext_bucketing.examples.train`` runs
+
+- ``whole``: from start to end;
+- ``restarted``: the last rank is killed (SIGKILL) when step 4 is printed, after the checkpoint of
+  step 3; ``torchrun --max-restarts 1`` ends the others and starts all again;
+- ``started again``: the same without a restart, then the same command once more;
+- ``from eager``: under eager FSDP2 up to step 3, then the command of ``whole``.
+
+The weights of every rank must be those of ``whole``, but for ``from eager``: Inductor's kernels do
+not round as eager's do, so that the first three steps are others; there the run has to end, and all
+must go on from the checkpoint of step 3.
+
+Exit status: 0, or 1 if anything was otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEPS, SAVED, KILLED = 6, 3, 4
+LIMIT_S = 900
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.resume",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--compiler", default="inductor", choices=("inductor", "aot_eager"))
+    parser.add_argument("--json", type=Path, help="also write the results here, a .txt beside it")
+    args = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    for ranks in args.ranks:
+        with tempfile.TemporaryDirectory() as name:
+            for way in ("whole", "restarted", "started again", "from eager"):
+                began = time.monotonic()
+                row = run(way, ranks, args.compiler, Path(name) / way.replace(" ", "-"))
+                row |= {"way": way, "ranks": ranks}
+                row["seconds"] = round(time.monotonic() - began)
+                rows.append(row)
+                print(f"{ranks} ranks, {way}: {row}", file=sys.stderr, flush=True)
+    document = {
+        "command": " ".join(["python -m benchmarks.resume", *(argv or sys.argv[1:])]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "compiler": args.compiler,
+        "rows": rows,
+    }
+    text, well = table(document)
+    print(text, end="")
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        args.json.with_suffix(".txt").write_text(text)
+    return 0 if well else 1
+
+
+def run(way: str, ranks: int, compiler: str, folder: Path) -> dict[str, Any]:
+    """Train in one way: what each start printed, in short."""
+    whole = ["--steps", str(STEPS), "--compiler", compiler]
+    if way == "whole":
+        starts = [start(ranks, folder, whole)]
+    elif way == "restarted":
+        starts = [start(ranks, folder, whole, kill=True, restarts=1)]
+    elif way == "started again":
+        starts = [start(ranks, folder, whole, kill=True), start(ranks, folder, whole)]
+    else:
+        starts = [start(ranks, folder, ["--steps", str(SAVED), "--eager"])]
+        starts += [start(ranks, folder, whole)]
+    last = starts[-1]["text"]
+    return {
+        "ended": [s["ended"] for s in starts],
+        "going on from": [int(n) for n in re.findall(r"going on from \S*/(\d+)\b", last)],
+        "weights": [w for _, w in sorted(re.findall(r"rank (\d+): weights (\w+)", last))],
+        "loss": re.findall(r"held-out loss ([\d.]+)", last)[-1:],
+        "text": "" if last and starts[-1]["ended"] == 0 else last[-4000:],
+    }
+
+
+def start(
+    ranks: int, folder: Path, options: Sequence[str], kill: bool = False, restarts: int = 0
+) -> dict[str, Any]:
+    """One ``torchrun`` to its end, the last rank killed once if asked for."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    command += ["-m", "torch_ext_bucketing.examples.train", "--folder", str(folder)]
+    command += ["--save-every", str(SAVED), "--layers", "2", *options]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryFile("w+") as out:
+        began = time.monotonic()
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
+        try:
+            while process.poll() is None:
+                if time.monotonic() - began > LIMIT_S:
+                    return {"ended": "STUCK", "text": read(out)}
+                if kill and f"step {KILLED} of" in read(out):
+                    os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
+                    kill = False
+                time.sleep(0.01)
+            return {"ended": process.returncode, "text": read(out)}
+        finally:
+            process.kill()  # the agent's end is that of its ranks
+            process.wait()
+
+
+def read(file: Any) -> str:
+    file.seek(0)
+    return str(file.read())
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The agent's processes that train, in the order of their ranks."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    found = []
+    for child in children:
+        with open(f"/proc/{child}/cmdline") as file:
+            if "torch_ext_bucketing.examples.train" in file.read().split("\0"):
+                found.append(int(child))
+    return found
+
+
+def table(document: dict[str, Any]) -> tuple[str, bool]:
+    """A line for each run, and whether all is well."""
+    lines = [
+        f"{document['date']}, torch {document['torch']}, Python {document['python']}, "
+        f"{document['compiler']}",
+        f"command: {document['command']}",
+        "",
+        f"{'ranks':>5}  {'run':15}{'ended with':12}{'going on from':15}{'held-out':>9}{'s':>6}  "
+        "weights on all ranks",
+    ]
+    well = True
+    for row in document["rows"]:
+        whole = next(r for r in document["rows"] if r["ranks"] == row["ranks"])
+        ended = len(row["weights"]) == row["ranks"] and row["ended"][-1] == 0
+        same = row["weights"] == whole["weights"]
+        from_steps = [] if row["way"] == "whole" else [SAVED]
+        ok = ended and row["going on from"] == from_steps and same == (row["way"] != "from eager")
+        well &= ok
+        said = "the same" if same else "others" if ended else "MISSING"
+        lines.append(
+            f"{row['ranks']:5}  {row['way']:15}{', '.join(map(str, row['ended'])):12}"
+            f"{', '.join(map(str, row['going on from'])):15}{''.join(row['loss']):>9}"
+            f"{row['seconds']:6}  {said}{'' if ok else ': NOT AS EXPECTED'}"
+        )
+        if not ok:
+            lines += row["text"].splitlines()
+    return "\n".join(lines) + "\n", well
+
+
+if __name__ == "__main__":
+    sys.exit(main())
