@@ -1,10 +1,10 @@
-"""Break the newest series on purpose, one fault at a time, and print which of its tests notices.
+"""Break the installed torch's series on purpose, one fault at a time; print which test notices.
 
     python torch_patches/mutants.py [NAME ...]
 
 Each mutant is one replacement in torch's sources with the series applied, run in a torch of
-symbolic links; the installed torch (of the newest series' minor version) is not written to. The
-exit status is 1 where a mutant survives, or where its text is no longer found.
+symbolic links; the installed torch is not written to. The exit status is 1 where a mutant survives,
+or where its text is no longer found.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SERIES = max(HERE.glob("[0-9]*"), key=lambda f: tuple(map(int, f.name.split("."))))
 TEST = "test/distributed/test_bucketing_hooks.py"
 BUCKETING = "torch/_inductor/fx_passes/bucketing.py"
 FSDP = "torch/_inductor/fx_passes/fsdp.py"
 CODECACHE = "torch/_inductor/codecache.py"
 OVERLAP = "torch/_inductor/fx_passes/overlap_scheduling.py"
 
+# Of code that older torches don't have.
+ONLY_IN_2_15 = ("look below pads across a write", "unpack into memory without an edge")
+
 # name: (file, text, what it becomes, tests to run: those for the mutated part)
 MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "swap two keys": (
         BUCKETING,
-        "if can_pack(order := sorted(nodes, key=lambda node: _payload_keys[node][1])):",
-        "order = sorted(nodes, key=lambda node: _payload_keys[node][1])\n"
-        "    order[:2] = order[1::-1]\n"
-        "    if can_pack(order):",
+        "sorted(range(len(nodes)), key=keys.__getitem__)]",
+        "sorted(range(len(nodes)), key=keys.__getitem__)]\n    order[:2] = order[1::-1]",
         "test_kinds_and_modes",
     ),
     "give every group the first group's cap": (
@@ -49,7 +49,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "look below casts across a write": (
         BUCKETING,
-        'if inp.op == "call_function" and num_writes_before[inp] != region:',
+        'if inp.op == "call_function" and num_writes[inp] != region:',
         'if inp.op == "never":',
         "test_casts_before_a_write",
     ),
@@ -73,7 +73,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "ask keys late": (
         OVERLAP,
-        "        ask_payload_keys_early(gm.graph.nodes, bucket_mode or _default_bucket_mode())",
+        "        ask_payload_keys_early(gm.graph.nodes, bucket_mode)",
         "        pass",
         "test_errors_leave",
     ),
@@ -91,25 +91,25 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "forget a merged bucket's place": (
         BUCKETING,
-        "_payload_keys.update(dict.fromkeys(new_nodes, (unknown or asked)[0]))",
-        "_payload_keys.update(dict.fromkeys(new_nodes, asked[-1]))",
+        "first = min(asked, key=lambda key: key[1] is not None)",
+        "first = asked[-1]",
         "test_merged_again",
     ),
     "sort what is not packed": (
         BUCKETING,
-        'lambda nodes: mode != "coalesced"',
-        "lambda nodes: True",
+        "if is_packed and not any(",
+        "if not any(",
         "test_coalesced",
     ),
     "pack what can't be viewed": (
         BUCKETING,
-        "_payload_order(ag_nodes, can_view)",
-        "_payload_order(ag_nodes)",
+        "if is_packed and not any(map(operator.mod, ends, widths[1:])):",
+        "if is_packed:",
         "test_an_order_that",
     ),
     "decide the groups again": (
         FSDP,
-        "if group_filter is None or decided[0] is group_filter:",
+        'if group_filter is None or "fsdp_groups" in gm.meta:',
         "if group_filter is None:",
         "test_decides_for",
     ),
@@ -122,9 +122,33 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "forget the last bucket of a key": (
         BUCKETING,
         "            buckets.append(cur_bucket)\n"
-        "            reachability.merge_starts(cur_bucket)\n    ask",
-        "            buckets.append(cur_bucket)\n    ask",
+        "            reachability.merge_starts(cur_bucket)\n    for",
+        "            buckets.append(cur_bucket)\n    for",
         "test_buckets_that_would",
+    ),
+    "take the graph for sorted": (
+        BUCKETING,
+        "        graph_nodes = topo_sort(graph_nodes)",
+        "        pass",
+        "test_dependent_scatters",
+    ),
+    "sort half of a bucket": (
+        BUCKETING,
+        "    if None in keys:\n        return nodes\n",
+        "    if keys[0] is None:\n        return nodes\n    keys = [key or 0 for key in keys]\n",
+        "test_ties_and_unknown",
+    ),
+    "ask about tensor parallelism in pre-bucketing": (
+        FSDP,
+        'in fsdp_groups or not (chosen or kind == "all_reduce"))',
+        "in fsdp_groups or not chosen)",
+        "test_every_road",
+    ),
+    "take a group's name for groups": (
+        FSDP,
+        " or isinstance(chosen, str):",
+        ":",
+        "FsdpGroupFilterTest.test_errors_leave",
     ),
     "ask in one direction": (
         BUCKETING,
@@ -172,13 +196,14 @@ def main() -> int:
     import torch
 
     site = Path(torch.__file__).resolve().parent.parent
-    if not torch.__version__.startswith(SERIES.name):
-        raise SystemExit(f"these mutants are of series {SERIES.name}, not of {torch.__version__}")
-    names = sys.argv[1:] or list(MUTANTS)
-    unknown = [name for name in names if name not in MUTANTS]
-    if unknown:
-        raise SystemExit(f"no mutants: {unknown}; there are {list(MUTANTS)}")
-    patches = sorted(SERIES.glob("*.patch"))
+    series = HERE / ".".join(torch.__version__.split(".")[:2])
+    if len(list(series.glob("*.patch"))) != 5:
+        raise SystemExit(f"there are no mutants for torch {torch.__version__}")
+    there = [m for m in MUTANTS if series.name == "2.15" or m not in ONLY_IN_2_15]
+    names = sys.argv[1:] or there
+    if unknown := [name for name in names if name not in there]:
+        raise SystemExit(f"no mutants: {unknown}; there are {there}")
+    patches = sorted(series.glob("*.patch"))
     text = "".join(p.read_text(encoding="utf-8") for p in patches)
     paths = sorted(set(re.findall(r"^\+\+\+ b/(torch/.+)$", text, re.MULTILINE)))
     survived = []
