@@ -2,7 +2,7 @@
 
     python -m benchmarks.keep                               every model, prints tables
     python -m benchmarks.keep --only 'llama3_8b_*' --json out.json
-    python -m benchmarks.keep --random 200                  against every choice there is
+    python -m benchmarks.keep --random 200 --units 8        against every choice there is
 
 For each model of :mod:`.graphs` the joint graph is put together again from its forward and backward
 graphs, and ``ReshardAfterForward(keep="auto")`` chooses for bounds of 1.0 to 2.0 times the peak
