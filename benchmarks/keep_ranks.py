@@ -1,0 +1,175 @@
+"""Four real ranks: a choice of what stays gathered, against eager FSDP2 that keeps the same units.
+
+    python -m benchmarks.keep_ranks                         a minute on idle cores
+    python -m benchmarks.keep_ranks --json out.json
+
+The demo's model trains on ranks of a ring group (see :mod:`torch_ext_bucketing.ring`), compiled
+with ``ReshardAfterForward(keep="auto")``, ``BucketUnits`` and ``Schedule``; and as eager FSDP2,
+``reshard_after_forward=False`` on the units that were kept. Compared are
+
+- the bits of losses and weights after some steps;
+- the collectives of a step, as the profiler counts them, with the plan;
+- the largest number of bytes that the allocator of rank 0 holds in a step, as the profiler reports
+  them, above what it held before the model was made, with the estimated peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing.demo.model import ModelConfig, Transformer
+from torch_ext_bucketing.demo.ranks import Rank, run_ranks
+from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+
+WORLD = 4
+STEPS = 5
+CONFIG = ModelConfig(vocab=512, dim=256, layers=4, hidden=768, max_seq=64)
+BATCH = 2
+UNITS = [["embed"], *([f"blocks.{i}"] for i in range(CONFIG.layers)), ["norm", "output"]]
+
+
+def _model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(CONFIG)
+
+
+def _tokens(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(CONFIG.vocab, (BATCH, CONFIG.max_seq), generator=generator)
+
+
+def _train(run: Any, parameters: Any, rank: int, steps: int, first: int = 0) -> list[float]:
+    """Plain gradient descent, without momentum: the optimizer holds nothing."""
+    losses = []
+    for step in range(first, first + steps):
+        loss = run(_tokens(rank, step)).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        del loss
+        with torch.no_grad():
+            for p in parameters:
+                p.sub_(p.grad, alpha=0.1)
+                p.grad = None
+    return losses
+
+
+def _weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name.replace("_orig_mod.", ""): getattr(p, "_local_tensor", p).detach().clone()
+        for name, p in module.named_parameters()
+    }
+
+
+def _profiled(run: Any) -> tuple[dict[str, int], int]:
+    """Collectives by kind, and the most bytes allocated, over what was at the start."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        run()
+    counts: dict[str, int] = {}
+    for event in profile.events():
+        for kind in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            if event.name.startswith(f"_c10d_functional::{kind}"):
+                counts[kind] = counts.get(kind, 0) + 1
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = most = 0
+    for _, nbytes in memory:
+        held += nbytes
+        most = max(most, held)
+    return counts, most
+
+
+def _rank(rank: Rank, ratio: float) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    teb.init_ring_process_group(rank.rank, rank.world_size, init_method=f"file://{rank.store_path}")
+    try:
+        return _compare(rank.rank, ratio)
+    finally:
+        dist.destroy_process_group()
+
+
+def _compare(rank: int, ratio: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ours = data_parallel(_model(), mesh)
+    order = teb.FSDPParamOrder.from_model(ours, units=UNITS)
+    reshard = teb.ReshardAfterForward("auto", memory=teb.PeakMemory(ratio=ratio))
+    backend = teb.backend(
+        "aot_eager",
+        [teb.CombineUses(), reshard, teb.BucketUnits(order), teb.Schedule(teb.Overlap())],
+        ours,
+    )
+    compiled = torch.compile(ours, backend=backend)
+    losses = _train(compiled, list(ours.parameters()), rank, STEPS)
+    weights = _weights(ours)
+    choice = reshard.last_choice
+    assert choice is not None
+    parameters = list(ours.parameters())
+    inputs = sum(p._local_tensor.nbytes for p in parameters)  # type: ignore[attr-defined]
+    counts, above = _profiled(lambda: _train(compiled, parameters, rank, 1, STEPS))
+    buffers = sum(b.nbytes for b in ours.buffers())
+    tokens = _tokens(0, 0).nbytes
+
+    kept = {int(n.split(".")[1]) for n in choice.kept if n.startswith("blocks.")}
+    last = any("output" in n for n in choice.kept)
+    eager = _model()
+    for i, block in enumerate(eager.blocks):
+        fully_shard(block, mesh=mesh, reshard_after_forward=i not in kept)
+    fully_shard(eager.embed, mesh=mesh)
+    fully_shard([eager.norm, eager.output], mesh=mesh, reshard_after_forward=not last)
+    fully_shard(eager, mesh=mesh)
+    expected = _train(eager, list(eager.parameters()), rank, STEPS)
+    same = losses == expected and all(
+        torch.equal(weights[name], value) for name, value in _weights(eager).items()
+    )
+    gathers = sum(r.collectives_after.get("all_gather", 0) for r in backend.last_report().graphs)
+    return {
+        "kept": list(choice.kept),
+        "units": len(choice.units),
+        "same_bits": same,
+        "planned_gathers": len(UNITS) + len(choice.units) - len(choice.kept),
+        "gathers_in_graphs": gathers,
+        "counts": counts,
+        "estimated_peak": max(s.peak_bytes[1] for s in backend.last_report().schedules),
+        "estimate_of_choice": choice.peak_bytes[1],
+        "bound": choice.bound_bytes,
+        "measured_peak": inputs + buffers + tokens + above,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status: 1 where something differs."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.keep_ranks", description=(__doc__ or "").split("\n\n", 1)[0]
+    )
+    parser.add_argument("--world", type=int, default=WORLD, metavar="N", help="ranks")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[1.02, 1.06, 2.0])
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    args = parser.parse_args(arguments)
+    found = []
+    for ratio in args.ratios:
+        by_rank = run_ranks(_rank, args.world, ratio, timeout_s=600)
+        first = by_rank[0]
+        first["ratio"] = ratio
+        first["same_bits"] = all(r["same_bits"] for r in by_rank)
+        first["same_choice"] = all(r["kept"] == first["kept"] for r in by_rank)
+        first["measured_over_estimate"] = first["measured_peak"] / first["estimate_of_choice"]
+        found.append(first)
+        print(json.dumps(first), flush=True)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
+    good = all(r["same_bits"] and r["same_choice"] for r in found)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
