@@ -27,6 +27,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Literal
 
+from .code_cache import compile_cached
 from .errors import HooksError, HooksWarning, ImportedTooEarlyError, SeriesError
 from .journal import Journal, load_journal, sha256, source_digest
 from .live import LIVE_MODULES, Action, cache_lines, memory_name, plan_update
@@ -72,7 +73,8 @@ class _Served:
 class PatchedLoader(importlib.machinery.SourceFileLoader):
     """Loads one module from patched source; its file on disk is neither read nor written.
 
-    Byte code is compiled once per process: the ``.pyc`` file belongs to the original.
+    Byte code is kept elsewhere (:mod:`.patching.code_cache`): the ``.pyc`` file belongs to the
+    original.
     """
 
     def __init__(self, served: _Served) -> None:
@@ -258,7 +260,7 @@ def _compile(
         file = str(tree.path(path))
         after = _with_digest(change.after, digest) if path == CONFIG_PATH else change.after
         try:
-            code = compile(after, memory_name(file), "exec", dont_inherit=True)
+            code = compile_cached(after, memory_name(file))
         except (SyntaxError, ValueError) as error:
             raise SeriesError(
                 f"series {series.name} gives a {path} that does not compile: {error}"

@@ -13,7 +13,7 @@ Everything is bytes: a source file's encoding and line endings are none of our b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .errors import PatchDoesNotApplyError, SeriesError
@@ -226,13 +226,17 @@ def _places(lines: list[bytes], hunk: Hunk, expected: int, earliest: int) -> lis
     """
     last = len(lines) - len(hunk.before)
     if hunk.old_start <= 1:
-        candidates: Iterable[int] = [0] if earliest == 0 else []
+        candidates: Sequence[int] = [0] if earliest == 0 else []
     else:
         candidates = range(earliest, last + 1)
-    fits = [at for at in candidates if at <= last and _matches(lines, at, hunk.before)]
-    if hunk.trailing_context == 0:
-        fits = [at for at in fits if at == last]
-    return [expected] if expected in fits else fits
+
+    def fits(at: int) -> bool:
+        at_end = at == last if hunk.trailing_context == 0 else at <= last
+        return at_end and _matches(lines, at, hunk.before)
+
+    if expected in candidates and fits(expected):  # so it is in almost every import
+        return [expected]
+    return [at for at in candidates if fits(at)]
 
 
 def _first_difference(lines: list[bytes], hunk: Hunk, expected: int, earliest: int) -> str:
