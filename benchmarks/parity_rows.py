@@ -75,8 +75,8 @@ class Row:
 
 
 _TITAN: dict[str, Any] = {"client": "torchtitan"}
-_MODEL: dict[str, Any] = {"client": "torchtitan's model", "chunk_bytes": 4096, "layers": 2}
-_TRAINER: dict[str, Any] = {**_MODEL, "client": "torchtitan's trainer"}
+_MODEL: dict[str, Any] = {"client": "torchtitan's model", "chunk_bytes": 4096}
+_TRAINER: dict[str, Any] = {**_MODEL, "client": "torchtitan's trainer", "layers": 2}
 
 ROWS: tuple[Row, ...] = (
     Row("torchtitan/fully_shard", **_TITAN),
