@@ -247,9 +247,11 @@ def test_a_wait_is_filled_with_what_needs_no_computation():
         return [names[i] for i in list_schedule(model, options)]
 
     first, launch, wait, late, *products = names
-    assert order(Options()) == [first, launch, late, wait, *products]
-    assert Timeline.of(model, list_schedule(model, Options())).exposed_ms == pytest.approx(1.0)
-    assert order(Options(limit_bytes=1)) == [first, launch, wait, products[0], late, products[1]]
+    wide = Options(window=8)
+    assert order(wide) == [first, launch, late, wait, *products]
+    assert Timeline.of(model, list_schedule(model, wide)).exposed_ms == pytest.approx(1.0)
+    late_again = [first, launch, wait, products[0], late, products[1]]
+    assert order(Options(window=8, limit_bytes=1)) == order(Options(window=0)) == late_again
 
 
 def test_runs_between_reduce_scatters_are_capped():

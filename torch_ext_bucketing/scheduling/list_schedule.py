@@ -7,8 +7,9 @@ Nodes are of three sorts:
   parameter's gather) is prefetched: a number of buckets ahead, or earlier when its stream would
   not be done in time, as far as memory allows.
 - *lazy* nodes: waits, views, and what needs no computation, such as the unpacking of a gathered
-  bucket. They come right before the first node that uses them, or earlier where kernels would have
-  to wait for communication; one that nothing uses comes as soon as what it needs is there.
+  bucket. They come right before the first node that uses them; with a window, also where kernels
+  would have to wait for communication, if they need none themselves. One that nothing uses comes
+  as soon as what it needs is there.
 - *kernels*, all others. They follow the order of the graph, except that one which would have to
   wait for communication lets others go first, and that within ``window`` compute nodes the kernel
   with the longest remaining path, the critical one, has priority.
@@ -96,13 +97,12 @@ class _Shape:
             group = model.group[i]
             if group is not None and self.source[i]:
                 self.gathers.setdefault(group, []).append(i)
-        # Lazy nodes that take time, in the order of their use.
+        # Lazy nodes that take time and need no collective, in the order of their use.
+        given = [False] * size
+        for i, mine in enumerate(needs):
+            given[i] = self.source[i] and model.group[i] is None and all(given[j] for j in mine)
         self.fillers = sorted(
-            (
-                i
-                for i in range(size)
-                if self.lazy[i] and model.ms[i] and self.first_use[i] < len(self.kernels)
-            ),
+            (i for i in range(size) if given[i] and self.lazy[i] and model.ms[i]),
             key=lambda i: (self.first_use[i], i),
         )
         self.latest = self._latest_starts(model)
@@ -199,7 +199,7 @@ class _Scheduler:
         self.missing = [len(n) for n in self.needs]  # needs that are neither done nor available
         self.available = [False] * size
         self.ready: list[int] = []  # kernels whose needs are done or available, by number
-        self.pending: dict[int, list[int]] = {}  # of what may come next: starts that it waits for
+        self.pending: dict[int, list[int]] = {}  # of a ready kernel: starts that it waits for
         self.to_launch: list[int] = []
         self.in_flight: list[int] = []  # reductions whose wait is still to come
         self.unwaited: list[int] = []  # all collectives that have one to come, and some others
@@ -434,13 +434,14 @@ class _Scheduler:
             return True
         return self._fits(gather, use)
 
-    def _fits(self, gather: int, use: int) -> bool:
+    def _fits(self, node: int, use: int) -> bool:
+        """Whether there is room for what a gather or another early node makes, until its use."""
         limit = self.options.limit_bytes
         if limit is None:
             return True
         liveness, profile = self.model.liveness, self.shape.live
-        added = sum(liveness.size[s] for s in liveness.allocates[gather])
-        for need in self.needs[gather]:
+        added = sum(liveness.size[s] for s in liveness.allocates[node])
+        for need in self.needs[node]:
             if not self.done[need]:
                 added += sum(liveness.size[s] for s in liveness.allocates[need])
         if self.live.now + added > limit:
@@ -495,6 +496,8 @@ class _Scheduler:
 
     def _fill(self, kernel: int) -> bool:
         """Whether there was a lazy node to place in the time that ``kernel`` would have to wait."""
+        if not self.options.window:  # the graph's order, which holds the least memory
+            return False
         stall, shape, ms = self._stall(kernel), self.shape, self.model.ms
         if stall <= _NO_STALL_MS:
             return False
@@ -506,13 +509,7 @@ class _Scheduler:
             i = fillers[at]
             if before[shape.first_use[i]] > reach:
                 break
-            if (
-                not self.done[i]
-                and self.available[i]
-                and ms[i] <= stall
-                and not any(self.end[s] > self.now or not self.done[s] for s in self._starts_of(i))
-                and self._affordable(i)
-            ):
+            if not self.done[i] and ms[i] <= stall and self._fits(i, shape.first_use[i]):
                 self._emit(i)
                 return True
         return False
@@ -520,7 +517,10 @@ class _Scheduler:
     def _stall(self, kernel: int) -> float:
         """How long the compute stream would have to wait before ``kernel``."""
         latest = 0.0
-        for start in self._starts_of(kernel):
+        starts = self.pending.get(kernel)
+        if starts is None:
+            starts = self.pending[kernel] = self._starts_behind(kernel)
+        for start in starts:
             if self.done[start]:
                 latest = max(latest, self.end[start])
             else:
@@ -529,12 +529,6 @@ class _Scheduler:
                 begin = max(self.now, self.free.get(group, 0.0))
                 latest = max(latest, begin + self.model.ms[start])
         return latest - self.now
-
-    def _starts_of(self, node: int) -> list[int]:
-        starts = self.pending.get(node)
-        if starts is None:
-            starts = self.pending[node] = self._starts_behind(node)
-        return starts
 
     def _starts_behind(self, kernel: int) -> list[int]:
         found, seen, stack = [], {kernel}, [kernel]
