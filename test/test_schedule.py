@@ -239,18 +239,22 @@ def test_a_wait_is_filled_with_what_needs_no_computation():
     gathered = b.start("all_gather", b.mm(half, w), "activation")
     table = b.graph.call_function(_aten.sin.default, (x,))
     table.meta["val"] = x.meta["val"]
-    gm = b.finish([b.mm(b.mm(gathered, w), table)])
+    product = b.mm(b.mm(gathered, w), table)
+    aside = b.graph.call_function(_aten.cos.default, (half,))  # leads to no kernel
+    aside.meta["val"] = half.meta["val"]
+    gm = b.finish([product, b.start("all_gather", aside)])
     model = model_of(gm.graph, replace(machine(collective_ms=2.0), kernel_ms=1.0))
     names = [n.name for n in model.dependencies.nodes]
 
     def order(options: Options) -> list[str]:
         return [names[i] for i in list_schedule(model, options)]
 
-    first, launch, wait, late, *products = names
+    first, launch, wait, late, second, third, *rest = names
     wide = Options(window=8)
-    assert order(wide) == [first, launch, late, wait, *products]
-    assert Timeline.of(model, list_schedule(model, wide)).exposed_ms == pytest.approx(1.0)
-    late_again = [first, launch, wait, products[0], late, products[1]]
+    assert order(wide) == [first, launch, late, wait, second, third, *rest]
+    exposed = [Timeline.of(model, list_schedule(model, o)).exposed_ms for o in (Options(), wide)]
+    assert exposed == pytest.approx([4.0, 3.0])  # 2 at the end
+    late_again = [first, launch, wait, second, late, third, *rest]
     assert order(Options(window=8, limit_bytes=1)) == order(Options(window=0)) == late_again
 
 

@@ -102,7 +102,14 @@ class _Shape:
         for i, mine in enumerate(needs):
             given[i] = self.source[i] and model.group[i] is None and all(given[j] for j in mine)
         self.fillers = sorted(
-            (i for i in range(size) if given[i] and self.lazy[i] and model.ms[i]),
+            (
+                i
+                for i in range(size)
+                if given[i]
+                and self.lazy[i]
+                and model.ms[i]
+                and self.first_use[i] < len(self.kernels)
+            ),
             key=lambda i: (self.first_use[i], i),
         )
         self.latest = self._latest_starts(model)
