@@ -31,7 +31,7 @@ from torch_ext_bucketing.scheduling.merged_model import merged_model
 from torch_ext_bucketing.scheduling.model import Model, model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
-from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound
+from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound, path_bound
 from torch_ext_bucketing.tagging.tags import tag_of
 
 # Kernels that take longer the more they move, however little that is.
@@ -92,7 +92,9 @@ def test_times_are_those_of_the_merged_graph(seed, size, cap):
     assert ours.step_ms == pytest.approx(theirs.step_ms)
     assert ours.compute_ms == pytest.approx(theirs.compute_ms)
     assert ours.longest_run == theirs.longest_run
-    assert lower_bound(planned) == pytest.approx(lower_bound(merged))
+    assert path_bound(planned) == pytest.approx(path_bound(merged))
+    # Of several longest paths, each takes its own.
+    assert max(map(lower_bound, (planned, merged))) <= ours.step_ms * (1 + 1e-9)
     launched = [
         [(g, kind_of(n)) for g, n in zip(m.group, m.dependencies.nodes, strict=True) if g]
         for m in (planned, merged)

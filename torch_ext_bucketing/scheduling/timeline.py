@@ -19,6 +19,7 @@ __all__ = [
     "Timeline",
     "longest_compute_run",
     "lower_bound",
+    "path_bound",
 ]
 
 
@@ -96,9 +97,8 @@ def longest_compute_run(model: Model, order: Sequence[int]) -> int:
 
 
 def lower_bound(model: Model) -> float:
-    """Milliseconds that no order can beat: the largest of the longest path through the graph, all
-    compute, all communication of the busiest process group, and the collectives of the longest path
-    with all that has to be computed between them.
+    """Milliseconds that no order can beat: that of :func:`path_bound`, or the collectives of a
+    longest path with all that has to be computed between them.
 
     A path has one node after the other. Between two of its collectives there is more: whatever
     needs the first one's result and is needed by the second runs on the one compute stream::
@@ -106,22 +106,36 @@ def lower_bound(model: Model) -> float:
         all_to_all -> wait -> mm1 -> mul -> all_to_all      path: mm1, mul
                            `-> mm2 -----^                   between them: mm1, mm2, mul
     """
-    done, before = [0.0] * len(model), [-1] * len(model)
+    done, before = _longest_paths(model)
+    if not done:
+        return 0.0
+    path = [max(range(len(done)), key=done.__getitem__)]
+    while before[path[-1]] >= 0:
+        path.append(before[path[-1]])
+    return max(path_bound(model), _serial_ms(model, path[::-1]))
+
+
+def path_bound(model: Model) -> float:
+    """The largest of the longest path through the graph, all compute, and all communication of the
+    busiest process group, in milliseconds."""
     streams: dict[str, float] = {}
+    for i, ms in enumerate(model.ms):
+        name = model.group[i] or ""
+        streams[name] = streams.get(name, 0.0) + ms
+    return max([0.0, *_longest_paths(model)[0], *streams.values()])
+
+
+def _longest_paths(model: Model) -> tuple[list[float], list[int]]:
+    """When each node is done at the earliest, if only paths counted, and what is before it on the
+    longest one, or -1."""
+    done, before = [0.0] * len(model), [-1] * len(model)
     for i, needs in enumerate(model.dependencies.needs):
         longest = 0.0
         for j in needs:
             if done[j] > longest and model.needs_end(j, i):
                 longest, before[i] = done[j], j
         done[i] = model.ms[i] + longest
-        name = model.group[i] or ""
-        streams[name] = streams.get(name, 0.0) + model.ms[i]
-    if not done:
-        return 0.0
-    path = [max(range(len(done)), key=done.__getitem__)]
-    while before[path[-1]] >= 0:
-        path.append(before[path[-1]])
-    return max(*done, *streams.values(), _serial_ms(model, path[::-1]))
+    return done, before
 
 
 def _serial_ms(model: Model, path: Sequence[int]) -> float:
