@@ -251,7 +251,7 @@ def test_an_edited_package_misses(checkout, cold):
 @needs_unpatched_torch
 def test_an_edited_patch_series_misses(checkout, cold):
     (patch,) = (checkout.folder / "torch_patches" / MINOR).glob("0003-*.patch")
-    line = "+        # custom_ops_multidtype views each member's bytes in its dtype.\n"
+    line = "# custom_ops_multidtype views each member's bytes in its dtype.\n"
     edited = line.replace("views", "reads")
     checkout.edit(patch, line, edited)
     try:
