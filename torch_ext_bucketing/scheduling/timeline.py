@@ -112,17 +112,21 @@ def lower_bound(model: Model) -> float:
     path = [max(range(len(done)), key=done.__getitem__)]
     while before[path[-1]] >= 0:
         path.append(before[path[-1]])
-    return max(path_bound(model), _serial_ms(model, path[::-1]))
+    return max(_largest(model, done), _serial_ms(model, path[::-1]))
 
 
 def path_bound(model: Model) -> float:
     """The largest of the longest path through the graph, all compute, and all communication of the
     busiest process group, in milliseconds."""
+    return _largest(model, _longest_paths(model)[0])
+
+
+def _largest(model: Model, done: Sequence[float]) -> float:
     streams: dict[str, float] = {}
     for i, ms in enumerate(model.ms):
         name = model.group[i] or ""
         streams[name] = streams.get(name, 0.0) + ms
-    return max([0.0, *_longest_paths(model)[0], *streams.values()])
+    return max([0.0, *done, *streams.values()])
 
 
 def _longest_paths(model: Model) -> tuple[list[float], list[int]]:
