@@ -29,7 +29,10 @@ __all__ = ["MeasureError", "add_parser", "measure"]
 _DESCRIPTION = """\
 Measure the collectives of each group of a mesh, and the rates of products and copies, on whatever
 is there: NCCL with GPUs, gloo without. Start it with torchrun, one process per GPU, as the training
-will be. Rank 0 writes a file for torch_ext_bucketing.Machine.load."""
+will be. Rank 0 writes a file for torch_ext_bucketing.Machine.load.
+
+With --traces nothing is run: the file is made of a run's traces, one per rank, that torch.profiler
+wrote with record_shapes=True; what they don't tell is an H100's."""
 
 _KIB = (4, 64, 1024, 16384)
 _PRODUCT = {"cuda": 8192, "cpu": 512}
@@ -48,7 +51,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--mesh", required=True, metavar="2x4", help="sizes of the mesh dimensions")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--mesh", metavar="2x4", help="sizes of the mesh dimensions")
+    source.add_argument(
+        "--traces", nargs="+", metavar="TRACE", help="Chrome traces of all ranks, .json or .json.gz"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="with --traces (default: by host names)"
+    )
     parser.add_argument("--out", required=True, metavar="FILE", help="the file to write, JSON")
     parser.add_argument(
         "--kib", type=int, nargs="+", default=list(_KIB), metavar="N", help="sizes of the buffers"
@@ -61,6 +71,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.traces:
+        return _from_traces(args)
     try:
         mesh = _mesh_sizes(args.mesh)
         _start()
@@ -80,6 +92,19 @@ def _run(args: argparse.Namespace) -> int:
         return 1
     finally:
         dist.destroy_process_group()
+
+
+def _from_traces(args: argparse.Namespace) -> int:
+    from .scheduling.machine import Machine
+
+    try:
+        machine = Machine.from_traces(args.traces, ranks_per_node=args.ranks_per_node)
+        machine.save(args.out)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"written to {Path(args.out).resolve()}", file=sys.stderr)
+    return 0
 
 
 def _mesh_sizes(text: str) -> tuple[int, ...]:

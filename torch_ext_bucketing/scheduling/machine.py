@@ -10,11 +10,14 @@ from __future__ import annotations
 import bisect
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch.fx as fx
+
+from .kineto import RankTrace, collective_times, rates, read_trace
 
 __all__ = [
     "H100",
@@ -247,6 +250,85 @@ class Machine:
             return cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no machine: {error}") from error
+
+    @classmethod
+    def from_traces(
+        cls,
+        paths: Sequence[str | Path],
+        *,
+        ranks_per_node: int | None = None,
+        like: Machine | None = None,
+    ) -> Machine:
+        """A machine by traces of a run, of which each rank wrote one.
+
+        ``torch.profiler`` with ``record_shapes=True``, the same steps on all ranks, and
+        ``export_chrome_trace``. A collective is timed from the arrival of its last rank, without
+        the wait for it (:mod:`.kineto`); of several of one size the median counts, of several
+        groups of one shape the slowest. Times are those of the run, so collectives that ran beside
+        others share the network in them. Products and copies tell rates where they are large.
+
+        Args:
+            paths: the files, ``.json`` or ``.json.gz``.
+            ranks_per_node: as of the class; None: told by the traces' host names, which takes the
+                traces of all ranks.
+            like: what the traces don't tell is taken from it; :data:`.H100` by default.
+
+        Raises:
+            ValueError: no traces, one that is not of a distributed run, two of one rank, ranks
+                that don't show the same collectives, no collective of which all ranks are there,
+                or hosts that don't have ranks 0 to n - 1, the next n, and so on.
+            OSError: a file can't be read.
+        """
+        traces = [read_trace(path) for path in paths]
+        if not traces:
+            raise ValueError("no traces were given")
+        times, missing = collective_times(traces)
+        left_out = "; ".join(
+            f"no trace of ranks {absent} of group {list(ranks)}"
+            for ranks, absent in missing.items()
+        )
+        if not times:
+            raise ValueError(
+                f"the traces time no collective: {left_out or 'there is none in them'}"
+            )
+        if missing:
+            warnings.warn(f"groups are left out: {left_out}", stacklevel=2)
+        per_node = _ranks_per_node(traces) if ranks_per_node is None else ranks_per_node
+        found = rates(traces)
+        base = replace(
+            H100 if like is None else like,
+            name=f"traced, {traces[0].world_size} ranks",
+            ranks_per_node=per_node,
+        )
+        table: dict[tuple[str, int | Shape], dict[int, float]] = {}
+        for (kind, ranks), sizes in times.items():
+            series = table.setdefault((kind, base.shape_of(ranks)), {})
+            for nbytes, ms in sizes.items():
+                series[nbytes] = max(ms, series.get(nbytes, 0.0))
+        return replace(
+            base,
+            flops={**base.flops, **found.flops},
+            bandwidth=found.bandwidth or base.bandwidth,
+            collectives={
+                **base.collectives,
+                **{key: tuple(sorted(series.items())) for key, series in table.items()},
+            },
+        )
+
+
+def _ranks_per_node(traces: Sequence[RankTrace]) -> int:
+    hosts: dict[str, list[int]] = {}
+    for trace in traces:
+        hosts.setdefault(trace.host, []).append(trace.rank)
+    n = max(map(len, hosts.values()))
+    blocks = sorted(sorted(ranks) for ranks in hosts.values())
+    world = list(range(traces[0].world_size))
+    if blocks != [world[i : i + n] for i in range(0, len(world), n)]:
+        raise ValueError(
+            f"the traces don't tell how many ranks a node has, by host: {hosts}; give "
+            "ranks_per_node"
+        )
+    return n
 
 
 def _is_number(value: object) -> bool:
