@@ -79,9 +79,15 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "ask keys twice": (
         BUCKETING,
-        "if _payload_keys.get(node, (None,))[0] is not key_fn:",
+        "if node.meta.get(_PAYLOAD_KEY, (None,))[0] is not key_fn:",
         "if True:",
         "test_every_road",
+    ),
+    "keep keys in a global": (
+        BUCKETING,
+        "node.meta[_PAYLOAD_KEY] = (key_fn, key_fn(node))",
+        "ask_payload_keys.__dict__[node] = node.meta[_PAYLOAD_KEY] = (key_fn, key_fn(node))",
+        "test_keys_do_not_outlive",
     ),
     "ask about what no bucket can hold": (
         BUCKETING,

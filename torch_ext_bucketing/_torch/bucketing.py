@@ -125,7 +125,11 @@ def merge(
         for node in new_nodes:  # torch 2.11 takes insert_before and does not read it
             before.append(node)
             before = node
-    return [*new_nodes, *_keep_strides(graph, replacements)]
+    new_nodes = [*new_nodes, *_keep_strides(graph, replacements)]
+    for node in new_nodes:
+        # The key that this call set; copies of the graph would carry it, and the members it knows.
+        node.meta.pop("bucket_payload_key", None)
+    return new_nodes
 
 
 def torch_bucket_key(start: fx.Node) -> object:
