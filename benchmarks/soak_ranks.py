@@ -87,7 +87,7 @@ class CaseReport:
         buckets: that were merged, in all graphs.
         collectives: before and after bucketing.
         mismatches: in words.
-        kept_alive: what of the case was still referred to after it.
+        kept_alive: what of the case was still referred to after it, traced graphs among it.
         rss_bytes: resident memory after it.
         seconds: what it took.
     """
@@ -142,16 +142,25 @@ def soak_rank(rank: Rank, soak: Soak) -> None:
 
 def _one_case(case: Case, soak: Soak, mesh: DeviceMesh, rank: int) -> CaseReport:
     clock = time.perf_counter()
+    graphs = _graphs()
     report = CaseReport(case.index, case.text, soak.steps)
     watched = _run_case(case, soak, mesh, rank, report)
     torch._dynamo.reset()
     _forget_what_torch_keeps()
     gc.collect()
+    gc.collect()  # what finalizers have let go of since
     report.kept_alive = [what for what, reference in watched.items() if reference() is not None]
+    more = _graphs() - max(graphs, 1)  # Inductor keeps its last one
+    if more > 0:
+        report.kept_alive.append(f"{more} graphs")
     ctypes.CDLL(None).malloc_trim(0)
     report.rss_bytes = _resident_bytes()
     report.seconds = time.perf_counter() - clock
     return report
+
+
+def _graphs() -> int:
+    return sum(type(thing) is fx.Graph for thing in gc.get_objects())
 
 
 def _forget_what_torch_keeps() -> None:
