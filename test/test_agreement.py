@@ -82,6 +82,7 @@ def on_ranks(folder, function, world=2, environments=None, may_die=()):
     return [json.loads(r.read_text()) if r.exists() else None for r in results]
 
 
+@pytest.mark.once
 def test_ranks_that_disagree(tmp_path):
     ranks = on_ranks(tmp_path, "disagree")
     differ = (

@@ -80,6 +80,7 @@ def bytes_left(model: Model) -> int:
     return live.now
 
 
+@pytest.mark.once
 @packs_in_parts
 @given(seed=st.integers(0, 10**6), size=st.integers(2, 16), cap=st.integers(50, 3000))
 @settings(max_examples=200, deadline=None)

@@ -104,7 +104,7 @@ FIELDS = [
 @pytest.mark.parametrize(
     ("options", "cells"),
     [
-        (["--only", "uneven/2x2/aot_eager/fsdp*/bf16"], 2),
+        pytest.param(["--only", "uneven/2x2/aot_eager/fsdp*/bf16"], 2, marks=pytest.mark.once),
         pytest.param(["--only", "uneven/2x2/inductor/fsdp/bf16"], 1, marks=pytest.mark.slow),
     ],
     ids=["aot_eager", "inductor"],

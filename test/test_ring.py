@@ -807,7 +807,11 @@ def _start(world, topology, folder, seconds=400):
     return said, crash
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (4, 2)], ids=["2x1", "2x2"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((2, 1), marks=pytest.mark.once), (4, 2)],
+    ids=["2x1", "2x2"],
+)
 def ranks(request, tmp_path_factory):
     world, per_node = request.param
     topology = RingTopology(per_node, channels=4, chunk_bytes=32, nodes=2)

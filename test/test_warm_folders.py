@@ -130,6 +130,7 @@ def test_killed_while_writing(folder):
     assert len(seen) > 5, "too few of them came to write"
 
 
+@pytest.mark.slow
 def test_damaged_entries_are_compiled_anew():
     """Every entry of every cache cut in half."""
     cold, damaged, warm = run(str(CHILD), "damaged", "data_parallel")
