@@ -10,6 +10,7 @@ Before all that a machine's own ``estimate`` is asked.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -91,11 +92,30 @@ class Costs:
         group = group_name(node)
         key = (node.target, group, nbytes)
         if key not in self._known:
-            if group not in self._ranks:
-                self._ranks[group] = ranks_of(group_by_name(group))
-            ms = self.machine.network_ms(kind_of(node) or "all_to_all", self._ranks[group], nbytes)
+            ranks = self._ranks_of(group)
+            ms = self.machine.network_ms(kind_of(node) or "all_to_all", ranks, nbytes)
             self._known[key] = nccl_estimate_ms(node, nbytes) if ms is None else ms
         return self._known[key]
+
+    def _ranks_of(self, group: str) -> tuple[int, ...]:
+        if group not in self._ranks:
+            self._ranks[group] = ranks_of(group_by_name(group))
+        return self._ranks[group]
+
+    def shared_levels(self, groups: Iterable[str]) -> dict[str, str]:
+        """The network level of each group that is not the only one on it: inside nodes, or between
+        them. None where the machine does not know which ranks are on one node."""
+        if self.machine.ranks_per_node is None:
+            return {}
+        found: dict[str, list[str]] = {}
+        for group in dict.fromkeys(groups):
+            ranks = self._ranks_of(group)
+            if len(ranks) > 1:
+                _, nodes = self.machine.shape_of(ranks)
+                found.setdefault("inside nodes" if nodes == 1 else "between nodes", []).append(
+                    group
+                )
+        return {g: level for level, mine in found.items() if len(mine) > 1 for g in mine}
 
     def _estimated(self, node: fx.Node, nbytes: int | None) -> float | None:
         if self.machine.estimate is None:

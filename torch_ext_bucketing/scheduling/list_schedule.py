@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from ..graph.liveness import LiveBytes
 from .model import Model
 from .options import Options
+from .streams import Streams
 
 __all__ = [
     "first_uses",
@@ -124,10 +125,11 @@ class _Shape:
                     (self.ms_before[self.at[j]] for j in self._kernels_behind(model, i)),
                     default=0.0,
                 )
-                load.setdefault(group, []).append((produced, model.ms[i]))
+                level = model.shared.get(group, group)
+                load.setdefault(level, []).append((produced, model.ms[i]))
         latest: dict[int, float] = {}
         for group, gathers in self.gathers.items():
-            others = sorted(load.get(group, []))
+            others = sorted(load.get(model.shared.get(group, group), []))
             bound = self.total_ms
             for i in reversed(gathers):
                 use = self.first_use[i]
@@ -213,8 +215,8 @@ class _Scheduler:
         self.wait_of = {s: i for i, s in enumerate(model.start_of) if s >= 0}
         self.live = LiveBytes(model.liveness)
         self.now = 0.0
-        self.end = [0.0] * size
-        self.free: dict[str, float] = {}
+        self.streams = Streams(model.group, model.ms, model.shared)
+        self.end = self.streams.end
         self.next_gather = dict.fromkeys(self.shape.gathers, 0)
         self.next_filler = 0
         self.head = 0
@@ -304,10 +306,8 @@ class _Scheduler:
         for gate in self.gates:
             gate.placed(i)
         self.live.run(i)
-        group = model.group[i]
-        if group is not None:
-            begin = max(self.now, self.free.get(group, 0.0))
-            self.end[i] = self.free[group] = begin + model.ms[i]
+        if model.group[i] is not None:
+            self.streams.launch(i, self.now)
             if not self.shape.source[i]:
                 self.in_flight.append(i)
             if i in self.wait_of:
@@ -531,10 +531,7 @@ class _Scheduler:
             if self.done[start]:
                 latest = max(latest, self.end[start])
             else:
-                group = self.model.group[start]
-                assert group is not None
-                begin = max(self.now, self.free.get(group, 0.0))
-                latest = max(latest, begin + self.model.ms[start])
+                latest = max(latest, self.streams.would_end(start, self.now))
         return latest - self.now
 
     def _starts_behind(self, kernel: int) -> list[int]:

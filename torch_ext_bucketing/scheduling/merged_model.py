@@ -249,6 +249,7 @@ class _Rewritten:
             shard_side=self._old.shard_side,
             members=self._members,
             hints=self._costs.hints,
+            shared=self._old.shared,
         )
 
     def _merged_casts(self) -> dict[int, tuple[int, ...]]:

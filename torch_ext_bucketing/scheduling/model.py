@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch.fx as fx
@@ -50,6 +50,7 @@ def model_of(
         view=[is_view(n) for n in nodes],
         shard_side=liveness.shard_side,
         hints=costs.hints,
+        shared=costs.shared_levels(dependencies.group.values()),
     )
 
 
@@ -92,6 +93,7 @@ class Model:
         shard_side: what :mod:`.graph.uneven` finds in the graph.
         members: of a bucket that is only planned, by the place of its start: the starts in it.
         hints: what sizes that depend on data were taken as.
+        shared: the network level of each group that is not alone on its level.
     """
 
     dependencies: Precedence
@@ -105,6 +107,7 @@ class Model:
     shard_side: ShardSide
     members: dict[int, tuple[fx.Node, ...]] = field(default_factory=dict)
     hints: SizeHints = field(default_factory=SizeHints)
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.ms)

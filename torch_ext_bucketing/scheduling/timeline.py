@@ -1,8 +1,8 @@
 """What an order costs: when each node runs, on one compute stream and one stream per process group.
 
 The CPU is taken to run ahead, so kernels start when their stream and their inputs are ready. A
-collective starts when its group's stream is free and the compute stream has come to it; a wait
-holds the compute stream until its collective is done::
+collective starts when its group's stream is free and the compute stream has come to it
+(:mod:`.streams`); a wait holds the compute stream until its collective is done::
 
     compute    mm   cat   mm  mm  |exposed| wait  mm
     group 0              [ reduce_scatter ]
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .model import Model
+from .streams import Streams
 
 __all__ = [
     "Timeline",
@@ -54,14 +55,12 @@ class Timeline:
     def of(model: Model, order: Sequence[int] | None = None) -> Timeline:
         """The timeline of ``order``; of the graph's own when None."""
         order = range(len(model)) if order is None else order
-        begin, end = [0.0] * len(model), [0.0] * len(model)
-        free: dict[str, float] = {}
+        streams = Streams(model.group, model.ms, model.shared)
+        begin, end = streams.begin, streams.end
         now = busy = 0.0
         for i in order:
-            group = model.group[i]
-            if group is not None:
-                begin[i] = max(now, free.get(group, 0.0))
-                end[i] = free[group] = begin[i] + model.ms[i]
+            if model.group[i] is not None:
+                streams.launch(i, now)
                 continue
             start = model.start_of[i]
             if start >= 0 and end[start] > now:
@@ -70,7 +69,7 @@ class Timeline:
             now += model.ms[i]
             busy += model.ms[i]
             end[i] = now
-        step = max([now, *free.values()])
+        step = max(now, streams.last_end())
         live = model.liveness.profile(order)
         return Timeline(
             tuple(order),
@@ -117,7 +116,7 @@ def lower_bound(model: Model) -> float:
 
 def path_bound(model: Model) -> float:
     """The largest of the longest path through the graph, all compute, and all communication of the
-    busiest process group, in milliseconds."""
+    busiest process group, or network level where groups share one, in milliseconds."""
     return _largest(model, _longest_paths(model)[0])
 
 
@@ -125,6 +124,7 @@ def _largest(model: Model, done: Sequence[float]) -> float:
     streams: dict[str, float] = {}
     for i, ms in enumerate(model.ms):
         name = model.group[i] or ""
+        name = model.shared.get(name, name)
         streams[name] = streams.get(name, 0.0) + ms
     return max([0.0, *done, *streams.values()])
 
