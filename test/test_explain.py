@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.explain import ExplainError, explain
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.scheduling.machine import Machine
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 HERE = f"{__name__}"
@@ -105,6 +106,52 @@ def test_bad_options(capsys):
         assert stop.value.code == 2
     assert main(["explain", "nowhere:f"]) == 1
     assert "no module is named 'nowhere'" in capsys.readouterr().err
+
+
+def routed():
+    """Products of as many rows as the data say."""
+
+    class Routed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(64, 256, bias=False)
+            self.down = torch.nn.Linear(256, 64, bias=False)
+
+        def forward(self, x):
+            rows = torch.nonzero(x[:, 0]).squeeze(1)
+            return self.down(self.up(x[rows])).sum()
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return data_parallel(Routed(), mesh), torch.ones(8, 64)
+
+
+def test_times_of_a_machine_and_of_sizes_that_depend_on_data(tmp_path, capsys):
+    slow = tmp_path / "machine.json"
+    Machine(flops={"float32": 1e6}, bandwidth=1e18).save(slow)
+    steps = {}
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for rows in (3, 7):
+            torch._dynamo.reset()
+            command = ["explain", f"{HERE}:routed", "--world-size", "2", "--overlap", "--brief"]
+            out = tmp_path / "report.json"
+            command += ["--machine", str(slow), "--size-hint", str(rows), "--json", str(out)]
+            assert main(command) == 0
+            assert f"as given: {rows} for u0" in capsys.readouterr().out
+            steps[rows] = json.loads(out.read_text())["schedules"][0]["step_ms"][1]
+    # up and down, each 2 x 64 x 256 operations per row, at 1e6 a second
+    flops_ms = {rows: 2 * rows * 2 * 64 * 256 / 1e6 * 1e3 for rows in steps}
+    assert steps == pytest.approx(flops_ms, rel=1e-3)
+
+    for argv, says in (
+        (["--machine", str(slow)], "--machine: nothing is estimated without --overlap"),
+        (["--size-hint", "-1", "--overlap"], "--size-hint: must be at least 0"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["explain", *argv])
+        assert says in capsys.readouterr().err
+    (tmp_path / "none.json").write_text("{}")
+    assert main(["explain", "--overlap", "--machine", str(tmp_path / "none.json")]) == 1
+    assert "--machine: " in capsys.readouterr().err
 
 
 def test_a_process_group_of_someone_else(fake_world):

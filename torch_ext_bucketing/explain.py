@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch.nn as nn
 
+    from .graph.size_hints import GivenHints
     from .passes.base import GraphPass
     from .reports.compile import CompileReport
+    from .scheduling.machine import Machine
     from .scheduling.trace import Drawn
 
 __all__ = ["ExplainError", "add_parser", "explain"]
@@ -86,6 +88,19 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "saves; --plot draws time and memory over the bound",
     )
     parser.add_argument(
+        "--machine",
+        type=Path,
+        metavar="FILE",
+        help="times of --overlap, --keep-gib, --trace and --plot: a file that measure wrote "
+        "(default: an H100)",
+    )
+    parser.add_argument(
+        "--size-hint",
+        type=int,
+        metavar="N",
+        help="what they take sizes that depend on data as, such as the tokens of an expert",
+    )
+    parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
@@ -108,6 +123,15 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--keep-gib: must be a positive number, got {args.keep_gib}")
     if args.mode != "auto" and (args.cap_mb is not None or args.max_span is not None):
         args.parser.error(f"--cap-mb and --max-span belong to --mode auto, not to {args.mode}")
+    estimates = args.overlap or args.keep_gib is not None or args.trace or args.plot
+    for option in ("machine", "size_hint"):
+        if getattr(args, option) is not None and not estimates:
+            name = option.replace("_", "-")
+            args.parser.error(
+                f"--{name}: nothing is estimated without --overlap, --keep-gib, --trace or --plot"
+            )
+    if args.size_hint is not None and args.size_hint < 0:
+        args.parser.error(f"--size-hint: must be at least 0, got {args.size_hint}")
     for option in ("json", "trace", "plot"):
         path = getattr(args, option)
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
@@ -126,6 +150,8 @@ def run(args: argparse.Namespace) -> int:
             overlap=args.overlap,
             keep_gib=args.keep_gib,
             drawn=drawn,
+            machine=None if args.machine is None else _machine(args.machine),
+            size_hints=args.size_hint,
         )
         print(report.to_text(members=not args.brief), end="")
         if args.json is not None:
@@ -160,6 +186,8 @@ def explain(
     overlap: bool = False,
     keep_gib: float | None = None,
     drawn: list[Drawn] | None = None,
+    machine: Machine | None = None,
+    size_hints: GivenHints = None,
 ) -> CompileReport:
     """The report of a model's forward and backward, compiled on a fake process group.
 
@@ -175,6 +203,8 @@ def explain(
         keep_gib: a bound in GiB, under which units stay gathered from forward to backward, see
             :class:`.ReshardAfterForward`.
         drawn: gets the timelines of each graph, as compiled and as it became.
+        machine: what nodes are timed for; None: an H100.
+        size_hints: as of :func:`.backend`.
 
     Raises:
         ExplainError: the target can't be found, returns something else, or can't be compiled; an
@@ -194,18 +224,30 @@ def explain(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         model, arguments, keywords = _made(target or "the demo's model", make)
-        passes = _passes(model, mode, cap_mb, max_node_span, primary, keep_gib)
+        from .scheduling.machine import H100
+
+        on = H100 if machine is None else machine
+        passes = _passes(model, mode, cap_mb, max_node_span, primary, keep_gib, on)
         if overlap:
             from .passes.scheduling import Schedule
             from .scheduling.overlap import Overlap
 
-            passes.append(Schedule(Overlap()))
+            passes.append(Schedule(Overlap(), on))
         if drawn is not None:
-            passes.append(_recorder(drawn))
-        return _compile(model, arguments, keywords, passes)
+            passes.append(_recorder(drawn, on))
+        return _compile(model, arguments, keywords, passes, size_hints)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _machine(path: Path) -> Machine:
+    from .scheduling.machine import Machine
+
+    try:
+        return Machine.load(path)
+    except (ValueError, OSError) as error:
+        raise ExplainError(f"--machine: {error}") from error
 
 
 def _load(target: str) -> Any:
@@ -285,6 +327,7 @@ def _passes(
     max_node_span: int | None,
     primary: bool,
     keep_gib: float | None,
+    machine: Machine,
 ) -> list[GraphPass]:
     from .bucketing.groups import primary_group
     from .graph.collectives import KINDS
@@ -296,7 +339,8 @@ def _passes(
 
     reshard = ReshardAfterForward()
     if keep_gib is not None:
-        reshard = ReshardAfterForward("auto", memory=PeakMemory(gib=keep_gib), curve=True)
+        bound = PeakMemory(gib=keep_gib)
+        reshard = ReshardAfterForward("auto", memory=bound, curve=True, machine=machine)
     try:
         if mode == "transformer_block":
             plan = transformer_block_plan(model)
@@ -314,10 +358,11 @@ def _passes(
         raise ExplainError(str(error)) from error
 
 
-def _recorder(drawn: list[Drawn]) -> GraphPass:
+def _recorder(drawn: list[Drawn], machine: Machine) -> GraphPass:
     """A last pass that keeps the timelines of each graph before the first pass and now."""
     from ._torch.aot import stage_of
-    from .passes.base import GraphPass
+    from .graph.size_hints import SizeHints
+    from .passes.base import Compilation, GraphPass
     from .scheduling.model import model_of
     from .scheduling.timeline import Timeline
     from .scheduling.trace import Drawn
@@ -325,22 +370,26 @@ def _recorder(drawn: list[Drawn]) -> GraphPass:
     class Record(GraphPass):
         stage = "forward_backward"
 
-        def _keep(self, graph: Any, version: str) -> None:
+        def _keep(self, graph: Any, version: str, compilation: Compilation) -> None:
             graph = getattr(graph, "graph", graph)
-            model = model_of(graph)
+            model = model_of(graph, machine, hints=SizeHints.of(compilation.size_hints))
             drawn.append(Drawn(stage_of(graph), version, model, Timeline.of(model)))
 
         def prepare(self, graph: Any, compilation: Any) -> None:
-            self._keep(graph, "before")
+            self._keep(graph, "before", compilation)
 
         def __call__(self, graph: Any, compilation: Any = None) -> None:
-            self._keep(graph, "after")
+            self._keep(graph, "after", compilation)
 
     return Record()
 
 
 def _compile(
-    model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], passes: list[GraphPass]
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    passes: list[GraphPass],
+    size_hints: GivenHints,
 ) -> CompileReport:
     import torch
     import torch.utils._pytree as pytree
@@ -348,7 +397,7 @@ def _compile(
     from .passes.backends import backend
     from .reports.compile import CompileReport
 
-    compiler = backend("aot_eager", passes, model)
+    compiler = backend("aot_eager", passes, model, size_hints=size_hints)
     compiled = torch.compile(model, backend=compiler)
     try:
         results = pytree.tree_leaves(compiled(*arguments, **keywords))
