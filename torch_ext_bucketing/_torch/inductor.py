@@ -9,7 +9,14 @@ from typing import Any
 import torch.fx as fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+try:
+    from torch._inductor.custom_graph_pass import CustomPassBase
+except ImportError:  # torch 2.11: anything with a uuid() is a graph pass
+    CustomPassBase = CustomGraphPass
+
 __all__ = [
+    "CustomGraphPass",
+    "CustomPassBase",
     "check_passes_run_here",
     "compile_inductor",
     "mode_options",

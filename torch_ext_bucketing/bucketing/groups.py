@@ -12,10 +12,9 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
-from torch._inductor.custom_graph_pass import CustomPassBase
-
 from .._source import package_digest
 from .._torch.caches import before_key
+from .._torch.inductor import CustomPassBase
 from ..graph.collectives import KINDS
 
 __all__ = [

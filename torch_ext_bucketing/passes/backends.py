@@ -20,12 +20,11 @@ from typing import Any, Literal
 
 import torch
 import torch.fx as fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from .._torch import aot as _aot
 from .._torch import caches as _caches
 from .._torch import dynamo_inputs as _dynamo_inputs
-from .._torch.inductor import compile_inductor
+from .._torch.inductor import CustomGraphPass, compile_inductor
 from .._torch.process_groups import default_group
 from .._torch.trace import readable, trace_artifact
 from ..agreement import op as _agree_op

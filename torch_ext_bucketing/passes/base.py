@@ -12,10 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch._inductor.custom_graph_pass import CustomGraphPass
-
 from .._source import note_sources, package_digest
 from .._torch.caches import before_key
+from .._torch.inductor import CustomGraphPass
 from .._torch.process_groups import group_places
 from ..bucketing.units import UncoveredParametersWarning
 from ..graph.graph_of import GraphLike, graph_of

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
-from torch._inductor.custom_graph_pass import CustomPassBase
 
 from .._source import package_digest
 from .._torch.caches import before_key
 from .._torch.dynamo_inputs import names_are_relative_to
+from .._torch.inductor import CustomPassBase
 from ..fqns import canonical_fqn, nearest_names, parameter_names
 from ..tagging import tag_graph as tags
 from .abbreviate import abbreviated
