@@ -150,6 +150,19 @@ def listing(gm: fx.GraphModule) -> str:
 # --- snapshots -----------------------------------------------------------------------------------
 
 
+def test_a_reduction_that_needs_no_kernel_is_ahead_of_no_gather():
+    """As that of a scale at the end of a block: it was looked up among what uses gathers."""
+    b = Trainer()
+    shards, x, g = [b.matrix(DIM // 2) for _ in range(2)], b.matrix(), b.matrix()
+    first = b.start("all_gather", shards[0])
+    reduced = [b.start("reduce_scatter", g), b.start("reduce_scatter", b.mm(x, g))]
+    x = b.mm(b.mm(x, first), b.start("all_gather", shards[1]))
+    gm = b.finish([*reduced, x])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not schedule(gm, Overlap(), machine=machine()).warnings
+
+
 def test_gathers_launch_one_bucket_ahead():
     gm = forward_graph()
     assert_expected_inline(

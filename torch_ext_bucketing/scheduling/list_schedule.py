@@ -93,10 +93,11 @@ class _Shape:
                 and all(self.ends[j] for j in model.dependencies.needed_by[i])
                 and _adds_less(model, i)
             )
+        # No gather is what leads to no kernel: a reduction of what a graph is given, say.
         self.gathers: dict[str, list[int]] = {}
         for i in range(size):
             group = model.group[i]
-            if group is not None and self.source[i]:
+            if group is not None and self.source[i] and self.first_use[i] < len(self.kernels):
                 self.gathers.setdefault(group, []).append(i)
         # Lazy nodes that take time and need no collective, in the order of their use.
         given = [False] * size
@@ -132,9 +133,7 @@ class _Shape:
             others = sorted(load.get(model.shared.get(group, group), []))
             bound = self.total_ms
             for i in reversed(gathers):
-                use = self.first_use[i]
-                due = self.ms_before[use] if use < len(self.kernels) else self.total_ms
-                bound = min(bound, due)
+                bound = min(bound, self.ms_before[self.first_use[i]])
                 while others and others[-1][0] >= bound:
                     others.pop()
                 bound -= model.ms[i]
@@ -180,10 +179,7 @@ def first_uses(model: Model) -> dict[int, int]:
     """For each start that needs no computation, the place of the first kernel that uses it."""
     shape = shape_of(model)
     return {
-        i: shape.kernels[shape.first_use[i]]
-        for gathers in shape.gathers.values()
-        for i in gathers
-        if shape.first_use[i] < len(shape.kernels)
+        i: shape.kernels[shape.first_use[i]] for gathers in shape.gathers.values() for i in gathers
     }
 
 
@@ -423,7 +419,7 @@ class _Scheduler:
     def _may_launch(self, gather: int, gathers: Sequence[int], at: int) -> bool:
         shape, options = self.shape, self.options
         use = shape.first_use[gather]
-        if use == len(shape.kernels) or self.missing[gather]:
+        if self.missing[gather]:
             return False
         head = self.head
         distance = shape.compute_before[use] - shape.compute_before[head]
