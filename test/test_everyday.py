@@ -27,7 +27,9 @@ from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.divided import DividedUnitWarning
+from torch_ext_bucketing.passes.recipe import recipe
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.passes.silence import NotBucketedWarning
 from torch_ext_bucketing.plans import simple_fsdp
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
@@ -264,6 +266,56 @@ def test_what_only_running_shows_is_warned_of(fake_world, units, make, expected)
         t for b in backends for r in b.reports for t in r.warnings if "bit for bit" in t
     ] == given
     assert [len(b.reports) for b in backends] == [1, make == "backends"]
+
+
+def tied():
+    model = TwoBlocks()
+    model.head.weight = model.embedding.weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "mode", "passes", "expected"),
+    [
+        (
+            TwoBlocks,
+            "hybrid_shard",
+            "units",
+            "10 all_reduce of the backward graph are not bucketed",
+        ),
+        (TwoBlocks, "hybrid_shard", "recipe", ""),
+        (tied, "fully_shard", "units", "embedding.weight have several uses in one graph"),
+        (tied, "fully_shard", "recipe", ""),
+        (TwoBlocks, "", "units", "no collective serves embedding.weight, "),
+        (TwoBlocks, "half", "recipe", "2 parameter(s) of TwoBlocks are trained and not sharded"),
+        (TwoBlocks, "replicate", "recipe", ""),
+    ],
+)
+def test_what_a_list_of_passes_leaves_out_is_warned_of(fake_world, make, mode, passes, expected):
+    torch._dynamo.reset()  # or so many cases of one code are too many for it
+    model, units = make(), ["layers.0", "layers.1", ""]
+    mesh = init_device_mesh("cpu", (2, 2) if mode == "hybrid_shard" else (4,))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if mode == "half":
+            data_parallel(model.layers, mesh)
+        elif mode:
+            data_parallel(model, mesh, mode)
+        given = [ReshardAfterForward(), BucketUnits(FSDPParamOrder.from_model(model, units))]
+        if passes == "recipe":
+            given = recipe(model, units=units)
+        run = torch.compile(model, backend=backend("aot_eager", given, agree=False))
+        tokens = torch.zeros(1, 2, dtype=torch.long)
+        with torch.no_grad():
+            run(tokens)  # where replicas have no collective
+        run(tokens).sum().backward()
+    said = [
+        str(w.message)
+        for w in caught
+        if issubclass(w.category, (DividedUnitWarning, NotBucketedWarning))
+    ]
+    assert bool(said) == bool(expected)
+    assert all(expected in text for text in said)
 
 
 def test_mode_reaches_inductor(fake_world, monkeypatch):

@@ -7,7 +7,8 @@ nothing of what runs around it::
     blocks[1] has other units         it runs blocks[0]'s graph, packed as blocks[0]'s units
     blocks[1] is blocks[0]            one graph runs twice in a step, and reduces twice
 
-Each is legal, and in none of them a unit is reduced in one payload, as it is by eager FSDP2.
+Each is legal, and in none of them a unit is reduced in one payload, as it is by eager FSDP2. Nor
+does a graph say whether parameters without collectives were left unsharded.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.aot import current_backward
 from .._torch.dynamo_inputs import model_of
+from .._torch.process_groups import default_group
 from ..fqns import parameter_names
 from .base import Compilation
 from .bucketing import BucketUnits
 from .divided import DividedUnitWarning, some
+from .silence import NotBucketedWarning
 
 __all__ = ["AsRun"]
 
@@ -88,7 +91,9 @@ class AsRun:
                 if len(calls) == _MODULES:
                     return compiled(*args, **kwargs)
                 mine = calls[module] = _Calls()
-                self._new(planned, [args[i] for i in planned], compilation)
+                parameters = [args[i] for i in planned]
+                self._sharded(planned, parameters, compilation)
+                self._new(planned, parameters, compilation)
             out = compiled(*args, **kwargs)
             if mine.number < _BACKWARDS and torch.is_grad_enabled():
                 mine.number += 1
@@ -96,6 +101,24 @@ class AsRun:
             return out
 
         return run
+
+    def _sharded(
+        self, planned: dict[int, str], parameters: Sequence[Any], compilation: Compilation
+    ) -> None:
+        """Warn where the collectives of the units are missing from the compile altogether."""
+        group, report = default_group(), compilation.report
+        if group is None or group.size() < 2 or compilation.tagged or report.collectives_before:
+            return
+        if any(isinstance(p, DTensor) for p in parameters):
+            return  # a replica is gathered nowhere, and reduced in training alone
+        if not any(graph.from_cache for graph in report.graphs):  # made from graphs unseen here
+            compilation.warn(
+                f"nothing is bucketed: no collective serves {some(list(planned.values()))}, which "
+                "are in units and not sharded. Shard the model before it is compiled: "
+                "data_parallel(model, mesh). What reduces gradients outside of the graph "
+                "(DistributedDataParallel, fully_shard) leaves nothing to bucket",
+                NotBucketedWarning,
+            )
 
     def _new(
         self, planned: dict[int, str], parameters: Sequence[Any], compilation: Compilation

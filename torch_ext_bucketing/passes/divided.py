@@ -1,4 +1,4 @@
-"""A warning for units whose gradients are reduced in several graphs.
+"""A warning for units whose gradients are reduced in several graphs, or several times in one.
 
 A graph break divides what one step runs into graphs, and a bucket lies within one of them::
 
@@ -49,6 +49,7 @@ class DividedUnits:
         if compilation.frame is None:
             return
         here: dict[int, dict[str, None]] = {}
+        reduced: dict[tuple[str, str], int] = {}
         for node in graph.nodes:
             for tag in member_tags(node):
                 if tag is not None and tag.kind != "all_gather":
@@ -56,6 +57,16 @@ class DividedUnits:
                         unit = self._units.unit_of(fqn)
                         if unit is not None:
                             here.setdefault(unit, {})[fqn] = None
+                            reduced[tag.kind, fqn] = reduced.get((tag.kind, fqn), 0) + 1
+        several = [fqn for (_, fqn), times in reduced.items() if times > 1]
+        if several:
+            compilation.warn(
+                f"{some(several)} have several uses in one graph, whose gradients are reduced one "
+                "by one, where eager FSDP2 adds them and reduces once, so their weights are not "
+                "eager FSDP2's bit for bit. Put CombineUses() first among the passes, which "
+                "recipe() has; where it is, the report says why it left them",
+                DividedUnitWarning,
+            )
         divided = []
         for unit, fqns in here.items():
             frames = self._seen.setdefault(unit, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -18,9 +19,11 @@ from ..scheduling.overlap import Overlap
 from .base import GraphPass
 from .bucketing import BucketUnits
 from .combine_uses import CombineUses
+from .divided import some
 from .reduce_scatter_first import ReduceScatterFirst
 from .resharding import ReshardAfterForward
 from .scheduling import BucketAndSchedule, Schedule
+from .silence import NotBucketedWarning
 
 __all__ = ["Goal", "recipe"]
 
@@ -51,7 +54,8 @@ def recipe(
 
     Reductions of every kind that the sharding of ``model`` makes are bucketed: all-reduces where
     parameters are replicated (HSDP, DDP). Gathered parameters are freed after forward but for those
-    of the last unit, as trainers on FSDP2 set it (``reshard_after_forward``).
+    of the last unit, as trainers on FSDP2 set it (``reshard_after_forward``). Parameters that are
+    trained and not sharded are a ``NotBucketedWarning``.
 
     Args:
         model: sharded or replicated, with ``DTensor`` parameters, as by :func:`.data_parallel`.
@@ -73,6 +77,17 @@ def recipe(
         if not isinstance(module, nn.Module) and not (name == "reference" and module is None):
             raise TypeError(f"{name} must be a torch.nn.Module, got {module!r}")
     kinds = _kinds(model)
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    plain = [name for name, p in trained if not isinstance(p, DTensor)]
+    if plain:
+        warnings.warn(
+            f"{len(plain)} parameter(s) of {type(model).__name__} are trained and not sharded, so "
+            "no collective reduces their gradients, and each rank trains its own: "
+            f"{some(plain)}. Shard the whole model, data_parallel(model, mesh), or reduce them "
+            "yourself",
+            NotBucketedWarning,
+            stacklevel=2,
+        )
     gathers = "all_gather" in kinds
     first: list[GraphPass] = [CombineUses()]
     if kinds == KINDS:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch.fx as fx
 
 from ..bucketing.members import UNTAGGED
-from ..graph.collectives import kind_of
+from ..graph.collectives import Kind, kind_of
 from ..reports.buckets import NO_KEY
 from ..reports.graph import GraphReport
 from ..tagging.tags import tag_of
@@ -30,6 +30,7 @@ _SHOWN = 8
 _NOT_ASKED = "no pass was asked for"
 _NO_PARTNER = "nothing else in their unit has the same kind, group and dtype"
 _NO_UNIT = "no unit has "
+_REDUCTIONS: frozenset[Kind] = frozenset(("reduce_scatter", "all_reduce"))
 _WAYS_OUT = {
     UNTAGGED: "give the backend the model whose parameters they serve: backend(..., model=model)",
     _NOT_ASKED: "name the kind in kinds= of the pass",
@@ -40,7 +41,8 @@ _WAYS_OUT = {
 
 
 class NotBucketedWarning(UserWarning):
-    """Nothing in a compiled graph was bucketed, although it has collectives."""
+    """Nothing in a compiled graph was bucketed, although it has collectives, or nothing of one
+    kind of reduction, or there is nothing to bucket as parameters are not sharded."""
 
 
 class PayloadOrderWarning(UserWarning):
@@ -63,6 +65,8 @@ def warn_of_silence(
         text = _nothing_bucketed(graph, reports, compilation.tagged > 0)
         if text and not compilation.uncovered:  # which says the same
             compilation.warn(text, NotBucketedWarning)
+    elif text := _kind_left_out(graph, reports):
+        compilation.warn(text, NotBucketedWarning)
     buckets = [bucket for report in reports for bucket in report.buckets]
     lost = [bucket for bucket in buckets if bucket.packed_by == NO_KEY]
     if lost:
@@ -112,6 +116,23 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
         f"{_some([f'{why} ({n})' for why, n in whys.most_common()])}."
     )
     return text + (f" To change that: {'; '.join(ways)}." if ways else "")
+
+
+def _kind_left_out(graph: fx.Graph, reports: Sequence[GraphReport]) -> str:
+    """What to say where one kind of reduction is bucketed and another, of the same parameters, was
+    not asked for; empty where that is not so."""
+    left = _REDUCTIONS - {kind for report in reports for kind in report.kinds}
+    if len(left) != 1:
+        return ""
+    (kind,) = left
+    number = sum(kind_of(node) == kind and tag_of(node) is not None for node in graph.nodes)
+    if number < 2:
+        return ""
+    return (
+        f"the {number} {kind} of the {reports[0].stage} graph are not bucketed: no pass was asked "
+        "for them. Eager FSDP2 packs them as it packs the other reductions of the same "
+        f"parameters. To change that: {_WAYS_OUT[_NOT_ASKED]}, or take the passes of recipe()."
+    )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -51,8 +51,10 @@ def data_parallel(
 
     Names stay, too: ``named_parameters()`` and ``state_dict()`` give the shards (``DTensor``) under
     the names from before, so checkpoints go to and from eager FSDP2's models. Reading a parameter
-    as an attribute, ``module.weight``, gathers it: all ranks have to. Each module becomes one of a
-    subclass of its class, as with ``fully_shard``. Parametrizations
+    as an attribute, ``module.weight``, gathers it: all ranks have to. What is written to that, as
+    by ``torch.nn.init``, is lost: initialize before, or write to those of ``named_parameters()``,
+    which are also the ones to freeze. Each module becomes one of a subclass of its class, as with
+    ``fully_shard``. Parametrizations
     (``torch.nn.utils.parametrize``), registered before or afterwards, get the gathered parameter.
 
     Args:
