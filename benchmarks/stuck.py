@@ -3,12 +3,14 @@
     export OMP_NUM_THREADS=1
     python -m benchmarks.stuck                                  # two loops, 20 starts of each case
     python -m benchmarks.stuck --only 'regional*' --starts 5
-    python -m benchmarks.stuck --minutes 30 --json out.json     # as many as come to an end
+    python -m benchmarks.stuck --minutes 12 --json out.json     # as many as come to an end
+    python -m benchmarks.stuck --minutes 12 --json out.json --resume    # and on from there
 
 Loops run side by side and keep each other's ranks waiting. In each, a start is 4 ranks on 2
 simulated nodes that compile a case, run its first steps and end as a script ends. The ranks are
-forks of one process, which has imported torch and this package and has no threads. What comes of a
-start:
+forks of one process, which has imported torch and this package and has no threads. At its end a
+rank collects what it made itself, and not what it had when it was forked, which takes most of an
+end's time. What comes of a start:
 
 - ``done``: all ranks ended, with exit code 0;
 - ``failed``: a rank ended with an error, which is shown; the others, too, within their timeout;
@@ -24,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import platform
@@ -69,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="even (default: 4)")
     parser.add_argument("--minutes", type=float, metavar="M", help="begin no start after these")
     parser.add_argument("--json", type=Path, help="also write the results here, a .txt beside it")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the starts in --json, and make those missing"
+    )
     args = parser.parse_args(argv)
     names = [name for name in CASES if fnmatchcase(name, args.only)]
     if not names:
@@ -77,9 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--ranks must be even and at least 2, got {args.ranks}")
     if args.starts < 1 or args.loops < 1:
         parser.error("--starts and --loops must be at least 1")
+    if args.resume and (args.json is None or not args.json.exists()):
+        parser.error("--resume goes on from the file that --json names, and there is none")
     document: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.stuck", *(argv or sys.argv[1:])]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "minutes": 0.0,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
@@ -88,6 +97,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cases": names,
         "starts": [],
     }
+    if args.resume:
+        earlier = json.loads(args.json.read_text())
+        for key in ("torch", "ranks", "loops", "cases"):
+            if earlier[key] != document[key]:
+                parser.error(
+                    f"--resume: {args.json} was made with {key} {earlier[key]}, not {document[key]}"
+                )
+        document |= {key: earlier[key] for key in ("minutes", "starts")}
+    had = {(s["loop"], s["number"], s["case"]) for s in document["starts"]}
     prepare()
     began = time.monotonic()
     until = None if args.minutes is None else began + 60 * args.minutes
@@ -99,15 +117,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not loops[file]:
             # Others' cases beside one's own: every second loop goes backwards.
             mine = names[:: -1 if number % 2 else 1]
-            return _loop(mine, args.starts, args.ranks, until, file, number)
+            todo = [
+                (round_, name)
+                for round_ in range(args.starts)
+                for name in mine
+                if (number, round_, name) not in had
+            ]
+            return _loop(todo, args.ranks, until, file, number)
     for file, pid in loops.items():
         os.waitpid(pid, 0)
         document["starts"] += map(json.loads, file.read_text().splitlines())
     shutil.rmtree(folder)
-    text = table(document, round((time.monotonic() - began) / 60))
+    document["minutes"] += round((time.monotonic() - began) / 60, 1)
+    text = table(document)
     print(text, end="")
     if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        args.json.write_text(json.dumps(document) + "\n")
         args.json.with_suffix(".txt").write_text(text)
     # A loop that came to no end has starts missing.
     ended = until is not None or len(document["starts"]) == args.loops * args.starts * len(names)
@@ -129,32 +154,35 @@ def prepare() -> None:
         raise RuntimeError(
             f"this process has {threads} threads, so its forks could hang: set OMP_NUM_THREADS=1"
         )
+    # Or every fork's end looks through all that torch imports: 1.7 CPU seconds, and 0.4 without.
+    gc.collect()
+    gc.freeze()
 
 
 def _loop(
-    names: Sequence[str], starts: int, world: int, until: float | None, file: Path, number: int
+    todo: Sequence[tuple[int, str]], world: int, until: float | None, file: Path, number: int
 ) -> int:
-    """Start the cases in turn, a line in ``file`` for each start; returns the exit status."""
-    for round_ in range(starts):
-        for name in names:
-            if until is not None and time.monotonic() > until:
-                return 0
-            began = time.monotonic()
-            outcome, said = start(name, world, file.parent)
-            seconds = round(time.monotonic() - began, 1)
-            result = {
-                "case": name,
-                "loop": number,
-                "number": round_,
-                "outcome": outcome,
-                "seconds": seconds,
-                "said": said,
-            }
-            with open(file, "a") as lines:
-                lines.write(json.dumps(result) + "\n")
-            print(f"loop {number}, {name} {round_ + 1}: {outcome}, {seconds} s", file=sys.stderr)
-            if said:
-                print(said, file=sys.stderr, flush=True)
+    """Start cases, given with their round, in turn, a line in ``file`` for each; returns the exit
+    status."""
+    for round_, name in todo:
+        if until is not None and time.monotonic() > until:
+            return 0
+        began = time.monotonic()
+        outcome, said = start(name, world, file.parent)
+        seconds = round(time.monotonic() - began, 1)
+        result = {
+            "case": name,
+            "loop": number,
+            "number": round_,
+            "outcome": outcome,
+            "seconds": seconds,
+            "said": said,
+        }
+        with open(file, "a") as lines:
+            lines.write(json.dumps(result) + "\n")
+        print(f"loop {number}, {name} {round_ + 1}: {outcome}, {seconds} s", file=sys.stderr)
+        if said:
+            print(said, file=sys.stderr, flush=True)
     return 0
 
 
@@ -228,7 +256,7 @@ def _rank(name: str, rank: int, world: int, folder: Path, log: Path) -> int:
     return 1 if error else 0
 
 
-def table(document: dict[str, Any], minutes: int) -> str:
+def table(document: dict[str, Any]) -> str:
     """How often each case was started, what came of it, and what there was to say."""
     starts = document["starts"]
     counts = Counter((s["case"], s["outcome"]) for s in starts)
@@ -238,7 +266,7 @@ def table(document: dict[str, Any], minutes: int) -> str:
         f"{document['cpus']} CPUs",
         f"command: {document['command']}",
         f"{document['loops']} loops side by side, {document['ranks']} ranks each; "
-        f"{len(starts)} starts in {minutes} minutes; a start took "
+        f"{len(starts)} starts in {document['minutes']:.0f} minutes; a start took "
         f"{max((s['seconds'] for s in starts), default=0.0):.0f} s at most",
         "",
         f"{'case':30}" + "".join(f"{o:>8}" for o in outcomes),
