@@ -37,6 +37,8 @@ class Row:
         microbatches: forwards and backwards per step.
         sync: when gradients are reduced, after each backward or after the last.
         checkpoint: activation checkpointing of every block, of all of it or saving its matmuls.
+        regional: each block is compiled by itself, and the rest, whose every parameter is a unit,
+            is not: what that sends is not counted.
         graphs: pairs of forward and backward graphs that a run compiles.
         nodes: simulated.
         dtype: of gathers and reductions.
@@ -54,6 +56,7 @@ class Row:
     microbatches: int = 1
     sync: Literal["each", "last"] = "each"
     checkpoint: Literal["", "full", "selective"] = ""
+    regional: bool = False
     graphs: int = 1
     nodes: int = 2
     dtype: Literal["bf16", "fp32"] = "bf16"
@@ -88,6 +91,8 @@ ROWS: tuple[Row, ...] = (
     Row("torchtitan/hybrid_shard_2x2", mesh=(2, 2), mode="hybrid_shard", **_TITAN),
     Row("torchtitan/fsdp4_tp2", "tensor", (4, 2), tensor="tensor", nodes=4, **_TITAN),
     Row("torchtitan/fsdp4_tp2_sp", "tensor", (4, 2), tensor="tensor+sequence", nodes=4, **_TITAN),
+    Row("torchtitan/blocks", regional=True, **_TITAN),
+    Row("blocks", regional=True),
     Row("checkpoint/every_block", checkpoint="full"),
     Row("checkpoint/selective", checkpoint="selective"),
     Row("accumulate/reduce_each", microbatches=3),

@@ -157,9 +157,11 @@ def build_model(name: str) -> ParityModel:
     return model
 
 
-def units_of(model: nn.Module) -> list[str]:
-    """Modules in the order of the ``fully_shard`` calls; the last is the root, ``""``."""
-    return [*(f"layers.{i}" for i in range(LAYERS)), ""]
+def units_of(model: nn.Module, regional: bool = False) -> list[str]:
+    """Modules in the order of the ``fully_shard`` calls; the last is the root, ``""``. With
+    ``regional``, no unit has parameters of several modules beside the blocks."""
+    rest = ["embed", "norm", "head"] if regional else []
+    return [*(f"layers.{i}" for i in range(LAYERS)), *rest, ""]
 
 
 def checkpoint_blocks(model: nn.Module, kind: str) -> None:

@@ -232,7 +232,7 @@ class Runs:
             from torch.distributed._composable.replicate_with_fsdp import replicate
 
             wrap = replicate
-        for name in units_of(model):
+        for name in units_of(model, self.row.regional):
             wrap(model.get_submodule(name), mesh=mesh, mp_policy=policy)
         if self.row.client == "torchtitan":
             for module in model.modules():
@@ -263,6 +263,12 @@ class Runs:
 
     def compiled(self, model: nn.Module, compiler: BucketingBackend) -> Callable[..., Any]:
         torch._dynamo.reset()
+        if self.row.regional:
+            layers = model.layers
+            assert isinstance(layers, nn.ModuleList)
+            for layer in layers:
+                layer.compile(backend=compiler, fullgraph=True)
+            return model
         return torch.compile(model, backend=compiler, fullgraph=True)
 
     def step(
