@@ -92,7 +92,9 @@ def start(way: str, world: int, cache: Path) -> dict[str, Any]:
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR")}
     env |= {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    env.pop("PYTHONHASHSEED", None)
+    # Where bytecode is never kept, each start of ours compiles this package: no user's would.
+    for name in ("PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE"):
+        env.pop(name, None)
     if HASH_SEEDS[way] is not None:
         env["PYTHONHASHSEED"] = str(HASH_SEEDS[way])
     with socket.socket() as free:
