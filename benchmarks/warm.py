@@ -2,6 +2,8 @@
 
     python -m benchmarks.warm                         2 and 4 ranks, 3 warm starts of each way
     python -m benchmarks.warm --ranks 2 --warm 1 --json out.json
+    python -m benchmarks.warm --ranks 8 --warm 1 --ways ours
+    python -m benchmarks.warm --ranks 2 --delay 100         as on a slow file system
 
 A transformer of two layers, sharded by ``data_parallel``, forward and backward under
 ``torch.compile`` on CPU ranks over gloo. Every way has a cache folder of its own, empty before its
@@ -49,10 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--warm", type=int, default=3, help="warm starts of each way")
+    parser.add_argument("--ways", nargs="+", choices=HASH_SEEDS, default=list(HASH_SEEDS))
     parser.add_argument("--json", type=Path, help="also write the results here, a .txt beside it")
+    parser.add_argument(
+        "--delay", type=float, default=0.0, metavar="MS", help="of what is done in the cache folder"
+    )
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.rank:
+        slow_down(os.environ["TORCHINDUCTOR_CACHE_DIR"], args.delay / 1000)
         way, rank, world, port = args.rank
         run_rank(way, int(rank), int(world), int(port))
     document: dict[str, Any] = {
@@ -60,16 +67,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
+        "delay_ms": args.delay,
         "starts": [],
     }
     for world in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             for number in range(1 + args.warm):
-                for way in HASH_SEEDS:
+                for way in args.ways:
                     if way == "plain" and number > 1:
                         continue
                     result = start(
-                        way, world, Path(folder) / way.replace(", ", "-").replace(" ", "-")
+                        way,
+                        world,
+                        Path(folder) / way.replace(", ", "-").replace(" ", "-"),
+                        args.delay,
                     )
                     document["torch"] = result.pop("torch")
                     document["starts"].append({"number": number, **result})
@@ -84,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if missed else 0
 
 
-def start(way: str, world: int, cache: Path) -> dict[str, Any]:
+def start(way: str, world: int, cache: Path, delay_ms: float = 0.0) -> dict[str, Any]:
     """Start the ranks and wait for them.
 
     Raises:
@@ -105,7 +116,8 @@ def start(way: str, world: int, cache: Path) -> dict[str, Any]:
         began = time.time()
         processes = []
         for r, file in enumerate(files):
-            command = [sys.executable, "-m", __spec__.name, "--rank", way, str(r), str(world), port]
+            command = [sys.executable, "-m", __spec__.name, "--delay", str(delay_ms)]
+            command += ["--rank", way, str(r), str(world), port]
             with open(file, "w") as out:
                 processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
         try:
@@ -132,8 +144,27 @@ def start(way: str, world: int, cache: Path) -> dict[str, Any]:
         "graphs": [sum(r["graphs"][i] for r in ranks) for i in range(3)],
         "aot": [sum(r["aot"][i] for r in ranks) for i in range(3)],
         "entries": len(entries),
+        "delayed": sum(r["delayed"] for r in ranks),
         "torch": ranks[0]["torch"],
     }
+
+
+_delayed: list[str] = []
+
+
+def slow_down(folder: str, seconds: float) -> None:
+    """Let each opening, renaming, removing or listing of something in ``folder`` wait: all that
+    Python tells its audit hooks of."""
+
+    def wait(event: str, args: tuple[Any, ...]) -> None:
+        if event != "open" and not event.startswith("os."):
+            return
+        if args and isinstance(args[0], str) and args[0].startswith(folder):
+            _delayed.append(event)
+            time.sleep(seconds)
+
+    if seconds:
+        sys.addaudithook(wait)
 
 
 def run_rank(way: str, rank: int, world: int, port: int) -> None:
@@ -177,6 +208,7 @@ def run_rank(way: str, rank: int, world: int, port: int) -> None:
         "cpu_seconds": times.user + times.system + times.children_user + times.children_system,
         "graphs": [counters["inductor"][f"fxgraph_cache_{s}"] for s in states],
         "aot": [counters["aot_autograd"][f"autograd_cache_{s}"] for s in states],
+        "delayed": len(_delayed),
         "torch": torch.__version__,
     }
     print(json.dumps(result), flush=True)
@@ -197,20 +229,25 @@ def table(document: dict[str, Any]) -> str:
         lines.append(
             f"{'way':22}{'start':8}{'seconds':>9}{'CPU s':>8}{'graphs':>11}{'AOT':>9}{'entries':>9}"
         )
-        for way in HASH_SEEDS:
+        for way in dict.fromkeys(s["way"] for s in mine):
             for s in (s for s in mine if s["way"] == way):
                 graphs, aot = ("/".join(map(str, s[name])) for name in ("graphs", "aot"))
                 lines.append(
                     f"{way:22}{'warm' if s['number'] else 'cold':8}{s['seconds']:9.1f}"
                     f"{s['cpu_seconds']:8.1f}{graphs:>11}{aot:>9}{s['entries']:9}"
+                    + f"  {s['delayed']} delayed"
+                    * bool(s["delayed"])
                 )
         for what in ("seconds", "cpu_seconds"):
             middle = {
                 way: statistics.median(s[what] for s in mine if s["way"] == way and s["number"])
-                for way in HASH_SEEDS
+                for way in dict.fromkeys(s["way"] for s in mine if s["number"])
             }
-            ratio = middle["ours"] / middle["plain, one hash seed"]
-            lines.append(f"warm, ours / plain with one hash seed, medians of {what}: {ratio:.2f}")
+            if {"ours", "plain, one hash seed"} <= middle.keys():
+                ratio = middle["ours"] / middle["plain, one hash seed"]
+                lines.append(
+                    f"warm, ours / plain with one hash seed, medians of {what}: {ratio:.2f}"
+                )
     return "\n".join(lines) + "\n"
 
 
