@@ -19,6 +19,10 @@ the interval that holds the median at 95%. Memory is what a rank's resident memo
 during a step; parameters and optimizer state, alike in all ways, are not in it. Equal means equal
 bits on every rank.
 
+``--predict`` first measures the ranks' machine, as ``python -m torch_ext_bucketing measure`` does.
+Ours then plan for it, and the cost model's time of every compiled way's graphs is printed beside
+the measured one, from the model's call to the end of backward.
+
 Exit status: 0, or 1 if ``units`` under ``aot_eager`` misses eager's weights by a bit, a loss is far
 from eager's, or a rank failed; times decide nothing. 2 for bad options.
 """
@@ -40,17 +44,29 @@ from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
 from torch_ext_bucketing.demo.settings import Settings
 from torch_ext_bucketing.demo.table import columns
 
-from .train_ways import BACKENDS, OURS, WAYS, RankReport, Training, combine, problems
+from .train_ways import BACKENDS, OURS, WAYS, RankReport, Training, combine, problems, ranking
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.predict and args.backend != "aot_eager":
+        parser.error("--predict takes --backend aot_eager: Inductor's kernels have no times")
     backends = tuple(b for b in BACKENDS if args.backend in (b, "both"))
     ways = tuple(name for name in WAYS if name == "eager" or name in args.ways)
     trainings = [
-        Training(ranks, backend, ways, args.steps, args.layers, args.dim, args.batch, args.seq)
+        Training(
+            ranks,
+            backend,
+            ways,
+            args.steps,
+            args.layers,
+            args.dim,
+            args.batch,
+            args.seq,
+            predict=args.predict,
+        )
         for backend in backends
         for ranks in args.ranks
     ]
@@ -191,7 +207,31 @@ def _table(cell: dict[str, Any]) -> str:
     if mine and others:
         fast = "is" if cell["fastest_compiled_is_ours"] else "is NOT"
         lines.append(f"ours {fast} the fastest of the compiled ones")
+    if cell.get("predict"):
+        lines += ["", _predictions(cell)]
     return "\n".join([*lines, *(f"FAILED: {text}" for text in cell["problems"])])
+
+
+def _predictions(cell: dict[str, Any]) -> str:
+    found = ranking(cell)
+    rows = [["forward and backward, ms", "predicted", "measured", "error"]]
+    for name, error in found["errors"].items():
+        way = cell["results"][name]
+        times = [f"{way['predicted_ms']:.1f}", f"{way['graphs_ms']:.1f}", f"{error:+.0%}"]
+        rows.append([WAYS[name], *times])
+    wrong = [pair for pair, right in found["pairs"].items() if not right]
+    return "\n".join(
+        [
+            cell["machine"],
+            "",
+            columns(rows),
+            "",
+            "fastest first, predicted: " + ", ".join(found["orders"]["predicted"]),
+            "fastest first, measured: " + ", ".join(found["orders"]["graphs"]),
+            f"of {len(found['pairs'])} pairs of ways {len(wrong)} are predicted the wrong way round"
+            + (f": {'; '.join(wrong)}" if wrong else ""),
+        ]
+    )
 
 
 def _ratio(ratio: dict[str, float] | None) -> tuple[str, str]:
@@ -246,6 +286,9 @@ def _parser() -> argparse.ArgumentParser:
     number("dim", default.dim, "model width, a multiple of 64")
     number("batch", default.batch, "sequences per rank and step")
     number("seq", default.seq, "bytes of text per sequence")
+    parser.add_argument(
+        "--predict", action="store_true", help="measure the machine, predict the steps (aot_eager)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every table")
     parser.add_argument("--resume", action="store_true", help="keep the tables in --json's file")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="for all")

@@ -38,6 +38,8 @@ from torch_ext_bucketing.demo.train import (
     model_config,
 )
 from torch_ext_bucketing.graph.collectives import Kind
+from torch_ext_bucketing.graph.graph_of import graph_of
+from torch_ext_bucketing.measure import measure
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
@@ -46,7 +48,10 @@ from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.passes.tagging import TagParameters
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.scheduling.cost import H100, Machine
+from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap
+from torch_ext_bucketing.scheduling.timeline import Timeline
 
 CAP_MB = 25.0
 MEMORY_STEPS = 3
@@ -70,6 +75,20 @@ class TorchBuckets(GraphPass):
         bucket_fsdp_reduce_scatter(graph)
         bucket_fsdp_all_gather(graph)
         stable_topological_sort(graph.graph)
+
+
+class Predict(GraphPass):
+    """Adds what the cost model says of a graph, as it is compiled, to a way's report."""
+
+    stage: Stage = "forward_backward"
+
+    def __init__(self, machine: Machine, report: WayReport) -> None:
+        self.machine = machine
+        self.report = report
+
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+        """Time ``graph``."""
+        self.report.predicted_ms += Timeline.of(model_of(graph_of(graph), self.machine)).step_ms
 
 
 TORCH_BUCKETS = {"bucket_all_gathers_fx": "only_fsdp", "bucket_reduce_scatters_fx": "fsdp"}
@@ -117,7 +136,10 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
         seq=training.seq,
         reduce_dtype=training.reduce_dtype,
     )
-    ways = {name: make_way(name, training, settings, mesh) for name in training.ways}
+    machine = H100
+    if training.predict:
+        machine = measure((rank.world_size,), kib=(4, 64, 512, 4096, 16384))
+    ways = {name: make_way(name, training, settings, mesh, machine) for name in training.ways}
     names = list(ways)
     steps = iter(range(WARMUP_STEPS + training.rounds + 1 + MEMORY_STEPS))
 
@@ -136,25 +158,31 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
                 rank.send((name, way.report.first_step_s))
     for way in ways.values():
         way.report.step_ms.clear()
+        way.report.graphs_ms.clear()
     with torch.compiler.set_stance("fail_on_recompile"):
         for done in range(training.rounds):
             each_once(_step, done % len(names))
             rank.send((done + 1, training.rounds))
-        timed = {name: list(way.report.step_ms) for name, way in ways.items()}
+        timed = {
+            name: (list(way.report.step_ms), list(way.report.graphs_ms))
+            for name, way in ways.items()
+        }
         each_once(_counted_step, 0)
         _return_memory_at_once()
         for _ in range(MEMORY_STEPS):
             each_once(_measured_step, 0)
     for name, way in ways.items():
-        way.report.step_ms = timed[name]
+        way.report.step_ms, way.report.graphs_ms = timed[name]
     sizes = [p.numel() for p in ways[names[0]].model.parameters()]
-    return RankReport(
-        {name: way.report for name, way in ways.items()}, sum(sizes), len(sizes), torch.__version__
-    )
+    reports = {name: way.report for name, way in ways.items()}
+    told = str(machine) if training.predict else ""
+    return RankReport(reports, sum(sizes), len(sizes), torch.__version__, told)
 
 
-def make_way(name: str, training: Training, settings: Settings, mesh: DeviceMesh) -> Way:
-    """The model, sharded, and how it is run."""
+def make_way(
+    name: str, training: Training, settings: Settings, mesh: DeviceMesh, machine: Machine = H100
+) -> Way:
+    """The model, sharded, and how it is run; ours plan for ``machine``."""
     if name == "eager":
         run = eager_run(settings, mesh)
         return Way(run.module, run.forward, run.optimizer, WayReport())
@@ -169,10 +197,15 @@ def make_way(name: str, training: Training, settings: Settings, mesh: DeviceMesh
     passes: Mapping[str, list[GraphPass]] = {
         "unbucketed": [],
         "torch": [TorchBuckets()],
-        "units": [BucketUnits(order, payload_order=True), Schedule([Overlap()])],
-        "cap": [BucketByCap(CAP_MB, kinds=kinds, payload_order=order), Schedule([Overlap()])],
-        "auto": [BucketAndSchedule([Overlap()], payload_order=order)],
+        "units": [BucketUnits(order, payload_order=True), Schedule([Overlap()], machine)],
+        "cap": [
+            BucketByCap(CAP_MB, kinds=kinds, payload_order=order),
+            Schedule([Overlap()], machine),
+        ],
+        "auto": [BucketAndSchedule([Overlap()], payload_order=order, machine=machine)],
     }
+    report = WayReport()
+    last = [Predict(machine, report)] if training.predict else []
     forward: Any
     if training.backend == "inductor" and name in ("unbucketed", "torch"):
         # As without the package; only what is recomputed is the same as in all other ways.
@@ -183,10 +216,10 @@ def make_way(name: str, training: Training, settings: Settings, mesh: DeviceMesh
             options={**options, **(TORCH_BUCKETS if name == "torch" else {})},  # type: ignore[dict-item]
         )
     else:
-        compiler = backend(training.backend, passes=[reshard, *passes[name]], model=model)
+        compiler = backend(training.backend, passes=[reshard, *passes[name], *last], model=model)
         forward = torch.compile(model, backend=compiler, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, foreach=True)
-    return Way(model, forward, optimizer, WayReport())
+    return Way(model, forward, optimizer, report)
 
 
 def _step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None:
@@ -194,6 +227,7 @@ def _step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None:
     start = time.perf_counter()
     loss = F.cross_entropy(way.forward(tokens).float().flatten(0, 1), targets.flatten())
     loss.backward()
+    way.report.graphs_ms.append((time.perf_counter() - start) * 1e3)
     way.optimizer.step()
     way.optimizer.zero_grad()
     way.report.step_ms.append((time.perf_counter() - start) * 1e3)

@@ -38,6 +38,8 @@ class Training:
         batch: sequences per rank and step.
         seq: bytes of text per sequence.
         reduce_dtype: dtype that gradients are reduced in.
+        predict: whether the ranks measure their machine first, which ours then plan with and the
+            cost model times all graphs on.
     """
 
     ranks: int
@@ -49,6 +51,7 @@ class Training:
     batch: int = 2
     seq: int = 64
     reduce_dtype: Literal["bf16", "fp32"] = "bf16"
+    predict: bool = False
 
 
 @dataclass
@@ -61,6 +64,9 @@ class WayReport:
         loss: of every step, from the first on.
         digests: sha256 of this rank's shards after every step.
         collectives: calls of the process group in one step, by kind.
+        graphs_ms: the part of every timed step from the model's call to the end of backward.
+        predicted_ms: the same by the cost model: the forward and the backward graph, one after the
+            other, as they were compiled.
         rest_bytes: resident memory before a step.
         step_bytes: what it grows by at most during that step.
     """
@@ -70,6 +76,8 @@ class WayReport:
     loss: list[float] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
     collectives: dict[str, int] = field(default_factory=dict)
+    graphs_ms: list[float] = field(default_factory=list)
+    predicted_ms: float = 0.0
     rest_bytes: int = 0
     step_bytes: int = 0
 
@@ -82,6 +90,7 @@ class RankReport:
     weights: int
     tensors: int
     torch: str
+    machine: str = ""
 
 
 def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
@@ -118,6 +127,9 @@ def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
             "steps_with_equal_loss": sum(equal_loss),
             "steps_with_equal_weights": sum(equal_weights),
         }
+        graphs = zip(*(r.ways[name].graphs_ms for r in ranks), strict=True)
+        ways[name]["graphs_ms"] = statistics.median(map(max, graphs))
+        ways[name]["predicted_ms"] = max(r.ways[name].predicted_ms for r in ranks)
     compiled = [name for name in ways if name != "eager"]
     by_time = sorted(compiled, key=lambda name: ways[name]["to_eager"]["median"])
     return {
@@ -126,9 +138,34 @@ def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
         "weights": first.weights,
         "tensors": first.tensors,
         "torch": first.torch,
+        "machine": first.machine,
         "results": ways,
         "compiled_by_time": by_time,
         "fastest_compiled_is_ours": bool(by_time) and by_time[0] in OURS,
+    }
+
+
+def ranking(result: dict[str, Any]) -> dict[str, Any]:
+    """How the cost model's times of the compiled ways compare with the measured ones.
+
+    ``errors``: predicted over measured, less one. ``pairs``: of two ways, whether the one that was
+    predicted to be faster was. ``orders``: the names by each, fastest first.
+    """
+    ways = {name: way for name, way in result["results"].items() if way["predicted_ms"]}
+    pairs = {}
+    names = list(ways)
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            predicted = ways[one]["predicted_ms"] < ways[other]["predicted_ms"]
+            measured = ways[one]["graphs_ms"] < ways[other]["graphs_ms"]
+            pairs[f"{one}, {other}"] = predicted == measured
+    return {
+        "errors": {n: way["predicted_ms"] / way["graphs_ms"] - 1 for n, way in ways.items()},
+        "pairs": pairs,
+        "orders": {
+            by: sorted(ways, key=lambda name: ways[name][f"{by}_ms"])
+            for by in ("predicted", "graphs")
+        },
     }
 
 

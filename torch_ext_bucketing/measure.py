@@ -36,7 +36,9 @@ wrote with record_shapes=True; what they don't tell is an H100's."""
 
 _KIB = (4, 64, 1024, 16384)
 _PRODUCT = {"cuda": 8192, "cpu": 512}
-_COPY_MIB = {"cuda": 1024, "cpu": 64}
+# On CPU as much as malloc may keep and hand out again (M_MMAP_THRESHOLD is 32 MiB at most): what is
+# larger is mapped anew each time, and takes ten times as long.
+_COPY_MIB = {"cuda": 1024, "cpu": 16}
 
 
 class MeasureError(Exception):
