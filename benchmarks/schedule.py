@@ -2,6 +2,7 @@
 
     python -m benchmarks.schedule                           every graph, prints a table
     python -m benchmarks.schedule --only 'llama3_8b_*' --json out.json
+    python -m benchmarks.schedule --off 20                  planned with times that are off
 
 Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
 
@@ -29,12 +30,17 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
 from .bucketing import check_torch, parameter_groups, run_child
 from .graphs import NAMES, Graph, load
+
+if TYPE_CHECKING:
+    from torch_ext_bucketing.scheduling.policy import Policy
+
+    Options = dict[str, Any]
 
 WAYS = ("unpatched", "ours")
 GIB = 2**30
@@ -63,6 +69,21 @@ def run_unpatched(graph: Graph, cap_mb: float | None) -> None:
     )
 
 
+def what_ours_plans(graph: Graph, reference: int, capped: bool) -> tuple[list[Policy], Options]:
+    """The policies, and which collectives are bucketed."""
+    from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
+    from torch_ext_bucketing.scheduling.overlap import Overlap
+
+    keep = parameter_groups(graph)
+    policies: list[Policy] = [Overlap(), PeakMemory(gib=1.02 * reference / GIB)]
+    if capped and graph.phase == "backward":
+        policies.append(CapComputeRun(8))
+    return policies, {
+        "kinds": ("all_gather", "reduce_scatter"),
+        "group_filter": lambda found: [g for g in found if g in keep],
+    }
+
+
 def run_ours(
     graph: Graph, cap_mb: float | None, reference: int, capped: bool = True
 ) -> dict[str, Any]:
@@ -70,19 +91,9 @@ def run_ours(
     from torch_ext_bucketing.bucketing.caps import plan_by_cap
     from torch_ext_bucketing.bucketing.merge import apply_plan
     from torch_ext_bucketing.scheduling.cap_search import choose_caps
-    from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
-    from torch_ext_bucketing.scheduling.overlap import Overlap
-    from torch_ext_bucketing.scheduling.policy import Policy
     from torch_ext_bucketing.scheduling.scheduler import schedule
 
-    keep = parameter_groups(graph)
-    policies: list[Policy] = [Overlap(), PeakMemory(gib=1.02 * reference / GIB)]
-    if capped and graph.phase == "backward":
-        policies.append(CapComputeRun(8))
-    options: dict[str, Any] = {
-        "kinds": ("all_gather", "reduce_scatter"),
-        "group_filter": lambda found: [g for g in found if g in keep],
-    }
+    policies, options = what_ours_plans(graph, reference, capped)
     if cap_mb is None:
         plan, search = choose_caps(graph.gm.graph, policies, reference_bytes=reference, **options)
         caps = sorted({cap for _, cap in search.caps_mb})
@@ -153,6 +164,40 @@ def measure(name: str, cap_mb: float | None, repeat: int, layers: int | None) ->
     return row
 
 
+def off(name: str, draws: int, layers: int | None) -> dict[str, Any]:
+    """How much longer a step is, on average over the draws, where the times planned with are off:
+    see :mod:`.schedule_off`."""
+    from torch_ext_bucketing.scheduling.model import peak_bytes
+
+    from .schedule_off import steps_off
+
+    warnings.simplefilter("ignore")
+    graph = load(name, layers, quiet=True)
+    reference = peak_bytes(graph.gm)
+    policies, options = what_ours_plans(graph, reference, capped=True)
+    true_ms, found = steps_off(graph.gm.graph, policies, draws, reference, options)
+    ratios = [ms / true_ms for ms in found]
+    return {
+        "graph": name,
+        "step_ms": true_ms,
+        "off": ratios,
+        "mean": statistics.fmean(ratios),
+        "most": max(ratios),
+    }
+
+
+def off_table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line per graph, and the mean over all."""
+    from torch_ext_bucketing.demo.table import columns
+
+    lines = [["graph", "true times, ms", "off, / it", "most"]]
+    for r in rows:
+        ratios = [f"{r['mean']:.3f}", f"{r['most']:.3f}"]
+        lines.append([r["graph"], f"{r['step_ms']:.1f}", *ratios])
+    mean = statistics.fmean(r["mean"] for r in rows)
+    return f"{columns(lines)}\n\nmean of all graphs, {len(rows[0]['off'])} draws each: {mean:.3f}"
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """One line per graph, and the geometric mean over the bound."""
     from torch_ext_bucketing.demo.table import columns
@@ -220,6 +265,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="loads per way")
     parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
+    parser.add_argument(
+        "--off", type=int, metavar="N", help="draws of times that are off; no torch beside ours"
+    )
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     names = [
@@ -231,17 +279,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no graph matches {' '.join(args.only)}; see python -m benchmarks.graphs")
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")
+    if args.off is not None and (args.off < 1 or args.cap):
+        parser.error("--off takes a number of draws of at least 1, and chooses the caps itself")
     if args.child:
         child(args.child, names[0], args.cap, args.repeat, args.layers)
         return 0
     rows = []
     for name in names:
         print(name, file=sys.stderr, flush=True)
-        rows.append(measure(name, args.cap, args.repeat, args.layers))
+        if args.off:
+            rows.append(off(name, args.off, args.layers))
+        else:
+            rows.append(measure(name, args.cap, args.repeat, args.layers))
         if args.json:
             with open(args.json, "w", encoding="utf-8") as file:
                 json.dump(rows, file, indent=1)
-    print(table(rows))
+    print(off_table(rows) if args.off else table(rows))
     return 0
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
+import statistics
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,11 +22,12 @@ from hypothesis import strategies as st
 from random_graphs import Builder, layered_graph, random_graph, real_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.schedule_off import off_by, steps_off
 from torch_ext_bucketing._gc import paused_gc
 from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.graph.collectives import is_collective, kind_of, started_by
+from torch_ext_bucketing.graph.collectives import is_collective, is_compute, kind_of, started_by
 from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.liveness import Liveness
 from torch_ext_bucketing.scheduling.cap_search import _Search, choose_caps
@@ -874,3 +877,24 @@ def test_inductor_runs_collectives_and_products_in_the_planned_order():
     assert planned[0][:2] == ["all_gather_into_tensor"] * 2
     assert planned[1].count("reduce_scatter_tensor") == 4
     assert generated == planned
+
+
+def test_times_that_are_off_are_the_same_for_a_seed_and_cost_nothing_where_they_are_not():
+    graph = backward_graph(3, 2).graph
+    base = Machine(bandwidth=1e9, flops={"float32": 1e9})
+    mm, start = (next(n for n in graph.nodes if f(n)) for f in (is_compute, is_collective))
+    times = [[Costs(off_by(base, seed))(n) for n in (mm, start)] for seed in (1, 1, 2)]
+    true = [Costs(base)(n) for n in (mm, start)]
+    assert times[0] == times[1] != times[2]
+    assert len({a / b for a, b in zip(times[0] + times[2], true * 2, strict=True)}) == 4
+    draws = [math.log(Costs(off_by(base, seed))(mm) / true[0]) for seed in range(400)]
+    assert statistics.fmean(draws) == pytest.approx(0, abs=0.05)
+    assert statistics.stdev(draws) == pytest.approx(0.3, abs=0.03)
+    # a bucket that isn't made yet, by the factor of its kind and group
+    off = Costs(off_by(base, 1)).collective(start, 2**20)
+    assert off / Costs(base).collective(start, 2**20) == pytest.approx(times[0][1] / true[1])
+
+    policies = [Overlap(), PeakMemory(ratio=1.5)]
+    options = {"eligible": "structure"}
+    step, found = steps_off(graph, policies, 2, peak_bytes(graph), options, sigma=0.0)
+    assert found == [step, step]

@@ -1,0 +1,92 @@
+"""What it costs to plan with times that are off: ``python -m benchmarks.schedule --off 20``.
+
+Each draw multiplies the time of every sort of kernel (operator and sizes) and of collective (kind
+and process group) by a factor of its own, log-normal. Caps and order are chosen with these times,
+and the step is then timed with the true ones.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.fx as fx
+
+from torch_ext_bucketing.graph.collectives import group_name, is_collective, tensors_in
+from torch_ext_bucketing.scheduling.cap_search import choose_caps
+from torch_ext_bucketing.scheduling.cost import H100, Costs, Machine
+from torch_ext_bucketing.scheduling.merged_model import merged_model
+from torch_ext_bucketing.scheduling.model import model_of
+from torch_ext_bucketing.scheduling.policy import Policy
+from torch_ext_bucketing.scheduling.scheduler import schedule_model
+from torch_ext_bucketing.scheduling.timeline import Timeline
+
+__all__ = ["off_by", "steps_off"]
+
+SIGMA = 0.3
+
+
+def off_by(machine: Machine, seed: int, sigma: float = SIGMA) -> Machine:
+    """``machine`` with times that are off, the same for the same seed.
+
+    Args:
+        machine: the true one.
+        seed: of the draw.
+        sigma: standard deviation of a factor's logarithm; the median factor is 1.
+    """
+    true = Costs(machine)
+    factors: dict[tuple[Any, ...], float] = {}
+
+    def estimate(node: fx.Node, nbytes: int | None) -> float:
+        sort: tuple[Any, ...] = (str(node.target),)
+        if is_collective(node):
+            sort += (group_name(node),)
+            ms = true.collective(node, nbytes)
+        else:
+            inputs = (tensors_in(n.meta.get("val")) for n in node.all_input_nodes)
+            sort += tuple(tuple(map(str, t.shape)) for ts in inputs for t in ts)
+            ms = true(node)
+        if sort not in factors:
+            factors[sort] = math.exp(random.Random(f"{seed} {sort}").gauss(0.0, sigma))
+        return ms * factors[sort]
+
+    return replace(machine, estimate=estimate)
+
+
+def steps_off(
+    graph: fx.Graph,
+    policies: Sequence[Policy],
+    draws: int,
+    reference_bytes: int,
+    options: dict[str, Any],
+    sigma: float = SIGMA,
+) -> tuple[float, list[float]]:
+    """Milliseconds of the step, planned with the true times, and with each draw of others.
+
+    Args:
+        graph: is only read.
+        policies: as of :func:`.choose_caps`.
+        draws: how many; their seeds are 0, 1, and so on.
+        reference_bytes: as of :func:`.schedule`.
+        options: further ones of :func:`.choose_caps`.
+        sigma: as of :func:`off_by`.
+    """
+    true = Costs(H100)
+    unmerged = model_of(graph, true)
+
+    def step_ms(machine: Machine) -> float:
+        plan, _ = choose_caps(
+            graph, policies, machine=machine, reference_bytes=reference_bytes, **options
+        )
+        costs = Costs(machine)
+        believed = merged_model(model_of(graph, costs), plan.buckets, costs)
+        real = merged_model(unmerged, plan.buckets, true)
+        if believed is None or real is None:
+            raise RuntimeError("the buckets stand on both sides of a side effect")
+        _, order = schedule_model(believed, policies, reference_bytes)
+        return Timeline.of(real, order).step_ms
+
+    return step_ms(H100), [step_ms(off_by(H100, seed, sigma)) for seed in range(draws)]
