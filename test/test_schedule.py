@@ -21,6 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import Builder, layered_graph, random_graph, real_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch_features import has_simple_overlap
 
 from benchmarks.schedule_off import off_by, steps_off
 from torch_ext_bucketing._gc import paused_gc
@@ -30,6 +32,9 @@ from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute, kind_of, started_by
 from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.liveness import Liveness
+from torch_ext_bucketing.passes.backends import backend
+from torch_ext_bucketing.passes.scheduling import Schedule
+from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.scheduling.cap_search import _Search, choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
 from torch_ext_bucketing.scheduling.list_schedule import list_schedule
@@ -841,42 +846,63 @@ def test_scheduling_twice_changes_nothing_more():
 # --- Inductor ------------------------------------------------------------------------------------
 
 
-def test_inductor_runs_collectives_and_products_in_the_planned_order():
-    """What is compared is the generated code: which of them it calls one after the other."""
+def _generated(model: torch.nn.Module, compiler: Any) -> tuple[list[list[str]], list[list[str]]]:
+    """Collectives, waits and products of a forward and a backward: as planned, where ``compiler``
+    is ours, and as the generated code calls them one after the other."""
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from torch_ext_bucketing.passes.backends import backend
-    from torch_ext_bucketing.passes.scheduling import Schedule
-    from torch_ext_bucketing.plans.simple_fsdp import data_parallel
-
-    torch._dynamo.reset()
-    model = torch.nn.Sequential(*(torch.nn.Linear(DIM, DIM, bias=False) for _ in range(4)))
-    data_parallel(model, init_device_mesh("cpu", (2,)))
-    policies = [Overlap(depth=2), PeakMemory(ratio=3)]
-    compiler = backend("inductor", passes=[Schedule(policies, machine())])
 
     def step() -> None:
         torch.compile(model, backend=compiler)(torch.randn(DIM, DIM)).sum().backward()
 
+    torch._dynamo.reset()
     with config.patch(force_disable_caches=True):
         _, codes = run_and_get_code(step)
     what = r"(all_gather_into_tensor|reduce_scatter_tensor|wait_tensor|mm)"
+    schedules = [] if isinstance(compiler, str) else compiler.last_report().schedules
     planned = [
         [
             m[1]
             for name in report.order
             if (m := re.fullmatch(what + r"(?:_default)?(?:_\d+)?", name))
         ]
-        for report in compiler.last_report().schedules
+        for report in schedules
     ]
     call = r"(?:torch\.ops\._c10d_functional|extern_kernels)\." + what + r"(?:\.default)?\("
-    generated = [re.findall(call, code) for code in codes]
+    return planned, [re.findall(call, code) for code in codes]
+
+
+def _four_products() -> torch.nn.Module:
+    model = torch.nn.Sequential(*(torch.nn.Linear(DIM, DIM, bias=False) for _ in range(4)))
+    return data_parallel(model, init_device_mesh("cpu", (2,)))
+
+
+def test_inductor_runs_collectives_and_products_in_the_planned_order():
+    """What is compared is the generated code."""
+    policies = [Overlap(depth=2), PeakMemory(ratio=3)]
+    compiler = backend("inductor", passes=[Schedule(policies, machine())])
+    planned, generated = _generated(_four_products(), compiler)
     assert planned[0].count("mm") == 4
     assert planned[0][:2] == ["all_gather_into_tensor"] * 2
     assert planned[1].count("reduce_scatter_tensor") == 4
     assert generated == planned
+
+
+@has_simple_overlap
+def test_inductors_own_overlap_leaves_the_planned_order():
+    """Torch 2.15 moves collectives up and waits down by default, after all passes over the graph."""
+    from torch._inductor import config
+
+    assert config.aten_distributed_optimizations.enable_simple_overlap
+    _, moved = _generated(_four_products(), "inductor")
+    with config.patch({"aten_distributed_optimizations.enable_simple_overlap": False}):
+        _, plain = _generated(_four_products(), "inductor")
+    assert moved != plain  # there is something that it moves
+    # Nothing but memory counts: each gather at its use, which is what it would move.
+    compiler = backend("inductor", passes=[Schedule([PeakMemory(ratio=1.0)], machine())])
+    planned, generated = _generated(_four_products(), compiler)
+    assert planned == generated
+    assert generated != moved
 
 
 def test_times_that_are_off_are_the_same_for_a_seed_and_cost_nothing_where_they_are_not():

@@ -7,6 +7,7 @@ import torch
 
 import torch_ext_bucketing  # noqa: F401  (the hooks come before torch's bucketing)
 
+from torch._inductor import config  # isort: skip
 from torch._inductor.fx_passes import bucketing, fsdp  # isort: skip
 
 HAS_PRE_BUCKETING = hasattr(fsdp, "pre_bucket_fsdp_collectives")
@@ -18,4 +19,9 @@ needs_pre_bucketing = pytest.mark.skipif(
 packs_in_parts = pytest.mark.skipif(
     not hasattr(bucketing, "_default_bucket_mode"),
     reason=f"torch {torch.__version__} packs a gather with one operator, which takes another time",
+)
+
+has_simple_overlap = pytest.mark.skipif(
+    not hasattr(config.aten_distributed_optimizations, "enable_simple_overlap"),
+    reason=f"torch {torch.__version__} moves no collectives by itself after all passes",
 )
