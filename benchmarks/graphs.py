@@ -58,9 +58,14 @@ class Config:
     layout: Layout
 
 
+LLAMA3_70B = LlamaConfig(layers=80, dim=8192, heads=64, hidden=28672)
+
 CONFIGS: dict[str, Config] = {
     "llama3_8b_fsdp64": Config(LlamaConfig(), Layout(fsdp=64)),
     "llama3_8b_fsdp8_tp8": Config(LlamaConfig(), Layout(fsdp=8, tensor=8)),
+    "llama3_8b_hsdp8x8": Config(LlamaConfig(), Layout(fsdp=8, replicas=8)),
+    "llama3_70b_fsdp64_tp8": Config(LLAMA3_70B, Layout(fsdp=64, tensor=8)),
+    "llama3_70b_hsdp4x64": Config(LLAMA3_70B, Layout(fsdp=64, replicas=4)),
     "llama3_405b_fsdp512": Config(
         LlamaConfig(layers=126, dim=16384, heads=128, hidden=53248), Layout(fsdp=512)
     ),

@@ -37,22 +37,11 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.demo.ranks import Rank, run_ranks
 from torch_ext_bucketing.demo.table import columns
 
+from .machines import MACHINE, nodes
+
 __all__ = ["MACHINE", "Estimate", "estimate"]
 
 GIB = 2**30
-PER_NODE = 8
-BETWEEN = teb.Level(40e9, 0.03)
-MACHINE = teb.Machine(
-    "H100 nodes of 8",
-    flops=teb.H100.flops,
-    bandwidth=teb.H100.bandwidth,
-    ranks_per_node=PER_NODE,
-    # NVIDIA's data sheets: NVLink 4 moves 450 GB/s each way, a 400 Gbit/s adapter per GPU 50 GB/s.
-    # About eight tenths of both are reached.
-    intra=teb.Level(360e9, 0.01),
-    inter=BETWEEN,
-)
-"""What the estimates are for."""
 
 CONFIGS = ("llama3_8b_fsdp64", "deepseek_v3_fsdp64_ep8")
 MODELS = ("llama", "moe", "vit", "uneven", "tied_chunked", "checkpointed")
@@ -310,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines.append([row["model"], equal, str(row["units"]), str(row["kept_bytes"]), *said])
         failed = any(row["equal"] != row["steps"] for row in rows)
     else:
-        machine = replace(MACHINE, inter=replace(BETWEEN, bandwidth=options.between * 1e9))
+        machine = nodes(options.between)
         found = [e for name in names for e in estimate(name, options.layers, machine)]
         lines = [
             ["graph", "gathered", "forward ms", "backward ms", "step ms", "peak GiB", "gathers"]

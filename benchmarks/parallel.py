@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -48,13 +49,17 @@ class Layout:
         tensor: ranks that share a matrix (and the sequence) within each FSDP rank.
         expert: ranks that share the experts; within the FSDP ranks, which then shard each expert
             over ``fsdp / expert`` ranks.
+        replicas: how often all of that is there (HSDP): gradients are reduced over them, too.
     """
 
     fsdp: int
     tensor: int = 1
     expert: int = 1
+    replicas: int = 1
 
     def __post_init__(self) -> None:
+        if self.replicas > 1 and self.expert > 1:
+            raise ValueError("replicas and expert parallelism together are not laid out here")
         if self.tensor > 1 and self.expert > 1:
             raise ValueError("tensor and expert parallelism together are not laid out here")
         if self.fsdp % self.expert:
@@ -62,13 +67,13 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.fsdp * self.tensor
+        return self.replicas * self.fsdp * self.tensor
 
 
 @dataclass(frozen=True)
 class Group:
     """A process group of a graph: its number of ranks and what it is for (``"fsdp"``, ``"tp"``,
-    ``"expert_fsdp"`` or ``"ep"``)."""
+    ``"expert_fsdp"``, ``"ep"`` or ``"replicate"``)."""
 
     size: int
     role: str
@@ -76,10 +81,11 @@ class Group:
 
 @dataclass(frozen=True)
 class World:
-    """The meshes of a layout. ``groups`` maps a group's name in the graph to what it is."""
+    """The meshes of a layout; ``data`` has the replicas as its first dimension where there are any.
+    ``groups`` maps a group's name in the graph to what it is."""
 
     layout: Layout
-    fsdp: DeviceMesh
+    data: DeviceMesh
     tensor: DeviceMesh | None
     expert_fsdp: DeviceMesh | None
     expert: DeviceMesh | None
@@ -109,12 +115,14 @@ def start_world(layout: Layout) -> World:
         end_world()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
     # The device type has no effect on a fake group; "cpu" needs no device to be there.
-    tensor = expert_fsdp = expert = None
-    if layout.tensor > 1:
-        mesh = init_device_mesh("cpu", (layout.fsdp, layout.tensor), mesh_dim_names=("fsdp", "tp"))
-        fsdp, tensor = mesh["fsdp"], mesh["tp"]
-    else:
-        fsdp = init_device_mesh("cpu", (layout.fsdp,), mesh_dim_names=("fsdp",))
+    sizes = {"replicate": layout.replicas, "fsdp": layout.fsdp, "tp": layout.tensor}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "fsdp"}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    fsdp = mesh["fsdp"] if len(sizes) > 1 else mesh
+    tensor = mesh["tp"] if layout.tensor > 1 else None
+    replicate = mesh["replicate"] if layout.replicas > 1 else None
+    data = fsdp if replicate is None else mesh["replicate", "fsdp"]
+    expert_fsdp = expert = None
     if layout.expert > 1:
         mesh = init_device_mesh(
             "cpu",
@@ -129,10 +137,11 @@ def start_world(layout: Layout) -> World:
             ("tp", tensor),
             ("expert_fsdp", expert_fsdp),
             ("ep", expert),
+            ("replicate", replicate),
         )
         if m is not None
     }
-    _current = World(layout, fsdp, tensor, expert_fsdp, expert, groups)
+    _current = World(layout, data, tensor, expert_fsdp, expert, groups)
     return _current
 
 
@@ -148,7 +157,7 @@ def shard_llama(model: Llama, world: World) -> None:
     """Megatron's column and row shards with sequence parallelism, then FSDP, in place."""
     if world.tensor is not None:
         _tensor_parallel_llama(model, world.tensor)
-    _fully_shard(model, world.fsdp)
+    _fully_shard(model, world.data)
 
 
 def shard_deepseek(model: DeepSeek, world: World) -> None:
@@ -167,7 +176,7 @@ def shard_deepseek(model: DeepSeek, world: World) -> None:
                 local = distribute_tensor(param, world.expert, [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(local.to_local().detach().clone()))
             _fully_shard(module, world.expert_fsdp)
-    _fully_shard(model, world.fsdp, but=experts)
+    _fully_shard(model, world.data, but=experts)
 
 
 def _tensor_parallel_llama(model: Llama, mesh: DeviceMesh) -> None:
@@ -222,7 +231,7 @@ class _AsTensorParallel(nn.Module):
 
 def _fully_shard(model: nn.Module, mesh: DeviceMesh, but: Collection[nn.Module] = ()) -> None:
     """Mixed-precision FSDP of all modules but some that are sharded already: fp32 shards, bf16
-    gathers, fp32 reductions.
+    gathers, fp32 reductions. A mesh of two dimensions has replicas in the first one.
 
     ::
 
@@ -237,7 +246,9 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh, but: Collection[nn.Module] 
             if isinstance(param, DTensor):
                 tensor_parallel[name] = (param.device_mesh, tuple(param.placements))
                 module.register_parameter(name, nn.Parameter(param.to_local().detach().clone()))
-        data_parallel(module, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mode: Literal["fully_shard", "hybrid_shard"]
+        mode = "fully_shard" if mesh.ndim == 1 else "hybrid_shard"
+        data_parallel(module, mesh, mode, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for name, (tensor_mesh, placements) in tensor_parallel.items():
             parametrize.register_parametrization(
                 module, name, _AsTensorParallel(tensor_mesh, placements), unsafe=True

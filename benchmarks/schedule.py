@@ -2,13 +2,14 @@
 
     python -m benchmarks.schedule                           every graph, prints a table
     python -m benchmarks.schedule --only 'llama3_8b_*' --json out.json
+    python -m benchmarks.schedule --between 40              two network levels
     python -m benchmarks.schedule --off 20                  planned with times that are off
 
 Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
 
 - ``unpatched``: ``schedule_overlap_bucketing`` of the installed torch's own source, with buckets,
   torch's own byte cap (or ``--cap``), and our cost model as its runtime estimation;
-- ``ours``: :func:`.plan_by_cap`, :func:`.apply_plan`, and
+- ``ours``: :func:`.plan_by_cap` (HSDP's all-reduces, too), :func:`.apply_plan`, and
   :func:`.schedule` with ``Overlap()``, ``CapComputeRun(8)`` (backward graphs) and
   ``PeakMemory`` at 1.02 times the peak of the graph without buckets.
 
@@ -46,13 +47,15 @@ WAYS = ("unpatched", "ours")
 GIB = 2**30
 
 
-def run_unpatched(graph: Graph, cap_mb: float | None) -> None:
+def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = None) -> None:
     """torch's own buckets and overlap, by our costs."""
     from torch._inductor.fx_passes import overlap_scheduling
 
     from torch_ext_bucketing.scheduling.cost import Costs
 
-    costs = Costs()
+    from .machines import nodes
+
+    costs = Costs(nodes(between))
     # torch estimates every compute node itself before it asks for our estimate, and needs a GPU
     # (or Triton) for that.
     overlap_scheduling.estimate_roofline_runtime_ms = costs
@@ -74,18 +77,23 @@ def what_ours_plans(graph: Graph, reference: int, capped: bool) -> tuple[list[Po
     from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
     from torch_ext_bucketing.scheduling.overlap import Overlap
 
-    keep = parameter_groups(graph)
+    keep = [*parameter_groups(graph)]
+    keep += [name for name, group in graph.groups.items() if group.role == "replicate"]
     policies: list[Policy] = [Overlap(), PeakMemory(gib=1.02 * reference / GIB)]
     if capped and graph.phase == "backward":
         policies.append(CapComputeRun(8))
     return policies, {
-        "kinds": ("all_gather", "reduce_scatter"),
+        "kinds": ("all_gather", "reduce_scatter", "all_reduce"),
         "group_filter": lambda found: [g for g in found if g in keep],
     }
 
 
 def run_ours(
-    graph: Graph, cap_mb: float | None, reference: int, capped: bool = True
+    graph: Graph,
+    cap_mb: float | None,
+    reference: int,
+    capped: bool = True,
+    between: float | None = None,
 ) -> dict[str, Any]:
     """Our buckets, then our schedule."""
     from torch_ext_bucketing.bucketing.caps import plan_by_cap
@@ -93,15 +101,20 @@ def run_ours(
     from torch_ext_bucketing.scheduling.cap_search import choose_caps
     from torch_ext_bucketing.scheduling.scheduler import schedule
 
+    from .machines import nodes
+
+    machine = nodes(between)
     policies, options = what_ours_plans(graph, reference, capped)
     if cap_mb is None:
-        plan, search = choose_caps(graph.gm.graph, policies, reference_bytes=reference, **options)
+        plan, search = choose_caps(
+            graph.gm.graph, policies, machine=machine, reference_bytes=reference, **options
+        )
         caps = sorted({cap for _, cap in search.caps_mb})
     else:
         plan = plan_by_cap(graph.gm.graph, cap_mb, **options)
         caps = [cap_mb]
     apply_plan(graph.gm.graph, plan)
-    report = schedule(graph.gm, policies, reference_bytes=reference)
+    report = schedule(graph.gm, policies, machine=machine, reference_bytes=reference)
     return {
         "caps_mb": caps,
         "chosen": report.chosen,
@@ -110,11 +123,21 @@ def run_ours(
     }
 
 
-def child(way: str, name: str, cap_mb: float | None, repeat: int, layers: int | None) -> None:
+def child(
+    way: str,
+    name: str,
+    cap_mb: float | None,
+    repeat: int,
+    layers: int | None,
+    between: float | None,
+) -> None:
     """Measure one way on one graph and print the result as JSON."""
     from torch_ext_bucketing.scheduling.model import model_of
     from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound
 
+    from .machines import nodes
+
+    machine = nodes(between)
     logging.getLogger("torch._inductor.fx_passes").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     # Neither way is charged for imports.
@@ -123,22 +146,22 @@ def child(way: str, name: str, cap_mb: float | None, repeat: int, layers: int | 
     seconds: list[float] = []
     for _ in range(repeat):
         graph = load(name, layers, quiet=True)
-        unbucketed = Timeline.of(model_of(graph.gm.graph))
+        unbucketed = Timeline.of(model_of(graph.gm.graph, machine))
         clock = time.process_time()
         extra = {}
         if way == "unpatched":
-            run_unpatched(graph, cap_mb)
+            run_unpatched(graph, cap_mb, between)
         else:
-            extra = run_ours(graph, cap_mb, unbucketed.peak_bytes)
+            extra = run_ours(graph, cap_mb, unbucketed.peak_bytes, between=between)
         seconds.append(time.process_time() - clock)
     check_torch(way)
     graph.gm.graph.lint()
-    model = model_of(graph.gm.graph)
+    model = model_of(graph.gm.graph, machine)
     reached = Timeline.of(model)
     if way == "ours":
         free = load(name, layers, quiet=True)
-        run_ours(free, cap_mb, unbucketed.peak_bytes, capped=False)
-        extra["uncapped_step_ms"] = Timeline.of(model_of(free.gm.graph)).step_ms
+        run_ours(free, cap_mb, unbucketed.peak_bytes, capped=False, between=between)
+        extra["uncapped_step_ms"] = Timeline.of(model_of(free.gm.graph, machine)).step_ms
     result = {
         "step_ms": reached.step_ms,
         "bound_ms": lower_bound(model),
@@ -152,11 +175,18 @@ def child(way: str, name: str, cap_mb: float | None, repeat: int, layers: int | 
     print(json.dumps(result))
 
 
-def measure(name: str, cap_mb: float | None, repeat: int, layers: int | None) -> dict[str, Any]:
+def measure(
+    name: str,
+    cap_mb: float | None,
+    repeat: int,
+    layers: int | None,
+    between: float | None = None,
+) -> dict[str, Any]:
     """One row."""
     arguments = ["--only", name, "--repeat", str(repeat)]
     arguments += ["--cap", str(cap_mb)] if cap_mb else []
     arguments += ["--layers", str(layers)] if layers else []
+    arguments += ["--between", str(between)] if between else []
     found = {way: run_child("benchmarks.schedule", way, arguments) for way in WAYS}
     row = {"graph": name, **found["ours"]}
     for key in ("step_ms", "peak_gib", "longest_run", "pass_s"):
@@ -266,6 +296,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     parser.add_argument(
+        "--between",
+        type=float,
+        metavar="GB/S",
+        help="nodes of 8 H100s, with so much of each rank between them (default: torch's estimate, "
+        "which knows no nodes)",
+    )
+    parser.add_argument(
         "--off", type=int, metavar="N", help="draws of times that are off; no torch beside ours"
     )
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
@@ -279,10 +316,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no graph matches {' '.join(args.only)}; see python -m benchmarks.graphs")
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")
+    if args.between is not None and (args.off or not 0 < args.between < math.inf):
+        parser.error("--between takes a positive number, and not with --off")
     if args.off is not None and (args.off < 1 or args.cap):
         parser.error("--off takes a number of draws of at least 1, and chooses the caps itself")
     if args.child:
-        child(args.child, names[0], args.cap, args.repeat, args.layers)
+        child(args.child, names[0], args.cap, args.repeat, args.layers, args.between)
         return 0
     rows = []
     for name in names:
@@ -290,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.off:
             rows.append(off(name, args.off, args.layers))
         else:
-            rows.append(measure(name, args.cap, args.repeat, args.layers))
+            rows.append(measure(name, args.cap, args.repeat, args.layers, args.between))
         if args.json:
             with open(args.json, "w", encoding="utf-8") as file:
                 json.dump(rows, file, indent=1)
