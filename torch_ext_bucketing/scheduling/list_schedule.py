@@ -427,7 +427,9 @@ class _Scheduler:
             return False
         ahead = 0
         for other in reversed(gathers[max(0, at - options.depth) : at]):
-            ahead += self.done[other] and not self.done[shape.kernels[shape.first_use[other]]]
+            by = shape.first_use[other]  # by no kernel if it is a result of the graph
+            unused = by < len(shape.kernels) and not self.done[shape.kernels[by]]
+            ahead += self.done[other] and unused
         late = options.deadlines and shape.latest[gather] <= shape.ms_before[head]
         if ahead >= options.depth and not late:
             return False
