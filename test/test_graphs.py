@@ -25,12 +25,17 @@ from benchmarks import graphs, parallel, tracing
 from benchmarks.graphs import NAMES, count, load, main
 from benchmarks.models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
 from benchmarks.serialize import from_data, to_data
-from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.graph.collectives import kind_of, started_by
 from torch_ext_bucketing.tagging.tags import tag_of
 
 ROOT = Path(__file__).parent.parent
 C10D = torch.ops._c10d_functional
-LAYERS = {"llama3_8b_fsdp64": 1, "llama3_8b_fsdp8_tp8": 1, "deepseek_v3_fsdp64_ep8": 2}
+LAYERS = {
+    "llama3_8b_hsdp8x8": 1,
+    "llama3_8b_fsdp64": 1,
+    "llama3_8b_fsdp8_tp8": 1,
+    "deepseek_v3_fsdp64_ep8": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +80,8 @@ def llama_fqns(layers):
 
 
 def test_names():
-    assert len(NAMES) == 16
-    assert len(dict.fromkeys(NAMES)) == 16
+    assert len(NAMES) == 28
+    assert len(dict.fromkeys(NAMES)) == 28
 
 
 @pytest.mark.parametrize("config", ["llama3_8b_fsdp64", "llama3_8b_fsdp8_tp8"])
@@ -93,6 +98,18 @@ def test_llama_collectives(loaded, config):
         gathers = fqns(starts(backward, "all_gather", "fsdp"))
         # The embedding's backward needs its input, not its weight.
         assert sorted(gathers) == (sorted(expected[1:]) if suffix else [])
+
+
+def test_gradients_of_replicas_are_reduced_within_a_replica_first(loaded):
+    backward = loaded("llama3_8b_hsdp8x8.backward")
+    scatters = starts(backward, "reduce_scatter", "fsdp")
+    reduces = starts(backward, "all_reduce", "replicate")
+    assert sorted(fqns(scatters)) == sorted(fqns(reduces)) == sorted(llama_fqns(1))
+    assert {
+        tuple(backward.groups[n.args[-1]].size for n in each) for each in (scatters, reduces)
+    } == {(8,) * len(scatters)}
+    for reduce in reduces:
+        assert started_by(reduce.all_input_nodes[0]) in scatters
 
 
 def test_dtypes_are_those_of_mixed_precision_fsdp(loaded):
