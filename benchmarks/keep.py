@@ -4,9 +4,10 @@
     python -m benchmarks.keep --only 'llama3_8b_*' --json out.json
     python -m benchmarks.keep --random 200 --units 8        against every choice there is
 
-For each model of :mod:`.graphs` the joint graph is put together again from its forward and backward
-graphs, and ``ReshardAfterForward(keep="auto")`` chooses for bounds of 1.0 to 2.0 times the peak
-with everything gathered again. Each choice is then carried out, and measured on what comes of it:
+For each model of :mod:`.graphs`, and for the mixture of experts without dropped tokens, whose sizes
+depend on data, the joint graph is put together again from its forward and backward graphs, and
+``ReshardAfterForward(keep="auto")`` chooses for bounds of 1.0 to 2.0 times the peak with everything
+gathered again. Each choice is then carried out, and measured on what comes of it:
 
 - forward and backward as the default partitioner leaves them, in a model made for them alone, with
   one bucket per unit, scheduled by ``Schedule([Overlap(), PeakMemory])`` under the bound;
@@ -30,12 +31,14 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 import torch.fx as fx
 
 from torch_ext_bucketing.demo.table import columns
+from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule
 from torch_ext_bucketing.scheduling.keep import CURVE, KeepPlanner, Outcome
 from torch_ext_bucketing.scheduling.memory import PeakMemory
@@ -46,8 +49,47 @@ from torch_ext_bucketing.scheduling.scheduler import schedule_model
 from .graphs import CONFIGS, load
 from .keep_models import random_joint
 from .keep_models import unit_of as layer_of
+from .models import DeepSeek, DeepSeekConfig
+from .parallel import shard_deepseek, start_world
+from .tracing import Phase, Progress, trace_model
 
 GIB = 2**30
+DROPLESS = "deepseek_v3_fsdp64_ep8_dropless"
+MODELS = (*CONFIGS, DROPLESS)
+
+
+def graphs_of(name: str, layers: int | None) -> dict[tuple[Phase, bool], fx.GraphModule]:
+    """Forward and backward of one of :data:`MODELS`, by whether backward gathers again."""
+    phases: tuple[Phase, ...] = ("forward", "backward")
+    if name != DROPLESS:
+        return {
+            (phase, again): load(f"{name}.{phase}{again * '.recompute'}", layers, quiet=True).gm
+            for phase in phases
+            for again in (False, True)
+        }
+    config = CONFIGS["deepseek_v3_fsdp64_ep8"]
+    assert isinstance(config.model, DeepSeekConfig)
+    model = replace(config.model, dropless=True, layers=layers or config.model.layers)
+    world = start_world(config.layout)
+    assert world.expert is not None
+    group = world.expert.get_group()
+
+    def build() -> DeepSeek:
+        deepseek = DeepSeek(model, group)
+        shard_deepseek(deepseek, world)
+        return deepseek
+
+    return trace_model(build, (model.batch, model.seq), Progress(name, model.layers, quiet=True))
+
+
+def size_hint(name: str) -> int | None:
+    """Tokens that a rank sends to another where routing is balanced; None: no size needs it."""
+    if name != DROPLESS:
+        return None
+    config = CONFIGS["deepseek_v3_fsdp64_ep8"]
+    model = config.model
+    assert isinstance(model, DeepSeekConfig)
+    return model.batch * model.seq * model.experts_per_token // config.layout.expert
 
 
 def joint_of(forward: fx.Graph, backward: fx.Graph) -> fx.Graph:
@@ -99,25 +141,24 @@ def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[flo
     return step, peak
 
 
-def scheduling_s(name: str, layers: int | None) -> float:
+def scheduling_s(halves: Sequence[fx.GraphModule], hint: int | None) -> float:
     """CPU seconds of ``BucketAndSchedule`` on both graphs with everything gathered again."""
     total = 0.0
-    for half in ("forward", "backward"):
-        graph = load(f"{name}.{half}.recompute", layers, quiet=True)
-        bound = PeakMemory(gib=1.02 * peak_bytes(graph.gm) / GIB)
+    for gm in halves:
+        bound = PeakMemory(gib=1.02 * peak_bytes(gm, size_hints=hint) / GIB)
         clock = time.process_time()
-        BucketAndSchedule([Overlap(), bound])(graph.gm)
+        BucketAndSchedule([Overlap(), bound])(gm, Compilation(size_hints=hint))
         total += time.process_time() - clock
     return total
 
 
 def measure(name: str, layers: int | None) -> dict[str, Any]:
     """All bounds on one model."""
-    halves = [load(f"{name}.{half}", layers, quiet=True) for half in ("forward", "backward")]
-    joint = joint_of(*(half.gm.graph for half in halves))
-    KeepPlanner(joint, unit_of)  # Nobody is charged for imports.
+    graphs, hint = graphs_of(name, layers), size_hint(name)
+    joint = joint_of(graphs["forward", False].graph, graphs["backward", False].graph)
+    KeepPlanner(joint, unit_of, size_hints=hint)  # Nobody is charged for imports.
     clock = time.process_time()
-    planner = KeepPlanner(joint, unit_of)
+    planner = KeepPlanner(joint, unit_of, size_hints=hint)
     model_s = time.process_time() - clock
     everything = frozenset(planner.candidates)
     reference = planner.reference_bytes
@@ -142,7 +183,7 @@ def measure(name: str, layers: int | None) -> dict[str, Any]:
         "units": len(planner.candidates),
         "reference_gib": reference / GIB,
         "model_s": model_s,
-        "scheduling_s": scheduling_s(name, layers),
+        "scheduling_s": scheduling_s([graphs["forward", True], graphs["backward", True]], hint),
         "rows": rows,
     }
 
@@ -263,9 +304,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--units", type=int, default=12, metavar="N", help="most units of these")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     args = parser.parse_args(arguments)
-    names = [n for n in CONFIGS if any(fnmatch.fnmatch(n, p) for p in args.only)]
+    names = [n for n in MODELS if any(fnmatch.fnmatch(n, p) for p in args.only)]
     if not names:
-        parser.error(f"no model matches {' '.join(args.only)}; there are {', '.join(CONFIGS)}")
+        parser.error(f"no model matches {' '.join(args.only)}; there are {', '.join(MODELS)}")
     if args.units < 2 or (args.random is not None and args.random < 1):
         parser.error("--units must be at least 2, --random at least 1")
     warnings.simplefilter("ignore")

@@ -6,8 +6,9 @@ model decides by itself, because a fake tensor has neither a device to ask nor v
 - the attention kernel is called by name: FlashAttention, and the memory-efficient one where keys
   and values are of unequal width, which FlashAttention does not take;
 - the all-to-alls of expert parallelism have equal splits, those of perfectly balanced routing, so
-  that every shape is static. Which expert a token goes to is still computed by the router, and the
-  token counts are still exchanged.
+  that every shape is static, unless ``DeepSeekConfig.dropless`` asks for those that routing leads
+  to. Which expert a token goes to is still computed by the router, and the token counts are still
+  exchanged.
 
 Every parameter belongs to a module without children.
 """
@@ -67,6 +68,8 @@ class DeepSeekConfig:
     """Sequences per data-parallel rank."""
     seq: int = 4096
     rope_theta: float = 10000.0
+    dropless: bool = False
+    """Whether the all-to-alls' splits depend on data, as in training; else they are equal."""
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -248,16 +251,27 @@ class MixtureOfExperts(nn.Module):
         """
         ranks = self.group.size()
         local = self.config.experts // ranks
-        splits = [tokens.shape[0] // ranks] * ranks
         received = all_to_all_single(counts.view(ranks, local), None, None, self.group)
-        tokens = all_to_all_single_autograd(tokens, splits, splits, self.group)
+        sent_splits = received_splits = [tokens.shape[0] // ranks] * ranks
+        if self.config.dropless:
+            sent_splits = _sizes(counts.view(ranks, local).sum(1))
+            received_splits = _sizes(received.sum(1))
+        tokens = all_to_all_single_autograd(tokens, received_splits, sent_splits, self.group)
         # Rows arrive by source rank, then by expert.
         expert = torch.arange(local, device=tokens.device).repeat(ranks)
         expert = torch.repeat_interleave(expert, received.reshape(-1), output_size=tokens.shape[0])
         order = torch.argsort(expert, stable=True)
         out = self.experts(tokens[order], received.sum(0))
         out = torch.empty_like(out).index_copy(0, order, out)
-        return all_to_all_single_autograd(out, splits, splits, self.group)
+        return all_to_all_single_autograd(out, sent_splits, received_splits, self.group)
+
+
+def _sizes(counts: torch.Tensor) -> list[int]:
+    """Values as sizes, each at least 0."""
+    sizes: list[int] = counts.tolist()
+    for size in sizes:
+        torch._check(size >= 0)
+    return sizes
 
 
 class DeepSeekBlock(nn.Module):

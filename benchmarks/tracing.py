@@ -21,6 +21,7 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
@@ -136,7 +137,7 @@ def trace_model(
         return forward, backward
 
     progress.stage("build")
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # which makes symbols of sizes that depend on data
     with contextlib.ExitStack() as stack:
         with mode:
             model = build()
