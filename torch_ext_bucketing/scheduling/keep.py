@@ -317,9 +317,12 @@ class KeepPlanner:
             ranked = sorted(losses, key=lambda k: (losses[k], k))[:_LOOKS]
             for k in ranked:
                 losses[k] = loss(k)
-            worst = min(ranked, key=lambda k: (losses[k], k))
-            del losses[worst]
-            kept -= {worst}
+            # Far from a fit several are dropped between two looks.
+            for k in sorted(ranked, key=lambda k: (losses[k], k))[: max(1, len(kept) // 8)]:
+                if self.fits(kept, room):
+                    break
+                del losses[k]
+                kept -= {k}
         return kept
 
     def _exchanged(self, kept: _Set, room: int, limit: int) -> dict[_Set, float]:

@@ -18,6 +18,8 @@ of the gather that is saved. What is chosen is looked at again with a real sched
 from __future__ import annotations
 
 import bisect
+import itertools
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -78,11 +80,7 @@ class _Half:
             for first, end, nbytes in self.changes[k]:
                 steps[first] += nbytes
                 steps[end] -= nbytes
-        found, more = [], 0
-        for live, step in zip(self.live, steps, strict=False):
-            more += step
-            found.append(live + more)
-        return found
+        return list(map(operator.add, self.live, itertools.accumulate(steps)))
 
     def latest(self, group: int, gathers: Sequence[_Gather]) -> list[float]:
         """When each gather must begin for its stream to be done in time, in kernels' time."""
@@ -102,6 +100,7 @@ class _Half:
     def step_ms(self, kept: Collection[int], live: Sequence[int], limit: int) -> float:
         """Time of the half when the gathers of ``kept`` are not needed."""
         groups = [[g for g in mine if g.unit not in kept] for mine in self.gathers]
+        gathering = [k for k, mine in enumerate(groups) if mine]
         latest = [self.latest(k, mine) for k, mine in enumerate(groups)]
         uses: dict[int, list[int]] = {}
         for k, mine in enumerate(groups):
@@ -129,16 +128,16 @@ class _Half:
                 now = max(now, end[k][used[k]]) + g.around_ms
                 used[k] += 1
             clock = self.clock[s]
-            for k, mine in enumerate(groups):
-                while at[k] < len(mine):
-                    g = mine[at[k]]
+            for k in gathering:
+                while at[k] < len(groups[k]):
                     when = now
                     if at[k] > used[k]:  # one is ahead: a further one only if time presses
                         if latest[k][at[k]] > clock + ms:
                             break
                         when += max(0.0, latest[k][at[k]] - clock)
+                    g = groups[k][at[k]]
                     room = limit - ahead - g.nbytes
-                    if any(live[x] > room for x in range(s, g.use)):
+                    if max(live[s : g.use], default=room) > room:
                         break
                     free[k] = max(when, free[k]) + g.ms
                     end[k].append(free[k])
