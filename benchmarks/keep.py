@@ -257,7 +257,7 @@ def wrong(one: dict[str, Any]) -> list[str]:
 # --- against every choice there is ---------------------------------------------------------------
 
 
-def against_all(models: int, most: int, least: int = 2, first: int = 0) -> dict[str, Any]:
+def against_all(models: int, most: int, least: int = 2) -> dict[str, Any]:
     """Random models of ``least`` to ``most`` units, each with a bound between keep-nothing and
     keep-all: the choice over the best of all choices. Each one that can be better than the best so
     far is scheduled.
@@ -266,14 +266,13 @@ def against_all(models: int, most: int, least: int = 2, first: int = 0) -> dict[
         models: how many.
         most: units.
         least: units.
-        first: the seed of the first one.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     ratios: list[float] = []
     choices = scheduled = 0
-    for seed in range(first, first + models):
+    for seed in range(models):
         rng = random.Random(seed)
         graph, machine = random_joint(seed, rng.randint(least, most))
         planner = KeepPlanner(graph, layer_of, machine=machine)
@@ -290,7 +289,7 @@ def against_all(models: int, most: int, least: int = 2, first: int = 0) -> dict[
             scheduled += 1
         ratios.append(chosen.step_ms / best.step_ms)
         if sys.stderr.isatty() or seed % 20 == 19:
-            print(f"{seed + 1 - first} of {models}", file=sys.stderr, flush=True)
+            print(f"{seed + 1} of {models}", file=sys.stderr, flush=True)
     return {
         "models": models,
         "most_units": most,
@@ -341,7 +340,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--random", type=int, metavar="N", help="N random models instead")
     parser.add_argument("--units", type=int, default=12, metavar="N", help="most units of these")
     parser.add_argument("--least", type=int, default=2, metavar="N", help="least units of these")
-    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the first of these")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="SEED", help="of the first of these"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     args = parser.parse_args(arguments)
     names = [n for n in MODELS if any(fnmatch.fnmatch(n, p) for p in args.only)]
@@ -352,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     found: Any
     if args.random is not None:
-        found = against_all(args.random, args.units, args.least, args.first)
+        found = against_all(args.random, args.units, args.least)
         print("\n".join(f"{name}: {value}" for name, value in found.items()))
     else:
         found = []

@@ -167,40 +167,10 @@ class Halves:
         old = self.backward
         live = old.liveness
         stay = [i for i, o in enumerate(self._serves) if o is None or not o <= kept]
-        at = [-1] * len(old)
-        for new, i in enumerate(stay):
-            at[i] = new
-        needs: list[set[int]] = []
-        last: dict[tuple[str | None, str | None], int] = {}
-        for new, i in enumerate(stay):
-            mine = set()
-            for j in old.dependencies.needs[i]:
-                if at[j] >= 0 and not old.only_ordered(j, i):
-                    mine.add(at[j])
-            if old.group[i] is not None:
-                key = (old.group[i], kind_of(old.dependencies.nodes[i]))
-                if key in last:
-                    mine.add(last[key])
-                last[key] = new
-            needs.append(mine)
         saved = sum(live.size[s] for s in held)
-
-        def of(column: Sequence[object]) -> list:  # type: ignore[type-arg]
-            return [column[i] for i in stay]
-
-        return replace(
-            old,
-            dependencies=Precedence(of(old.dependencies.nodes), needs),
-            liveness=Storages(
-                live.size, of(live.allocates), of(live.touches), live.kept, live.at_start + saved
-            ),
-            ms=of(old.ms),
-            group=of(old.group),
-            start_of=[-1 if old.start_of[i] < 0 else at[old.start_of[i]] for i in stay],
-            compute=of(old.compute),
-            reduces=of(old.reduces),
-            view=of(old.view),
-            members={at[i]: m for i, m in old.members.items() if at[i] >= 0},
+        allocates, touches = ([of[i] for i in stay] for of in (live.allocates, live.touches))
+        return _part_of(
+            old, stay, Storages(live.size, allocates, touches, live.kept, live.at_start + saved)
         )
 
 
@@ -273,42 +243,51 @@ class _Split:
     def _model(
         self, places: Sequence[int], given: Mapping[int, None], kept: dict[int, None], at_start: int
     ) -> Model:
-        old, live = self._joint, self._live
-        at = [-1] * len(old)
-        needs: list[list[int]] = []
-        last: dict[tuple[str | None, str | None], int] = {}
+        live = self._live
         there = dict(given)
         allocates, touches = [], []
-        for new, i in enumerate(places):
-            at[i] = new
-            mine = [
-                at[j]
-                for j in old.dependencies.needs[i]
-                if at[j] >= 0 and not old.only_ordered(j, i)
-            ]
-            if old.group[i] is not None:
-                key = (old.group[i], kind_of(old.dependencies.nodes[i]))
-                if key in last:
-                    mine.append(last[key])
-                last[key] = new
-            needs.append(mine)
+        for i in places:
             fresh = tuple(s for s in live.allocates[i] if s not in there)
             there.update(dict.fromkeys(fresh))
             allocates.append(fresh)
             touches.append(tuple(s for s in live.touches[i] if s in there))
-        return replace(
-            old,
-            dependencies=Precedence(
-                [old.dependencies.nodes[i] for i in places], [set(n) for n in needs]
-            ),
-            liveness=Storages(live.size, allocates, touches, kept, at_start),
-            ms=[old.ms[i] for i in places],
-            group=[old.group[i] for i in places],
-            start_of=[-1 if old.start_of[i] < 0 else at[old.start_of[i]] for i in places],
-            compute=[old.compute[i] for i in places],
-            reduces=[old.reduces[i] for i in places],
-            view=[old.view[i] for i in places],
+        return _part_of(
+            self._joint, places, Storages(live.size, allocates, touches, kept, at_start)
         )
+
+
+def _part_of(model: Model, places: Sequence[int], liveness: Storages) -> Model:
+    """Some nodes of a model, in this order. Collectives of a kind stay in order on each group."""
+    nodes = model.dependencies.nodes
+    at = [-1] * len(model)
+    needs: list[set[int]] = []
+    last: dict[tuple[str, Kind | None], int] = {}
+    for new, i in enumerate(places):
+        at[i] = new
+        mine = {
+            at[j]
+            for j in model.dependencies.needs[i]
+            if at[j] >= 0 and not model.only_ordered(j, i)
+        }
+        group = model.group[i]
+        if group is not None:
+            key = group, kind_of(nodes[i])
+            if key in last:
+                mine.add(last[key])
+            last[key] = new
+        needs.append(mine)
+    return replace(
+        model,
+        dependencies=Precedence([nodes[i] for i in places], needs),
+        liveness=liveness,
+        ms=[model.ms[i] for i in places],
+        group=[model.group[i] for i in places],
+        start_of=[-1 if model.start_of[i] < 0 else at[model.start_of[i]] for i in places],
+        compute=[model.compute[i] for i in places],
+        reduces=[model.reduces[i] for i in places],
+        view=[model.view[i] for i in places],
+        members={at[i]: m for i, m in model.members.items() if at[i] >= 0},
+    )
 
 
 def _has_effects(node: fx.Node) -> bool:
