@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from ranks import on_ranks
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -60,6 +61,13 @@ class Look(teb.GraphPass):
         self.function(graph_of(graph))
 
 
+def checkpoint_blocks(model):
+    for block in model.layers:
+        forward = block.forward
+        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+    return model
+
+
 def compiled(*passes, checkpointed=False, vocabulary=64):
     """A small model's graphs by stage, and the report."""
     graphs = {}
@@ -72,9 +80,7 @@ def compiled(*passes, checkpointed=False, vocabulary=64):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = data_parallel(TwoBlocks(64, vocabulary), mesh)
     if checkpointed:
-        for block in model.layers:
-            forward = block.forward
-            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+        checkpoint_blocks(model)
     b = backend(keep, passes, model, agree=False)
     tokens = torch.zeros(16, 16, dtype=torch.long)
     torch.compile(model, backend=b)(tokens).sum().backward()
@@ -242,6 +248,53 @@ def test_ranks_with_uneven_shards_choose_alike(fake_world):
         found.append((made.units, made.step_ms, made.peak_bytes, made.next_ms, made.tried))
     assert found[0] == found[1]
     assert any(u.kept for u in found[0][0])
+
+
+def _checkpointed_beside_eager(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    from torch_ext_bucketing.demo.train import digest
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def train(model, run):
+        found = []
+        for step in range(3):
+            tokens = torch.arange(256).mul(step + 2).add(rank).remainder(64).view(16, 16)
+            run(tokens).logsumexp(-1).mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+                    p.grad = None
+            found.append(digest(model))
+        return found
+
+    def fresh():
+        torch.manual_seed(0)
+        return TwoBlocks(64, 64)
+
+    model = data_parallel(checkpoint_blocks(fresh()), mesh)
+    order = teb.FSDPParamOrder.from_model(model, units=UNITS)
+    reshard = auto(PeakMemory(ratio=1.005))
+    b = backend("aot_eager", [teb.CombineUses(), reshard, teb.BucketUnits(order)], model)
+    found = train(model, torch.compile(model, backend=b, fullgraph=True))
+    kept = reshard.last_choice.kept
+
+    eager = checkpoint_blocks(fresh())
+    for name in NAMES:
+        freed = not any(unit.startswith(name) for unit in kept)
+        fully_shard(eager.get_submodule(name), mesh=mesh, reshard_after_forward=freed)
+    fully_shard(eager, mesh=mesh)
+    return kept, found, train(eager, eager)
+
+
+def test_what_is_kept_of_checkpointed_blocks_has_the_bits_of_eager():
+    first, second = on_ranks(_checkpointed_beside_eager)
+    assert first[0] == second[0]
+    assert any(name.startswith("layers.") for name in first[0])
+    assert len(first[0]) < 3
+    for _, found, expected in (first, second):
+        assert found == expected
 
 
 # --- the choice ----------------------------------------------------------------------------------
