@@ -131,9 +131,8 @@ def test_plans_are_sound(seed, collectives, caps, span, non_adjacent):
     planned = plan(gm, caps, span, non_adjacent)
     assert str(gm.graph) == before
 
-    # What handles a rank's own shards is not counted; torch 2.11's series counts every node.
-    count = getattr(bucketing, "_positions_on_every_rank", None)
-    position = count(gm.graph) if count else {n: i for i, n in enumerate(gm.graph.nodes)}
+    # What handles a rank's own shards is not counted.
+    position = bucketing._positions_on_every_rank(gm.graph)
     seen: set[fx.Node] = set()
     for kind, buckets in planned.items():
         for bucket in buckets:

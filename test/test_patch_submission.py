@@ -27,8 +27,8 @@ TEST_FILE = "test/distributed/test_bucketing_hooks.py"
 SERIES = sorted(PATCHES.glob("[0-9]*"), key=lambda f: tuple(map(int, f.name.split("."))))
 
 
-# Two fixes of upstream's own faults come before the three hooks. The fixes are not in 2.11's.
-COMMITS = {"2.15": 5, "2.14": 5, "2.13": 5, "2.11": 3}
+# Two fixes of upstream's own faults come before the three hooks.
+COMMITS = {"2.15": 5, "2.14": 5, "2.13": 5, "2.11": 5}
 
 
 def series_folder() -> Path:
