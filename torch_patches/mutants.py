@@ -24,8 +24,24 @@ FSDP = "torch/_inductor/fx_passes/fsdp.py"
 CODECACHE = "torch/_inductor/codecache.py"
 OVERLAP = "torch/_inductor/fx_passes/overlap_scheduling.py"
 
-# Of code that older torches don't have.
-ONLY_IN_2_15 = ("look below pads across a write", "unpack into memory without an edge")
+# Of code that a series does not have, or has in other words.
+_ONLY_2_15 = ("look below pads across a write", "unpack into memory without an edge")
+NOT_IN = {
+    "2.14": _ONLY_2_15,
+    "2.13": _ONLY_2_15,
+    "2.11": (
+        *_ONLY_2_15,
+        "give every group the first group's cap",
+        "leave users ahead of the bucket",
+        "ask keys late",
+        "ask about what no bucket can hold",
+        "decide the groups again",
+        "ask about tensor parallelism in pre-bucketing",
+        "take a group's name for groups",
+        "sort what is not packed",
+        "cache any callable",
+    ),
+}
 
 # name: (file, text, what it becomes, tests to run: those for the mutated part)
 MUTANTS: dict[str, tuple[str, str, str, str]] = {
@@ -205,7 +221,7 @@ def main() -> int:
     series = HERE / ".".join(torch.__version__.split(".")[:2])
     if len(list(series.glob("*.patch"))) != 5:
         raise SystemExit(f"there are no mutants for torch {torch.__version__}")
-    there = [m for m in MUTANTS if series.name == "2.15" or m not in ONLY_IN_2_15]
+    there = [m for m in MUTANTS if m not in NOT_IN.get(series.name, ())]
     names = sys.argv[1:] or there
     if unknown := [name for name in names if name not in there]:
         raise SystemExit(f"no mutants: {unknown}; there are {there}")
