@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,15 @@ from torch_features import HAS_PRE_BUCKETING
 from torch_ext_bucketing.patching import hooks_status
 
 HERE = Path(__file__).parent
+# What the unpatched torch can't do with these graphs, and so the patched one can't either.
+_TIMES = "No module named 'triton'|active drivers|Roofline estimation needs"
+FAILS = {
+    # Products are timed by Triton before 2.15, and by a roofline model that asks CUDA on 2.11.
+    "interleaved/overlap": _TIMES,
+    "interleaved/manual": _TIMES,
+    # Before 2.15 manual scopes merge collectives that need each other (2.11 gives no message).
+    "dependent/manual": r"used before it has been defined|^AssertionError: \[\]$",
+}
 
 
 def graphs(*flags: str) -> dict[str, Any]:
@@ -39,9 +49,10 @@ def test_unset_hooks_change_nothing():
     assert plain.keys() == patched.keys()
     assert len(plain) >= 9 * 8
     failed = {name: nodes for name, nodes in plain.items() if isinstance(nodes[0], str)}
-    # torch 2.11 has no pre-bucketing, and its overlap scheduler takes no option for it.
-    lacking = [n for n in failed if n.endswith("/pre_bucket")] if not HAS_PRE_BUCKETING else []
-    assert len(failed) - len(lacking) < len(plain) / 4, failed
+    for name, (error, message) in failed.items():
+        if HAS_PRE_BUCKETING or not name.endswith("/pre_bucket"):
+            assert name in FAILS, (name, failed[name])
+            assert re.search(FAILS[name], f"{error}: {message}"), (name, failed[name])
     bucketed = sum("bucket" in json.dumps(nodes) for nodes in plain.values())
     assert bucketed > len(plain) / 2
     # The series' first commit mends how torch 2.15 unpacks gathers with custom ops, and how 2.11
