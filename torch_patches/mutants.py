@@ -105,6 +105,12 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "ask_payload_keys.__dict__[node] = node.meta[_PAYLOAD_KEY] = (key_fn, key_fn(node))",
         "test_keys_do_not_outlive",
     ),
+    "leave keys on a graph whose keys failed": (
+        BUCKETING,
+        "            n.meta.pop(_PAYLOAD_KEY, None)\n",
+        "            pass\n",
+        "test_errors_leave",
+    ),
     "ask about what no bucket can hold": (
         BUCKETING,
         "if not all(m is n or has_dep(m, n) for m in nodes)",
