@@ -88,7 +88,7 @@ class DividedUnits:
             )
 
 
-def some(names: Sequence[str]) -> str:
+def some(names: Sequence[str], shown: int = _SHOWN) -> str:
     """The first names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

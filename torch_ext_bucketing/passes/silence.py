@@ -17,6 +17,7 @@ from ..reports.buckets import NO_KEY
 from ..reports.graph import GraphReport
 from ..tagging.tags import tag_of
 from .base import Compilation
+from .divided import some
 
 __all__ = [
     "NotBucketedWarning",
@@ -74,9 +75,9 @@ def warn_of_silence(
         compilation.warn(
             f"{len(lost)} of {len(buckets)} buckets of the {reports[0].stage} graph keep graph "
             f"order, not the payload order that was asked for, which has no key for "
-            f"{_some(list(keyless))}. Make the order from the model that is compiled, with units "
-            "that hold all its parameters; where FQNs are relative to another module, give that to "
-            "the backend: backend(..., model=model)",
+            f"{some(list(keyless), _SHOWN)}. Make the order from the model that is compiled, with "
+            "units that hold all its parameters; where FQNs are relative to another module, give "
+            "that to the backend: backend(..., model=model)",
             PayloadOrderWarning,
         )
 
@@ -113,7 +114,7 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
     text = (
         f"nothing is bucketed in the {reports[0].stage} graph, although it has "
         f"{', '.join(f'{n} {kind}' for kind, n in counts.items())}: "
-        f"{_some([f'{why} ({n})' for why, n in whys.most_common()])}."
+        f"{some([f'{why} ({n})' for why, n in whys.most_common()], _SHOWN)}."
     )
     return text + (f" To change that: {'; '.join(ways)}." if ways else "")
 
@@ -133,8 +134,3 @@ def _kind_left_out(graph: fx.Graph, reports: Sequence[GraphReport]) -> str:
         "for them. Eager FSDP2 packs them as it packs the other reductions of the same "
         f"parameters. To change that: {_WAYS_OUT[_NOT_ASKED]}, or take the passes of recipe()."
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
