@@ -203,6 +203,19 @@ def test_an_estimate_that_fails_keeps_nothing(fake_world, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.passes.keep.NothingKeptWarning")
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
+@pytest.mark.parametrize("trained", [True, False], ids=["no work in backward", "inference"])
+def test_what_a_graph_break_leaves_may_have_nothing_to_choose(fake_world, trained):
+    reshard = auto(PeakMemory(gib=1))
+    b = backend("aot_eager", [reshard, teb.Schedule(teb.Overlap())])
+    x = torch.ones(8, requires_grad=trained)
+    result = torch.compile(lambda x: x + 1, backend=b)(x)
+    if trained:
+        result.sum().backward()
+    assert not b.last_report().warnings
+    assert (reshard.last_choice is not None) == trained
+    assert not trained or reshard.last_choice.kept == ()
+
+
 def test_the_choice_is_part_of_what_ranks_compare(fake_world):
     bases = []
     for gib in (1e-6, 70, 71):

@@ -53,6 +53,8 @@ def choose_for(
         The nodes between parameters and their uses that are not to be computed again, and the
         report; None where the graph has no backward.
     """
+    if _aot.stage_of(graph) == "inference":
+        return {}, None
     inside = _aot.forward_nodes(graph)
     if all(n in inside or n.op == "output" for n in graph.nodes):
         return {}, None

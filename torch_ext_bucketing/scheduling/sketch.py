@@ -232,7 +232,7 @@ def _half(halves: Halves, model: Model, forward: bool) -> _Half:
         | set(uses)
         | set(uses.values())
     )
-    cuts = [c for c in cuts if c < count]
+    cuts = [c for c in cuts if c < count] or [0]  # half of a graph may have no nodes
 
     def segment(place: int) -> int:
         return len(cuts) if place >= count else bisect.bisect_right(cuts, place) - 1
@@ -269,7 +269,7 @@ def _half(halves: Halves, model: Model, forward: bool) -> _Half:
                 g.around_ms, around[g.unit] = around[g.unit], 0.0
     return _Half(
         ms,
-        [max(profile[a:b]) for a, b in zip(cuts, ends, strict=True)],
+        [max(profile[a:b], default=0) for a, b in zip(cuts, ends, strict=True)],
         gathers,
         launches,
         waits,
