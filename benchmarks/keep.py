@@ -2,7 +2,7 @@
 
     python -m benchmarks.keep                               every model, prints tables
     python -m benchmarks.keep --only 'llama3_8b_*' --json out.json
-    python -m benchmarks.keep --random 200 --units 8        against every choice there is
+    python -m benchmarks.keep --random 200                  against every choice there is
 
 For each model of :mod:`.graphs`, and for the mixture of experts without dropped tokens, whose sizes
 depend on data, the joint graph is put together again from its forward and backward graphs, and
@@ -24,9 +24,7 @@ import argparse
 import fnmatch
 import itertools
 import json
-import random
 import re
-import statistics
 import sys
 import time
 import warnings
@@ -34,7 +32,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 import torch.fx as fx
 
 from torch_ext_bucketing.demo.table import columns
@@ -47,8 +44,7 @@ from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
 
 from .graphs import CONFIGS, load
-from .keep_models import random_joint
-from .keep_models import unit_of as layer_of
+from .keep_all import against_all
 from .models import DeepSeek, DeepSeekConfig
 from .parallel import shard_deepseek, start_world
 from .tracing import Phase, Progress, trace_model
@@ -254,82 +250,6 @@ def wrong(one: dict[str, Any]) -> list[str]:
     return found
 
 
-# --- against every choice there is ---------------------------------------------------------------
-
-
-def against_all(models: int, most: int, least: int = 2) -> dict[str, Any]:
-    """Random models of ``least`` to ``most`` units, each with a bound between keep-nothing and
-    keep-all: the choice over the best of all choices. Each one that can be better than the best so
-    far is scheduled.
-
-    Args:
-        models: how many.
-        most: units.
-        least: units.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    ratios: list[float] = []
-    choices = scheduled = 0
-    for seed in range(models):
-        rng = random.Random(seed)
-        graph, machine = random_joint(seed, rng.randint(least, most))
-        planner = KeepPlanner(graph, layer_of, machine=machine)
-        everything = planner.scheduled(planner.candidates, 2**60)
-        low = planner.reference_bytes
-        limit = int(low + rng.random() * max(0, everything.peak_bytes - low))
-        chosen = planner.choose(limit)
-        best = chosen
-        choices += 2 ** len(planner.candidates)
-        for least_ms, kept in fitting(planner, limit):
-            if least_ms >= best.step_ms:
-                break
-            best = min(best, planner.scheduled(kept, limit), key=lambda o: o.rank)
-            scheduled += 1
-        ratios.append(chosen.step_ms / best.step_ms)
-        if sys.stderr.isatty() or seed % 20 == 19:
-            print(f"{seed + 1} of {models}", file=sys.stderr, flush=True)
-    return {
-        "models": models,
-        "most_units": most,
-        "choices": choices,
-        "scheduled": scheduled,
-        "within_2_percent": sum(r <= 1.02 for r in ratios) / len(ratios),
-        "best": sum(r <= 1 + 1e-9 for r in ratios) / len(ratios),
-        "worst": max(ratios),
-        "mean": statistics.mean(ratios),
-        "ratios": ratios,
-    }
-
-
-def fitting(planner: KeepPlanner, limit: int) -> list[tuple[float, tuple[int, ...]]]:
-    """Choices by the least time that they can take: their busiest streams'.
-
-    Left out is what can't keep the bound, since backward begins with more than it.
-    """
-    halves = planner.halves
-    names = list(dict.fromkeys([None, *halves.forward.group, *halves.backward.group]))
-    empty = [0.0] * len(names)
-    forward, backward = list(empty), list(empty)
-    saved = {k: list(empty) for k in planner.candidates}
-    for group, ms in zip(halves.forward.group, halves.forward.ms, strict=True):
-        forward[names.index(group)] += ms
-    owners = halves.unit_of_place(halves.backward)
-    for group, ms, unit in zip(halves.backward.group, halves.backward.ms, owners, strict=True):
-        backward[names.index(group)] += ms
-        if unit in saved:
-            saved[unit][names.index(group)] += ms
-    held = halves.backward.liveness.at_start
-    found = []
-    for bits in range(2 ** len(planner.candidates)):
-        kept = tuple(k for i, k in enumerate(planner.candidates) if bits >> i & 1)
-        if held + sum(halves.units[k].nbytes for k in kept) <= limit:
-            rest = (ms - sum(saved[k][i] for k in kept) for i, ms in enumerate(backward))
-            found.append((max(forward) + max(rest), kept))
-    return sorted(found)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -353,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     found: Any
     if args.random is not None:
-        found = against_all(args.random, args.units, args.least)
+        found = against_all(args.random, args.units, args.least, args.first)
         print("\n".join(f"{name}: {value}" for name, value in found.items()))
     else:
         found = []

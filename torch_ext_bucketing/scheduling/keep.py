@@ -7,7 +7,8 @@ takes the room in which other gathers are prefetched. So units are taken one by 
 one that saves the most exposed time for the bytes and the time that it holds them, on a sketch of
 both halves (:mod:`.scheduling.sketch`). Dropping units from all of them, each time the one that
 costs least, is the other way to go; then single units are exchanged. The best choices are looked at
-with a real schedule of both halves, and the fastest that keeps the bound is taken.
+with a real schedule of both halves, then, as far as the size of the graph allows, their neighbours;
+and the fastest that keeps the bound is taken.
 
 Nothing depends on clocks or hash order: the same graph gives the same choice on every rank.
 """
@@ -28,6 +29,7 @@ from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.keep import KeepReport, KeptUnit
 from ..reports.text import size_text
 from .cost import H100, Costs, Machine
+from .floors import Floors
 from .halves import Halves, UnitOf
 from .memory import within
 from .model import Model
@@ -49,12 +51,19 @@ _Set: TypeAlias = frozenset[int]
 _GIB = 2**30
 
 _NODES = 20_000
-"""How many nodes may be scheduled, over all choices looked at; at least two choices are."""
-_SCHEDULED = 48
+"""How many nodes may be scheduled, over all choices looked at."""
+_FEW = 2
+"""At least so many choices are scheduled, and no more of a large graph, each in few ways."""
+_SCHEDULED = 80
 """At most so many choices are scheduled."""
+_SMALL = 500
+"""Up to so many nodes choices are scheduled in more ways, and ruled out by their floors, which take
+the square of them."""
+_NEAR = 10_000
+"""How many segments of sketches may be walked through for the neighbours of one choice."""
 _LOOKS = 4
 """How many of the best units are looked at again for each one that is taken."""
-_SEGMENTS = 60_000
+_SEGMENTS = 30_000
 """How many segments of sketches may be walked through to exchange units."""
 DEFAULT_POLICIES: tuple[Policy, ...] = (Overlap(),)
 CURVE = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
@@ -87,13 +96,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Ways(Policy):
-    """A policy that has some of its ways tried alone."""
+    """A policy that has some of its ways tried alone: those of some names, or the first two."""
 
     policy: Policy
-    names: tuple[str, ...]
+    names: tuple[str, ...] | None
 
     def ways(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
-        return [way for way in self.policy.ways(case, quick) if way[0] in self.names]
+        ways = list(self.policy.ways(case, quick))
+        return ways[:2] if self.names is None else [w for w in ways if w[0] in self.names]
 
     def ask(self, case: Case, options: Options) -> Options:
         return self.policy.ask(case, options)
@@ -153,6 +163,9 @@ class KeepPlanner:
         self._outcomes: dict[tuple[_Set, int], Outcome] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._steps: dict[tuple[_Set, int], float] = {}
+        self._peaks: dict[_Set, int] = {}
+        self._at_start = self.halves.backward.liveness.at_start
+        self._floors: Floors | None = None
         self.tried = 0
         self.seconds = time.perf_counter() - clock
 
@@ -195,7 +208,7 @@ class KeepPlanner:
         reference = model.liveness.peak(range(len(model)))
         policies: Sequence[Policy] = within(self._policies, limit, reference)
         known = self._ways.get(half)
-        if known is not None and self._size * _SCHEDULED > _NODES:
+        if self._size > _SMALL:
             policies = [_Ways(p, known) if isinstance(p, Overlap) else p for p in policies]
         report, order = schedule_model(model, policies, reference, quick=True)
         if known is None:
@@ -213,38 +226,63 @@ class KeepPlanner:
     # --- the search ------------------------------------------------------------------------------
 
     def _choose(self, limit: int) -> Outcome:
-        best = self.scheduled((), limit)
-        left = max(2, min(_SCHEDULED, _NODES // max(1, self._size)))
+        nothing = self.scheduled((), limit)
+        left = most = max(_FEW, min(_SCHEDULED, _NODES // max(1, self._size)))
         looked = self._search(limit)
-        if left > 2:  # an order may need less than that of the graph; it is only known afterwards
+        if (
+            most > _FEW
+        ):  # an order may need less than that of the graph; it is only known afterwards
             looked.append(self._within(limit + self._largest, limit))
         # Of each room that was searched one choice is scheduled.
-        first = [min(found, key=lambda s: _order(s, found[s])) for found in looked if found]
-        for kept in dict.fromkeys(first[:left]):
-            best = min(best, self.scheduled(kept, limit), key=lambda o: o.rank)
+        first = dict.fromkeys(min(f, key=lambda s: _order(s, f[s])) for f in looked if f)
+        seen = {nothing.kept: nothing}
+        seen.update((kept, self.scheduled(kept, limit)) for kept in list(first)[:left])
+        best = min(seen.values(), key=lambda o: o.rank)
         left -= len(first)
-        # Then what is near to the best of them, as long as that leads further.
-        nearer = True
-        while nearer and left > 0:
-            nearer = False
-            for kept in self._near(best.kept, limit):
-                if left <= 0:
-                    break
-                if (kept, limit) not in self._outcomes:
-                    left -= 1
-                    found = self.scheduled(kept, limit)
-                    if found.rank < best.rank:
-                        best, nearer = found, True
-                        break
+        # Then what is near to them: by turns what is fastest on the sketch near to the best, and
+        # what the most can be expected of, wherever it is.
+        expected: dict[_Set, float] = {}
+        for outcome in seen.values() if most > _FEW else ():
+            self._expect(outcome, limit, expected)
+        while expected and left > 0:
+            near = [s for s in self._near(best.kept) if s in expected] if left % 2 else []
+            if near:
+                kept = min(near, key=lambda s: _order(s, self.step(s, limit)))
+            else:
+                kept = min(expected, key=lambda s: _order(s, expected[s]))
+            del expected[kept]
+            if kept in seen or self._is_ruled_out(kept, limit, best):
+                continue
+            left -= 1
+            seen[kept] = self.scheduled(kept, limit)
+            best = min(best, seen[kept], key=lambda o: o.rank)
+            self._expect(seen[kept], limit, expected)
         return best
 
-    def _near(self, kept: _Set, limit: int) -> list[_Set]:
-        """Choices with one unit more, less, or another, those first that are fast on the sketch."""
+    def _near(self, kept: _Set) -> list[_Set]:
+        """Choices with one unit more, less, or another."""
         out = [k for k in self.candidates if k not in kept]
-        found = {kept ^ {k} for k in self.candidates}
-        found |= {kept - {k} | {o} for k in kept for o in out}
-        fit = [s for s in found if self.fits(s, limit + self._largest)]
-        return sorted(fit, key=lambda s: _order(s, self.step(s, limit)))
+        near = [kept ^ {k} for k in self.candidates]
+        near += [kept - {k} | {o} for k in sorted(kept) for o in out]
+        return near[: max(len(self.candidates), _NEAR // self._sketch.segments)]
+
+    def _expect(self, outcome: Outcome, limit: int, expected: dict[_Set, float]) -> None:
+        """Note the steps to expect near to ``outcome``: the sketch's, as far off as it is there."""
+        off = outcome.step_ms - self.step(outcome.kept, limit)
+        for kept in self._near(outcome.kept):
+            if self.fits(kept, limit + self._largest):
+                step = self.step(kept, limit) + off
+                expected[kept] = min(step, expected.get(kept, step))
+
+    def _is_ruled_out(self, kept: _Set, limit: int, best: Outcome) -> bool:
+        """Whether a choice can't be better than ``best`` in any order."""
+        if self._size > _SMALL:
+            return False
+        if self._floors is None:
+            self._floors = Floors(self.halves)
+        if self._floors.peak_bytes(kept) > limit:
+            return not best.above
+        return not best.above and self._floors.step_ms(kept) >= best.step_ms
 
     def step(self, kept: _Set, limit: int) -> float:
         """Time of both halves on the sketch."""
@@ -255,7 +293,13 @@ class KeepPlanner:
 
     def fits(self, kept: Collection[int], room: int) -> bool:
         """Whether a choice fits in the order of the graph."""
-        return self._sketch.peak_bytes(kept) <= room
+        kept = frozenset(kept)
+        peak = self._peaks.get(kept)
+        if peak is None:
+            if self._at_start + sum(self.halves.units[k].nbytes for k in kept) > room:
+                return False  # backward begins with as much
+            peak = self._peaks[kept] = self._sketch.peak_bytes(kept)
+        return peak <= room
 
     def _search(self, limit: int) -> list[dict[_Set, float]]:
         """Choices that are fast on the sketch, with their times: of those that fit, and of those
@@ -386,10 +430,8 @@ class KeepPlanner:
         kept = chosen.kept
         larger = limit + more
         with paused_gc():
-            looked = {s: ms for found in self._search(larger) for s, ms in found.items()}
-            now = self.step(kept, limit)
-            next_kept = min(looked, key=lambda s: looked[s], default=kept)
-            next_ms = max(0.0, now - looked.get(next_kept, now))
+            next_kept = self._added(kept, larger, larger)
+            next_ms = max(0.0, self.step(kept, limit) - self.step(next_kept, larger))
             units = self._units(kept, limit)
         named = self.halves.units
         if next_ms <= 0.0:

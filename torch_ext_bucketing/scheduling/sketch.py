@@ -8,11 +8,11 @@ the kernels in between and the most bytes live there::
               ^ uses gather 0       ^ uses gather 1
                           ^ launches a reduction
 
-Streams are followed as in :mod:`.timeline`: gathers one ahead of their use, or as early as their
-stream needs, where memory allows. Live bytes are exact for the order of the graph: keeping a unit
-adds what it holds from its last use in forward to its first in backward, and takes away the buffers
-of the gather that is saved. What is chosen is looked at again with a real schedule
-(:mod:`.scheduling.keep`).
+Streams are followed as in :mod:`.timeline`, but groups on one level of a network take turns on one
+stream: gathers one ahead of their use, or as early as their stream needs, where memory allows. Live
+bytes are exact for the order of the graph: keeping a unit adds what it holds from its last use in
+forward to its first in backward, and takes away the buffers of the gather that is saved. What is
+chosen is looked at again with a real schedule (:mod:`.scheduling.keep`).
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class _Half:
         launches: at the begin of each segment: ``(group, ms, number)`` of other collectives.
         waits: at the begin of each segment: the numbers of those that it waits for.
         changes: of each unit, by how much ``live`` changes where it is kept: ``(from, to, bytes)``.
+        stream: of each process group: groups on one level of a network share one.
     """
 
     ms: list[float]
@@ -60,6 +61,7 @@ class _Half:
     launches: list[list[tuple[int, float, int]]]
     waits: list[list[int]]
     changes: list[list[tuple[int, int, int]]]
+    stream: list[int]
     clock: list[float] = field(default_factory=list)
     load: list[list[tuple[float, float]]] = field(default_factory=list)
 
@@ -69,7 +71,7 @@ class _Half:
         for ms, launched in zip(self.ms, self.launches, strict=True):
             self.clock.append(now)
             for group, collective_ms, _ in launched:
-                self.load[group].append((now, collective_ms))
+                self.load[self.stream[group]].append((now, collective_ms))
             now += ms
         self.clock.append(now)
 
@@ -84,7 +86,8 @@ class _Half:
 
     def latest(self, group: int, gathers: Sequence[_Gather]) -> list[float]:
         """When each gather must begin for its stream to be done in time, in kernels' time."""
-        others, at = self.load[group], len(self.load[group])
+        others = self.load[self.stream[group]]
+        at = len(others)
         found, bound = [0.0] * len(gathers), self.clock[-1]
         for i in reversed(range(len(gathers))):
             bound = min(bound, self.clock[gathers[i].use])
@@ -109,19 +112,20 @@ class _Half:
         at = [0] * len(groups)  # the next to launch
         used = [0] * len(groups)
         end: list[list[float]] = [[] for _ in groups]
-        free = [0.0] * len(groups)
+        stream, free = self.stream, [0.0] * len(groups)
         ended: dict[int, float] = {}
         now, ahead = 0.0, 0  # bytes gathered ahead of use
         for s, ms in enumerate(self.ms):
             for k, collective_ms, number in self.launches[s]:
+                k = stream[k]
                 free[k] = ended[number] = max(now, free[k]) + collective_ms
             for number in self.waits[s]:
                 now = max(now, ended.get(number, 0.0))
             for k in uses.get(s, ()):
                 g = groups[k][used[k]]
                 if used[k] == at[k]:
-                    free[k] = max(now, free[k]) + g.ms
-                    end[k].append(free[k])
+                    free[stream[k]] = max(now, free[stream[k]]) + g.ms
+                    end[k].append(free[stream[k]])
                     at[k] += 1
                 else:
                     ahead -= g.nbytes
@@ -139,8 +143,8 @@ class _Half:
                     room = limit - ahead - g.nbytes
                     if max(live[s : g.use], default=room) > room:
                         break
-                    free[k] = max(when, free[k]) + g.ms
-                    end[k].append(free[k])
+                    free[stream[k]] = max(when, free[stream[k]]) + g.ms
+                    end[k].append(free[stream[k]])
                     ahead += g.nbytes
                     at[k] += 1
             now += ms
@@ -241,6 +245,8 @@ def _half(halves: Halves, model: Model, forward: bool) -> _Half:
     ends = [*cuts[1:], count]
     names = list(dict.fromkeys(g for g in model.group if g is not None))
     number = {g: k for k, g in enumerate(names)}
+    levels: dict[str, int] = {}
+    stream = [levels.setdefault(model.shared.get(g, g), number[g]) for g in names]
     gathers: list[list[_Gather]] = [[] for _ in names]
     launches: list[list[tuple[int, float, int]]] = [[] for _ in cuts]
     waits: list[list[int]] = [[] for _ in cuts]
@@ -274,4 +280,5 @@ def _half(halves: Halves, model: Model, forward: bool) -> _Half:
         launches,
         waits,
         [[(segment(a), segment(b), n) for a, b, n in mine if a < b] for mine in spans],
+        stream,
     )
