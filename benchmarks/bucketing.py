@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from .graphs import NAMES, Graph, load
+from .graphs import NAMES, Graph, available, load
 
 WAYS = ("unpatched", "hooks", "ours")
 PARAMETER_ROLES = ("fsdp", "expert_fsdp")
@@ -243,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for n in NAMES
         if any(fnmatch.fnmatch(n, p) for p in args.only) and not n.endswith("forward.recompute")
     ]
+    names = names if args.child else available(names)
     if not names:
         parser.error(f"no graph matches {' '.join(args.only)}; see python -m benchmarks.graphs")
     if args.repeat < 1:

@@ -1,4 +1,4 @@
-"""Graphs of real size: forward and backward of sharded LLaMA-3 and DeepSeek-V3-like models.
+"""Graphs of real size: forward and backward of sharded LLaMA-3 and DeepSeek-V3 models.
 
     python -m benchmarks.graphs                         trace what is not cached, print a table
     python -m benchmarks.graphs --only 'llama3_8b_*'    some of them
@@ -13,6 +13,8 @@ A graph is what the default partitioner makes of AOTAutograd's joint graph, with
 tagged. ``.recompute`` graphs gather the parameters again for backward (reshard after forward). They
 are traced without weights, in a fake world of the full number of ranks, and kept in
 ``benchmarks/.cache``; see :mod:`.models` for what is fixed by hand, :mod:`.tracing` for the road.
+``titan_*`` is torchtitan's own model (:mod:`.titan`), for which it has to be installed. It and
+``*_dropless`` have sizes that depend on data.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_ext_bucketing._source import source_digest
 from torch_ext_bucketing.graph.collectives import kind_of
@@ -45,17 +48,37 @@ from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from .models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
 from .parallel import Group, Layout, shard_deepseek, shard_llama, start_world
 from .serialize import from_data, to_data
+from .titan import TORCHTITAN, TitanConfig, problem, register_operators, trace_titan
 from .tracing import Phase, Progress, trace_model
 
-__all__ = ["CONFIGS", "NAMES", "Config", "Counts", "Graph", "count", "load", "trace"]
+__all__ = [
+    "CONFIGS",
+    "NAMES",
+    "Config",
+    "Counts",
+    "Graph",
+    "available",
+    "count",
+    "load",
+    "trace",
+]
 
 
 @dataclass(frozen=True)
 class Config:
     """A model and how it is spread over the ranks."""
 
-    model: LlamaConfig | DeepSeekConfig
+    model: LlamaConfig | DeepSeekConfig | TitanConfig
     layout: Layout
+
+    @property
+    def size_hints(self) -> int | None:
+        """Tokens that a rank sends to another one where routing is balanced, which is what sizes
+        that depend on data are; None: there are no such sizes."""
+        model = self.model
+        if isinstance(model, LlamaConfig) or not getattr(model, "dropless", True):
+            return None
+        return model.batch * model.seq * model.experts_per_token // self.layout.expert
 
 
 LLAMA3_70B = LlamaConfig(layers=80, dim=8192, heads=64, hidden=28672)
@@ -70,6 +93,10 @@ CONFIGS: dict[str, Config] = {
         LlamaConfig(layers=126, dim=16384, heads=128, hidden=53248), Layout(fsdp=512)
     ),
     "deepseek_v3_fsdp64_ep8": Config(DeepSeekConfig(), Layout(fsdp=64, expert=8)),
+    "deepseek_v3_fsdp64_ep8_dropless": Config(
+        DeepSeekConfig(dropless=True), Layout(fsdp=64, expert=8)
+    ),
+    "titan_deepseek_v3_fsdp64_ep8": Config(TitanConfig(), Layout(fsdp=64, expert=8)),
 }
 
 _VARIANTS: tuple[tuple[Phase, bool], ...] = (
@@ -90,6 +117,17 @@ _PARTS: dict[str, tuple[str, Phase, bool]] = {
     for phase, recompute in _VARIANTS
 }
 NAMES: tuple[str, ...] = tuple(_PARTS)
+
+
+def available(names: Sequence[str]) -> list[str]:
+    """Those of the graphs or configurations that can be traced here. Why the others can't is
+    printed on standard error."""
+    missing = problem()
+    left_out = [n for n in names if n.startswith("titan_")] if missing else []
+    if left_out:
+        print(f"left out: {', '.join(left_out)}: {missing}", file=sys.stderr)
+    return [n for n in names if n not in left_out]
+
 
 CACHE = Path(__file__).parent / ".cache"
 
@@ -146,7 +184,8 @@ def load(
     Raises:
         KeyError: an unknown name.
         ValueError: ``layers`` is less than one.
-        RuntimeError: ``torch.distributed`` was initialised by someone else.
+        RuntimeError: ``torch.distributed`` was initialised by someone else, or torchtitan's model
+            can't be traced here.
     """
     config = _config(name, layers)
     path = _path(name, config, cache)
@@ -173,6 +212,7 @@ def trace(
             llama = Llama(config.model)
             shard_llama(llama, world)
             return llama
+        assert isinstance(config.model, DeepSeekConfig)
         if world.expert is None:
             raise ValueError(f"{config_name} needs expert parallelism")
         deepseek = DeepSeek(config.model, world.expert.get_group())
@@ -181,7 +221,10 @@ def trace(
 
     progress = Progress(config_name, config.model.layers, quiet=quiet)
     start = time.monotonic()
-    graphs = trace_model(build, (config.model.batch, config.model.seq), progress)
+    if isinstance(config.model, TitanConfig):
+        graphs = trace_titan(config.model, world, progress)
+    else:
+        graphs = trace_model(build, (config.model.batch, config.model.seq), progress)
     seconds = time.monotonic() - start
     for (phase, recompute), gm in graphs.items():
         one = _graph_name(config_name, phase, recompute)
@@ -216,11 +259,13 @@ _TRACED_WITH = (
 def _path(name: str, config: Config, cache: Path) -> Path:
     """Named after everything that the graph depends on."""
     package = "torch_ext_bucketing"
+    titan = isinstance(config.model, TitanConfig)
+    mine = ("titan" if titan else "models", "parallel", "serialize", "symbols", "tracing")
     sources = source_digest(
-        *(f"{__package__}.{m}" for m in ("models", "parallel", "serialize", "tracing")),
-        *(f"{package}.{m}" for m in _TRACED_WITH),
+        *(f"{__package__}.{m}" for m in mine), *(f"{package}.{m}" for m in _TRACED_WITH)
     )
-    key = (torch.__version__, repr(config), sources, inspect.getsource(ReshardAfterForward))
+    versions = torch.__version__ + (f" torchtitan {TORCHTITAN}" if titan else "")
+    key = (versions, repr(config), sources, inspect.getsource(ReshardAfterForward))
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()
     return cache / f"{name}.{config.model.layers}.torch-{torch.__version__}.{digest[:16]}.json.gz"
 
@@ -250,7 +295,11 @@ def _read(path: Path, name: str, config: Config, device: str | None) -> Graph:
         )
     if device is None:
         device = "cuda" if torch.version.cuda else "cpu"
-    mode = FakeTensorMode()
+    if isinstance(config.model, TitanConfig):
+        if problem():
+            raise RuntimeError(f"{name} {problem()}")
+        register_operators()
+    mode = FakeTensorMode(shape_env=ShapeEnv())
     target = torch.device(device) if device == "cpu" else torch.device(device, 0)
     gm = from_data(data, mode, target)
     _, phase, recompute = _PARTS[name]
@@ -377,7 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(names))
         return 0
     rows: list[tuple[str, ...]] = [_COLUMNS]
-    for name in names:
+    for name in available(names):
         rows.append(_row(load(name, options.layers)))
     _print_table(rows)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -4,10 +4,10 @@
     python -m benchmarks.keep --only 'llama3_8b_*' --json out.json
     python -m benchmarks.keep --random 200                  against every choice there is
 
-For each model of :mod:`.graphs`, and for the mixture of experts without dropped tokens, whose sizes
-depend on data, the joint graph is put together again from its forward and backward graphs, and
-``ReshardAfterForward(keep="auto")`` chooses for bounds of 1.0 to 2.0 times the peak with everything
-gathered again. Each choice is then carried out, and measured on what comes of it:
+For each model of :mod:`.graphs` the joint graph is put together again from its forward and
+backward graphs, and ``ReshardAfterForward(keep="auto")`` chooses for bounds of 1.0 to 2.0 times the
+peak with everything gathered again. Each choice is then carried out, and measured on what comes of
+it:
 
 - forward and backward as the default partitioner leaves them, in a model made for them alone, with
   one bucket per unit, scheduled by ``Schedule([Overlap(), PeakMemory])`` under the bound;
@@ -29,7 +29,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.fx as fx
@@ -43,49 +42,22 @@ from torch_ext_bucketing.scheduling.model import peak_bytes
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
 
-from .graphs import CONFIGS, load
+from .graphs import CONFIGS, available, load
 from .keep_all import against_all
-from .models import DeepSeek, DeepSeekConfig
-from .parallel import shard_deepseek, start_world
-from .tracing import Phase, Progress, trace_model
+from .tracing import Phase
 
 GIB = 2**30
-DROPLESS = "deepseek_v3_fsdp64_ep8_dropless"
-MODELS = (*CONFIGS, DROPLESS)
+MODELS = tuple(CONFIGS)
 
 
 def graphs_of(name: str, layers: int | None) -> dict[tuple[Phase, bool], fx.GraphModule]:
     """Forward and backward of one of :data:`MODELS`, by whether backward gathers again."""
     phases: tuple[Phase, ...] = ("forward", "backward")
-    if name != DROPLESS:
-        return {
-            (phase, again): load(f"{name}.{phase}{again * '.recompute'}", layers, quiet=True).gm
-            for phase in phases
-            for again in (False, True)
-        }
-    config = CONFIGS["deepseek_v3_fsdp64_ep8"]
-    assert isinstance(config.model, DeepSeekConfig)
-    model = replace(config.model, dropless=True, layers=layers or config.model.layers)
-    world = start_world(config.layout)
-    assert world.expert is not None
-    group = world.expert.get_group()
-
-    def build() -> DeepSeek:
-        deepseek = DeepSeek(model, group)
-        shard_deepseek(deepseek, world)
-        return deepseek
-
-    return trace_model(build, (model.batch, model.seq), Progress(name, model.layers, quiet=True))
-
-
-def size_hint(name: str) -> int | None:
-    """Tokens that a rank sends to another where routing is balanced; None: no size needs it."""
-    if name != DROPLESS:
-        return None
-    config = CONFIGS["deepseek_v3_fsdp64_ep8"]
-    model = config.model
-    assert isinstance(model, DeepSeekConfig)
-    return model.batch * model.seq * model.experts_per_token // config.layout.expert
+    return {
+        (phase, again): load(f"{name}.{phase}{again * '.recompute'}", layers, quiet=True).gm
+        for phase in phases
+        for again in (False, True)
+    }
 
 
 def joint_of(forward: fx.Graph, backward: fx.Graph) -> fx.Graph:
@@ -150,7 +122,7 @@ def scheduling_s(halves: Sequence[fx.GraphModule], hint: int | None) -> float:
 
 def measure(name: str, layers: int | None) -> dict[str, Any]:
     """All bounds on one model."""
-    graphs, hint = graphs_of(name, layers), size_hint(name)
+    graphs, hint = graphs_of(name, layers), CONFIGS[name].size_hints
     joint = joint_of(graphs["forward", False].graph, graphs["backward", False].graph)
     KeepPlanner(joint, unit_of, size_hints=hint)  # Nobody is charged for imports.
     clock = time.process_time()
@@ -266,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     args = parser.parse_args(arguments)
     names = [n for n in MODELS if any(fnmatch.fnmatch(n, p) for p in args.only)]
+    names = available(names)
     if not names:
         parser.error(f"no model matches {' '.join(args.only)}; there are {', '.join(MODELS)}")
     if not 2 <= args.least <= args.units or (args.random is not None and args.random < 1):

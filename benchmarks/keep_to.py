@@ -85,7 +85,7 @@ def estimate(
         machine: has ``ranks_per_node``, the ranks that backward gathers among.
     """
     from .graphs import CONFIGS
-    from .models import DeepSeek, Llama, LlamaConfig
+    from .models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
     from .parallel import shard_deepseek, shard_llama, start_world
     from .tracing import Progress, trace_model
 
@@ -98,6 +98,7 @@ def estimate(
             llama = Llama(model)
             shard_llama(llama, world)
             return llama
+        assert isinstance(model, DeepSeekConfig)
         assert world.expert is not None
         deepseek = DeepSeek(model, world.expert.get_group())
         shard_deepseek(deepseek, world)

@@ -8,7 +8,8 @@
 Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
 
 - ``unpatched``: ``schedule_overlap_bucketing`` of the installed torch's own source, with buckets,
-  torch's own byte cap (or ``--cap``), and our cost model as its runtime estimation;
+  torch's own byte cap (or ``--cap``), and our cost model as its runtime estimation, sizes that
+  depend on data included;
 - ``ours``: :func:`.plan_by_cap` (HSDP's all-reduces, too), :func:`.apply_plan`, and
   :func:`.schedule` with ``Overlap()``, ``CapComputeRun(8)`` (backward graphs) and
   ``PeakMemory`` at 1.02 times the peak of the graph without buckets.
@@ -36,9 +37,10 @@ from typing import TYPE_CHECKING, Any
 import torch.fx as fx
 
 from .bucketing import check_torch, parameter_groups, run_child
-from .graphs import NAMES, Graph, load
+from .graphs import NAMES, Graph, available, load
 
 if TYPE_CHECKING:
+    from torch_ext_bucketing.scheduling.model import Model
     from torch_ext_bucketing.scheduling.policy import Policy
 
     Options = dict[str, Any]
@@ -51,11 +53,12 @@ def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = No
     """torch's own buckets and overlap, by our costs."""
     from torch._inductor.fx_passes import overlap_scheduling
 
+    from torch_ext_bucketing.graph.size_hints import SizeHints
     from torch_ext_bucketing.scheduling.cost import Costs
 
     from .machines import nodes
 
-    costs = Costs(nodes(between))
+    costs = Costs(nodes(between), SizeHints(graph.config.size_hints))
     # torch estimates every compute node itself before it asks for our estimate, and needs a GPU
     # (or Triton) for that.
     overlap_scheduling.estimate_roofline_runtime_ms = costs
@@ -85,6 +88,7 @@ def what_ours_plans(graph: Graph, reference: int, capped: bool) -> tuple[list[Po
     return policies, {
         "kinds": ("all_gather", "reduce_scatter", "all_reduce"),
         "group_filter": lambda found: [g for g in found if g in keep],
+        "size_hints": graph.config.size_hints,
     }
 
 
@@ -111,10 +115,14 @@ def run_ours(
         )
         caps = sorted({cap for _, cap in search.caps_mb})
     else:
-        plan = plan_by_cap(graph.gm.graph, cap_mb, **options)
+        by_cap = {key: options[key] for key in ("kinds", "group_filter")}
+        plan = plan_by_cap(graph.gm.graph, cap_mb, **by_cap)
         caps = [cap_mb]
     apply_plan(graph.gm.graph, plan)
-    report = schedule(graph.gm, policies, machine=machine, reference_bytes=reference)
+    hints = options["size_hints"]
+    report = schedule(
+        graph.gm, policies, machine=machine, reference_bytes=reference, size_hints=hints
+    )
     return {
         "caps_mb": caps,
         "chosen": report.chosen,
@@ -132,12 +140,17 @@ def child(
     between: float | None,
 ) -> None:
     """Measure one way on one graph and print the result as JSON."""
+    from torch_ext_bucketing.graph.size_hints import SizeHints
+    from torch_ext_bucketing.scheduling.cost import Costs
     from torch_ext_bucketing.scheduling.model import model_of
     from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound
 
     from .machines import nodes
 
-    machine = nodes(between)
+    def model(graph: Graph) -> Model:
+        costs = Costs(nodes(between), SizeHints(graph.config.size_hints))
+        return model_of(graph.gm.graph, costs)
+
     logging.getLogger("torch._inductor.fx_passes").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     # Neither way is charged for imports.
@@ -146,7 +159,7 @@ def child(
     seconds: list[float] = []
     for _ in range(repeat):
         graph = load(name, layers, quiet=True)
-        unbucketed = Timeline.of(model_of(graph.gm.graph, machine))
+        unbucketed = Timeline.of(model(graph))
         clock = time.process_time()
         extra = {}
         if way == "unpatched":
@@ -156,15 +169,15 @@ def child(
         seconds.append(time.process_time() - clock)
     check_torch(way)
     graph.gm.graph.lint()
-    model = model_of(graph.gm.graph, machine)
-    reached = Timeline.of(model)
+    after = model(graph)
+    reached = Timeline.of(after)
     if way == "ours":
         free = load(name, layers, quiet=True)
         run_ours(free, cap_mb, unbucketed.peak_bytes, capped=False, between=between)
-        extra["uncapped_step_ms"] = Timeline.of(model_of(free.gm.graph, machine)).step_ms
+        extra["uncapped_step_ms"] = Timeline.of(model(free)).step_ms
     result = {
         "step_ms": reached.step_ms,
-        "bound_ms": lower_bound(model),
+        "bound_ms": lower_bound(after),
         "peak_gib": reached.peak_bytes / GIB,
         "longest_run": reached.longest_run,
         "pass_s": statistics.median(seconds),
@@ -203,7 +216,7 @@ def off(name: str, draws: int, layers: int | None) -> dict[str, Any]:
 
     warnings.simplefilter("ignore")
     graph = load(name, layers, quiet=True)
-    reference = peak_bytes(graph.gm)
+    reference = peak_bytes(graph.gm, size_hints=graph.config.size_hints)
     policies, options = what_ours_plans(graph, reference, capped=True)
     true_ms, found = steps_off(graph.gm.graph, policies, draws, reference, options)
     ratios = [ms / true_ms for ms in found]
@@ -312,6 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for n in NAMES
         if any(fnmatch.fnmatch(n, p) for p in args.only) and not n.endswith("forward.recompute")
     ]
+    names = names if args.child else available(names)
     if not names:
         parser.error(f"no graph matches {' '.join(args.only)}; see python -m benchmarks.graphs")
     if args.repeat < 1:

@@ -16,6 +16,7 @@ from typing import Any
 import torch.fx as fx
 
 from torch_ext_bucketing.graph.collectives import group_name, is_collective, tensors_in
+from torch_ext_bucketing.graph.size_hints import GivenHints, SizeHints
 from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import H100, Costs, Machine
 from torch_ext_bucketing.scheduling.merged_model import merged_model
@@ -29,15 +30,16 @@ __all__ = ["off_by", "steps_off"]
 SIGMA = 0.3
 
 
-def off_by(machine: Machine, seed: int, sigma: float = SIGMA) -> Machine:
+def off_by(machine: Machine, seed: int, sigma: float = SIGMA, hints: GivenHints = None) -> Machine:
     """``machine`` with times that are off, the same for the same seed.
 
     Args:
         machine: the true one.
         seed: of the draw.
         sigma: standard deviation of a factor's logarithm; the median factor is 1.
+        hints: what sizes that depend on data are taken as.
     """
-    true = Costs(machine)
+    true = Costs(machine, SizeHints(hints))
     factors: dict[tuple[Any, ...], float] = {}
 
     def estimate(node: fx.Node, nbytes: int | None) -> float:
@@ -71,17 +73,18 @@ def steps_off(
         policies: as of :func:`.choose_caps`.
         draws: how many; their seeds are 0, 1, and so on.
         reference_bytes: as of :func:`.schedule`.
-        options: further ones of :func:`.choose_caps`.
+        options: further ones of :func:`.choose_caps`, ``size_hints`` among them.
         sigma: as of :func:`off_by`.
     """
-    true = Costs(H100)
+    hints: GivenHints = options.get("size_hints")
+    true = Costs(H100, SizeHints(hints))
     unmerged = model_of(graph, true)
 
     def step_ms(machine: Machine) -> float:
         plan, _ = choose_caps(
             graph, policies, machine=machine, reference_bytes=reference_bytes, **options
         )
-        costs = Costs(machine)
+        costs = Costs(machine, SizeHints(hints))
         believed = merged_model(model_of(graph, costs), plan.buckets, costs)
         real = merged_model(unmerged, plan.buckets, true)
         if believed is None or real is None:
@@ -89,4 +92,5 @@ def steps_off(
         _, order = schedule_model(believed, policies, reference_bytes)
         return Timeline.of(real, order).step_ms
 
-    return step_ms(H100), [step_ms(off_by(H100, seed, sigma)) for seed in range(draws)]
+    off = (off_by(H100, seed, sigma, hints) for seed in range(draws))
+    return step_ms(H100), [step_ms(machine) for machine in off]

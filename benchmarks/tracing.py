@@ -23,11 +23,12 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.passes.tagging import TagParameters
+from torch_ext_bucketing.tagging.tag_graph import FqnOf
 
-__all__ = ["Phase", "Progress", "trace_model"]
+__all__ = ["Phase", "Progress", "partitioner", "trace_model"]
 
 Phase = Literal["forward", "backward"]
 
@@ -113,29 +114,10 @@ def trace_model(
         aot_compile_joint_with_descriptors,
         aot_export_joint_with_descriptors,
     )
-    from torch._functorch.partitioners import default_partition
     from torch._inductor.decomposition import select_decomp_table
 
     graphs: dict[tuple[Phase, Any], fx.GraphModule] = {}
-    wanted = ways or {True: [ReshardAfterForward()], False: []}
-
-    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        progress.stage("tag")
-        TagParameters(fqn_of=lambda _: None)(joint)
-        for way, passes in wanted.items():
-            progress.stage(f"partition, {way}" if ways else "partition")
-            last = way == list(wanted)[-1]
-            graph = joint if last else fx.GraphModule(joint, _copy(joint.graph))
-            for one in passes:
-                one(graph)
-            forward, backward = default_partition(graph, inputs, **kwargs)
-            for one in passes:
-                for follow_up in one.follow_ups():
-                    follow_up(forward)
-            graphs["forward", way] = forward
-            graphs["backward", way] = backward
-        return forward, backward
-
+    partition = partitioner(graphs, progress, lambda _: None, ways)
     progress.stage("build")
     mode = FakeTensorMode(shape_env=ShapeEnv())  # which makes symbols of sizes that depend on data
     with contextlib.ExitStack() as stack:
@@ -153,6 +135,46 @@ def trace_model(
         aot_compile_joint_with_descriptors(joint, partition_fn=partition)
     progress.end()
     return graphs
+
+
+def partitioner(
+    graphs: dict[tuple[Phase, Any], fx.GraphModule],
+    progress: Progress,
+    fqn_of: FqnOf,
+    ways: Mapping[Any, Sequence[GraphPass]] | None = None,
+) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
+    """The default partitioner, on the tagged joint graph, once for each of ``ways``.
+
+    Args:
+        graphs: gets the graphs by phase and name.
+        progress: told of every stage.
+        fqn_of: as of :func:`.tag_joint_graph`.
+        ways: as of :func:`trace_model`.
+    """
+    from torch._functorch.partitioners import default_partition
+
+    wanted = ways or {True: [ReshardAfterForward()], False: []}
+
+    def partition(
+        joint: fx.GraphModule, inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        progress.stage("tag")
+        TagParameters(fqn_of=fqn_of)(joint, Compilation())
+        for way, passes in wanted.items():
+            progress.stage(f"partition, {way}" if ways else "partition")
+            last = way == list(wanted)[-1]
+            graph = joint if last else fx.GraphModule(joint, _copy(joint.graph))
+            for one in passes:
+                one(graph)
+            forward, backward = default_partition(graph, inputs, **kwargs)
+            for one in passes:
+                for follow_up in one.follow_ups():
+                    follow_up(forward)
+            graphs["forward", way] = forward
+            graphs["backward", way] = backward
+        return forward, backward
+
+    return partition
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,21 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
-from benchmarks import graphs, parallel, tracing
+from benchmarks import graphs, parallel, titan, tracing
 from benchmarks.graphs import NAMES, count, load, main
 from benchmarks.models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
 from benchmarks.serialize import from_data, to_data
-from torch_ext_bucketing.graph.collectives import kind_of, started_by
+from benchmarks.symbols import Symbols, symbols_to_data
+from torch_ext_bucketing._torch.symbols import symbol_facts
+from torch_ext_bucketing.graph.collectives import is_assertion, kind_of, started_by
+from torch_ext_bucketing.graph.dependencies import Dependencies
+from torch_ext_bucketing.graph.size_hints import SizeHints
+from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.scheduling import BucketAndSchedule
+from torch_ext_bucketing.scheduling.memory import PeakMemory
+from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.tagging.tags import tag_of
 
 ROOT = Path(__file__).parent.parent
@@ -35,6 +45,7 @@ LAYERS = {
     "llama3_8b_fsdp64": 1,
     "llama3_8b_fsdp8_tp8": 1,
     "deepseek_v3_fsdp64_ep8": 2,
+    "deepseek_v3_fsdp64_ep8_dropless": 2,
 }
 
 
@@ -80,8 +91,8 @@ def llama_fqns(layers):
 
 
 def test_names():
-    assert len(NAMES) == 28
-    assert len(dict.fromkeys(NAMES)) == 28
+    assert len(NAMES) == 36
+    assert len(dict.fromkeys(NAMES)) == 36
 
 
 @pytest.mark.parametrize("config", ["llama3_8b_fsdp64", "llama3_8b_fsdp8_tp8"])
@@ -150,12 +161,26 @@ def test_experts_on_a_second_mesh_between_gathers_of_the_first(loaded):
     assert count(backward).collectives["all_to_all", "ep"] == 2
 
 
+def test_splits_depend_on_data(loaded):
+    graph = loaded("deepseek_v3_fsdp64_ep8_dropless.backward.recompute")
+    assert graph.config.size_hints == 2 * 4096 * 6 // 8  # tokens over the ranks of the experts
+    (_, there), *_ = [
+        (n, n.meta["val"].shape[0])
+        for n in graph.gm.graph.nodes
+        if n.target is C10D.all_to_all_single.default
+    ]
+    assert SizeHints()(there) == 8 * 8192
+    assert SizeHints(graph.config.size_hints)(there) == 2 * 4096 * 6
+    assert loaded("deepseek_v3_fsdp64_ep8.backward.recompute").config.size_hints is None
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if n.partition(".")[0] in LAYERS])
 def test_every_collective_is_waited_for_and_its_group_resolves(loaded, name):
     graph = loaded(name)
     for node in graph.gm.graph.nodes:
         if "_c10d_functional" in str(node.target) and node.target != C10D.wait_tensor.default:
-            assert [u.target for u in node.users] == [C10D.wait_tensor.default]
+            users = [u.target for u in node.users if u.target is not torch.ops.aten.sym_size.int]
+            assert users == [C10D.wait_tensor.default]
     for group, info in graph.groups.items():
         assert _resolve_process_group(group).size() == info.size
     assert dist.get_world_size() == graph.world_size
@@ -262,7 +287,11 @@ def test_second_load_reads_the_disk(loaded, monkeypatch):
     assert first.gm.code == second.gm.code
 
 
-def test_data_keeps_names_descriptors_and_tags(cache, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("llama3_8b_fsdp64.forward", 1), ("deepseek_v3_fsdp64_ep8_dropless.backward.recompute", 2)],
+)
+def test_data_keeps_names_descriptors_tags_and_sizes(cache, monkeypatch, name, layers):
     traced = {}
     original = graphs.trace_model
 
@@ -271,18 +300,23 @@ def test_data_keeps_names_descriptors_and_tags(cache, monkeypatch):
         return traced
 
     monkeypatch.setattr(graphs, "trace_model", keep)
-    graph = graphs.trace("llama3_8b_fsdp64.forward", 1, device="cpu", quiet=True, cache=cache)
-    for before, after in zip(
-        traced["forward", False].graph.nodes, graph.gm.graph.nodes, strict=True
-    ):
+    graph = graphs.trace(name, layers, device="cpu", quiet=True, cache=cache)
+    original_gm = traced[graph.phase, graph.recompute]
+    for before, after in zip(original_gm.graph.nodes, graph.gm.graph.nodes, strict=True):
         assert (before.name, before.op, before.target) == (after.name, after.op, after.target)
         assert str(before.args) == str(after.args)
         assert str(before.kwargs) == str(after.kwargs)
-        for key in ("desc", "custom", "partitioner_tag"):
+        for key in ("desc", "custom", "partitioner_tag", "unbacked_bindings"):
             assert before.meta.get(key) == after.meta.get(key)
-        if isinstance(before.meta.get("val"), torch.Tensor):
+        values = [n.meta.get("val") for n in (before, after)]
+        assert type(values[0]) is type(values[1])
+        if isinstance(values[0], torch.Tensor):
             for fact in (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset):
-                assert fact(before.meta["val"]) == fact(after.meta["val"])
+                assert str(fact(values[0])) == str(fact(values[1]))
+            assert str(nbytes(values[0])) == str(nbytes(values[1]))
+        elif isinstance(values[0], torch.SymInt | torch.SymBool):
+            assert values[0].node.expr == values[1].node.expr
+            assert facts(values[0]) == facts(values[1])
 
 
 def test_device_is_chosen_when_loading(cache):
@@ -313,10 +347,99 @@ def test_same_graph_in_another_process_and_hash_seed(loaded):
     )
 
 
-def test_symbolic_sizes_are_refused():
+def test_torchtitans_dropless_experts_take_the_whole_road(cache):
+    if titan.problem():
+        pytest.skip(f"this {titan.problem()}")
+    name = "titan_deepseek_v3_fsdp64_ep8"
+    graph = load(f"{name}.backward.recompute", 2, device="cpu", quiet=True, cache=cache)
+    experts, others = (
+        set(fqns(starts(graph, "reduce_scatter", role))) for role in ("expert_fsdp", "fsdp")
+    )
+    inner = "layers.1.moe.routed_experts.inner_experts"
+    assert experts == {f"{inner}.{w}" for w in ("w1_EFD", "w2_EDF", "w3_EFD")}
+    assert {"tok_embeddings.weight", "lm_head.weight", "layers.1.moe.router.gate.weight"} < others
+    for phase, exchanges in (("forward", 3), ("backward.recompute", 2)):
+        for hints in (None, graph.config.size_hints):
+            graph = load(f"{name}.{phase}", 2, device="cpu", quiet=True, cache=cache)
+            assert count(graph).collectives["all_to_all", "ep"] == exchanges
+            assert sum("unbacked_bindings" in n.meta for n in graph.gm.graph.nodes) == 16
+            if phase == "forward":
+                assert sum(map(is_assertion, graph.gm.graph.nodes)) == 17
+            found = Dependencies(graph.gm.graph)
+            # A barrier would need all before it.
+            assert max(map(len, found.needs)) < len(found.nodes) / 10
+            compilation = Compilation(size_hints=hints)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                BucketAndSchedule([Overlap(), PeakMemory(ratio=1.02)])(graph.gm, compilation)
+            graph.gm.graph.lint()
+            (report,) = compilation.report.schedules
+            assert report.step_ms[1] < report.step_ms[0]
+            how = "by default: 8192" if hints is None else f"as given: {hints}"
+            assert f"sizes that depend on data, {how} for u0" in report.to_text()
+
+
+def nbytes(value):
+    return value.untyped_storage().nbytes()
+
+
+def facts(number):
+    """What is known of the symbols of a number, and of what is asserted of them."""
+    env = number.node.shape_env
+    return {
+        str(symbol): (
+            symbol_facts(symbol, env),
+            [(str(a.expr), a.msg) for a in env.deferred_runtime_asserts.get(symbol, ())],
+        )
+        for symbol in number.node.expr.free_symbols
+    }
+
+
+def test_what_is_known_of_sizes_is_kept():
+    env = ShapeEnv()
+    with env.ignore_fresh_unbacked_symbols():
+        sizes = [env.create_unbacked_symint() for _ in range(4)]
+    for size in sizes[:3]:
+        torch._check(size >= 0)
+    torch._check(sizes[0] <= 6)
+    torch._check(sizes[0] + sizes[1] + sizes[2] == 8, lambda: "all tokens go somewhere")
+    torch._check(sizes[3] == 4)
+    env.var_to_hint_override[sizes[1].node.expr] = 5
+    env.size_like.add(sizes[2].node.expr)
+
+    data = json.loads(json.dumps(symbols_to_data(env)))
+    new = Symbols(data, ShapeEnv())
+    again = [new.size(f"u{i}") for i in range(4)]
+    assert symbols_to_data(again[0].node.shape_env) == data
+    assert [facts(s) for s in again] == [facts(s) for s in sizes]
+    assert symbol_facts(new.expression("u0"), again[0].node.shape_env) == (None, 0, 6)
+    assert [SizeHints()(s) for s in (*again, again[1] * again[0])] == [6, 5, 8, 4, 30]
+    assert again[3].node.expr == 4
+    assert new.expression("u2") in again[2].node.shape_env.size_like
+    assert statically_known_true(again[0] + again[1] + again[2] == 8)
+    without = Symbols({**data, "assertions": []}, ShapeEnv())
+    assert not statically_known_true(sum(without.size(f"u{i}") for i in range(3)) == 8)
+
+    with pytest.raises(ValueError, match="new ShapeEnv"):
+        Symbols(data, env)
+    with pytest.raises(ValueError, match="new ShapeEnv"):
+        from_data({"symbols": data}, FakeTensorMode(), torch.device("cpu"))
+
+
+def test_sizes_of_inputs_are_refused():
     gm = make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.ones(3, 4))
-    with pytest.raises(TypeError, match=r"node .*symbolic"):
+    with pytest.raises(TypeError, match=r"node .*s\d+ does not depend on data"):
         to_data(gm)
+
+
+def test_torchtitans_model_says_what_it_needs(cache, capsys):
+    if titan.problem():
+        with pytest.raises(RuntimeError, match="pip install"):
+            load("titan_deepseek_v3_fsdp64_ep8.forward", 2, quiet=True, cache=cache)
+        assert graphs.available(NAMES) == [n for n in NAMES if not n.startswith("titan")]
+        assert "left out: titan_deepseek_v3_fsdp64_ep8.forward, " in capsys.readouterr().err
+    else:
+        assert graphs.available(NAMES) == list(NAMES)
 
 
 def test_unknown_calls_are_refused():
