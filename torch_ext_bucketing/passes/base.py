@@ -50,6 +50,8 @@ class Compilation:
         following: the passes that run on the graphs after the partitioner.
         memory_bytes: a bound on the peak of live bytes that a pass chose under, and that schedules
             keep, too.
+        given_bytes: what is live of the compiled function's inputs all the time, for that bound.
+        elsewhere_bytes: how much of it the graph at hand does not have among its inputs.
         decided: what passes chose on the joint graph, in short, which ranks compare.
     """
 
@@ -62,6 +64,8 @@ class Compilation:
     size_hints: GivenHints = None
     following: tuple[GraphPass, ...] = ()
     memory_bytes: int | None = None
+    given_bytes: int = 0
+    elsewhere_bytes: int = 0
     decided: list[str] = field(default_factory=list)
     _given: set[type[Warning]] = field(default_factory=set)
 
