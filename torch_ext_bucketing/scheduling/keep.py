@@ -50,8 +50,9 @@ __all__ = [
 _Set: TypeAlias = frozenset[int]
 _GIB = 2**30
 
-_NODES = 20_000
-"""How many nodes may be scheduled, over all choices looked at."""
+_NODES = 12_000
+_SMALL_NODES = 20_000
+"""How many nodes may be scheduled, over all choices looked at, and how many of small graphs."""
 _FEW = 2
 """At least so many choices are scheduled, and no more of a large graph, each in few ways."""
 _SCHEDULED = 80
@@ -227,7 +228,8 @@ class KeepPlanner:
 
     def _choose(self, limit: int) -> Outcome:
         nothing = self.scheduled((), limit)
-        left = most = max(_FEW, min(_SCHEDULED, _NODES // max(1, self._size)))
+        nodes = _SMALL_NODES if self._size <= _SMALL else _NODES
+        left = most = max(_FEW, min(_SCHEDULED, nodes // max(1, self._size)))
         looked = self._search(limit)
         if (
             most > _FEW
