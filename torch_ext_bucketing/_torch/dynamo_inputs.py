@@ -165,6 +165,10 @@ def _traced_tensors() -> list[Any]:
     for tracked in getattr(shape_env, "tracked_fakes", None) or ():
         if isinstance(tracked.fake, torch.Tensor):
             sources.setdefault(_name(tracked.source), tracked)
+    # Beside an input that is a view its base is listed, which is none.
+    for name in [n for n in sources if n.endswith("._base")]:
+        if name.removesuffix("._base") in sources:
+            del sources[name]
     # A DTensor's local tensor is listed beside it.
     return [t for n, t in sources.items() if n.rpartition("._local_tensor")[0] not in sources]
 
