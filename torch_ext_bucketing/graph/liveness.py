@@ -30,10 +30,11 @@ __all__ = [
 
 def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
     """Which inputs of a graph are freed at their last use: what forward saved for a backward graph,
-    and its tangents, which AOTAutograd hands over. Parameters and other graphs' inputs are not."""
+    which AOTAutograd hands over. Parameters are not, nor are the tangents, which autograd holds for
+    as long as backward runs, nor other graphs' inputs."""
     if _aot.stage_of(graph) != "backward":
         return lambda node: False
-    return lambda node: not _aot.is_primal(node)
+    return lambda node: "desc" not in node.meta and "tangents" not in str(node.target)
 
 
 class Storages:

@@ -217,7 +217,7 @@ class _Split:
         first = [a for a in outputs if a in in_forward]
         second = [a for a in outputs if a not in in_forward]
         self._kept_forward = {**given, **self._storages(first), **self._saved}
-        self._kept_backward = {**given, **self._storages(second)}
+        self._kept_backward = {**given, **self._tangents, **self._storages(second)}
         self._given = given
         self._at_start = sum(liveness.size[s] for s in given)
         needed = {*saved, *first}
