@@ -2,6 +2,7 @@
 
     python -m benchmarks.keep_ranks                         a minute on idle cores
     python -m benchmarks.keep_ranks --backend inductor      beside the same units kept by name
+    python -m benchmarks.keep_ranks --device cuda           on NCCL, with GPUs or on one
     python -m benchmarks.keep_ranks --json out.json
 
 The demo's model trains on ranks of a ring group (see :mod:`torch_ext_bucketing.ring`), compiled
@@ -13,7 +14,8 @@ with ``ReshardAfterForward(keep="auto")``, ``BucketUnits`` and ``Schedule``; and
 - the largest number of bytes that the allocator of rank 0 holds in a step, as the profiler reports
   them, above what it held before the model was made, with the estimated peak. A ring group holds
   all ranks' contributions between a start and its wait, so this is measured again on gloo, and on
-  a fake group, whose collectives hold nothing of their own.
+  a fake group, whose collectives hold nothing of their own. With GPUs the ranks talk over NCCL, the
+  model is larger, the bytes are those that CUDA's allocator gave out, and no other group is tried.
 
 Inductor's kernels round differently than eager's. With it losses and weights are compared with
 those of the same compile that keeps the same units by name.
@@ -34,6 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ext_bucketing as teb
+from benchmarks.nccl_ranks import start
 from torch_ext_bucketing.demo.model import ModelConfig, Transformer
 from torch_ext_bucketing.demo.ranks import Rank, run_ranks
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
@@ -42,25 +45,34 @@ Backend = Literal["aot_eager", "inductor"]
 WORLD = 4
 STEPS = 5
 CONFIG = ModelConfig(vocab=512, dim=256, layers=4, hidden=768, max_seq=64)
+CUDA_CONFIG = ModelConfig(
+    vocab=8192, dim=1024, layers=4, heads=8, kv_heads=4, hidden=2816, max_seq=256
+)
 BATCH = 2
 UNITS = [["embed"], *([f"blocks.{i}"] for i in range(CONFIG.layers)), ["norm", "output"]]
 
 
-def _model() -> Transformer:
+def _config(device: str) -> ModelConfig:
+    return CUDA_CONFIG if device == "cuda" else CONFIG
+
+
+def _model(device: str) -> Transformer:
     torch.manual_seed(0)
-    return Transformer(CONFIG)
+    return Transformer(_config(device)).to(device)
 
 
-def _tokens(rank: int, step: int) -> torch.Tensor:
+def _tokens(rank: int, step: int, device: str) -> torch.Tensor:
+    config = _config(device)
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randint(CONFIG.vocab, (BATCH, CONFIG.max_seq), generator=generator)
+    tokens = torch.randint(config.vocab, (BATCH, config.max_seq), generator=generator)
+    return tokens.to(device)
 
 
 def _train(run: Any, parameters: Any, rank: int, steps: int, first: int = 0) -> list[float]:
     """Plain gradient descent, without momentum: the optimizer holds nothing."""
     losses = []
     for step in range(first, first + steps):
-        loss = run(_tokens(rank, step)).float().square().mean()
+        loss = run(_tokens(rank, step, parameters[0].device.type)).float().square().mean()
         loss.backward()
         losses.append(loss.item())
         del loss
@@ -80,13 +92,21 @@ def _weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _profiled(run: Any) -> tuple[dict[str, int], int]:
     """Collectives by kind, and the most bytes allocated, over what was at the start."""
-    with torch.profiler.profile(profile_memory=True) as profile:
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=not cuda) as profile:
         run()
     counts: dict[str, int] = {}
     for event in profile.events():
         for kind in ("all_gather_into_tensor", "reduce_scatter_tensor"):
             if event.name.startswith(f"_c10d_functional::{kind}"):
                 counts[kind] = counts.get(kind, 0) + 1
+    if cuda:
+        return counts, torch.cuda.max_memory_allocated() - before
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     held = most = 0
@@ -96,11 +116,15 @@ def _profiled(run: Any) -> tuple[dict[str, int], int]:
     return counts, most
 
 
-def _rank(rank: Rank, backend: Backend, ratio: float) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    teb.init_ring_process_group(rank.rank, rank.world_size, init_method=f"file://{rank.store_path}")
+def _rank(rank: Rank, backend: Backend, ratio: float, device: str) -> dict[str, Any]:
+    if device == "cuda":
+        start(rank, "nccl")
+    else:
+        torch.set_num_threads(1)
+        store = f"file://{rank.store_path}"
+        teb.init_ring_process_group(rank.rank, rank.world_size, init_method=store)
     try:
-        return _compare(rank.rank, backend, ratio)
+        return _compare(rank.rank, backend, ratio, device)
     finally:
         dist.destroy_process_group()
 
@@ -114,7 +138,7 @@ def _peak_on(rank: Rank, group: str, world: int, backend: Backend, ratio: float)
         method = f"file://{rank.store_path}"
         dist.init_process_group(group, init_method=method, rank=rank.rank, world_size=world)
     try:
-        return int(_train_ours(rank.rank, backend, _auto(ratio))[-1])
+        return int(_train_ours(rank.rank, backend, _auto(ratio), "cpu")[-1])
     finally:
         dist.destroy_process_group()
 
@@ -123,10 +147,12 @@ def _auto(ratio: float) -> teb.ReshardAfterForward:
     return teb.ReshardAfterForward("auto", memory=teb.PeakMemory(ratio=ratio))
 
 
-def _train_ours(rank: int, backend: Backend, reshard: teb.ReshardAfterForward) -> tuple[Any, ...]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def _train_ours(
+    rank: int, backend: Backend, reshard: teb.ReshardAfterForward, device: str
+) -> tuple[Any, ...]:
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     torch._dynamo.reset()
-    ours = data_parallel(_model(), mesh)
+    ours = data_parallel(_model(device), mesh)
     order = teb.FSDPParamOrder.from_model(ours, units=UNITS)
     passes = [teb.CombineUses(), reshard, teb.BucketUnits(order), teb.Schedule(teb.Overlap())]
     compiler = teb.backend(backend, passes, ours)
@@ -137,16 +163,18 @@ def _train_ours(rank: int, backend: Backend, reshard: teb.ReshardAfterForward) -
     inputs = sum(p._local_tensor.nbytes for p in parameters)  # type: ignore[attr-defined]
     counts, above = _profiled(lambda: _train(compiled, parameters, rank, 1, STEPS))
     buffers = sum(b.nbytes for b in ours.buffers())
-    tokens = _tokens(0, 0).nbytes
+    tokens = _tokens(0, 0, device).nbytes
     return compiler, losses, weights, counts, inputs + buffers + tokens + above
 
 
-def _train_eager(rank: int, units: Sequence[str]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train_eager(
+    rank: int, units: Sequence[str], device: str
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """FSDP2 that keeps some units gathered."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     kept = {int(n.split(".")[1]) for n in units if n.startswith("blocks.")}
     last = any("output" in n for n in units)
-    eager = _model()
+    eager = _model(device)
     for i, block in enumerate(eager.blocks):
         fully_shard(block, mesh=mesh, reshard_after_forward=i not in kept)
     fully_shard(eager.embed, mesh=mesh)
@@ -155,16 +183,16 @@ def _train_eager(rank: int, units: Sequence[str]) -> tuple[list[float], dict[str
     return _train(eager, list(eager.parameters()), rank, STEPS), _weights(eager)
 
 
-def _compare(rank: int, backend: Backend, ratio: float) -> dict[str, Any]:
+def _compare(rank: int, backend: Backend, ratio: float, device: str) -> dict[str, Any]:
     reshard = _auto(ratio)
-    compiler, losses, weights, counts, peak = _train_ours(rank, backend, reshard)
+    compiler, losses, weights, counts, peak = _train_ours(rank, backend, reshard, device)
     choice = reshard.last_choice
     assert choice is not None
     if backend == "inductor":
         names = [n for unit in choice.kept for n in unit.split(", ")]
-        _, expected, values, *_ = _train_ours(rank, backend, teb.ReshardAfterForward(names))
+        _, expected, values, *_ = _train_ours(rank, backend, teb.ReshardAfterForward(names), device)
     else:
-        expected, values = _train_eager(rank, choice.kept)
+        expected, values = _train_eager(rank, choice.kept, device)
     same = losses == expected and all(torch.equal(weights[n], v) for n, v in values.items())
     report = compiler.last_report()
     gathers = sum(r.collectives_after.get("all_gather", 0) for r in report.graphs)
@@ -190,18 +218,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--world", type=int, default=WORLD, metavar="N", help="ranks")
     parser.add_argument("--backend", choices=("aot_eager", "inductor"), default="aot_eager")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ratios", type=float, nargs="+", default=[1.02, 1.06, 2.0])
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     args = parser.parse_args(arguments)
     found = []
     for ratio in args.ratios:
-        by_rank = run_ranks(_rank, args.world, args.backend, ratio, timeout_s=600)
+        by_rank = run_ranks(_rank, args.world, args.backend, ratio, args.device, timeout_s=600)
         first = by_rank[0]
         first["ratio"] = ratio
         first["same_bits"] = all(r["same_bits"] for r in by_rank)
         first["same_choice"] = all(r["kept"] == first["kept"] for r in by_rank)
         first["measured_over_estimate"] = first["measured_peak"] / first["estimate_of_choice"]
-        for group, ranks in (("gloo", args.world), ("fake", 1)):
+        others = (("gloo", args.world), ("fake", 1)) if args.device == "cpu" else ()
+        for group, ranks in others:
             given = group, args.world, args.backend, ratio
             peak, *_ = run_ranks(_peak_on, ranks, *given, timeout_s=600)
             first[f"over_estimate_on_{group}"] = peak / first["estimate_of_choice"]

@@ -103,6 +103,12 @@ def start(rank: Rank, backend_name: str) -> torch.device:
     return device
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _about(device: torch.device) -> dict[str, Any]:
     about: dict[str, Any] = {"torch": torch.__version__, "device": f"CPU ({platform.machine()})"}
     if device.type == "cuda":
@@ -266,17 +272,13 @@ class _Runs:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                self._synchronize()
+                synchronize(self.device)
                 report.step_ms.append((time.perf_counter() - began) * 1e3)
             if self.device.type == "cuda":
                 report.peak_bytes = torch.cuda.max_memory_allocated(self.device) - before
             report.loss.append(loss.item())
             report.digests.append(digest(model))
         return report
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0

@@ -1,7 +1,8 @@
-"""A real training run on CPU ranks over gloo, in several ways side by side.
+"""A real training run on CPU ranks over gloo, or GPU ranks over NCCL, in several ways side by side.
 
     python -m benchmarks.train                                  2 and 4 ranks, both backends
     python -m benchmarks.train --ranks 2 --backend aot_eager --steps 10 --json out.json
+    python -m benchmarks.train --device cuda --ranks 2 --dim 1024 --batch 16 --seq 256
 
 The demo's model, larger. The ways:
 
@@ -16,12 +17,15 @@ The demo's model, larger. The ways:
 All compiled ways free gathered parameters after forward, but for the root's, as FSDP2 does. Every
 round takes one step of each way on the same ranks; ratios are medians over the rounds, in brackets
 the interval that holds the median at 95%. Memory is what a rank's resident memory grows by at most
-during a step; parameters and optimizer state, alike in all ways, are not in it. Equal means equal
-bits on every rank.
+during a step, on a GPU what CUDA's allocator has given out; parameters and optimizer state, alike
+in all ways, are not in it. Equal means equal bits on every rank. With fewer GPUs than ranks the
+ranks share them, as those of ``benchmarks/nccl.py`` do.
 
 ``--predict`` first measures the ranks' machine, as ``python -m torch_ext_bucketing measure`` does.
 Ours then plan for it, and the cost model's time of every compiled way's graphs is printed beside
-the measured one, from the model's call to the end of backward.
+the measured one, from the model's call to the end of backward. ``--traces DIR`` leaves a trace per
+rank of two more steps of each way there, and prints the cost model's times on the machine that
+``Machine.from_traces`` reads from them, too.
 
 Exit status: 0, or 1 if ``units`` under ``aot_eager`` misses eager's weights by a bit, a loss is far
 from eager's, or a rank failed; times decide nothing. 2 for bad options.
@@ -53,6 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.predict and args.backend != "aot_eager":
         parser.error("--predict takes --backend aot_eager: Inductor's kernels have no times")
+    if args.traces is not None and not args.predict:
+        parser.error("--traces goes with --predict")
+    if args.traces is not None and not args.traces.is_dir():
+        parser.error(f"--traces: {args.traces} is no folder")
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error(f"--device cuda: torch {torch.__version__} sees no CUDA device")
     backends = tuple(b for b in BACKENDS if args.backend in (b, "both"))
     ways = tuple(name for name in WAYS if name == "eager" or name in args.ways)
     trainings = [
@@ -66,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.batch,
             args.seq,
             predict=args.predict,
+            device=args.device,
+            traces="" if args.traces is None else str(args.traces.absolute()),
         )
         for backend in backends
         for ranks in args.ranks
@@ -196,7 +211,7 @@ def _table(cell: dict[str, Any]) -> str:
         f"{cell['ranks']} ranks, {cell['backend']}: {cell['weights']:,} weights in "
         f"{cell['tensors']} parameters, blocks: {cell['layers']}, width {cell['dim']}, "
         f"{cell['batch']} x {cell['seq']} bytes of text per rank and step, "
-        f"{cell['rounds']} timed steps of each way, {cell['date']}"
+        f"{cell['rounds']} timed steps of each way, {cell['device_name']}, {cell['date']}"
     )
     lines = [title, "", columns(rows), ""]
     order = cell["compiled_by_time"]
@@ -208,26 +223,26 @@ def _table(cell: dict[str, Any]) -> str:
         fast = "is" if cell["fastest_compiled_is_ours"] else "is NOT"
         lines.append(f"ours {fast} the fastest of the compiled ones")
     if cell.get("predict"):
-        lines += ["", _predictions(cell)]
+        lines += ["", cell["machine"], "", _predictions(cell, "predicted")]
+    if cell.get("traces"):
+        lines += ["", cell["traced_machine"], "", _predictions(cell, "traced")]
     return "\n".join([*lines, *(f"FAILED: {text}" for text in cell["problems"])])
 
 
-def _predictions(cell: dict[str, Any]) -> str:
-    found = ranking(cell)
+def _predictions(cell: dict[str, Any], by: str) -> str:
+    found = ranking(cell, by)
     rows = [["forward and backward, ms", "predicted", "measured", "error"]]
     for name, error in found["errors"].items():
         way = cell["results"][name]
-        times = [f"{way['predicted_ms']:.1f}", f"{way['graphs_ms']:.1f}", f"{error:+.0%}"]
+        times = [f"{way[f'{by}_ms']:.1f}", f"{way['graphs_ms']:.1f}", f"{error:+.0%}"]
         rows.append([WAYS[name], *times])
     wrong = [pair for pair, right in found["pairs"].items() if not right]
     return "\n".join(
         [
-            cell["machine"],
-            "",
             columns(rows),
             "",
             "fastest first, predicted: " + ", ".join(found["orders"]["predicted"]),
-            "fastest first, measured: " + ", ".join(found["orders"]["graphs"]),
+            "fastest first, measured: " + ", ".join(found["orders"]["measured"]),
             f"of {len(found['pairs'])} pairs of ways {len(wrong)} are predicted the wrong way round"
             + (f": {'; '.join(wrong)}" if wrong else ""),
         ]
@@ -289,6 +304,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--predict", action="store_true", help="measure the machine, predict the steps (aot_eager)"
     )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="gloo or NCCL (default: cpu)"
+    )
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="with --predict: and by traces")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every table")
     parser.add_argument("--resume", action="store_true", help="keep the tables in --json's file")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="for all")

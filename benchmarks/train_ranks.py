@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import gzip
+import itertools
 import time
 import warnings
 from collections import Counter
@@ -18,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.fx as fx
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.nccl_ranks import start, synchronize
 from benchmarks.train_ways import WARMUP_STEPS, RankReport, Training, WayReport
 from torch_ext_bucketing.demo import text
 from torch_ext_bucketing.demo.model import Transformer
@@ -55,6 +56,7 @@ from torch_ext_bucketing.scheduling.timeline import Timeline
 
 CAP_MB = 25.0
 MEMORY_STEPS = 3
+TRACED_STEPS = 2
 
 
 class TorchBuckets(GraphPass):
@@ -78,17 +80,20 @@ class TorchBuckets(GraphPass):
 
 
 class Predict(GraphPass):
-    """Adds what the cost model says of a graph, as it is compiled, to a way's report."""
+    """What the cost model says of a way's graphs, as they are compiled."""
 
     stage: Stage = "forward_backward"
 
-    def __init__(self, machine: Machine, report: WayReport) -> None:
-        self.machine = machine
-        self.report = report
+    def __init__(self) -> None:
+        self.graphs: list[fx.Graph] = []
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
-        """Time ``graph``."""
-        self.report.predicted_ms += Timeline.of(model_of(graph_of(graph), self.machine)).step_ms
+        """Keep ``graph``."""
+        self.graphs.append(graph_of(graph))
+
+    def ms(self, machine: Machine) -> float:
+        """The time of all graphs, one after the other, on ``machine``."""
+        return sum(Timeline.of(model_of(graph, machine)).step_ms for graph in self.graphs)
 
 
 TORCH_BUCKETS = {"bucket_all_gathers_fx": "only_fsdp", "bucket_reduce_scatters_fx": "fsdp"}
@@ -102,26 +107,16 @@ class Way:
     forward: Callable[[torch.Tensor], torch.Tensor]
     optimizer: torch.optim.Optimizer
     report: WayReport
+    predict: Predict | None = None
 
 
 def train_rank(rank: Rank, training: Training) -> RankReport:
     """Entry point of a rank. Sends ``(way, seconds of the first step)`` and ``(round, rounds)``."""
-    torch.set_num_threads(1)
     # A schedule may miss a bound that nobody set, on a machine that this is not.
     warnings.simplefilter("ignore")
-    inductor_config.compile_threads = 2
-    # Every way is to be compiled, and by its own settings.
-    inductor_config.fx_graph_cache = False
-    functorch_config.enable_autograd_cache = False
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(rank.store_path, rank.world_size),
-        rank=rank.rank,
-        world_size=rank.world_size,
-        timeout=rank.timeout,
-    )
+    device = start(rank, "nccl" if training.device == "cuda" else "gloo")
     try:
-        return _train(rank, training, init_device_mesh("cpu", (rank.world_size,)))
+        return _train(rank, training, init_device_mesh(device.type, (rank.world_size,)))
     finally:
         dist.destroy_process_group()
 
@@ -141,12 +136,13 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
         machine = measure((rank.world_size,), kib=(4, 64, 512, 4096, 16384))
     ways = {name: make_way(name, training, settings, mesh, machine) for name in training.ways}
     names = list(ways)
-    steps = iter(range(WARMUP_STEPS + training.rounds + 1 + MEMORY_STEPS))
+    steps = itertools.count()
 
     def each_once(take: Callable[[Way, torch.Tensor, torch.Tensor], None], first: int) -> None:
         tokens, targets = text.batch(
             next(steps), rank.rank, size=training.batch, seq=training.seq, seed=settings.seed
         )
+        tokens, targets = tokens.to(mesh.device_type), targets.to(mesh.device_type)
         for name in names[first:] + names[:first]:
             take(ways[name], tokens, targets)
 
@@ -168,15 +164,46 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
             for name, way in ways.items()
         }
         each_once(_counted_step, 0)
+        traced = None
+        if training.traces:
+            traced = _traced_machine(rank, training, lambda: each_once(_step, 0), machine)
         _return_memory_at_once()
         for _ in range(MEMORY_STEPS):
             each_once(_measured_step, 0)
     for name, way in ways.items():
         way.report.step_ms, way.report.graphs_ms = timed[name]
+        if way.predict is not None:
+            way.report.predicted_ms = way.predict.ms(machine)
+            way.report.traced_ms = way.predict.ms(traced) if traced is not None else 0.0
     sizes = [p.numel() for p in ways[names[0]].model.parameters()]
     reports = {name: way.report for name, way in ways.items()}
-    told = str(machine) if training.predict else ""
-    return RankReport(reports, sum(sizes), len(sizes), torch.__version__, told)
+    return RankReport(
+        reports,
+        sum(sizes),
+        len(sizes),
+        torch.__version__,
+        str(machine) if training.predict else "",
+        str(traced) if traced is not None else "",
+        "CPU" if mesh.device_type == "cpu" else torch.cuda.get_device_name(),
+    )
+
+
+def _traced_machine(
+    rank: Rank, training: Training, step: Callable[[], None], measured: Machine
+) -> Machine:
+    """The machine that traces of :data:`TRACED_STEPS` steps of every way show; what they don't show
+    is as measured."""
+    with torch.profiler.profile(record_shapes=True) as profile:
+        for _ in range(TRACED_STEPS):
+            step()
+    folder = Path(training.traces)
+    raw, packed = folder / f"rank{rank.rank}.json", folder / f"rank{rank.rank}.json.gz"
+    profile.export_chrome_trace(str(raw))
+    packed.write_bytes(gzip.compress(raw.read_bytes()))
+    raw.unlink()
+    dist.barrier()
+    paths = [folder / f"rank{r}.json.gz" for r in range(rank.world_size)]
+    return Machine.from_traces(paths, ranks_per_node=rank.world_size, like=measured)
 
 
 def make_way(
@@ -187,6 +214,7 @@ def make_way(
         run = eager_run(settings, mesh)
         return Way(run.module, run.forward, run.optimizer, WayReport())
     model = Transformer(model_config(settings), seed=settings.seed, dtype=PARAM_DTYPE)
+    model.to(mesh.device_type)
     order = FSDPParamOrder.from_model(model, units=model.unit_names())
     data_parallel(
         model, mesh, param_dtype=PARAM_DTYPE, reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype]
@@ -205,7 +233,8 @@ def make_way(
         "auto": [BucketAndSchedule([Overlap()], payload_order=order, machine=machine)],
     }
     report = WayReport()
-    last = [Predict(machine, report)] if training.predict else []
+    predict = Predict() if training.predict else None
+    last = [] if predict is None else [predict]
     forward: Any
     if training.backend == "inductor" and name in ("unbucketed", "torch"):
         # As without the package; only what is recomputed is the same as in all other ways.
@@ -219,7 +248,7 @@ def make_way(
         compiler = backend(training.backend, passes=[reshard, *passes[name], *last], model=model)
         forward = torch.compile(model, backend=compiler, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, foreach=True)
-    return Way(model, forward, optimizer, report)
+    return Way(model, forward, optimizer, report, predict)
 
 
 def _step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None:
@@ -227,9 +256,11 @@ def _step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None:
     start = time.perf_counter()
     loss = F.cross_entropy(way.forward(tokens).float().flatten(0, 1), targets.flatten())
     loss.backward()
+    synchronize(tokens.device)
     way.report.graphs_ms.append((time.perf_counter() - start) * 1e3)
     way.optimizer.step()
     way.optimizer.zero_grad()
+    synchronize(tokens.device)
     way.report.step_ms.append((time.perf_counter() - start) * 1e3)
     way.report.loss.append(loss.item())
     way.report.digests.append(digest(way.model))
@@ -258,6 +289,13 @@ def _counted_step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None
 
 def _measured_step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None:
     gc.collect()
+    if tokens.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        way.report.rest_bytes = torch.cuda.memory_allocated()
+        _step(way, tokens, targets)
+        grown = torch.cuda.max_memory_allocated() - way.report.rest_bytes
+        way.report.step_bytes = max(way.report.step_bytes, grown)
+        return
     _trim()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is resident now
     before = _status_bytes("VmRSS")

@@ -40,6 +40,9 @@ class Training:
         reduce_dtype: dtype that gradients are reduced in.
         predict: whether the ranks measure their machine first, which ours then plan with and the
             cost model times all graphs on.
+        device: ``"cpu"``, whose ranks talk over gloo, or ``"cuda"``, over NCCL.
+        traces: where each rank leaves a trace of some steps of all ways, ``""`` for none; graphs
+            are then timed on the machine that these traces show, too.
     """
 
     ranks: int
@@ -52,6 +55,8 @@ class Training:
     seq: int = 64
     reduce_dtype: Literal["bf16", "fp32"] = "bf16"
     predict: bool = False
+    device: Literal["cpu", "cuda"] = "cpu"
+    traces: str = ""
 
 
 @dataclass
@@ -67,7 +72,8 @@ class WayReport:
         graphs_ms: the part of every timed step from the model's call to the end of backward.
         predicted_ms: the same by the cost model: the forward and the backward graph, one after the
             other, as they were compiled.
-        rest_bytes: resident memory before a step.
+        traced_ms: the same by the cost model on the machine that the traces show.
+        rest_bytes: resident memory before a step; on a GPU, what its allocator has given out.
         step_bytes: what it grows by at most during that step.
     """
 
@@ -78,19 +84,23 @@ class WayReport:
     collectives: dict[str, int] = field(default_factory=dict)
     graphs_ms: list[float] = field(default_factory=list)
     predicted_ms: float = 0.0
+    traced_ms: float = 0.0
     rest_bytes: int = 0
     step_bytes: int = 0
 
 
 @dataclass
 class RankReport:
-    """What one rank hands back; weights are those of the whole model."""
+    """What one rank hands back; weights are those of the whole model. Machines as measured, and by
+    traces."""
 
     ways: dict[str, WayReport]
     weights: int
     tensors: int
     torch: str
     machine: str = ""
+    traced_machine: str = ""
+    device: str = "CPU"
 
 
 def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
@@ -130,6 +140,7 @@ def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
         graphs = zip(*(r.ways[name].graphs_ms for r in ranks), strict=True)
         ways[name]["graphs_ms"] = statistics.median(map(max, graphs))
         ways[name]["predicted_ms"] = max(r.ways[name].predicted_ms for r in ranks)
+        ways[name]["traced_ms"] = max(r.ways[name].traced_ms for r in ranks)
     compiled = [name for name in ways if name != "eager"]
     by_time = sorted(compiled, key=lambda name: ways[name]["to_eager"]["median"])
     return {
@@ -138,33 +149,39 @@ def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
         "weights": first.weights,
         "tensors": first.tensors,
         "torch": first.torch,
+        "device_name": first.device,
         "machine": first.machine,
+        "traced_machine": first.traced_machine,
         "results": ways,
         "compiled_by_time": by_time,
         "fastest_compiled_is_ours": bool(by_time) and by_time[0] in OURS,
     }
 
 
-def ranking(result: dict[str, Any]) -> dict[str, Any]:
+def ranking(result: dict[str, Any], by: str = "predicted") -> dict[str, Any]:
     """How the cost model's times of the compiled ways compare with the measured ones.
 
-    ``errors``: predicted over measured, less one. ``pairs``: of two ways, whether the one that was
-    predicted to be faster was. ``orders``: the names by each, fastest first.
+    ``by``: ``"predicted"``, on the measured machine, or ``"traced"``, on that of the traces.
+    ``errors``: predicted over measured, less one. ``pairs``: of two ways that were not predicted to
+    take the same time, whether the one that was predicted to be faster was. ``orders``: the names
+    by each, fastest first.
     """
-    ways = {name: way for name, way in result["results"].items() if way["predicted_ms"]}
+    ways = {name: way for name, way in result["results"].items() if way[f"{by}_ms"]}
     pairs = {}
     names = list(ways)
     for i, one in enumerate(names):
         for other in names[i + 1 :]:
-            predicted = ways[one]["predicted_ms"] < ways[other]["predicted_ms"]
+            if ways[one][f"{by}_ms"] == ways[other][f"{by}_ms"]:
+                continue  # the same graphs
+            predicted = ways[one][f"{by}_ms"] < ways[other][f"{by}_ms"]
             measured = ways[one]["graphs_ms"] < ways[other]["graphs_ms"]
             pairs[f"{one}, {other}"] = predicted == measured
     return {
-        "errors": {n: way["predicted_ms"] / way["graphs_ms"] - 1 for n, way in ways.items()},
+        "errors": {n: way[f"{by}_ms"] / way["graphs_ms"] - 1 for n, way in ways.items()},
         "pairs": pairs,
         "orders": {
-            by: sorted(ways, key=lambda name: ways[name][f"{by}_ms"])
-            for by in ("predicted", "graphs")
+            name: sorted(ways, key=lambda way: ways[way][f"{times}_ms"])
+            for name, times in (("predicted", by), ("measured", "graphs"))
         },
     }
 

@@ -142,7 +142,7 @@ def _step(run: Run, tokens: torch.Tensor, targets: torch.Tensor) -> None:
 
 def eager_run(settings: Settings, mesh: DeviceMesh) -> Run:
     """Eager FSDP2: ``fully_shard`` per block, then the root."""
-    model = _model(settings)
+    model = _model(settings).to(mesh.device_type)
     policy = MixedPrecisionPolicy(
         param_dtype=PARAM_DTYPE,
         reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype],
