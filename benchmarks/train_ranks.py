@@ -79,6 +79,24 @@ class TorchBuckets(GraphPass):
         stable_topological_sort(graph.graph)
 
 
+class InTurn(GraphPass):
+    """Several passes of the joint graph as one hook; before 2.13 torch takes one only."""
+
+    stage: Stage = "joint"
+
+    def __init__(self, *passes: GraphPass) -> None:
+        self.passes = passes
+
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+        """Run each."""
+        for p in self.passes:
+            p(graph)
+
+    def settings(self) -> tuple[GraphPass, ...]:
+        """The passes."""
+        return self.passes
+
+
 class Predict(GraphPass):
     """What the cost model says of a way's graphs, as they are compiled."""
 
@@ -238,7 +256,7 @@ def make_way(
     forward: Any
     if training.backend == "inductor" and name in ("unbucketed", "torch"):
         # As without the package; only what is recomputed is the same as in all other ways.
-        options = {"joint_custom_post_pass": (TagParameters(model), reshard)}
+        options = {"joint_custom_post_pass": InTurn(TagParameters(model), reshard)}
         forward = torch.compile(
             model,
             fullgraph=True,

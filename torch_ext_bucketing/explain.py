@@ -372,10 +372,12 @@ def _recorder(drawn: list[Drawn], machine: Machine) -> GraphPass:
 
         def _keep(self, graph: Any, version: str, compilation: Compilation) -> None:
             graph = getattr(graph, "graph", graph)
-            model = model_of(graph, machine, hints=SizeHints.of(compilation.size_hints))
+            hints, beside = SizeHints.of(compilation.size_hints), compilation.beside_bytes
+            model = model_of(graph, machine, hints=hints, beside_bytes=beside)
             drawn.append(Drawn(stage_of(graph), version, model, Timeline.of(model)))
 
         def prepare(self, graph: Any, compilation: Any) -> None:
+            compilation.beside(graph)
             self._keep(graph, "before", compilation)
 
         def __call__(self, graph: Any, compilation: Any = None) -> None:

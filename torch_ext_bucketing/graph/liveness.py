@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from .._torch import aot as _aot
 from .collectives import is_collective, is_number, is_view, started_by, tensors_in
 from .dependencies import Dependencies
 from .size_hints import SizeHints
-from .uneven import shard_side
+from .uneven import ShardSide, shard_side
 from .writes import written_values
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Liveness",
     "Storages",
     "donated_by_autograd",
+    "kept_inputs",
 ]
 
 
@@ -37,6 +39,37 @@ def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
     return lambda node: "desc" not in node.meta and "tangents" not in str(node.target)
 
 
+def kept_inputs(graph: fx.Graph, hints: SizeHints | None = None) -> dict[str, int]:
+    """The inputs of a graph that the caller keeps, by name, and the bytes of each. Of inputs that
+    share memory only the first counts."""
+    hints = hints or SizeHints()
+    donated = donated_by_autograd(graph)
+    side = shard_side(graph, hints)
+    seen: set[int] = set()
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if donated(node) or is_number(node):
+            continue
+        found[node.name] = 0
+        for value in _values(node):
+            at = value.untyped_storage()._cdata
+            if at not in seen:
+                seen.add(at)
+                found[node.name] += _storage_bytes(node, value, side, hints)
+    return found
+
+
+def _values(node: fx.Node) -> list[torch.Tensor]:
+    return [v for v in tensors_in(node.meta.get("val")) if v.device.type != "meta"]
+
+
+def _storage_bytes(node: fx.Node, value: torch.Tensor, side: ShardSide, hints: SizeHints) -> int:
+    """Of a value of ``node``; of a shard that is not everywhere as large, the largest."""
+    if node in side.nodes:
+        return side.elements.get(node, 0) * value.itemsize
+    return hints(value.untyped_storage().nbytes())
+
+
 class Storages:
     """What each node allocates and touches.
 
@@ -45,7 +78,7 @@ class Storages:
         allocates: per node, the storages that are new with it.
         touches: per node, the storages that must be live while it runs.
         kept: storages that are never freed.
-        at_start: bytes of the inputs and constants.
+        at_start: bytes of the inputs and constants, and of what is in memory beside them.
     """
 
     def __init__(
@@ -84,6 +117,7 @@ class Liveness(Storages):
         dependencies: of the same graph.
         donated: whether an input is freed at its last use; None: :func:`donated_by_autograd`.
         hints: numbers for sizes that depend on data.
+        beside_bytes: what is in memory all the time beside the graph's own inputs.
 
     Attributes:
         size: of shards that are not everywhere as large, see :mod:`.graph.uneven`.
@@ -96,13 +130,14 @@ class Liveness(Storages):
         dependencies: Dependencies,
         donated: Callable[[fx.Node], bool] | None = None,
         hints: SizeHints | None = None,
+        beside_bytes: int = 0,
     ) -> None:
         self._hint = hints = hints or SizeHints()
         donated = donated or donated_by_autograd(graph)
         self.size: list[int] = []
         self.allocates: list[tuple[int, ...]] = []
         self.touches: list[tuple[int, ...]] = []
-        self.at_start = 0
+        self.at_start = beside_bytes
         self._ids: dict[Any, int] = {}
         self._of_node: dict[fx.Node, tuple[int, ...]] = {}
         self.kept: dict[int, None] = {}
@@ -140,7 +175,7 @@ class Liveness(Storages):
     def _storages(self, node: fx.Node) -> tuple[int, ...]:
         if is_number(node):
             return ()
-        values = [v for v in tensors_in(node.meta.get("val")) if v.device.type != "meta"]
+        values = _values(node)
         returned = _returned_input(node)
         if returned is not None and len(self._of_node[returned]) == 1:
             mine = self._of_node[returned]
@@ -149,15 +184,11 @@ class Liveness(Storages):
             return mine
         found: dict[int, None] = {}
         for value in values:
-            storage = value.untyped_storage()
-            at = self._ids.get(storage._cdata)
+            cdata = value.untyped_storage()._cdata
+            at = self._ids.get(cdata)
             if at is None:
-                at = self._ids[storage._cdata] = len(self.size)
-                if node in self.shard_side.nodes:
-                    nbytes = self.shard_side.elements.get(node, 0) * value.itemsize
-                else:
-                    nbytes = self._hint(storage.nbytes())
-                self.size.append(nbytes)
+                at = self._ids[cdata] = len(self.size)
+                self.size.append(_storage_bytes(node, value, self.shard_side, self._hint))
             found[at] = None
         return tuple(found)
 

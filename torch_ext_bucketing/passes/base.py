@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .._source import note_sources, package_digest
+from .._torch.aot import stage_of
 from .._torch.caches import before_key
 from .._torch.inductor import CustomGraphPass
 from .._torch.process_groups import group_places
 from ..bucketing.units import UncoveredParametersWarning
 from ..graph.graph_of import GraphLike, graph_of
-from ..graph.size_hints import GivenHints
+from ..graph.liveness import kept_inputs
+from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.compile import CompileReport
 from ..tagging.tag_graph import FqnOf
 from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
@@ -50,9 +52,9 @@ class Compilation:
         following: the passes that run on the graphs after the partitioner.
         memory_bytes: a bound on the peak of live bytes that a pass chose under, and that schedules
             keep, too.
-        given_bytes: what is live of the compiled function's inputs all the time, for that bound.
-        elsewhere_bytes: how much of it the graph at hand does not have among its inputs.
         decided: what passes chose on the joint graph, in short, which ranks compare.
+        beside_bytes: what is in memory while the graph at hand runs, beside its own inputs, where a
+            pass asked for it; see :meth:`beside`.
     """
 
     input_fqns: FqnOf | None = None
@@ -64,10 +66,23 @@ class Compilation:
     size_hints: GivenHints = None
     following: tuple[GraphPass, ...] = ()
     memory_bytes: int | None = None
-    given_bytes: int = 0
-    elsewhere_bytes: int = 0
     decided: list[str] = field(default_factory=list)
+    beside_bytes: int = 0
     _given: set[type[Warning]] = field(default_factory=set)
+    _inputs: dict[str, int] = field(default_factory=dict)
+
+    def beside(self, graph: GraphLike) -> int:
+        """Bytes of the forward graph's inputs that its backward graph does not read: parameters
+        that were saved gathered, say. They are in memory all the same. 0 for other graphs, and
+        where the forward graph came from a cache. Sets :attr:`beside_bytes`, too."""
+        mine = kept_inputs(graph_of(graph), SizeHints.of(self.size_hints))
+        if stage_of(graph_of(graph)) == "backward":
+            # Of a shard that is uneven elsewhere, backward may show the shape alone: 0 bytes.
+            unseen = (n - mine.get(name, 0) for name, n in self._inputs.items())
+            self.beside_bytes = sum(n for n in unseen if n > 0)
+        else:
+            self._inputs, self.beside_bytes = mine, 0
+        return self.beside_bytes
 
     def warn(self, text: str, category: type[Warning]) -> None:
         """Warn and put it into the report, unless this compile had a warning of that class."""

@@ -74,7 +74,6 @@ def choose_for(
     limit = memory.limit_bytes(planner.reference_bytes)
     outcome, report = planner.report(limit, curve)
     compilation.memory_bytes = limit
-    compilation.given_bytes = planner.halves.forward.liveness.at_start
     names = digest(*report.kept)[:12] if report.kept else "nothing"
     compilation.decided.append(
         f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes"

@@ -13,18 +13,15 @@ from typing import Any, Literal
 
 import torch.fx as fx
 
-from .._torch import aot as _aot
 from ..bucketing.merge import PayloadKey
 from ..graph.collectives import KINDS, Kind
-from ..graph.dependencies import Dependencies
-from ..graph.liveness import Liveness
-from ..graph.size_hints import SizeHints
 from ..reports.caps import CapsReport
 from ..reports.graph import GraphReport
 from ..reports.schedule import ScheduleReport
 from ..scheduling.cap_search import choose_caps
 from ..scheduling.cost import H100, Machine, check_machine
 from ..scheduling.memory import within
+from ..scheduling.model import peak_bytes
 from ..scheduling.policy import Policy, policies_of
 from ..scheduling.scheduler import schedule
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
@@ -64,20 +61,14 @@ class Schedule(GraphPass):
 
     def prepare(self, graph: GraphLike, compilation: Compilation) -> None:
         """Note the peak of the graph before it is bucketed."""
-        g = graph_of(graph)
         try:
-            dependencies = Dependencies(g)
-            live = Liveness(g, dependencies, hints=SizeHints.of(compilation.size_hints))
-            compilation.reference_bytes = live.peak(range(len(dependencies.nodes)))
+            compilation.reference_bytes = peak_bytes(
+                graph,
+                size_hints=compilation.size_hints,
+                beside_bytes=compilation.beside(graph),
+            )
         except Exception:  # ``schedule`` will meet the same and say so
             compilation.reference_bytes = None
-            return
-        # The shard of a parameter that stays gathered is no input of backward, but there it is.
-        given = [n for n in g.find_nodes(op="placeholder") if _aot.is_primal(n)]
-        given += g.find_nodes(op="get_attr")
-        here = {s for n in given for s in live.storages_of(n)}
-        there = compilation.given_bytes - sum(live.size[s] for s in here)
-        compilation.elsewhere_bytes = max(0, there)
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         self._schedule(graph, compilation)
@@ -95,6 +86,7 @@ class Schedule(GraphPass):
             machine=self.machine,
             reference_bytes=reference,
             size_hints=None if compilation is None else compilation.size_hints,
+            beside_bytes=0 if compilation is None else compilation.beside_bytes,
         )
         self.last_report = replace(report, caps=caps)
         if compilation is not None:
@@ -104,8 +96,9 @@ class Schedule(GraphPass):
         """The policies, and the bound that a pass before chose under."""
         if compilation is None or compilation.memory_bytes is None:
             return self.policies
-        limit = compilation.memory_bytes - compilation.elsewhere_bytes
-        return within(self.policies, limit, compilation.reference_bytes or sys.maxsize)
+        return within(
+            self.policies, compilation.memory_bytes, compilation.reference_bytes or sys.maxsize
+        )
 
     def basis(self) -> str:
         """The machine, by name and digest."""
@@ -173,6 +166,7 @@ class BucketAndSchedule(Schedule):
             machine=self.machine,
             reference_bytes=None if compilation is None else compilation.reference_bytes,
             size_hints=None if compilation is None else compilation.size_hints,
+            beside_bytes=0 if compilation is None else compilation.beside_bytes,
             **self.options,
         )
         self.last_buckets = apply_and_report(g, plan, self.payload_key, self.options["kinds"])

@@ -61,6 +61,7 @@ def choose_caps(
     machine: Machine = H100,
     reference_bytes: int | None = None,
     size_hints: SizeHints | GivenHints = None,
+    beside_bytes: int = 0,
     **options: Any,
 ) -> tuple[BucketingPlan, CapsReport]:
     """The plan with the caps that give the fastest step within the policies' bounds. The graph is
@@ -76,6 +77,7 @@ def choose_caps(
         machine: what the cost model times nodes for.
         reference_bytes: see :func:`.schedule`; None: the peak of ``graph``.
         size_hints: as of :func:`.backend`.
+        beside_bytes: see :func:`.schedule`.
         options: of :func:`.plan_by_cap`: ``eligible``, ``group_filter``, ``max_node_span``.
 
     Returns:
@@ -96,10 +98,10 @@ def choose_caps(
     policies = policies_of(policies)
     hints = SizeHints.of(size_hints)
     costs = Costs(machine, hints)
-    search = _Search(graph, policies, costs, reference_bytes or 0, kinds, options)
+    search = _Search(graph, policies, costs, reference_bytes or 0, kinds, options, beside_bytes)
     try:
         if reference_bytes is None:
-            search.reference_bytes = peak_bytes(graph, size_hints=hints)
+            search.reference_bytes = peak_bytes(graph, size_hints=hints, beside_bytes=beside_bytes)
         plan = search.run([float(c) for c in caps_mb], largest)
     except Exception as error:
         plan = search.plan(None)  # raises anew what comes of the caller's options
@@ -131,6 +133,7 @@ class _Search:
         reference_bytes: int,
         kinds: Collection[Kind],
         options: dict[str, Any],
+        beside_bytes: int = 0,
     ) -> None:
         self.tried: dict[_Caps, ScheduleReport] = {}
         self.bounds: dict[_Caps, Mapping[str, int]] = {}  # that their buckets keep
@@ -147,6 +150,7 @@ class _Search:
         self._model: Model | None = None
         self._groups = {n: group_name(n) for n in graph.nodes if is_collective(n)}
         self.reference_bytes = reference_bytes
+        self._beside_bytes = beside_bytes
         self._planner = CapPlanner(graph, kinds=kinds, **options)
         self._plans: dict[str, BucketingPlan] = {}
         self._known: dict[tuple[Any, ...], ScheduleReport] = {}
@@ -231,14 +235,14 @@ class _Search:
 
     def _merged(self, plan: BucketingPlan) -> Model:
         if self._model is None:
-            self._model = model_of(self._graph, self._costs)
+            self._model = model_of(self._graph, self._costs, beside_bytes=self._beside_bytes)
         merged = merged_model(self._model, plan.buckets, self._costs)
         if merged is not None:
             return merged
         # Members on both sides of a side effect: merging may move them past it, scheduling may not.
         copy, copied = _copied(self._graph, plan)
         merge_buckets(copy, copied)
-        return model_of(copy, self._costs)
+        return model_of(copy, self._costs, beside_bytes=self._beside_bytes)
 
     def best(self) -> _Caps:
         return min(self.tried, key=lambda k: _rank(self.tried[k]))

@@ -86,7 +86,8 @@ class PeakMemory(Policy):
     """The estimated peak of live bytes stays under a bound.
 
     Args:
-        gib: the bound in GiB; inputs, saved values and constants of the graph count.
+        gib: the bound in GiB; inputs, saved values and constants of the graph count, and in
+            backward the parameters that only forward reads.
         ratio: or the bound as a multiple of the peak that the graph has before any bucketing and
             reordering.
 

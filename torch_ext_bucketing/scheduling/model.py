@@ -27,16 +27,17 @@ def model_of(
     machine: Machine | Costs = H100,
     donated: Callable[[fx.Node], bool] | None = None,
     hints: SizeHints | None = None,
+    beside_bytes: int = 0,
 ) -> Model:
     """A graph with costs, dependencies and live bytes. ``machine``: costs of one may be shared;
-    their hints hold then, else ``hints``.
+    their hints hold then, else ``hints``. The others are :class:`.Liveness`'s.
 
     Raises:
         ValueError: the graph is not in topological order.
     """
     costs = machine if isinstance(machine, Costs) else Costs(machine, hints)
     dependencies = Dependencies(graph)
-    liveness = Liveness(graph, dependencies, donated, costs.hints)
+    liveness = Liveness(graph, dependencies, donated, costs.hints, beside_bytes)
     free = {*liveness.shard_side.nodes, *unused(dependencies.nodes)}
     nodes, index = dependencies.nodes, dependencies.index
     return Model(
@@ -58,6 +59,7 @@ def peak_bytes(
     gm: GraphLike,
     donated: Callable[[fx.Node], bool] | None = None,
     size_hints: SizeHints | GivenHints = None,
+    beside_bytes: int = 0,
 ) -> int:
     """The estimated peak of live bytes of a graph in its own order; see :mod:`.graph.liveness`.
 
@@ -65,6 +67,7 @@ def peak_bytes(
         gm: a graph with fake tensors in ``meta["val"]``.
         donated: see :class:`.Liveness`.
         size_hints: as of :func:`.backend`.
+        beside_bytes: see :class:`.Liveness`.
 
     Raises:
         TypeError: ``size_hints`` is no whole number and no callable.
@@ -73,7 +76,8 @@ def peak_bytes(
     graph = graph_of(gm)
     dependencies = Dependencies(graph)
     hints = SizeHints.of(size_hints)
-    return Liveness(graph, dependencies, donated, hints).peak(range(len(dependencies.nodes)))
+    liveness = Liveness(graph, dependencies, donated, hints, beside_bytes)
+    return liveness.peak(range(len(dependencies.nodes)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,6 +70,7 @@ def schedule(
     reference_bytes: int | None = None,
     donated: Callable[[fx.Node], bool] | None = None,
     size_hints: SizeHints | GivenHints = None,
+    beside_bytes: int = 0,
 ) -> ScheduleReport:
     """Reorder a graph's nodes, in place. A ``GraphModule`` is recompiled.
 
@@ -81,6 +82,8 @@ def schedule(
             graph's (see :func:`peak_bytes`); None: the peak of ``gm`` as it is.
         donated: see :class:`.Liveness`.
         size_hints: as of :func:`.backend`.
+        beside_bytes: what is in memory all the time beside the graph's own inputs, such as the
+            parameters that a backward graph does not read. It counts in every peak.
 
     Returns:
         What was reached. A bound that is missed is also a ``BoundNotKeptWarning``.
@@ -88,19 +91,19 @@ def schedule(
     Raises:
         TypeError: something in ``policy`` is no policy, or ``machine`` is none;
             ``size_hints`` is no whole number and no callable.
-        ValueError: two policies of one class, ``reference_bytes`` is no number of bytes, or
-            ``size_hints`` is negative.
+        ValueError: two policies of one class, ``reference_bytes`` or ``beside_bytes`` is no number
+            of bytes, or ``size_hints`` is negative.
     """
     policies = policies_of(policy)
     check_machine(machine)
     hints = SizeHints.of(size_hints)
-    number = isinstance(reference_bytes, int) and not isinstance(reference_bytes, bool)
-    if reference_bytes is not None and (not number or reference_bytes < 0):
-        raise ValueError(f"reference_bytes must be a number of bytes, got {reference_bytes!r}")
+    for name, value in (("reference_bytes", reference_bytes or 0), ("beside_bytes", beside_bytes)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be a number of bytes, got {value!r}")
     graph = graph_of(gm)
     try:
         with paused_gc():
-            model = model_of(graph, machine, donated, hints)
+            model = model_of(graph, machine, donated, hints, beside_bytes)
             report, order = schedule_model(model, policies, reference_bytes)
         if not model.dependencies.is_order(order):
             raise AssertionError("the order breaks a dependency")
