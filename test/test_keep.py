@@ -182,7 +182,7 @@ def test_what_is_kept_is_gathered_once(fake_world):
     elsewhere = sum(v.nbytes for v in missing if isinstance(v, torch.Tensor))
     backward = Timeline.of(model_of(graphs["backward"].graph))
     assert elsewhere > 0
-    assert backward.peak_bytes + elsewhere == report.schedules[1].peak_bytes[1]
+    assert backward.peak_bytes + elsewhere <= report.schedules[1].peak_bytes[1]
     assert all(s.peak_bytes[1] <= made.bound_bytes for s in report.schedules)
     assert all(s.limit_bytes == made.bound_bytes for s in report.schedules)
     assert made.peak_bytes[1] <= made.bound_bytes
