@@ -131,6 +131,31 @@ def test_nccl_kernels_by_hand(tmp_path):
     }
 
 
+def test_nccl_traces_of_a_mesh():
+    """What NCCL 2.28 and torch 2.11 wrote on four ranks, a 2x2 mesh, that share one H100: two steps
+    of each kind on the two groups of a rank, and a gather of all. Milliseconds read off by hand."""
+    traces = [Path(__file__).parent / "nccl" / f"rank{rank}.json.gz" for rank in range(4)]
+    machine = Machine.from_traces(traces, ranks_per_node=2)
+    halves = 2 * (2**20 + 2**21)  # bytes of a gather and of a reduce-scatter in bf16
+    assert {key: size for key, ((size, _),) in machine.collectives.items()} == {
+        **{("all_gather", (2, nodes)): halves for nodes in (1, 2)},
+        **{("reduce_scatter", (2, nodes)): halves for nodes in (1, 2)},
+        **{("all_reduce", (2, nodes)): 2 * 2**22 for nodes in (1, 2)},
+        **{("all_to_all", (2, nodes)): 2 * 2**22 for nodes in (1, 2)},
+        ("all_gather", (4, 2)): 2 * 5 * (2**20 + 1000),  # two tensors as one collective
+    }
+    # Ranks [0, 1]: the smaller of 0.170 and 3.053, and of 0.155 and 1.041; [2, 3]: of 2.160 and
+    # 5.831, and of 0.923 and 1.313. The slower group counts.
+    ((_, inside),) = machine.collectives["all_gather", (2, 1)]
+    assert inside == pytest.approx((2.159923 + 0.923287) / 2)
+    ((_, whole),) = machine.collectives["all_gather", (4, 2)]
+    assert whole == pytest.approx((4.502283 + 2.047441) / 2)
+    with pytest.raises(
+        ValueError, match=r"rank0.json.gz does not name its host, .* ranks_per_node"
+    ):
+        Machine.from_traces(traces)
+
+
 def _gloo(name, launched, begin, end, arguments, given, dtype="float"):
     """An operator and what gloo's thread made of it."""
     launch = {"name": f"c10d::{name[0]}", "ts": launched, "dur": 1, "cat": "cpu_op"}

@@ -8,7 +8,7 @@ early its kernel, or gloo's worker thread, waits for the others, and that wait i
 
 So the k-th collective of a group is looked up in the traces of all its ranks, and the shortest
 duration counts, that of the rank which waited for nobody. No clocks are compared for that; traces
-of one host, which share a clock, must overlap in it.
+of one host, which share a clock, must overlap in it. (Before 2.13 torch's traces name no host.)
 
 The names are those of ``saveNcclMeta`` (``torch/csrc/profiler/util.cpp``), which kernels of NCCL
 carry as arguments. Events of gloo name neither group nor kind: each is found by the operator that
@@ -58,18 +58,20 @@ class _Event:
     group: str
     ranks: tuple[int, ...]
     nbytes: int  # input and output together
-    begin: float  # microseconds on the host's clock
+    begin: float  # microseconds after the trace's base; on the host's clock they would be rounded
     end: float
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One trace: whose it is, and the collectives in it in the order of their launches."""
+    """One trace: whose it is, and the collectives in it in the order of their launches. ``host`` is
+    "" where it is not named."""
 
     path: str
     rank: int
     world_size: int
     host: str
+    base_us: float
     events: list[_Event] = field(repr=False)
     operators: list[dict[str, Any]] = field(repr=False)
     kernel_us: Mapping[Any, float] = field(repr=False)
@@ -109,7 +111,7 @@ def read_trace(path: str | Path) -> RankTrace:
             key = event.get("args", {}).get("External id")
             kernel_us[key] = kernel_us.get(key, 0.0) + float(event["dur"])
     try:
-        collectives = _of_nccl(found, groups, base) or _of_gloo(found, groups, base)
+        collectives = _of_nccl(found, groups) or _of_gloo(found, groups)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return RankTrace(
@@ -117,6 +119,7 @@ def read_trace(path: str | Path) -> RankTrace:
         int(told["rank"]),
         int(told["world_size"]),
         str(document.get("host_name", "")),
+        base,
         collectives,
         [e for e in found if e.get("cat") == "cpu_op"],
         kernel_us,
@@ -124,7 +127,7 @@ def read_trace(path: str | Path) -> RankTrace:
 
 
 def _of_nccl(
-    found: Iterable[dict[str, Any]], groups: Mapping[str, tuple[int, ...]], base: float
+    found: Iterable[dict[str, Any]], groups: Mapping[str, tuple[int, ...]]
 ) -> list[_Event]:
     """Kernels that say which collective they are of; all of one launch are one collective."""
     events: dict[Any, _Event] = {}
@@ -138,7 +141,7 @@ def _of_nccl(
         if not ranks:
             raise ValueError(f"it does not say which ranks process group {group!r} has")
         elements = int(args["In msg nelems"]) + int(args["Out msg nelems"])
-        begin = base + float(event["ts"])
+        begin = float(event["ts"])
         one = _Event(
             kind,
             group,
@@ -156,7 +159,7 @@ def _of_nccl(
 
 
 def _of_gloo(
-    found: Sequence[dict[str, Any]], groups: Mapping[str, tuple[int, ...]], base: float
+    found: Sequence[dict[str, Any]], groups: Mapping[str, tuple[int, ...]]
 ) -> list[_Event]:
     """Events of gloo's threads, each with the operator that launched it."""
     open_ = [e for e in found if e["name"] in _GLOO_EVENTS]
@@ -183,7 +186,7 @@ def _of_gloo(
         if event is None:
             raise ValueError(f"nothing in it is what {launch['name']} launched at {launch['ts']}")
         open_.remove(event)
-        begin = base + float(event["ts"])
+        begin = float(event["ts"])
         size = _itemsize(event["args"]["Input type"][0])
         nbytes = (given + made) * size
         events.append(_Event(kind, group, ranks, nbytes, begin, begin + float(event["dur"])))
@@ -284,8 +287,10 @@ def _matched(
         first = same[0]
         for rank, other in zip(ranks, same, strict=True):
             alike = first.kind == "all_to_all" or first.nbytes == other.nbytes
-            apart = traces[rank].host == traces[ranks[0]].host and (
-                other.begin > first.end or first.begin > other.end
+            one_clock = traces[rank].host == traces[ranks[0]].host != ""
+            later = traces[rank].base_us - traces[ranks[0]].base_us
+            apart = one_clock and (
+                other.begin + later > first.end or first.begin > other.end + later
             )
             if other.kind != first.kind or not alike or apart:
                 raise ValueError(

@@ -270,13 +270,13 @@ class Machine:
         Args:
             paths: the files, ``.json`` or ``.json.gz``.
             ranks_per_node: as of the class; None: told by the traces' host names, which takes the
-                traces of all ranks.
+                traces of all ranks, from torch 2.13 or later.
             like: what the traces don't tell is taken from it; :data:`.H100` by default.
 
         Raises:
             ValueError: no traces, one that is not of a distributed run, two of one rank, ranks
-                that don't show the same collectives, no collective of which all ranks are there,
-                or hosts that don't have ranks 0 to n - 1, the next n, and so on.
+                that don't show the same collectives, no collective of which all ranks are there, or
+                hosts that are not named or don't have ranks 0 to n - 1, the next n, and so on.
             OSError: a file can't be read.
         """
         traces = [read_trace(path) for path in paths]
@@ -317,6 +317,12 @@ class Machine:
 
 
 def _ranks_per_node(traces: Sequence[RankTrace]) -> int:
+    unnamed = [trace.path for trace in traces if not trace.host]
+    if unnamed:
+        raise ValueError(
+            f"{unnamed[0]} does not name its host, as torch's traces do from 2.13 on; give "
+            "ranks_per_node"
+        )
     hosts: dict[str, list[int]] = {}
     for trace in traces:
         hosts.setdefault(trace.host, []).append(trace.rank)
