@@ -47,6 +47,20 @@ def two_uses(joint, write=False, second_dtype=BF16):
     )
 
 
+def test_a_gather_that_nothing_reads_saves_nothing(joint):
+    def step(w, x, g):
+        joint.gather("w", w.to(BF16)).view(2, 8)
+        y = x @ joint.gather("w", w.to(BF16))
+        return y, joint.scatter("w", (x.t() @ g).to(F32))
+
+    gm = joint.trace(step, torch.randn(2, 4), *(torch.randn(4, 4).bfloat16() for _ in "xg"))
+    assert collectives(gm) == ["all_gather", "all_gather", "reduce_scatter"]
+    report = combine_uses(gm.graph)
+    assert not report.combined
+    assert not report.left
+    assert collectives(gm) == ["all_gather", "reduce_scatter"]
+
+
 def grid_inputs(joint, *shapes, seed=0, integers=False):
     generator = torch.Generator().manual_seed(seed)
 

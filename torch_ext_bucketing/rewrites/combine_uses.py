@@ -37,6 +37,7 @@ from .._torch.symbols import same_shape
 from ..graph.collectives import (
     group_name,
     group_size,
+    is_view,
     is_wait,
     kind_of,
     wire_bytes,
@@ -134,23 +135,28 @@ def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str
     if isinstance(plan, str) and plan not in reasons:
         reasons.append(plan)
 
+    # A parameter may be looked at and not read: torch drops such a gather, nothing is saved.
+    read = [n for n in gathers if _is_read(n)]
+    left = len(read)
     for first, *others in mergeable:
+        reads = sum(n in read for n in (first, *others))
+        left -= max(0, reads - 1)
+        saved += max(0, reads - 1) * wire_bytes(first)
         for start in others:
-            saved += wire_bytes(start)
             _use_gather(start, first)
     dtype = None
     if isinstance(plan, _Reduction):
         assert tree is not None
         saved += _reduce_once(graph, tree, plan, place)
         dtype = str(plan.dtype).removeprefix("torch.")
-    left = len(gathers) - sum(len(group) - 1 for group in mergeable)
     number = 0 if tree is None else len(tree.uses)
-    if left == len(gathers) and dtype is None:
+    if dtype is not None or any(len(group) > 1 for group in mergeable):
+        tb.sort_topologically(graph)
+    if left == len(read) and dtype is None:
         return None, reasons
-    tb.sort_topologically(graph)
     done = CombinedUses(
         fqns,
-        (len(gathers), left),
+        (len(read), left),
         (number, number if dtype is None else 1),
         dtype,
         saved,
@@ -227,6 +233,11 @@ def _same_gathers(
         if len(found) > 1:
             reasons.append(f"{place.first_write(node)} writes to it between its uses")
     return [group for group in groups.values() if len(group) > 1]
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Whether something is computed from a result, or it is returned."""
+    return any(u.op == "output" or not is_view(u) or _is_read(u) for u in node.users)
 
 
 def _use_gather(start: fx.Node, first: fx.Node) -> None:
