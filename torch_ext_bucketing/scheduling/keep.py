@@ -55,6 +55,9 @@ _SMALL_NODES = 20_000
 """How many nodes may be scheduled, over all choices looked at, and how many of small graphs."""
 _FEW = 2
 """At least so many choices are scheduled, and no more of a large graph, each in few ways."""
+_FAR = 1.1
+"""Where an order that misses the bound is so many times as fast as the best that keeps it, orders
+are made under a lower one."""
 _SCHEDULED = 80
 """At most so many choices are scheduled."""
 _SMALL = 500
@@ -64,6 +67,8 @@ _NEAR = 10_000
 """How many segments of sketches may be walked through for the neighbours of one choice."""
 _LOOKS = 4
 """How many of the best units are looked at again for each one that is taken."""
+_SEVERAL = 40
+"""Of so many units that may be added, one is taken between two looks."""
 _SEGMENTS = 30_000
 """How many segments of sketches may be walked through to exchange units."""
 DEFAULT_POLICIES: tuple[Policy, ...] = (Overlap(),)
@@ -165,15 +170,17 @@ class KeepPlanner:
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._steps: dict[tuple[_Set, int], float] = {}
         self._peaks: dict[_Set, int] = {}
+        self._nothing_bytes = self._sketch.peak_bytes(())
         self._at_start = self.halves.backward.liveness.at_start
         self._floors: Floors | None = None
+        self._short: set[tuple[int, int]] = set()
         self.tried = 0
         self.seconds = time.perf_counter() - clock
 
     @property
     def reference_bytes(self) -> int:
         """The peak with everything gathered again, merged and in the order of the graph."""
-        return self._sketch.peak_bytes(())
+        return self._nothing_bytes
 
     def choose(self, limit: int) -> Outcome:
         """The fastest choice that keeps the bound, in bytes; where none does, nothing is kept."""
@@ -211,16 +218,24 @@ class KeepPlanner:
         known = self._ways.get(half)
         if self._size > _SMALL:
             policies = [_Ways(p, known) if isinstance(p, Overlap) else p for p in policies]
-        report, order = schedule_model(model, policies, reference, quick=True)
+        lower = within(policies, limit - 2 * self._largest, reference)
+        short = (half, limit) in self._short
+        report, order = schedule_model(model, lower if short else policies, reference, quick=True)
+        if not short and _FAR * min(a[1] for a in report.alternatives) < report.step_ms[1]:
+            again, other = schedule_model(model, lower, reference, quick=True)
+            if again.peak_bytes[1] <= limit and again.step_ms[1] < report.step_ms[1]:
+                report, order, short = again, other, True
+                self._short.add((half, limit))
+        bound = limit - 2 * self._largest * short
         if known is None:
             # The way that was taken, and the one that is fastest where memory is not short.
             tried = [a for a in report.alternatives[1:] if ", limit" not in a[0]]
             taken = [name for name, _, _ in tried if report.chosen.startswith(name)]
             fastest = [name for name, _, _ in sorted(tried, key=lambda a: a[1])]
             self._ways[half] = tuple(dict.fromkeys([*taken[:1], *fastest[:1]]))
-        above = max(0, report.peak_bytes[1] - limit) / max(1, limit)
+        above = max(0, report.peak_bytes[1] - bound) / max(1, bound)
         misses = max(0.0, report.misses - above)
-        if half == 0 and self._forward is None and not above:
+        if half == 0 and self._forward is None and report.peak_bytes[1] <= limit:
             self._forward = (order, report.step_ms[1], misses)
         return report.step_ms[1], report.peak_bytes[1], misses
 
@@ -298,8 +313,11 @@ class KeepPlanner:
         kept = frozenset(kept)
         peak = self._peaks.get(kept)
         if peak is None:
-            if self._at_start + sum(self.halves.units[k].nbytes for k in kept) > room:
+            more = sum(self.halves.units[k].nbytes for k in kept)
+            if self._at_start + more > room:
                 return False  # backward begins with as much
+            if self._nothing_bytes + more <= room:
+                return True
             peak = self._peaks[kept] = self._sketch.peak_bytes(kept)
         return peak <= room
 
@@ -340,11 +358,13 @@ class KeepPlanner:
             ranked = sorted(values, key=lambda k: (values[k], -k), reverse=True)[:_LOOKS]
             for k in ranked:
                 values[k] = value(k)
-            best = max(ranked, key=lambda k: (values[k], -k))
-            del values[best]
-            more = kept | {best}
-            if self.fits(more, room) and self.step(more, limit) <= now + 1e-9:
-                kept, now = more, self.step(more, limit)
+            ranked.sort(key=lambda k: (values[k], -k), reverse=True)
+            # Of many units several are taken between two looks.
+            for k in ranked[: max(1, len(values) // _SEVERAL)]:
+                del values[k]
+                more = kept | {k}
+                if self.fits(more, room) and self.step(more, limit) <= now + 1e-9:
+                    kept, now = more, self.step(more, limit)
         return kept
 
     def _dropped(self, kept: _Set, room: int, limit: int) -> _Set:
@@ -378,6 +398,8 @@ class KeepPlanner:
             return {}
         looked = {kept: self.step(kept, limit)}
         left = _SEGMENTS // self._sketch.segments
+        if left < len(self.candidates):  # not enough to see which ones to exchange
+            return looked
 
         def look(other: _Set) -> float:
             looked[other] = self.step(other, limit)
