@@ -206,11 +206,13 @@ class _Scheduler:
         self.ready: list[int] = []  # kernels whose needs are done or available, by number
         self.pending: dict[int, list[int]] = {}  # of a ready kernel: starts that it waits for
         self.to_launch: list[int] = []
+        self.held: list[int] = []  # starts whose inputs would have to be waited for
         self.in_flight: list[int] = []  # reductions whose wait is still to come
         self.unwaited: list[int] = []  # all collectives that have one to come, and some others
         self.wait_of = {s: i for i, s in enumerate(model.start_of) if s >= 0}
         self.live = LiveBytes(model.liveness)
         self.now = 0.0
+        self.left_ms = self.shape.total_ms  # of kernels
         self.streams = Streams(model.group, model.ms, model.shared)
         self.end = self.streams.end
         self.next_gather = dict.fromkeys(self.shape.gathers, 0)
@@ -247,7 +249,7 @@ class _Scheduler:
             self._prefetch()
             self._retire()
             chosen = self._choose()
-            if self._fill(kernels[chosen]):
+            if self._launch_held(kernels[chosen]) or self._fill(kernels[chosen]):
                 continue
             for gather in self.under.pop(kernels[chosen], ()):
                 if self._fits(gather, self.shape.first_use[gather]) and self._allowed(gather):
@@ -255,6 +257,9 @@ class _Scheduler:
             if self.options.strict:
                 self._make_room(kernels[chosen])
             self._emit(kernels[chosen])
+        while self.held:
+            self._emit(min(self.held, key=lambda i: (self._stall(i), i)))
+            self._launch_produced()
         for i in range(len(self.model)):
             self._emit(i)
         return self.order
@@ -321,6 +326,7 @@ class _Scheduler:
             self._want_next_reduction()
         number = self.shape.at.get(i)
         if number is not None:
+            self.left_ms -= model.ms[i]
             at = bisect.bisect_left(self.ready, number)
             if at < len(self.ready) and self.ready[at] == number:
                 self.ready.pop(at)
@@ -362,17 +368,32 @@ class _Scheduler:
                 stack.append(j)
 
     def _launch_produced(self) -> None:
-        while self.to_launch:
-            starts, self.to_launch = sorted(self.to_launch), []
-            held = []
+        """Launch what is there, unless it would have to be waited for: a reduction between nodes,
+        say, of what another one within the nodes has not made yet."""
+        again = True
+        while again:
+            starts = sorted({*self.to_launch, *self.held})
+            self.to_launch, self.held = [], []
             for i in starts:
-                if self.done[i] or self._allowed(i):
+                if self.done[i]:
+                    continue
+                if self._allowed(i) and self._stall(i) <= _NO_STALL_MS:
                     self._emit(i)
                 else:
-                    held.append(i)
-            if held:
-                self.to_launch += held
-                break
+                    self.held.append(i)
+            again = bool(self.to_launch)
+
+    def _launch_held(self, kernel: int) -> bool:
+        """Whether a start was launched that has to be waited for: no longer than ``kernel`` would
+        have to wait itself, or because more time follows it than ``kernel``, and than computation
+        takes that is left."""
+        tail = self.shape.tail
+        for start in self.held:
+            long = tail[start] > max(tail[kernel], self.left_ms)
+            if (long or self._stall(start) <= self._stall(kernel)) and self._allowed(start):
+                self._emit(start)
+                return True
+        return False
 
     def _retire(self) -> None:
         """Place the waits of reductions that are through: what they read and wrote is free then."""
@@ -532,8 +553,8 @@ class _Scheduler:
                 latest = max(latest, self.streams.would_end(start, self.now))
         return latest - self.now
 
-    def _starts_behind(self, kernel: int) -> list[int]:
-        found, seen, stack = [], {kernel}, [kernel]
+    def _starts_behind(self, node: int) -> list[int]:
+        found, seen, stack = [], {node}, [node]
         while stack:
             for j in self.needs[stack.pop()]:
                 if self.done[j] or j in seen:
@@ -542,8 +563,7 @@ class _Scheduler:
                 start = self.model.start_of[j]
                 if start >= 0:
                     found.append(start)
-                if self.model.group[j] is None:
-                    stack.append(j)
+                stack.append(j)
         return found
 
     def _affordable(self, kernel: int) -> bool:
