@@ -16,9 +16,13 @@ import torch.fx as fx
 from test_schedule import _MODE, DIM, Trainer, machine, schedule
 
 from torch_ext_bucketing.graph.collectives import started_by
+from torch_ext_bucketing.scheduling.list_schedule import list_schedule
 from torch_ext_bucketing.scheduling.memory import PeakMemory
+from torch_ext_bucketing.scheduling.model import Model, model_of
+from torch_ext_bucketing.scheduling.options import Options
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.policy import Policy
+from torch_ext_bucketing.scheduling.timeline import Timeline
 
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
 LAYERS, ROWS = 12, 16 * DIM
@@ -59,22 +63,69 @@ def scheduled(policies: Policy | Sequence[Policy]):
     return schedule(gm, policies, machine=on, donated=lambda node: True)
 
 
-def test_a_bound_that_is_missed_by_a_hair_is_met_without_giving_the_gain_away(fake_world):
-    wanted = scheduled(Overlap())
-    missed_by = wanted.peak_bytes[1] - wanted.peak_bytes[0]
-    assert 0 < missed_by < 0.005 * wanted.peak_bytes[0]
+def spike(rows: int = 4 * DIM) -> fx.GraphModule:
+    """A reduction under way when a table is filled and added to a result: at the start of both the
+    table's memory is needed, and what the reduction reads is still there::
+
+        y = mm(x, w)    reduce-scatter(y)    z = mm(tall, w)    mm(add(full(), z), w)
+    """
+    b = Trainer()
+    x, w, tall = b.matrix(), b.matrix(), b.matrix(rows)
+    reduced = b.start("reduce_scatter", b.mm(x, w))
+    z = b.mm(tall, w)
+    table = b.graph.call_function(torch.ops.aten.full.default, ([rows, DIM], 0.0))
+    added = b.graph.call_function(torch.ops.aten.add.Tensor, (table, z))
+    for node in (table, added):
+        with _MODE:
+            node.meta["val"] = torch.empty(rows, DIM)
+    return b.finish([reduced, b.mm(added, w)])
+
+
+def test_a_bound_that_the_fastest_order_misses_is_met_without_giving_the_gain_away(fake_world):
+    on = machine(collective_ms=6.0)  # products take 1, 4 and 4 ms
+    wanted = schedule(spike(), [Overlap(), PeakMemory(ratio=2.0)], machine=on)
+    assert wanted.step_ms == pytest.approx((15.0, 9.0), abs=0.01)
+    assert wanted.peak_bytes[1] - wanted.peak_bytes[0] == DIM * DIM * 4
     assert wanted.bounds_cost_ms == 0
 
-    kept = scheduled([Overlap(), PeakMemory(ratio=1.0)])
+    kept = schedule(spike(), [Overlap(), PeakMemory(ratio=1.0)], machine=on)
     assert kept.misses == 0
     assert kept.peak_bytes[1] <= kept.limit_bytes == kept.peak_bytes[0]
-    assert "waiting where memory is short" in kept.chosen
-    # One exchange is waited for, where the most is alive; all others stay hidden.
-    assert wanted.step_ms[1] < kept.step_ms[1] == wanted.step_ms[1] + 4.0
-    assert kept.step_ms[1] < kept.step_ms[0] - 80
-    assert kept.bounds_cost_ms == pytest.approx(4.0)
+    # The reduction has 2 of its 6 ms left when the table needs room.
+    assert kept.step_ms[1] == pytest.approx(11.0, abs=0.01)
+    assert kept.bounds_cost_ms == pytest.approx(2.0, abs=0.01)
     assert "bounds cost, ms" in kept.to_text()
     assert not kept.warnings
+
+
+def test_what_overtakes_leaves_room_for_what_it_overtakes(fake_world):
+    """The last product could run while the gather is under way, and is alive until the end::
+
+    start(gather) -> wait -> s = mm(tall, gathered) -> relu(s) -> sum    e = mm(tall, w)  e + sum
+    """
+    b = Trainer()
+    half, w, tall = b.matrix(DIM // 2), b.matrix(), b.matrix(4 * DIM)
+
+    def then(target, *args: fx.Node, like: fx.Node | None = None) -> fx.Node:
+        node = b.graph.call_function(target, args)
+        with _MODE:
+            node.meta["val"] = torch.empty(() if like is None else like.meta["val"].shape)
+        return node
+
+    s = b.mm(tall, b.start("all_gather", b.mm(half, w)))
+    total = then(torch.ops.aten.sum.default, then(torch.ops.aten.relu.default, s, like=s))
+    e = b.mm(tall, w)
+    gm = b.finish([then(torch.ops.aten.add.Tensor, e, total, like=e)])
+    model = model_of(gm.graph, machine(collective_ms=4.0))
+    free, given = (Timeline.of(model, order) for order in (_wide(model, None), None))
+    assert free.step_ms < given.step_ms - 3.9
+    assert free.peak_bytes > given.peak_bytes
+    assert Timeline.of(model, _wide(model, given.peak_bytes)).peak_bytes <= given.peak_bytes
+    assert _wide(model, free.peak_bytes) == _wide(model, None)
+
+
+def _wide(model: Model, limit: int | None) -> list[int]:
+    return list_schedule(model, Options(window=8, limit_bytes=limit))
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.005, 1.02, 1.2])

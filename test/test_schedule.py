@@ -229,6 +229,38 @@ RS layers.2.w
     assert report.step_ms == pytest.approx((6.0, 4.0), abs=0.01)
 
 
+def test_a_collective_of_anothers_result_holds_no_computation_up():
+    b = Trainer()
+    x, w = b.matrix(), b.matrix()
+    reduced = b.start("all_gather", b.start("reduce_scatter", b.mm(x, w), "inside"), "between")
+    gm = b.finish([reduced, b.mm(b.mm(x, w), w)])
+    report = schedule(gm, Overlap(), machine=machine())
+    assert_expected_inline(
+        listing(gm),
+        """\
+mm -> mm_default
+RS inside
+mm -> mm_default_1
+  wait RS inside
+AG between
+mm -> mm_default_2
+  wait AG between""",
+    )
+    assert report.step_ms == pytest.approx((5.0, 3.0), abs=0.01)
+
+
+def test_a_short_wait_for_another_collective_is_worth_a_long_one():
+    """Behind the second product the gather would end last of all."""
+    b = Trainer()
+    x, w, tall = b.matrix(), b.matrix(), b.matrix(10 * DIM)
+    sent = b.start("all_gather", b.start("reduce_scatter", b.mm(x, w)))
+    gm = b.finish([sent, b.mm(tall, w)])
+    times = {"reduce_scatter": 0.1, "all_gather": 9.0}
+    on = replace(machine(), collectives={(k, 2): ((1, ms), (2**40, ms)) for k, ms in times.items()})
+    report = schedule(gm, Overlap(), machine=on)
+    assert report.step_ms == pytest.approx((20.1, 11.1), abs=0.01)
+
+
 def test_a_wait_is_filled_with_later_work():
     b = Trainer()
     x, w = b.matrix(), b.matrix()

@@ -8,7 +8,7 @@ still uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -231,13 +231,23 @@ class LiveBytes:
                 self.now -= size[s]
         return during
 
-    def change(self, i: int) -> tuple[int, int]:
-        """What running node ``i`` next would add while it runs, and in the end."""
+    def last_use(self, storages: Iterable[int]) -> int:
+        """Bytes of those that one more node frees."""
+        size, kept = self._liveness.size, self._liveness.kept
+        return sum(size[s] for s in storages if self._left[s] == 1 and s not in kept)
+
+    def after(self, nodes: Iterable[int]) -> tuple[int, int]:
+        """The most bytes live while ``nodes`` would run next, one after the other, and what would
+        be left."""
         liveness = self._liveness
-        added = sum(liveness.size[s] for s in liveness.allocates[i])
-        freed = sum(
-            liveness.size[s]
-            for s in liveness.touches[i]
-            if self._left[s] == 1 and s not in liveness.kept
-        )
-        return added, added - freed
+        size, now, most = liveness.size, self.now, self.now
+        read: dict[int, int] = {}
+        for i in nodes:
+            for s in liveness.allocates[i]:
+                now += size[s]
+            most = max(most, now)
+            for s in liveness.touches[i]:
+                read[s] = read.get(s, 0) + 1
+                if read[s] == self._left[s] and s not in liveness.kept:
+                    now -= size[s]
+        return most, now

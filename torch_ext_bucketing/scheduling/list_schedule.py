@@ -3,7 +3,9 @@
 Nodes are of three sorts:
 
 - *starts* of collectives. One whose input comes out of computation (a reduction, a collective of
-  tensor or expert parallelism) launches as soon as that is there. One that needs no computation (a
+  tensor or expert parallelism) launches as soon as that is there; where it takes up the result of
+  another one, that is not waited for as long as there is something to compute, unless what follows
+  would end later than all computation that is left. One that needs no computation (a
   parameter's gather) is prefetched: a number of buckets ahead, or earlier when its stream would
   not be done in time, as far as memory allows.
 - *lazy* nodes: waits, views, and what needs no computation, such as the unpacking of a gathered
@@ -18,6 +20,9 @@ Nodes are of three sorts:
 
     in      rs(a) wait(a) mm1 gather(w) wait(w) mm2 mm3
     out     rs(a) gather(w) mm1 wait(w) mm2 wait(a) mm3
+
+Under a limit on memory, gathers and overtaking kernels must leave room for what the graph's order
+has before them, and where a kernel would go above it, collectives under way are waited for first.
 
 A policy whose bound has to be kept node by node gives a :class:`.Gate`. Time is that of
 :mod:`.timeline`. Nothing depends on hash order: the same graph gives the same order in every
@@ -115,7 +120,7 @@ class _Shape:
             key=lambda i: (self.first_use[i], i),
         )
         self.latest = self._latest_starts(model)
-        self.live = self._live_before_kernels(model)
+        self.live, self.most = self._live_at_kernels(model)
 
     def _latest_starts(self, model: Model) -> dict[int, float]:
         """When each gather must begin for its stream to be done in time, in kernels' time."""
@@ -157,13 +162,18 @@ class _Shape:
                     stack.append(j)
         return found
 
-    def _live_before_kernels(self, model: Model) -> list[int]:
-        live, found = LiveBytes(model.liveness), []
+    def _live_at_kernels(self, model: Model) -> tuple[list[int], list[int]]:
+        """In the order of the graph, what is live before each kernel, and the most from then until
+        the next one."""
+        live, before, most = LiveBytes(model.liveness), list[int](), list[int]()
         for i in range(len(model)):
             if i in self.at:
-                found.append(live.now)
-            live.run(i)
-        return found
+                before.append(live.now)
+                most.append(0)
+            during = live.run(i)
+            if most:
+                most[-1] = max(most[-1], during)
+        return before, most
 
 
 def _adds_less(model: Model, i: int) -> bool:
@@ -211,6 +221,8 @@ class _Scheduler:
         self.unwaited: list[int] = []  # all collectives that have one to come, and some others
         self.wait_of = {s: i for i, s in enumerate(model.start_of) if s >= 0}
         self.live = LiveBytes(model.liveness)
+        self.freed_by_waits = 0  # live bytes that waits alone keep
+        self.freed: dict[int, int] = {}
         self.now = 0.0
         self.left_ms = self.shape.total_ms  # of kernels
         self.streams = Streams(model.group, model.ms, model.shared)
@@ -252,10 +264,9 @@ class _Scheduler:
             if self._launch_held(kernels[chosen]) or self._fill(kernels[chosen]):
                 continue
             for gather in self.under.pop(kernels[chosen], ()):
-                if self._fits(gather, self.shape.first_use[gather]) and self._allowed(gather):
+                if self._fits(gather) and self._allowed(gather):
                     self._emit(gather)
-            if self.options.strict:
-                self._make_room(kernels[chosen])
+            self._make_room(kernels[chosen])
             self._emit(kernels[chosen])
         while self.held:
             self._emit(min(self.held, key=lambda i: (self._stall(i), i)))
@@ -313,10 +324,13 @@ class _Scheduler:
                 self.in_flight.append(i)
             if i in self.wait_of:
                 self.unwaited.append(i)
+                self.freed[i] = self.live.last_use(model.liveness.touches[i])
+                self.freed_by_waits += self.freed[i]
         else:
             start = model.start_of[i]
             if start >= 0:
                 self.now = max(self.now, self.end[start])
+                self.freed_by_waits -= self.freed.pop(start, 0)
             self.now += model.ms[i]
             self.end[i] = self.now
         self.run_length += model.compute[i]
@@ -385,12 +399,13 @@ class _Scheduler:
 
     def _launch_held(self, kernel: int) -> bool:
         """Whether a start was launched that has to be waited for: no longer than ``kernel`` would
-        have to wait itself, or because more time follows it than ``kernel``, and than computation
-        takes that is left."""
-        tail = self.shape.tail
+        have to wait itself, or because what follows it would end later behind ``kernel`` than what
+        is left to compute, and what follows ``kernel``, would after the wait."""
+        tail, ms = self.shape.tail, self.model.ms
         for start in self.held:
-            long = tail[start] > max(tail[kernel], self.left_ms)
-            if (long or self._stall(start) <= self._stall(kernel)) and self._allowed(start):
+            stall = self._stall(start)
+            late = ms[kernel] + tail[start] > stall + max(tail[kernel], self.left_ms)
+            if (late or stall <= self._stall(kernel)) and self._allowed(start):
                 self._emit(start)
                 return True
         return False
@@ -456,24 +471,29 @@ class _Scheduler:
             return False
         if not self._allowed(gather):
             return False
-        if use <= head:
-            return True
-        return self._fits(gather, use)
+        return use <= head or self._fits(gather)
 
-    def _fits(self, node: int, use: int) -> bool:
-        """Whether there is room for what a gather or another early node makes, until its use."""
+    def _fits(self, node: int) -> bool:
+        """Whether there is room for what a gather or another early node makes, until the order of
+        the graph has it, too."""
         limit = self.options.limit_bytes
         if limit is None:
             return True
-        liveness, profile = self.model.liveness, self.shape.live
+        liveness, shape = self.model.liveness, self.shape
         added = sum(liveness.size[s] for s in liveness.allocates[node])
         for need in self.needs[node]:
             if not self.done[need]:
                 added += sum(liveness.size[s] for s in liveness.allocates[need])
         if self.live.now + added > limit:
             return False
-        growth = max(profile[self.head : use + 1]) - profile[self.head]
-        return self.live.now + added + growth <= limit
+        there = bisect.bisect_left(shape.kernels, node)  # kernels before it in the graph
+        return self.live.now + added + self._growth(there) <= limit
+
+    def _growth(self, number: int) -> int:
+        """By how much live bytes grow at most until the kernel of that number, in the order of the
+        graph."""
+        shape, here = self.shape, self.shape.live[self.head]
+        return max(shape.most[self.head : number], default=here) - here
 
     # --- the next kernel -------------------------------------------------------------------------
 
@@ -504,7 +524,7 @@ class _Scheduler:
             else:
                 # Without a window the first one that need not wait goes, else the longest path.
                 wins = before[number] <= near and tail > best_tail
-            if wins and number != self.head and not self._affordable(kernel):
+            if wins and number != self.head and not self._may_overtake(number):
                 continue
             if wins:
                 best, best_tail = number, tail
@@ -535,7 +555,7 @@ class _Scheduler:
             i = fillers[at]
             if before[shape.first_use[i]] > reach:
                 break
-            if not self.done[i] and ms[i] <= stall and self._fits(i, shape.first_use[i]):
+            if not self.done[i] and ms[i] <= stall and self._fits(i):
                 self._emit(i)
                 return True
         return False
@@ -568,7 +588,28 @@ class _Scheduler:
 
     def _affordable(self, kernel: int) -> bool:
         limit = self.options.limit_bytes
-        return limit is None or self.live.now + self.live.change(kernel)[0] <= limit
+        return limit is None or self.live.after(self._open_needs(kernel))[0] <= limit
+
+    def _may_overtake(self, number: int) -> bool:
+        """Whether there is room for a kernel now, and for those before it afterwards."""
+        limit = self.options.limit_bytes
+        if limit is None:
+            return True
+        most, then = self.live.after(self._open_needs(self.shape.kernels[number]))
+        return most <= limit and then - self.freed_by_waits + self._growth(number) <= limit
+
+    def _open_needs(self, i: int) -> list[int]:
+        """Node ``i`` behind what it needs and is still to come, as they would be placed."""
+        found: dict[int, None] = {}
+        stack = [i]
+        while stack:
+            node = stack[-1]
+            open_needs = [j for j in self.needs[node] if not self.done[j] and j not in found]
+            if open_needs:
+                stack += reversed(open_needs)
+                continue
+            found[stack.pop()] = None
+        return list(found)
 
     # --- runs between reduce-scatters ------------------------------------------------------------
 

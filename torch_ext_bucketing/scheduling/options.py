@@ -34,9 +34,9 @@ class Options:
     """What bounds and guides an order.
 
     Args:
-        limit_bytes: live bytes that prefetching and overtaking must stay under; None: no bound.
-        strict: whether what follows the order of the graph must stay under them, too: where it
-            would not, collectives under way are waited for first, and what they use is freed.
+        limit_bytes: live bytes that prefetching and overtaking must stay under; where what follows
+            the order of the graph would not, collectives under way are waited for first, and what
+            they use is freed. None: no bound.
         window: compute nodes within which the longest remaining path decides; 0: the graph's order.
         fill: compute nodes ahead of the oldest open one that may run while it would have to wait.
         depth: gathers of one group that may be under way or unused ahead of the next one.
@@ -49,7 +49,6 @@ class Options:
     """
 
     limit_bytes: int | None = None
-    strict: bool = False
     window: int = 0
     fill: int = 100
     depth: int = 1

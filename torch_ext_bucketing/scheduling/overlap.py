@@ -84,13 +84,15 @@ class Overlap(Policy):
             raise TypeError(f"prefetch_under must map names to names, got {under!r}")
 
     def ways(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
-        """Windows from 0 to :attr:`window`, depths up to twice :attr:`depth`."""
+        """Windows from 0 to :attr:`window`, depths up to twice :attr:`depth`, and gathers that
+        leave the stream to reductions until they have to go."""
         under, _ = self._launch_places(case.model)
         given = _QUICK_WINDOWS if quick else _WINDOWS
         windows = tuple(dict.fromkeys(min(w, self.window) for w in given))
         ways = [(w, self.depth, True) for w in windows]
         if not quick:
             ways += [(w, 2 * self.depth, True) for w in windows if self.depth]
+            ways += [(w, 0, True) for w in windows[:1] if self.depth]
         ways += [(w, self.depth, False) for w in windows[:1]]
         for window, depth, deadlines in ways:
             yield (

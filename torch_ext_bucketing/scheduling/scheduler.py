@@ -51,8 +51,8 @@ _DEFAULT_RATIO = 1.02
 worth speaking of. More is taken only for what ``Overlap.depth`` wants under way."""
 
 
-_TIGHTER = 4
-_QUICK_TIGHTER = 2
+_TIGHTER = 3
+_QUICK_TIGHTER = 1
 """How often an order that misses its bound is made again."""
 _WORTH = 0.998
 """A step must be shorter than so much of the best one for that."""
@@ -127,6 +127,7 @@ class _Try:
     timeline: Timeline
     misses: float
     options: Options | None = None
+    free: Options | None = None  # without the bounds
 
 
 def schedule_model(
@@ -153,22 +154,23 @@ def schedule_model(
     spare = max((p.spare_bytes(case) for p in policies), default=0)
     limit = max(int(_DEFAULT_RATIO * reference), reference + spare)
 
-    def judged(name: str, timeline: Timeline, options: Options | None = None) -> _Try:
+    def judged(name: str, timeline: Timeline) -> _Try:
         misses = sum(p.misses(case, timeline) for p in policies)
         if unbounded:
             misses += max(0, timeline.peak_bytes - limit) / max(1, limit)
-        return _Try(name, timeline, misses, options)
+        return _Try(name, timeline, misses)
 
-    def tried(name: str, options: Options) -> _Try:
-        return judged(name, Timeline.of(model, list_schedule(model, options)), options)
+    def tried(name: str, options: Options, free: Options) -> _Try:
+        made = judged(name, Timeline.of(model, list_schedule(model, options)))
+        return replace(made, options=options, free=free)
 
     tries = [judged("as given", given)]
     ways = [way for p in policies for way in p.ways(case, quick)]
-    for name, options in ways or _FOR_MEMORY:
-        options = ask(options)
+    for name, free in ways or _FOR_MEMORY:
+        options = ask(free)
         if unbounded:
             options = replace(options, limit_bytes=limit)
-        tries.append(tried(name, options))
+        tries.append(tried(name, options, free))
     if ways:
         tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER)
         best = min(tries, key=lambda t: (t.misses, t.timeline.step_ms))
@@ -189,7 +191,7 @@ def schedule_model(
         misses=best.misses,
         chosen=best.name,
         alternatives=tuple((t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
-        bounds_cost_ms=0.0 if quick else _cost(model, ways, ask, reached),
+        bounds_cost_ms=0.0 if quick or not ways else _cost(model, best, ask),
         notes=tuple(note for p in policies for note in p.notes(case)),
         warnings=(*model.hints.problems, *(b.warning for b in bounds if b.warning)),
         order=tuple(model.dependencies.nodes[i].name for i in reached.order),
@@ -200,14 +202,13 @@ def schedule_model(
 
 
 def _tightened(
-    tries: Sequence[_Try], tried: Callable[[str, Options], _Try], times: int
+    tries: Sequence[_Try], tried: Callable[[str, Options, Options], _Try], times: int
 ) -> list[_Try]:
     """The fastest of the orders that miss a bound, made again with tighter limits on memory.
 
-    The limit keeps prefetching and overtaking in check, but what follows them may still go above
-    it. So first collectives are waited for earlier where that frees what is missing; then the
-    limit is lowered, too, by as much as the peak is above the bound, by twice as much, and so on,
-    until the bound holds.
+    The limit keeps prefetching and overtaking in check, and has collectives waited for earlier, but
+    what follows may still go above it. So it is lowered by as much as the peak is above the bound,
+    by twice as much, and so on, until the bound holds.
     """
     kept = min((t.timeline.step_ms for t in tries if not t.misses), default=float("inf"))
     missing = [t for t in tries if t.misses and t.options is not None]
@@ -215,34 +216,27 @@ def _tightened(
     if fast is None or fast.timeline.step_ms >= _WORTH * kept:
         return []
     assert fast.options is not None
+    assert fast.free is not None
     bound, found = fast.options.limit_bytes, list[_Try]()
     if bound is None or fast.timeline.peak_bytes <= bound:
         return []  # it is no bound on memory that is missed
-    step = fast.timeline.peak_bytes - bound
-    lower = 0
+    lower = fast.timeline.peak_bytes - bound
     for _ in range(times):
-        options = replace(fast.options, limit_bytes=bound - lower, strict=True)
-        name = f"limit {lower / 2**20:.4g} MiB lower" if lower else "waiting where memory is short"
-        found.append(tried(f"{fast.name}, {name}", options))
-        lower = 2 * lower or step
+        options = replace(fast.options, limit_bytes=bound - lower)
+        name = f"{fast.name}, limit {lower / 2**20:.4g} MiB lower"
+        found.append(tried(name, options, fast.free))
+        lower *= 2
         if not found[-1].misses or found[-1].timeline.step_ms >= _WORTH * kept or lower >= bound:
             break
     return found
 
 
-def _cost(
-    model: Model,
-    ways: Sequence[tuple[str, Options]],
-    ask: Callable[[Options], Options],
-    reached: Timeline,
-) -> float:
-    """Milliseconds by which the step would be shorter if nothing were bounded: by the way that goes
-    furthest ahead of the graph's own order."""
-    if not ways or ask(Options()) == Options():
+def _cost(model: Model, taken: _Try, ask: Callable[[Options], Options]) -> float:
+    """Milliseconds by which the step would be shorter if nothing were bounded, by the same way."""
+    if taken.free is None or ask(taken.free) == taken.free:
         return 0.0
-    _, widest = max(ways, key=lambda way: (way[1].window, way[1].depth))
-    free = Timeline.of(model, list_schedule(model, widest))
-    return max(0.0, reached.step_ms - free.step_ms)
+    free = Timeline.of(model, list_schedule(model, taken.free))
+    return max(0.0, taken.timeline.step_ms - free.step_ms)
 
 
 def _reorder(graph: fx.Graph, dependencies: Precedence, order: Sequence[int]) -> None:
