@@ -9,10 +9,10 @@ import torch.fx as fx
 
 from ..graph.collectives import kind_of
 from ..tagging.tags import member_tags, tag_of
-from .list_schedule import first_uses
 from .model import Model
 from .options import Options
 from .policy import Case, Policy
+from .shape import first_uses
 
 __all__ = [
     "DEFAULT_PREFETCH",

@@ -24,8 +24,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from .halves import Halves
-from .list_schedule import shape_of
 from .model import Model
+from .shape import shape_of
 
 __all__ = [
     "Sketch",

@@ -1,0 +1,162 @@
+"""What the list scheduler needs to know of a model whatever its options are; see
+:mod:`.list_schedule` for the sorts of nodes."""
+
+from __future__ import annotations
+
+from ..graph.liveness import LiveBytes
+from .model import Model
+
+__all__ = [
+    "Shape",
+    "first_uses",
+    "shape_of",
+]
+
+
+class Shape:
+    """What scheduling needs to know of a model whatever the options; made once per model."""
+
+    def __init__(self, model: Model) -> None:
+        needs = model.dependencies.needs
+        size = len(model)
+        self.lazy = [False] * size
+        self.source = [False] * size  # needs no kernel
+        for i, mine in enumerate(needs):
+            group, wait = model.group[i], model.start_of[i] >= 0
+            free = all(self.source[j] for j in mine if not model.only_ordered(j, i))
+            plain = group is None and not model.compute[i]
+            self.source[i] = free and not model.compute[i]
+            self.lazy[i] = plain and (wait or model.view[i] or free)
+            if plain and not self.lazy[i]:
+                self.source[i] = False
+        self.kernels = [i for i in range(size) if not self.lazy[i] and model.group[i] is None]
+        self.at = {i: k for k, i in enumerate(self.kernels)}
+        # Compute nodes, and milliseconds, before each kernel in the order of the graph.
+        self.compute_before, self.ms_before = [], []
+        count, ms = 0, 0.0
+        for i in self.kernels:
+            self.compute_before.append(count)
+            self.ms_before.append(ms)
+            count += model.compute[i]
+            ms += model.ms[i]
+        self.total_ms = ms
+        self.tail = [0.0] * size
+        self.first_use = [len(self.kernels)] * size
+        for i in reversed(range(size)):
+            for j in model.dependencies.needed_by[i]:
+                # The collectives that follow on the same stream count as a path, too.
+                self.tail[i] = max(self.tail[i], self.tail[j])
+                if not model.only_ordered(i, j):
+                    self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
+            self.tail[i] += model.ms[i]
+        # Lazy nodes that lead to no kernel and no collective, and add nothing that stays live, or
+        # less than what they read, such as a part of a gathered parameter that is kept.
+        self.ends = [False] * size
+        for i in reversed(range(size)):
+            self.ends[i] = (
+                self.lazy[i]
+                and model.start_of[i] < 0
+                and all(self.ends[j] for j in model.dependencies.needed_by[i])
+                and _adds_less(model, i)
+            )
+        # No gather is what leads to no kernel: a reduction of what a graph is given, say.
+        self.gathers: dict[str, list[int]] = {}
+        for i in range(size):
+            group = model.group[i]
+            if group is not None and self.source[i] and self.first_use[i] < len(self.kernels):
+                self.gathers.setdefault(group, []).append(i)
+        # Lazy nodes that take time and need no collective, in the order of their use.
+        given = [False] * size
+        for i, mine in enumerate(needs):
+            given[i] = self.source[i] and model.group[i] is None and all(given[j] for j in mine)
+        self.fillers = sorted(
+            (
+                i
+                for i in range(size)
+                if given[i]
+                and self.lazy[i]
+                and model.ms[i]
+                and self.first_use[i] < len(self.kernels)
+            ),
+            key=lambda i: (self.first_use[i], i),
+        )
+        self.latest = self._latest_starts(model)
+        self.live, self.most = self._live_at_kernels(model)
+
+    def _latest_starts(self, model: Model) -> dict[int, float]:
+        """When each gather must begin for its stream to be done in time, in kernels' time."""
+        load: dict[str, list[tuple[float, float]]] = {}
+        for i, group in enumerate(model.group):
+            if group is not None and not self.source[i]:
+                produced = max(
+                    (self.ms_before[self.at[j]] for j in self._kernels_behind(model, i)),
+                    default=0.0,
+                )
+                level = model.shared.get(group, group)
+                load.setdefault(level, []).append((produced, model.ms[i]))
+        latest: dict[int, float] = {}
+        for group, gathers in self.gathers.items():
+            others = sorted(load.get(model.shared.get(group, group), []))
+            bound = self.total_ms
+            for i in reversed(gathers):
+                bound = min(bound, self.ms_before[self.first_use[i]])
+                while others and others[-1][0] >= bound:
+                    others.pop()
+                bound -= model.ms[i]
+                # Reductions that would run in between push the gather further ahead.
+                while others and others[-1][0] >= bound:
+                    bound -= others.pop()[1]
+                latest[i] = bound
+        return latest
+
+    def _kernels_behind(self, model: Model, i: int) -> list[int]:
+        found, seen, stack = [], {i}, [i]
+        while stack:
+            node = stack.pop()
+            for j in model.dependencies.needs[node]:
+                if j in seen or model.only_ordered(j, node):
+                    continue
+                seen.add(j)
+                if j in self.at:
+                    found.append(j)
+                elif self.lazy[j] and not self.source[j]:
+                    stack.append(j)
+        return found
+
+    def _live_at_kernels(self, model: Model) -> tuple[list[int], list[int]]:
+        """In the order of the graph, what is live before each kernel, and the most from then until
+        the next one."""
+        live, before, most = LiveBytes(model.liveness), list[int](), list[int]()
+        for i in range(len(model)):
+            if i in self.at:
+                before.append(live.now)
+                most.append(0)
+            during = live.run(i)
+            if most:
+                most[-1] = max(most[-1], during)
+        return before, most
+
+
+def _adds_less(model: Model, i: int) -> bool:
+    """Whether a node adds nothing that stays live, or less than what it reads and others free."""
+    live = model.liveness
+    added = sum(live.size[s] for s in live.allocates[i] if s in live.kept)
+    own = live.allocates[i]
+    read = sum(live.size[s] for s in live.touches[i] if s not in live.kept and s not in own)
+    return not added or added < read
+
+
+def first_uses(model: Model) -> dict[int, int]:
+    """For each start that needs no computation, the place of the first kernel that uses it."""
+    shape = shape_of(model)
+    return {
+        i: shape.kernels[shape.first_use[i]] for gathers in shape.gathers.values() for i in gathers
+    }
+
+
+def shape_of(model: Model) -> Shape:
+    """The model's shape, kept with it."""
+    found = model.__dict__.get("_shape")
+    if found is None:
+        found = model.__dict__["_shape"] = Shape(model)
+    return found  # type: ignore[no-any-return]
