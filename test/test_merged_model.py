@@ -25,12 +25,12 @@ from torch_ext_bucketing.graph.liveness import LiveBytes
 from torch_ext_bucketing.scheduling import cap_search as auto_cap
 from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
-from torch_ext_bucketing.scheduling.list_schedule import first_uses
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.scheduling.merged_model import merged_model
 from torch_ext_bucketing.scheduling.model import Model, model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
+from torch_ext_bucketing.scheduling.shape import first_uses
 from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound, path_bound
 from torch_ext_bucketing.tagging.tags import tag_of
 

@@ -11,7 +11,7 @@ from test_schedule import Trainer
 
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute, started_by
 from torch_ext_bucketing.scheduling.cost import Costs
-from torch_ext_bucketing.scheduling.list_schedule import _Scheduler
+from torch_ext_bucketing.scheduling.list_schedule import ListScheduler
 from torch_ext_bucketing.scheduling.machine import Machine
 from torch_ext_bucketing.scheduling.merged_model import merged_model
 from torch_ext_bucketing.scheduling.model import model_of
@@ -68,7 +68,7 @@ def test_ends_by_hand(fake_world, first, second, per_node, ends):
     assert timeline.step_ms == pytest.approx(max(ends))
     if per_node and len(set(model.shared.values())) == 1:  # the level has all of it to move
         assert lower_bound(model) == pytest.approx(MS[first] + MS[second])
-    scheduler = _Scheduler(model, Options())
+    scheduler = ListScheduler(model, Options())
     order = scheduler.run()
     assert scheduler.end == pytest.approx(Timeline.of(model, order).end)
     assert merged_model(model, [], Costs(machine)).shared == model.shared

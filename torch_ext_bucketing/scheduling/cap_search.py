@@ -9,11 +9,12 @@ larger one.
 
 Planning is cheap, scheduling is not. So the caps whose collectives need the least time come first,
 and a plan is not scheduled if its collectives alone keep a process group busy for longer than the
-best step so far.
+best step so far, and its scheduling ends where the step is known to become longer.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -153,7 +154,7 @@ class _Search:
         self._beside_bytes = beside_bytes
         self._planner = CapPlanner(graph, kinds=kinds, **options)
         self._plans: dict[str, BucketingPlan] = {}
-        self._known: dict[tuple[Any, ...], ScheduleReport] = {}
+        self._known: dict[tuple[Any, ...], ScheduleReport | None] = {}
 
     def run(self, ladder: list[float], largest: float) -> BucketingPlan:
         """Try caps of ``ladder``, in MiB ascending, and others near the best, up to ``largest``.
@@ -196,10 +197,13 @@ class _Search:
         name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in _keys(plan))
         if name in self.tried or self._too_slow(plan):
             return
-        self.tried[name], self.bounds[name] = self._outcome(plan), self._bounds
+        outcome = self._outcome(plan)
+        if outcome is None:
+            return
+        self.tried[name], self.bounds[name] = outcome, self._bounds
         if self.tried[self.best()].misses and self._bounds:
             free = self._outcome(self.plan(caps))
-            if _rank(free) < _rank(self.tried[name]):
+            if free is not None and _rank(free) < _rank(self.tried[name]):
                 self.tried[name], self.bounds[name] = free, {}
 
     def busiest_ms(self, caps: dict[tuple[str, str], float] | float) -> float:
@@ -219,18 +223,26 @@ class _Search:
         return max(busy.values(), default=0.0)
 
     def _too_slow(self, plan: BucketingPlan) -> bool:
-        if not self.tried:
-            return False
-        best = self.tried[self.best()]
-        return not best.misses and self._busiest_ms(plan) >= best.step_ms[1]
+        return self._busiest_ms(plan) >= self._best_ms()
 
-    def _outcome(self, plan: BucketingPlan) -> ScheduleReport:
+    def _best_ms(self) -> float:
+        """The shortest step so far that keeps all bounds."""
+        best = self.tried[self.best()] if self.tried else None
+        return math.inf if best is None or best.misses else best.step_ms[1]
+
+    def _outcome(self, plan: BucketingPlan) -> ScheduleReport | None:
+        """What comes of a plan; None if that is known to be slower than the best so far."""
         members = tuple(b.members for b in plan.buckets)
         if members not in self._known:
+            best_ms = self._best_ms()
             with paused_gc():  # for one model at a time: a copy of the graph holds cycles
                 model = self._merged(plan)
-                report, _ = schedule_model(model, self._policies, self.reference_bytes, quick=True)
-            self._known[members] = report
+                found: ScheduleReport | None
+                found, _ = schedule_model(
+                    model, self._policies, self.reference_bytes, quick=True, at_most_ms=best_ms
+                )
+            slower = found.step_ms[1] > best_ms
+            self._known[members] = None if slower else found
         return self._known[members]
 
     def _merged(self, plan: BucketingPlan) -> Model:

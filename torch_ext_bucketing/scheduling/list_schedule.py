@@ -32,6 +32,7 @@ process and on every rank.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 
 from ..graph.liveness import LiveBytes
@@ -41,51 +42,75 @@ from .shape import shape_of
 from .streams import Streams
 
 __all__ = [
+    "ListScheduler",
     "list_schedule",
 ]
 
 _NO_STALL_MS = 1e-3
+_ROUNDING = 1 + 1e-9
 
 
 def list_schedule(model: Model, options: Options) -> list[int]:
     """An order of the model's nodes: topological, every node once."""
-    return _Scheduler(model, options).run()
+    order = ListScheduler(model, options).run()
+    assert order is not None
+    return order
 
 
-class _Scheduler:
-    def __init__(self, model: Model, options: Options) -> None:
+def _at_least(bound: int | None, other: int | None) -> bool:
+    return bound is None or (other is not None and bound >= other)
+
+
+class ListScheduler:
+    """One pass over a model.
+
+    Args:
+        model: what is to be ordered.
+        options: what bounds and guides the order.
+        at_most_ms: the order is given up once its step is known to take longer.
+    """
+
+    def __init__(self, model: Model, options: Options, at_most_ms: float = math.inf) -> None:
         self.model = model
         self.options = options
+        self.at_most_ms = at_most_ms * _ROUNDING
+        self.lost = False  # it will take longer
+        # What of the options made a difference.
+        self.farthest = 0  # compute nodes ahead of the oldest one: where a long path won
+        self.filled = False
+        self.too_deep = False  # a gather was held back for those ahead of it,
+        self.hurried = False  # or was not, for its deadline
+        self.short = False  # memory was
+        self.capped = False  # a run was as long as it may be
         self.shape = shape_of(model)
         self.needs = model.dependencies.needs
         self.needed_by = model.dependencies.needed_by
         size = len(model)
         self.order: list[int] = []
         self.done = [False] * size
-        self.missing = [len(n) for n in self.needs]  # needs that are neither done nor available
-        self.available = [False] * size
-        self.ready: list[int] = []  # kernels whose needs are done or available, by number
+        shape = self.shape
+        self.missing = list(shape.missing)  # needs that are neither done nor available
+        self.available = list(shape.available)
+        self.ready = list(shape.ready)  # kernels whose needs are done or available, by number
         self.pending: dict[int, list[int]] = {}  # of a ready kernel: starts that it waits for
-        self.to_launch: list[int] = []
+        self.to_launch = list(shape.produced)
         self.held: list[int] = []  # starts whose inputs would have to be waited for
         self.in_flight: list[int] = []  # reductions whose wait is still to come
         self.unwaited: list[int] = []  # all collectives that have one to come, and some others
-        self.wait_of = {s: i for i, s in enumerate(model.start_of) if s >= 0}
+        self.wait_of = shape.wait_of
         self.live = LiveBytes(model.liveness)
         self.freed_by_waits = 0  # live bytes that waits alone keep
         self.freed: dict[int, int] = {}
         self.now = 0.0
-        self.left_ms = self.shape.total_ms  # of kernels
+        self.left_ms = self.shape.all_ms  # of what is no collective
         self.streams = Streams(model.group, model.ms, model.shared)
         self.end = self.streams.end
+        self.to_send = dict(self.shape.sent_ms)  # milliseconds, by group
         self.next_gather = dict.fromkeys(self.shape.gathers, 0)
         self.next_filler = 0
         self.head = 0
         self.run_length = 0
-        self.reductions: dict[str, list[int]] = {}  # by group, the next one last
-        for i in reversed(range(size)):
-            if model.reduces[i]:
-                self.reductions.setdefault(str(model.group[i]), []).append(i)
+        self.reductions = {group: list(starts) for group, starts in shape.reductions.items()}
         self.wanted: dict[int, None] = {}  # compute nodes that the next reduction needs
         self.reducing = False  # whether there is a next one
         self.under: dict[int, list[int]] = {}
@@ -94,10 +119,8 @@ class _Scheduler:
         self.gates = [make(model) for make in options.gates]
         self.asking = False  # a gate's nodes are being placed
 
-    def run(self) -> list[int]:
-        for i in range(len(self.model)):
-            if not self.needs[i]:
-                self._becomes_available(i)
+    def run(self) -> list[int] | None:
+        """The order; None if it was given up."""
         self._want_next_reduction()
         for i in range(len(self.model)):
             if self.shape.ends[i] and not self.needs[i]:
@@ -119,34 +142,60 @@ class _Scheduler:
                     self._emit(gather)
             self._make_room(kernels[chosen])
             self._emit(kernels[chosen])
+            if self.lost or self.now + self.left_ms > self.at_most_ms:
+                return None
         while self.held:
             self._emit(min(self.held, key=lambda i: (self._stall(i), i)))
             self._launch_produced()
-        for i in range(len(self.model)):
-            self._emit(i)
-        return self.order
+        for i, done in enumerate(self.done):
+            if not done:
+                self._emit(i)
+        return None if self.lost else self.order
+
+    def as_with(self, options: Options) -> bool:
+        """Whether the order would be the same with ``options``, because what is different in them
+        never mattered."""
+        mine, other = self.options, options
+        if mine == other:
+            return True
+        reach = max(mine.window, mine.fill) == max(other.window, other.fill)
+        roomier = not self.short and _at_least(other.limit_bytes, mine.limit_bytes)
+        longer = not self.capped and _at_least(other.max_run, mine.max_run)
+        narrower = other.window < mine.window and reach and self.farthest <= other.window
+        deeper = other.depth > mine.depth and not self.too_deep
+        return (
+            (mine.window == other.window or (narrower and (other.window > 0 or not self.filled)))
+            and (mine.depth == other.depth or deeper)
+            and (mine.deadlines == other.deadlines or (mine.deadlines and not self.hurried))
+            and (mine.limit_bytes == other.limit_bytes or roomier)
+            and (mine.max_run == other.max_run or longer)
+            and (mine.max_prefetch, mine.under, mine.gates)
+            == (other.max_prefetch, other.under, other.gates)
+        )
 
     # --- emission --------------------------------------------------------------------------------
 
     def _emit(self, i: int) -> None:
         """Put node ``i``, and first what it needs, into the order."""
-        if self.done[i]:
-            return
-        stack = [i]
+        done, needs = self.done, self.needs
+        stack = [] if done[i] else [i]
         while stack:
             node = stack[-1]
-            if self.done[node]:
+            if done[node]:
                 stack.pop()
                 continue
-            open_needs = [j for j in self.needs[node] if not self.done[j]]
-            if open_needs:
-                stack += reversed(open_needs)
+            size = len(stack)
+            for j in reversed(needs[node]):
+                if not done[j]:
+                    stack.append(j)
+            if len(stack) > size:
                 continue
             stack.pop()
             if self.gates:
                 self._place_for_gates(node)
-            if not self.done[node]:
-                self._place(node)
+                if done[node]:
+                    continue
+            self._place(node)
 
     def _allowed(self, start: int) -> bool:
         return all(gate.may_launch(start) for gate in self.gates)
@@ -163,35 +212,28 @@ class _Scheduler:
         self.asking = False
 
     def _place(self, i: int) -> None:
-        model = self.model
+        model, shape = self.model, self.shape
         self.order.append(i)
         self.done[i] = True
         for gate in self.gates:
             gate.placed(i)
         self.live.run(i)
         if model.group[i] is not None:
-            self.streams.launch(i, self.now)
-            if not self.shape.source[i]:
-                self.in_flight.append(i)
-            if i in self.wait_of:
-                self.unwaited.append(i)
-                self.freed[i] = self.live.last_use(model.liveness.touches[i])
-                self.freed_by_waits += self.freed[i]
+            self._launch(i)
         else:
-            start = model.start_of[i]
+            start, ms = model.start_of[i], model.ms[i]
             if start >= 0:
                 self.now = max(self.now, self.end[start])
                 self.freed_by_waits -= self.freed.pop(start, 0)
-            self.now += model.ms[i]
+            if ms:
+                self.now += ms
+                self.left_ms -= ms
             self.end[i] = self.now
-        self.run_length += model.compute[i]
-        self.wanted.pop(i, None)
-        if model.reduces[i]:
-            self.run_length = 0
-            self._want_next_reduction()
-        number = self.shape.at.get(i)
+        if model.compute[i]:
+            self.run_length += 1
+            self.wanted.pop(i, None)
+        number = shape.at.get(i)
         if number is not None:
-            self.left_ms -= model.ms[i]
             at = bisect.bisect_left(self.ready, number)
             if at < len(self.ready) and self.ready[at] == number:
                 self.ready.pop(at)
@@ -199,35 +241,42 @@ class _Scheduler:
         if not self.available[i]:
             self.available[i] = True
             self._satisfied(i)
-        for j in self.needed_by[i]:
+        for j in shape.ends_behind[i]:
             # Here it keeps nothing alive that others are done with.
-            if self.shape.ends[j] and all(self.done[k] for k in self.needs[j]):
+            if all(self.done[k] for k in self.needs[j]):
                 self._emit(j)
 
-    def _becomes_available(self, i: int) -> None:
-        """All that ``i`` needs is done or can be placed lazily."""
-        number = self.shape.at.get(i)
-        if number is not None:
-            bisect.insort(self.ready, number)
-            return
-        self.available[i] = True
-        if self.model.group[i] is not None and not self.shape.source[i]:
-            self.to_launch.append(i)
-        self._satisfied(i)
+    def _launch(self, i: int) -> None:
+        self.streams.launch(i, self.now)
+        group = str(self.model.group[i])
+        self.to_send[group] -= self.model.ms[i]
+        after = max(self.shape.tail[i] - self.model.ms[i], self.to_send[group])
+        if self.end[i] + after > self.at_most_ms:
+            self.lost = True
+        if not self.shape.source[i]:
+            self.in_flight.append(i)
+        if i in self.wait_of:
+            self.unwaited.append(i)
+            self.freed[i] = self.live.last_use(self.model.liveness.touches[i])
+            self.freed_by_waits += self.freed[i]
+        if self.model.reduces[i]:
+            self.run_length = 0
+            self._want_next_reduction()
 
     def _satisfied(self, i: int) -> None:
+        """All that waits for ``i`` can be placed, as far as it needs nothing else."""
+        missing, available, needed_by = self.missing, self.available, self.needed_by
         stack = [i]
         while stack:
-            node = stack.pop()
-            for j in self.needed_by[node]:
-                self.missing[j] -= 1
-                if self.missing[j] or self.done[j] or self.available[j]:
+            for j in needed_by[stack.pop()]:
+                missing[j] -= 1
+                if missing[j] or self.done[j] or available[j]:
                     continue
                 number = self.shape.at.get(j)
                 if number is not None:
                     bisect.insort(self.ready, number)
                     continue
-                self.available[j] = True
+                available[j] = True
                 if self.model.group[j] is not None and not self.shape.source[j]:
                     self.to_launch.append(j)
                 stack.append(j)
@@ -235,8 +284,7 @@ class _Scheduler:
     def _launch_produced(self) -> None:
         """Launch what is there, unless it would have to be waited for: a reduction between nodes,
         say, of what another one within the nodes has not made yet."""
-        again = True
-        while again:
+        while self.to_launch or self.held:
             starts = sorted({*self.to_launch, *self.held})
             self.to_launch, self.held = [], []
             for i in starts:
@@ -246,7 +294,8 @@ class _Scheduler:
                     self._emit(i)
                 else:
                     self.held.append(i)
-            again = bool(self.to_launch)
+            if not self.to_launch:
+                break
 
     def _launch_held(self, kernel: int) -> bool:
         """Whether a start was launched that has to be waited for: no longer than ``kernel`` would
@@ -267,6 +316,7 @@ class _Scheduler:
         while self.in_flight:
             start = self.in_flight[0]
             over = limit is not None and self.live.now > limit
+            self.short |= over
             if self.end[start] > self.now and not over:
                 break
             self.in_flight.pop(0)
@@ -276,11 +326,13 @@ class _Scheduler:
 
     def _make_room(self, kernel: int) -> None:
         """Wait for collectives under way, the first to end first, until ``kernel`` fits."""
+        if self._affordable(kernel):
+            return
         self.unwaited = [s for s in self.unwaited if not self.done[self.wait_of[s]]]
         for start in sorted(self.unwaited, key=self.end.__getitem__):
+            self._emit(self.wait_of[start])
             if self._affordable(kernel):
                 break
-            self._emit(self.wait_of[start])
 
     def _is_reduction(self, start: int) -> bool:
         # What leads to no kernel is waited for for its memory's sake alone.
@@ -318,8 +370,11 @@ class _Scheduler:
             unused = by < len(shape.kernels) and not self.done[shape.kernels[by]]
             ahead += self.done[other] and unused
         late = options.deadlines and shape.latest[gather] <= shape.ms_before[head]
-        if ahead >= options.depth and not late:
-            return False
+        if ahead >= options.depth:
+            self.hurried |= late
+            if not late:
+                self.too_deep = True
+                return False
         if not self._allowed(gather):
             return False
         return use <= head or self._fits(gather)
@@ -335,10 +390,12 @@ class _Scheduler:
         for need in self.needs[node]:
             if not self.done[need]:
                 added += sum(liveness.size[s] for s in liveness.allocates[need])
-        if self.live.now + added > limit:
-            return False
-        there = bisect.bisect_left(shape.kernels, node)  # kernels before it in the graph
-        return self.live.now + added + self._growth(there) <= limit
+        most = self.live.now + added
+        if most <= limit:
+            there = bisect.bisect_left(shape.kernels, node)  # kernels before it in the graph
+            most += self._growth(there)
+        self.short |= most > limit
+        return most <= limit
 
     def _growth(self, number: int) -> int:
         """By how much live bytes grow at most until the kernel of that number, in the order of the
@@ -356,32 +413,32 @@ class _Scheduler:
         near = before[self.head] + options.window
         capped = self._run_is_full()
         best = fallback = -1
-        best_tail = -1.0
+        best_tail, by_tail = -1.0, False
         soonest = (float("inf"), 0.0)
         for number in self.ready:
-            if before[number] > reach:
+            if before[number] > (reach if best < 0 else near):
                 break
             kernel = kernels[number]
             if capped and model.compute[kernel] and kernel not in self.wanted:
                 continue
             tail = shape.tail[kernel]
             stall = self._stall(kernel)
+            if self.now + tail > self.at_most_ms:
+                self.lost = True
             if stall > _NO_STALL_MS:
                 if (stall, -tail) < soonest:
                     soonest, fallback = (stall, -tail), number
                 continue
-            if number == self.head or best < 0:
-                wins = True
-            else:
-                # Without a window the first one that need not wait goes, else the longest path.
-                wins = before[number] <= near and tail > best_tail
-            if wins and number != self.head and not self._may_overtake(number):
+            # Without a window the first one that need not wait goes, else the longest path.
+            if best >= 0 and tail <= best_tail:
                 continue
-            if wins:
-                best, best_tail = number, tail
-            if before[number] > near and best >= 0:
-                break
+            if number != self.head and not self._may_overtake(number):
+                continue
+            by_tail = best >= 0
+            best, best_tail = number, tail
         if best >= 0:
+            if by_tail:
+                self.farthest = max(self.farthest, before[best] - before[self.head])
             return best
         if fallback >= 0:
             return fallback
@@ -407,47 +464,56 @@ class _Scheduler:
             if before[shape.first_use[i]] > reach:
                 break
             if not self.done[i] and ms[i] <= stall and self._fits(i):
+                self.filled = True
                 self._emit(i)
                 return True
         return False
 
     def _stall(self, kernel: int) -> float:
         """How long the compute stream would have to wait before ``kernel``."""
-        latest = 0.0
         starts = self.pending.get(kernel)
         if starts is None:
             starts = self.pending[kernel] = self._starts_behind(kernel)
+        latest = 0.0
         for start in starts:
-            if self.done[start]:
-                latest = max(latest, self.end[start])
-            else:
-                latest = max(latest, self.streams.would_end(start, self.now))
+            end = self.end[start] if self.done[start] else self.streams.would_end(start, self.now)
+            if end > latest:
+                latest = end
         return latest - self.now
 
     def _starts_behind(self, node: int) -> list[int]:
+        done, needs, start_of = self.done, self.needs, self.model.start_of
         found, seen, stack = [], {node}, [node]
         while stack:
-            for j in self.needs[stack.pop()]:
-                if self.done[j] or j in seen:
+            for j in needs[stack.pop()]:
+                if done[j] or j in seen:
                     continue
                 seen.add(j)
-                start = self.model.start_of[j]
-                if start >= 0:
-                    found.append(start)
+                if start_of[j] >= 0:
+                    found.append(start_of[j])
                 stack.append(j)
         return found
 
     def _affordable(self, kernel: int) -> bool:
         limit = self.options.limit_bytes
-        return limit is None or self.live.after(self._open_needs(kernel))[0] <= limit
+        if limit is None or self.live.now + self.shape.adds[kernel] <= limit:
+            return True
+        most, _ = self.live.after(self._open_needs(kernel))
+        self.short |= most > limit
+        return most <= limit
 
     def _may_overtake(self, number: int) -> bool:
         """Whether there is room for a kernel now, and for those before it afterwards."""
         limit = self.options.limit_bytes
         if limit is None:
             return True
-        most, then = self.live.after(self._open_needs(self.shape.kernels[number]))
-        return most <= limit and then - self.freed_by_waits + self._growth(number) <= limit
+        kernel, growth = self.shape.kernels[number], self._growth(number)
+        if self.live.now + self.shape.adds[kernel] + growth <= limit:
+            return True
+        most, then = self.live.after(self._open_needs(kernel))
+        most = max(most, then - self.freed_by_waits + growth)
+        self.short |= most > limit
+        return most <= limit
 
     def _open_needs(self, i: int) -> list[int]:
         """Node ``i`` behind what it needs and is still to come, as they would be placed."""
@@ -455,11 +521,12 @@ class _Scheduler:
         stack = [i]
         while stack:
             node = stack[-1]
-            open_needs = [j for j in self.needs[node] if not self.done[j] and j not in found]
-            if open_needs:
-                stack += reversed(open_needs)
-                continue
-            found[stack.pop()] = None
+            size = len(stack)
+            for j in reversed(self.needs[node]):
+                if not self.done[j] and j not in found:
+                    stack.append(j)
+            if len(stack) == size:
+                found[stack.pop()] = None
         return list(found)
 
     # --- runs between reduce-scatters ------------------------------------------------------------
@@ -467,7 +534,10 @@ class _Scheduler:
     def _run_is_full(self) -> bool:
         """Whether only what the next reduce-scatter needs may still be computed before it."""
         most = self.options.max_run
-        return most is not None and self.reducing and self.run_length + len(self.wanted) >= most
+        if most is None or not self.reducing or self.run_length + len(self.wanted) < most:
+            return False
+        self.capped = True
+        return True
 
     def _want_next_reduction(self) -> None:
         """Find the reduce-scatter that needs the fewest compute nodes, among each group's next."""

@@ -12,6 +12,7 @@ graph as it was, with a warning.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -25,10 +26,11 @@ from ..graph.graph_of import GraphLike, graph_of
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.schedule import ScheduleReport
 from .cost import H100, Machine, check_machine
-from .list_schedule import list_schedule
+from .list_schedule import ListScheduler, list_schedule
 from .model import Model, model_of
 from .options import Options
 from .policy import Case, Policy, policies_of
+from .shape import shape_of
 from .timeline import Timeline, lower_bound
 
 __all__ = [
@@ -54,6 +56,7 @@ worth speaking of. More is taken only for what ``Overlap.depth`` wants under way
 _TIGHTER = 3
 _QUICK_TIGHTER = 1
 """How often an order that misses its bound is made again."""
+_ROUNDING = 1 + 1e-9
 _WORTH = 0.998
 """A step must be shorter than so much of the best one for that."""
 
@@ -130,14 +133,20 @@ class _Try:
     free: Options | None = None  # without the bounds
 
 
+def _rank(tried: _Try) -> tuple[float, float, int]:
+    """The smallest is the best."""
+    return tried.misses, tried.timeline.step_ms, tried.timeline.peak_bytes
+
+
 def schedule_model(
     model: Model,
     policy: Policy | Iterable[Policy],
     reference_bytes: int | None,
     quick: bool = False,
+    at_most_ms: float = math.inf,
 ) -> tuple[ScheduleReport, Sequence[int]]:
     """The report and the order, without touching the graph. Arguments as of :func:`schedule`;
-    ``quick`` tries few orders."""
+    ``quick`` tries few orders, and orders that take longer than ``at_most_ms`` are given up."""
     policies = policies_of(policy)
     clock = time.perf_counter()
     given = Timeline.of(model)
@@ -160,20 +169,42 @@ def schedule_model(
             misses += max(0, timeline.peak_bytes - limit) / max(1, limit)
         return _Try(name, timeline, misses)
 
-    def tried(name: str, options: Options, free: Options) -> _Try:
-        made = judged(name, Timeline.of(model, list_schedule(model, options)))
-        return replace(made, options=options, free=free)
+    ways = [way for p in policies for way in p.ways(case, quick)]
+    passes = list[tuple[ListScheduler, Timeline | None]]()
+    bound = shape_of(model).bound_ms
+
+    def tried(name: str, options: Options, free: Options) -> _Try | None:
+        """What comes of a pass, unless it is known to be no better than what was tried."""
+        least = min(tries, key=_rank)
+        at_most = at_most_ms
+        if ways and not least.misses:
+            at_most = min(at_most, least.timeline.step_ms)
+            if least.timeline.step_ms <= bound * _ROUNDING:
+                return None
+        if at_most * _ROUNDING < bound:
+            return None
+        if any(p.as_with(options) for p, _ in passes):
+            return None
+        made = ListScheduler(model, options, at_most)
+        order = made.run()
+        timeline = None if order is None else Timeline.of(model, order)
+        passes.append((made, timeline))
+        if timeline is None:
+            return None
+        return replace(judged(name, timeline), options=options, free=free)
 
     tries = [judged("as given", given)]
-    ways = [way for p in policies for way in p.ways(case, quick)]
-    for name, free in ways or _FOR_MEMORY:
+    # The widest first: what it has no use for needs no pass of its own.
+    for name, free in sorted(ways or _FOR_MEMORY, key=lambda way: -way[1].window):
         options = ask(free)
         if unbounded:
             options = replace(options, limit_bytes=limit)
-        tries.append(tried(name, options, free))
+        found = tried(name, options, free)
+        if found is not None:
+            tries.append(found)
     if ways:
         tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER)
-        best = min(tries, key=lambda t: (t.misses, t.timeline.step_ms))
+        best = min(tries, key=_rank)
     else:  # nobody asked for speed: an order is changed only where it misses a bound
         best = min(tries, key=lambda t: t.misses)
     reached = best.timeline
@@ -191,7 +222,7 @@ def schedule_model(
         misses=best.misses,
         chosen=best.name,
         alternatives=tuple((t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
-        bounds_cost_ms=0.0 if quick or not ways else _cost(model, best, ask),
+        bounds_cost_ms=0.0 if quick or not ways else _cost(model, best, passes),
         notes=tuple(note for p in policies for note in p.notes(case)),
         warnings=(*model.hints.problems, *(b.warning for b in bounds if b.warning)),
         order=tuple(model.dependencies.nodes[i].name for i in reached.order),
@@ -202,7 +233,7 @@ def schedule_model(
 
 
 def _tightened(
-    tries: Sequence[_Try], tried: Callable[[str, Options, Options], _Try], times: int
+    tries: Sequence[_Try], tried: Callable[[str, Options, Options], _Try | None], times: int
 ) -> list[_Try]:
     """The fastest of the orders that miss a bound, made again with tighter limits on memory.
 
@@ -224,18 +255,25 @@ def _tightened(
     for _ in range(times):
         options = replace(fast.options, limit_bytes=bound - lower)
         name = f"{fast.name}, limit {lower / 2**20:.4g} MiB lower"
-        found.append(tried(name, options, fast.free))
         lower *= 2
-        if not found[-1].misses or found[-1].timeline.step_ms >= _WORTH * kept or lower >= bound:
+        made = tried(name, options, fast.free)
+        if made is None:
+            continue
+        found.append(made)
+        if not made.misses or made.timeline.step_ms >= _WORTH * kept or lower >= bound:
             break
     return found
 
 
-def _cost(model: Model, taken: _Try, ask: Callable[[Options], Options]) -> float:
+def _cost(
+    model: Model, taken: _Try, passes: Sequence[tuple[ListScheduler, Timeline | None]]
+) -> float:
     """Milliseconds by which the step would be shorter if nothing were bounded, by the same way."""
-    if taken.free is None or ask(taken.free) == taken.free:
+    if taken.free is None:
         return 0.0
-    free = Timeline.of(model, list_schedule(model, taken.free))
+    free = next((timeline for made, timeline in passes if made.as_with(taken.free)), None)
+    if free is None:
+        free = Timeline.of(model, list_schedule(model, taken.free))
     return max(0.0, taken.timeline.step_ms - free.step_ms)
 
 

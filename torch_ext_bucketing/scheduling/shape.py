@@ -13,6 +13,9 @@ __all__ = [
 ]
 
 
+_LARGE = 2**62  # bytes
+
+
 class Shape:
     """What scheduling needs to know of a model whatever the options; made once per model."""
 
@@ -40,13 +43,16 @@ class Shape:
             count += model.compute[i]
             ms += model.ms[i]
         self.total_ms = ms
+        self.all_ms = sum(ms for ms, group in zip(model.ms, model.group, strict=True) if not group)
         self.tail = [0.0] * size
         self.first_use = [len(self.kernels)] * size
         for i in reversed(range(size)):
             for j in model.dependencies.needed_by[i]:
                 # The collectives that follow on the same stream count as a path, too.
-                self.tail[i] = max(self.tail[i], self.tail[j])
-                if not model.only_ordered(i, j):
+                only_ordered = model.only_ordered(i, j)
+                if self.tail[j] > self.tail[i] and (only_ordered or model.needs_end(i, j)):
+                    self.tail[i] = self.tail[j]
+                if not only_ordered:
                     self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
             self.tail[i] += model.ms[i]
         # Lazy nodes that lead to no kernel and no collective, and add nothing that stays live, or
@@ -59,12 +65,36 @@ class Shape:
                 and all(self.ends[j] for j in model.dependencies.needed_by[i])
                 and _adds_less(model, i)
             )
+        self.sent_ms: dict[str, float] = {}  # by group
+        for group, ms in zip(model.group, model.ms, strict=True):
+            if group is not None:
+                self.sent_ms[group] = self.sent_ms.get(group, 0.0) + ms
+        levels: dict[str, float] = {}
+        for group, ms in self.sent_ms.items():
+            level = model.shared.get(group, group)
+            levels[level] = levels.get(level, 0.0) + ms
+        self.bound_ms = max([self.all_ms, *self.tail, *levels.values()])
+        self.ends_behind = [
+            [j for j in users if self.ends[j]] for users in model.dependencies.needed_by
+        ]
+        # Bytes that a node allocates at most, with all that is placed right before it.
+        self.adds = [0] * size
+        for i, mine in enumerate(needs):
+            self.adds[i] = sum(model.liveness.size[s] for s in model.liveness.allocates[i])
+            self.adds[i] += sum(self.adds[j] for j in mine if j not in self.at)
+            self.adds[i] = min(self.adds[i], _LARGE)
         # No gather is what leads to no kernel: a reduction of what a graph is given, say.
         self.gathers: dict[str, list[int]] = {}
         for i in range(size):
             group = model.group[i]
             if group is not None and self.source[i] and self.first_use[i] < len(self.kernels):
                 self.gathers.setdefault(group, []).append(i)
+        self.wait_of = {s: i for i, s in enumerate(model.start_of) if s >= 0}
+        self.reductions: dict[str, list[int]] = {}  # reduce-scatters by group, the first one last
+        for i in reversed(range(size)):
+            if model.reduces[i]:
+                self.reductions.setdefault(str(model.group[i]), []).append(i)
+        self._find_available(model)
         # Lazy nodes that take time and need no collective, in the order of their use.
         given = [False] * size
         for i, mine in enumerate(needs):
@@ -82,6 +112,25 @@ class Shape:
         )
         self.latest = self._latest_starts(model)
         self.live, self.most = self._live_at_kernels(model)
+
+    def _find_available(self, model: Model) -> None:
+        """What is there before anything was run: lazy nodes and starts that need no kernel, those
+        of them that are no gathers, and the kernels that need only such."""
+        self.missing = [len(n) for n in model.dependencies.needs]
+        self.available = [False] * len(model)
+        self.ready: list[int] = []
+        self.produced: list[int] = []
+        for i in range(len(model)):
+            if self.missing[i]:
+                continue
+            if i in self.at:
+                self.ready.append(self.at[i])
+                continue
+            self.available[i] = True
+            if model.group[i] is not None and not self.source[i]:
+                self.produced.append(i)
+            for j in model.dependencies.needed_by[i]:
+                self.missing[j] -= 1
 
     def _latest_starts(self, model: Model) -> dict[int, float]:
         """When each gather must begin for its stream to be done in time, in kernels' time."""
