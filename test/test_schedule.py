@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 import torch.utils._pytree as pytree
 from collective_graphs import C10D, run_all_ranks, under_hash_seeds
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from random_graphs import Builder, layered_graph, random_graph, real_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch_features import has_simple_overlap
 
 from benchmarks.schedule_off import off_by, steps_off
@@ -43,6 +45,7 @@ from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory, for
 from torch_ext_bucketing.scheduling.model import model_of, peak_bytes
 from torch_ext_bucketing.scheduling.options import Options
 from torch_ext_bucketing.scheduling.overlap import Overlap
+from torch_ext_bucketing.scheduling.pin_order import pin_order
 from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning, schedule, schedule_model
 from torch_ext_bucketing.scheduling.timeline import Timeline, longest_compute_run, lower_bound
 from torch_ext_bucketing.tagging.tags import Tag, set_tag, tag_of
@@ -965,6 +968,29 @@ def test_inductor_runs_collectives_and_products_in_the_planned_order():
     assert planned[0][:2] == ["all_gather_into_tensor"] * 2
     assert planned[1].count("reduce_scatter_tensor") == 4
     assert generated == planned
+
+
+def test_a_bucket_of_reductions_is_packed_when_all_of_it_is_there():
+    """Else Inductor may allocate all of it for a first part, in a kernel before the products."""
+    group = dist.group.WORLD.group_name
+
+    def packed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        parts = [x.sum(0).view(2, -1), (x @ y @ y).view(2, -1)]
+        bucket = torch.cat(parts, 1).flatten()
+        reduced = torch.ops._c10d_functional.reduce_scatter_tensor(bucket, "sum", 2, group)
+        return torch.ops._c10d_functional.wait_tensor(reduced)
+
+    gm = make_fx(packed, tracing_mode="fake")(torch.randn(DIM, DIM), torch.randn(DIM, DIM))
+    assert pin_order(gm.graph) == 2
+    after = {
+        str(inner.target): [n.name for n in node.args[0]]
+        for node in gm.graph.nodes
+        if str(node.target) == "control_deps"
+        for inner in getattr(gm, node.args[1].target).graph.nodes
+        if inner.op == "call_function"
+    }
+    assert after["aten.cat.default"] == ["mm_1"]
+    assert after["_c10d_functional.reduce_scatter_tensor.default"] == ["mm_1"]
 
 
 @has_simple_overlap

@@ -4,14 +4,21 @@ Inductor's scheduler is free to move a node to anywhere behind its inputs. What 
 collectives, waits and compute nodes interleave; the kernels between them stay free to fuse::
 
     mm1  rs  mm2  wait  mm3         rs after mm1, mm2 after rs, wait after mm2, mm3 after wait
+
+And where a bucket of reductions is packed. Inductor allocates the whole buffer for the first kernel
+that writes to a part of it, and such a kernel may be fused with the one that computes that part,
+long before the rest is there::
+
+    sum  ...  mm1  cat(sum, mm1)  rs         cat after mm1, with all kernels that copy into it
 """
 
 from __future__ import annotations
 
+import torch
 import torch.fx as fx
 
 from .._torch.control_dependencies import run_after
-from ..graph.collectives import is_collective, is_compute, started_by
+from ..graph.collectives import is_collective, is_compute, is_view, started_by
 
 __all__ = [
     "pin_order",
@@ -27,11 +34,15 @@ def pin_order(graph: fx.Graph) -> int:
     Returns:
         The number of nodes that were wrapped.
     """
+    packs = {_pack(node) for node in graph.nodes if is_collective(node)} - {None}
     wanted: dict[fx.Node, list[fx.Node]] = {}
     compute: fx.Node | None = None
     since: list[fx.Node] = []  # collectives and waits since then
     for node in graph.nodes:
-        if is_compute(node):
+        if node in packs:
+            if compute is not None or since:
+                wanted[node] = since[-1:] or [compute]
+        elif is_compute(node):
             if since:
                 wanted[node] = since
             compute, since = node, []
@@ -42,3 +53,15 @@ def pin_order(graph: fx.Graph) -> int:
             since = [node]
     run_after(graph, wanted)
     return len(wanted)
+
+
+def _pack(start: fx.Node) -> fx.Node | None:
+    """What makes one buffer of several tensors for a collective alone."""
+    node = start
+    while node is start or is_view(node):
+        if not node.all_input_nodes:
+            return None
+        node = node.all_input_nodes[0]
+        if len(node.users) > 1:
+            return None
+    return node if node.target == torch.ops.aten.cat.default else None
