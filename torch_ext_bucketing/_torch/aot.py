@@ -15,6 +15,7 @@ __all__ = [
     "compile_aot",
     "current_backward",
     "forward_nodes",
+    "is_saved",
     "mark_recompute",
     "mark_save",
     "must_recompute",
@@ -131,10 +132,10 @@ def read_in_backward(graph: fx.Graph, repeated: Collection[fx.Node] = ()) -> dic
     return read
 
 
-def is_primal(placeholder: fx.Node) -> bool:
-    """Whether an input of a forward or backward graph is an input of the compiled function (a
-    parameter, say), and neither a saved value nor a tangent."""
-    return "desc" in placeholder.meta and not _is_tangent(placeholder)
+def is_saved(placeholder: fx.Node) -> bool:
+    """Whether an input of a backward graph is what forward saved for it, and neither an input of
+    the compiled function (a parameter, say) nor a tangent."""
+    return "desc" not in placeholder.meta and not _is_tangent(placeholder)
 
 
 def _is_partitioned(graph: fx.Graph) -> bool:

@@ -36,7 +36,7 @@ def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
     as long as backward runs, nor other graphs' inputs."""
     if _aot.stage_of(graph) != "backward":
         return lambda node: False
-    return lambda node: "desc" not in node.meta and "tangents" not in str(node.target)
+    return _aot.is_saved
 
 
 def kept_inputs(graph: fx.Graph, hints: SizeHints | None = None) -> dict[str, int]:
