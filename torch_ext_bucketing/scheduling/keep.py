@@ -246,9 +246,8 @@ class KeepPlanner:
         nodes = _SMALL_NODES if self._size <= _SMALL else _NODES
         left = most = max(_FEW, min(_SCHEDULED, nodes // max(1, self._size)))
         looked = self._search(limit)
-        if (
-            most > _FEW
-        ):  # an order may need less than that of the graph; it is only known afterwards
+        if most > _FEW:
+            # An order may need less than that of the graph; it is only known afterwards.
             looked.append(self._within(limit + self._largest, limit))
         # Of each room that was searched one choice is scheduled.
         first = dict.fromkeys(min(f, key=lambda s: _order(s, f[s])) for f in looked if f)

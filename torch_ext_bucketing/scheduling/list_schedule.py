@@ -42,12 +42,14 @@ from .shape import shape_of
 from .streams import Streams
 
 __all__ = [
+    "ROUNDING",
     "ListScheduler",
     "list_schedule",
 ]
 
 _NO_STALL_MS = 1e-3
-_ROUNDING = 1 + 1e-9
+ROUNDING = 1 + 1e-9
+"""By so much sums of the same times, added in another order, may differ."""
 
 
 def list_schedule(model: Model, options: Options) -> list[int]:
@@ -73,7 +75,7 @@ class ListScheduler:
     def __init__(self, model: Model, options: Options, at_most_ms: float = math.inf) -> None:
         self.model = model
         self.options = options
-        self.at_most_ms = at_most_ms * _ROUNDING
+        self.at_most_ms = at_most_ms * ROUNDING
         self.lost = False  # it will take longer
         # What of the options made a difference.
         self.farthest = 0  # compute nodes ahead of the oldest one: where a long path won

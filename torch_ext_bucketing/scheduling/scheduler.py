@@ -26,7 +26,7 @@ from ..graph.graph_of import GraphLike, graph_of
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.schedule import ScheduleReport
 from .cost import H100, Machine, check_machine
-from .list_schedule import ListScheduler, list_schedule
+from .list_schedule import ROUNDING, ListScheduler, list_schedule
 from .model import Model, model_of
 from .options import Options
 from .policy import Case, Policy, policies_of
@@ -56,7 +56,6 @@ worth speaking of. More is taken only for what ``Overlap.depth`` wants under way
 _TIGHTER = 3
 _QUICK_TIGHTER = 1
 """How often an order that misses its bound is made again."""
-_ROUNDING = 1 + 1e-9
 _WORTH = 0.998
 """A step must be shorter than so much of the best one for that."""
 
@@ -179,9 +178,9 @@ def schedule_model(
         at_most = at_most_ms
         if ways and not least.misses:
             at_most = min(at_most, least.timeline.step_ms)
-            if least.timeline.step_ms <= bound * _ROUNDING:
+            if least.timeline.step_ms <= bound * ROUNDING:
                 return None
-        if at_most * _ROUNDING < bound:
+        if at_most * ROUNDING < bound:
             return None
         if any(p.as_with(options) for p, _ in passes):
             return None
