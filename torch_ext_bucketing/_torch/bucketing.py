@@ -53,12 +53,10 @@ def require_payload_order_hook() -> None:
     """Check that torch has the payload-order config entry.
 
     Raises:
-        HooksError: it has not; the message says what to do.
+        RuntimeError: it has not; the message says what to do.
     """
     if not hasattr(inductor_config.aten_distributed_optimizations, "bucket_payload_order_key"):
-        from ..patching import require_hooks
-
-        require_hooks()
+        raise RuntimeError("this torch lacks the hooks: call torch_ext_bucketing.hooks.install()")
 
 
 def require_packed_reductions() -> None:

@@ -74,7 +74,7 @@ def apply_plan(
 
     Raises:
         ValueError: the plan merges reduce-scatters and torch's ``bucket_mode`` is ``"coalesced"``.
-        HooksError: ``payload_key`` is given, but this torch has no payload-order hook.
+        RuntimeError: ``payload_key`` is given, but this torch has no payload-order hook.
         ValueError: ``payload_key`` says something else than ``bucket_payload_order_key``.
         RuntimeError: the key failed at a node, its keys for one bucket have no order, or it changed
             the graph or communicated; or, torch's own, a symbolic size has no hint.
