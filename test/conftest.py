@@ -12,7 +12,9 @@ import pytest
 # CPU says of itself is enough here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-import torch_ext_bucketing  # noqa: F401
+import torch_ext_bucketing
+
+torch_ext_bucketing.hooks.install()
 
 # With two workers, each of which takes the next file when it has finished one, the long files must
 # not come last.

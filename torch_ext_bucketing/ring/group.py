@@ -2,7 +2,7 @@
 
 For testing, on CPU ranks, whatever depends on the bits of a reduction on many nodes::
 
-    from torch_ext_bucketing.ring import RingTopology, init_ring_process_group
+    from torch_ext_bucketing import RingTopology, init_ring_process_group
 
     init_ring_process_group(rank, world_size, topology=RingTopology(ranks_per_node=2))
     mesh = init_device_mesh("cpu", (world_size,))      # sub-groups are ring groups too
