@@ -24,13 +24,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES
 from benchmarks.parity_ranks import aten_kernels, bucket_units, reshard
-from torch_ext_bucketing.demo import text
-from torch_ext_bucketing.demo.ranks import Rank
-from torch_ext_bucketing.demo.train import digest, start_rank
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
-from torch_ext_bucketing.ring.group import RingTopology
+from torch_ext_bucketing.testing import text
+from torch_ext_bucketing.testing.demo.train import digest, start_rank
+from torch_ext_bucketing.testing.ranks import Rank
+from torch_ext_bucketing.testing.ring import RingTopology
 
 STEPS = 6
 SEQ = 12

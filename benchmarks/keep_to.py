@@ -34,8 +34,8 @@ import torch.fx as fx
 import torch.nn as nn
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.demo.ranks import Rank, run_ranks
-from torch_ext_bucketing.demo.table import columns
+from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
 from .machines import MACHINE, nodes
 
@@ -193,8 +193,8 @@ def _compare(rank: Rank, models: Sequence[str], steps: int) -> list[dict[str, An
     from benchmarks import parity_ranks as ranks
     from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES, Cell
     from benchmarks.parity_models import batch_of, build, unit_names
-    from torch_ext_bucketing.demo.train import digest
     from torch_ext_bucketing.graph.collectives import group_size, kind_of
+    from torch_ext_bucketing.testing.demo.train import digest
 
     topology = ranks.RingTopology(
         RANKS // NODES, nodes=NODES, channels=CHANNELS, chunk_bytes=CHUNK_BYTES

@@ -40,7 +40,7 @@ from benchmarks.nccl_cells import (
     select,
     soft_limit,
 )
-from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
+from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 
 SIZES = {
     # layers, width, sequences per rank and step

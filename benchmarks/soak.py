@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
+from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 
 _MIB = 2**20
 

@@ -29,9 +29,6 @@ from torch.distributed.tensor import DTensor
 from benchmarks.soak_cases import Case, coarser, random_case
 from benchmarks.soak_models import DTYPES, batch, build, tied
 from torch_ext_bucketing._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
-from torch_ext_bucketing.demo.ranks import Rank
-from torch_ext_bucketing.demo.results import Member, Payload
-from torch_ext_bucketing.demo.train import digest, start_rank
 from torch_ext_bucketing.fqns import canonical_fqn
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import GraphPass
@@ -42,9 +39,12 @@ from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.reports.buckets import BucketReport
 from torch_ext_bucketing.reports.compile import CompileReport
-from torch_ext_bucketing.ring.group import RingTopology
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.scheduling.overlap import Overlap
+from torch_ext_bucketing.testing.demo.results import Member, Payload
+from torch_ext_bucketing.testing.demo.train import digest, start_rank
+from torch_ext_bucketing.testing.ranks import Rank
+from torch_ext_bucketing.testing.ring import RingTopology
 
 _BOUNDS: dict[str, Callable[..., Any]] = {
     "Overlap": Overlap,

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of ``demo.ranks``. Nothing here imports torch, so that they start at
+"""What ranks do in the tests of ``testing.ranks``. Nothing here imports torch, so that they start at
 once."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from torch_ext_bucketing.demo.ranks import Rank
+from torch_ext_bucketing.testing.ranks import Rank
 
 
 def square(rank: Rank, offset: int) -> int:

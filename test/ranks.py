@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_ext_bucketing.demo.ranks import Rank, run_ranks
-from torch_ext_bucketing.ring.group import init_ring_process_group
+from torch_ext_bucketing.testing.ranks import Rank, run_ranks
+from torch_ext_bucketing.testing.ring import init_ring_process_group
 
 LIMIT_S = 240
 
@@ -56,7 +56,7 @@ def on_ranks(
 
 def _ring_rank(rank: Rank, function: Callable[..., Any], *args: object) -> Any:
     torch.set_num_threads(1)
-    # Not plain gloo: its threads can corrupt a rank's memory (see torch_ext_bucketing/ring/gloo.py).
+    # Not plain gloo: its threads can corrupt a rank's memory (see torch_ext_bucketing/testing/gloo.py).
     init_ring_process_group(rank.rank, rank.world_size, init_method=f"file://{rank.store_path}")
     try:
         result = function(rank.rank, *args)

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_ext_bucketing.demo.model import ModelConfig, Transformer
-from torch_ext_bucketing.demo.train import digest, start_rank
-from torch_ext_bucketing.ring.sums import RingTopology
+from torch_ext_bucketing.testing.demo.train import digest, start_rank
+from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.testing.sums import RingTopology
 
 STEPS = 2
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

@@ -21,10 +21,9 @@ from demo_rank_functions import (
     square,
 )
 
-from torch_ext_bucketing.demo import cli, text
-from torch_ext_bucketing.demo.model import ModelConfig, Transformer
-from torch_ext_bucketing.demo.ranks import RankError, RanksTimedOut, run_ranks
-from torch_ext_bucketing.demo.results import (
+from torch_ext_bucketing.testing import text
+from torch_ext_bucketing.testing.demo import cli
+from torch_ext_bucketing.testing.demo.results import (
     Member,
     Payload,
     RankReport,
@@ -32,8 +31,10 @@ from torch_ext_bucketing.demo.results import (
     combine,
     layout_differences,
 )
-from torch_ext_bucketing.demo.settings import Settings
-from torch_ext_bucketing.demo.table import render
+from torch_ext_bucketing.testing.demo.settings import Settings
+from torch_ext_bucketing.testing.demo.table import render
+from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.testing.ranks import RankError, RanksTimedOut, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -128,7 +129,7 @@ def test_ranks_end_with_their_parent(tmp_path, how, hang):
             f"""
             import sys
             sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "test")!r}]
-            from torch_ext_bucketing.demo.ranks import run_ranks
+            from torch_ext_bucketing.testing.ranks import run_ranks
             from demo_rank_functions import {hang.__name__} as hang
 
             if __name__ == "__main__":
@@ -305,7 +306,7 @@ def test_a_bad_option_costs_no_import_of_torch():
     done = _demo("--dim", "100", interpreter=("-X", "importtime"))
     assert done.returncode == 2
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "torch_ext_bucketing.demo.cli" in imported
+    assert "torch_ext_bucketing.testing.demo.cli" in imported
     assert "torch" not in imported
 
 

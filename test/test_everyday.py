@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import everyday
 from benchmarks.everyday_ranks import CASES, UNLIKE_EAGER, run_cases
 from torch_ext_bucketing._torch import inductor
-from torch_ext_bucketing.demo.ranks import run_ranks
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.combine_uses import CombineUses
@@ -33,6 +32,7 @@ from torch_ext_bucketing.passes.silence import NotBucketedWarning
 from torch_ext_bucketing.plans import simple_fsdp
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.testing.ranks import run_ranks
 
 STEPS = 3
 

@@ -107,12 +107,12 @@ def test_private_torch_is_touched_in_one_folder():
     """``torch._inductor``, ``torch._functorch`` and ``torch._dynamo`` behind ``_torch/`` alone.
 
     What upstream offers for others to build on is no such touch: config entries and the base class
-    of custom passes. ``patching`` is about torch's files, and ``demo`` is a client.
+    of custom passes. ``patching`` is about torch's files, and ``testing`` is a client.
     """
     offered = ("torch._inductor.config", "torch._inductor.custom_graph_pass")
     found = []
     for path in MODULES:
-        if path.relative_to(ROOT).parts[0] in ("_torch", "patching", "demo"):
+        if path.relative_to(ROOT).parts[0] in ("_torch", "patching", "testing"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []
@@ -152,7 +152,6 @@ for name, modules in OLD_NAMES.items():
 from torch_ext_bucketing.passes import BucketUnits, PassManager, TagParameters, backend
 from torch_ext_bucketing.plans import BucketPlan, make_plan, manual_plan, transformer_block_plan
 from torch_ext_bucketing.scheduling import model_of, peak_bytes, schedule
-from torch_ext_bucketing.ring import RingTopology, init_ring_process_group
 from torch_ext_bucketing.agreement import PlanMismatchError, agree
 import torch_ext_bucketing.passes.backends
 from torch_ext_bucketing.passes import backend as again

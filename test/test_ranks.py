@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ranks import fork_server, on_ranks
 
-from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
+from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 
 
 def _modules_threads_and_environment(rank: Rank) -> tuple[list[str], int, str | None]:

@@ -337,7 +337,7 @@ def test_the_place_in_the_group_is_part_of_the_key(fake_world):
 
 def _train(model, run, rank):
     """Digests of this rank's weights after every step."""
-    from torch_ext_bucketing.demo.train import digest
+    from torch_ext_bucketing.testing.demo.train import digest
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     digests = []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks import parity
 from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES, Cell
-from torch_ext_bucketing.demo.ranks import Rank, run_ranks
+from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
 RANKS, STEPS = 4, 3
 SOME = ("twice", "tied_chunked", "block_twice", "checkpointed")
@@ -60,7 +60,7 @@ def test_per_use_reductions_have_other_bits():
 
 def _digests(model, run, rank):
     from benchmarks.parity_models import batch_of
-    from torch_ext_bucketing.demo.train import digest
+    from torch_ext_bucketing.testing.demo.train import digest
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     digests = []

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__, explain, measure
-from .demo import cli as demo
 from .patching import HooksError, command, ensure_hooks
+from .testing.demo import cli as demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,7 +28,7 @@ OLD_NAMES: dict[str, tuple[str, ...]] = {
     "order": ("plans.order",),
     "overlap": ("scheduling.overlap",),
     "report": ("reports.compile", "reports.graph", "reports.buckets", "reports.schedule"),
-    "ring_sum": ("ring.sums",),
+    "ring_sum": ("testing.sums",),
     "scheduling_passes": ("passes.scheduling",),
     "separate_groups": ("passes.separate_groups",),
     "simple_fsdp": ("plans.simple_fsdp",),

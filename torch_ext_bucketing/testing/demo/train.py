@@ -25,16 +25,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..fqns import canonical_fqn
-from ..passes.backends import BucketingBackend, backend
-from ..passes.bucketing import BucketUnits
-from ..passes.resharding import ReshardAfterForward
-from ..plans.order import FSDPParamOrder
-from ..plans.simple_fsdp import data_parallel
-from ..ring.group import RingTopology, init_ring_process_group
-from . import text
-from .model import ModelConfig, Transformer
-from .ranks import Rank
+from ...fqns import canonical_fqn
+from ...passes.backends import BucketingBackend, backend
+from ...passes.bucketing import BucketUnits
+from ...passes.resharding import ReshardAfterForward
+from ...plans.order import FSDPParamOrder
+from ...plans.simple_fsdp import data_parallel
+from .. import text
+from ..model import ModelConfig, Transformer
+from ..ranks import Rank
+from ..ring import RingTopology, init_ring_process_group
 from .results import Counts, Member, Payload, RankReport, RunRecord
 from .rounding import eager_rounding
 from .settings import HEAD_DIM, Settings

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..patching import HooksError, ensure_hooks
+from ...patching import HooksError, ensure_hooks
+from ..ranks import Rank, RankError, run_ranks
 from .progress import Progress
-from .ranks import Rank, RankError, run_ranks
 from .results import RankReport, combine
 from .settings import BACKENDS, REDUCE_DTYPES, Settings
 from .table import render

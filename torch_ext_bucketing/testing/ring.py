@@ -2,7 +2,7 @@
 
 For testing, on CPU ranks, whatever depends on the bits of a reduction on many nodes::
 
-    from torch_ext_bucketing.ring import RingTopology, init_ring_process_group
+    from torch_ext_bucketing.testing.ring import RingTopology, init_ring_process_group
 
     init_ring_process_group(rank, world_size, topology=RingTopology(ranks_per_node=2))
     mesh = init_device_mesh("cpu", (world_size,))      # sub-groups are ring groups too
@@ -10,7 +10,7 @@ For testing, on CPU ranks, whatever depends on the bits of a reduction on many n
 
 ``reduce_scatter``, ``all_reduce`` and ``reduce``, in all their forms, are simulated; everything
 else is gloo's. What is added in which order, and what is left out of NCCL, is told in
-:mod:`.ring.sums`, whose public names are available here.
+:mod:`.sums`, whose public names are available here.
 
 How it works: gloo only moves bytes. For a reduce-scatter each rank sends every other rank the slice
 that ends there (all-to-all), for an all-reduce its whole buffer (all-gather, so memory is ``n``
