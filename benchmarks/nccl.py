@@ -146,8 +146,6 @@ class _Launch:
             list(keys),
             settings,
             timeout_s=timeout_s,
-            # Inductor would start a pool of processes per rank.
-            environment={"TORCH_WARM_POOL": "0"},
             on_message=self._on_message,
         )
 

@@ -44,9 +44,9 @@ from torch_ext_bucketing.graph.collectives import count_collectives
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
 from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.testing.compare import count_collectives as count_calls
+from torch_ext_bucketing.testing.compare import digest
 from torch_ext_bucketing.testing.demo.results import Payload
-from torch_ext_bucketing.testing.demo.train import count_collectives as count_calls
-from torch_ext_bucketing.testing.demo.train import digest
 from torch_ext_bucketing.testing.ranks import Rank
 
 

@@ -194,8 +194,6 @@ def run_topology(
         steps,
         layers,
         timeout_s=timeout_s,
-        # Inductor would start a pool of processes per rank, which is for Triton only.
-        environment={"TORCH_WARM_POOL": "0"},
         on_message=on_messages(
             world, lambda r: r.cell, lambda by_rank: finish(combine(by_rank, steps)), say
         ),

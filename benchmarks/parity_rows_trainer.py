@@ -33,7 +33,7 @@ from torch_ext_bucketing.passes.recipe import recipe
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.demo.train import count_collectives
+from torch_ext_bucketing.testing.compare import count_collectives
 
 __all__ = ["TrainerRuns"]
 

@@ -28,7 +28,7 @@ from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.reports.buckets import BucketReport
-from torch_ext_bucketing.testing.demo.train import raw_bytes
+from torch_ext_bucketing.testing.compare import raw_bytes
 from torch_ext_bucketing.testing.sums import RingTopology, simulate_reduce_scatter
 
 RANKS_PER_NODE = 8

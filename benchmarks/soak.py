@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             vars(args),
             timeout_s=60 * args.minutes + 300,
             # torch's flight recorder keeps the code that launched a collective, and so models.
-            environment={"TORCH_WARM_POOL": "0", "TORCH_FR_BUFFER_SIZE": "0"},
+            environment={"TORCH_FR_BUFFER_SIZE": "0"},
             on_message=on_message,
         )
     except RankError as error:

@@ -145,8 +145,6 @@ def run(training: Training, timeout_s: float) -> dict[str, Any]:
         training.ranks,
         training,
         timeout_s=timeout_s,
-        # Inductor would start a pool of processes per rank, which is for Triton only.
-        environment={"TORCH_WARM_POOL": "0"},
         on_message=on_message,
     )
     return combine(training, reports)

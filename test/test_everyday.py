@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from ranks import fork_server
 from sharded_models import TwoBlocks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,7 +42,7 @@ CHEAP = ("regional", "graph_break_in_a_unit", "resume_on_fewer_ranks", "two_mode
 
 @pytest.fixture(scope="module")
 def reports():
-    return run_ranks(run_cases, 4, CHEAP, STEPS, timeout_s=600, context=fork_server())
+    return run_ranks(run_cases, 4, CHEAP, STEPS, timeout_s=600)
 
 
 @pytest.mark.slow

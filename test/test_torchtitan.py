@@ -62,7 +62,7 @@ from torch_ext_bucketing.patching import hooks_status  # noqa: E402
 from torch_ext_bucketing.plans.blocks import transformer_block_plan  # noqa: E402
 from torch_ext_bucketing.plans.order import FSDPParamOrder  # noqa: E402
 from torch_ext_bucketing.testing import text  # noqa: E402
-from torch_ext_bucketing.testing.demo.train import count_collectives, digest  # noqa: E402
+from torch_ext_bucketing.testing.compare import count_collectives, digest  # noqa: E402
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer  # noqa: E402
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks  # noqa: E402
 from torch_ext_bucketing.testing.ring import RingTopology, init_ring_process_group  # noqa: E402

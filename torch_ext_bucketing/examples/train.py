@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.demo.train import digest
+from torch_ext_bucketing.testing.compare import digest
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
 BF16 = torch.bfloat16

@@ -96,8 +96,6 @@ def run(args: argparse.Namespace) -> int:
             settings.ranks,
             settings,
             timeout_s=settings.timeout_s,
-            # Inductor would start a pool of processes per rank, which is for Triton only.
-            environment={"TORCH_WARM_POOL": "0"},
             on_message=progress.on_message,
         )
     except RankError as error:
