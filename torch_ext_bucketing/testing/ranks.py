@@ -400,7 +400,7 @@ def _exit_text(code: int | None) -> str:
 
 
 def start_context() -> BaseContext:
-    """What ranks are started with: the server of :func:`preload`, running, or "spawn" without it."""
+    """What ranks start with: the server of :func:`preload`, running, or "spawn" without it."""
     if _server is None:
         return multiprocessing.get_context("spawn")
     # A server does not take over sys.path (before Python 3.14).
