@@ -701,8 +701,8 @@ def test_every_passs_time_is_in_the_report(fake_world):
 
 
 UUIDS = """
-from torch_ext_bucketing.order import FSDPParamOrder
-from torch_ext_bucketing.passes import *
+from torch_ext_bucketing import BucketUnits, FSDPParamOrder, ReshardAfterForward, TagParameters
+from torch_ext_bucketing.passes.backends import PassManager
 o = FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
 passes = [TagParameters(), ReshardAfterForward(), ReshardAfterForward(["a"]), BucketUnits(o),
           BucketUnits(o, payload_order=False), BucketUnits(o, kinds=("all_gather",)), BucketUnits([["a"]])]
