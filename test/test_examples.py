@@ -7,7 +7,6 @@ import os
 import signal
 
 import pytest
-from ranks import LIMIT_S
 
 from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 
@@ -36,7 +35,7 @@ def train(rank: Rank, folder: str, killed_in: int, *options: str) -> str:
 
 
 def on_two_ranks(*args: object) -> list[str]:
-    return run_ranks(train, 2, *args, timeout_s=LIMIT_S)
+    return run_ranks(train, 2, *args, timeout_s=240)
 
 
 @pytest.mark.slow
