@@ -14,19 +14,13 @@ import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import (
     C10D,
-    GROUP_FILTER,
-    MAX_SPAN,
-    NON_ADJACENT,
     all_gather,
     reduce_scatter,
     run_all_ranks,
     trace,
 )
 from odd_graphs import CAN_RUN, ODD, tagged, world
-from torch._inductor import config
-from torch._inductor.fx_passes import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch_features import HAS_PRE_BUCKETING, needs_pre_bucketing
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing import merge as merging
@@ -435,18 +429,6 @@ def test_bad_group_filters(bad):
             FILTER_ROADS[road](gm, group_filter=group_filter)
         assert match in str(own.value.__cause__), road
         assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
-    if not HAS_PRE_BUCKETING:
-        return  # nor groups to filter
-    for merge in (torchs_passes, fsdp.bucket_fsdp_reduce_scatter, fsdp.bucket_fsdp_all_gather):
-        gm = gathers_and_scatters()
-        before, nodes = described(gm), list(gm.graph.nodes)
-        with (
-            config.patch({GROUP_FILTER: group_filter}),
-            pytest.raises(RuntimeError, match=r"fsdp_group_filter failed on") as torchs,
-        ):
-            merge(gm)
-        assert match in str(torchs.value.__cause__), merge
-        assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
 
 
 @pytest.mark.parametrize("road", FILTER_ROADS)
@@ -519,17 +501,6 @@ def test_eligibility_that_fails(road):
     assert described(gm) == before
     assert FILTER_ROADS[road](gm, eligible=lambda n: None).buckets == ()
     assert described(gm) == before
-
-
-@needs_pre_bucketing
-@pytest.mark.parametrize("span", [-1, 0, 10**30])
-def test_torchs_span_of_any_size(span):
-    gm = gathers_and_scatters()
-    with config.patch({NON_ADJACENT: True, MAX_SPAN: span}):
-        torchs_passes(gm)
-    gm.graph.lint()
-    merged = sum(kind_of(n) is not None for n in gm.graph.nodes)
-    assert merged == (8 if span < 1 else 2)
 
 
 # -- plans ----------------------------------------------------------------------------------------
