@@ -15,7 +15,6 @@ import agreement_ranks
 import pytest
 import torch
 from collective_graphs import all_gather, all_reduce, trace
-from ranks import fork_server
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.agreement import exchange as agreement
@@ -27,6 +26,7 @@ from torch_ext_bucketing.agreement.launches import (
     Member,
     launches_of,
 )
+from torch_ext_bucketing.testing.ranks import start_context
 
 HERE = Path(__file__).parent
 PACKAGE = Path(teb.__file__).parent
@@ -34,10 +34,10 @@ LIMIT_S = 300
 
 
 class Forked:
-    """A rank from the fork server, with ``wait`` and ``kill`` as of ``Popen``."""
+    """A rank from the server of all ranks, with ``wait`` and ``kill`` as of ``Popen``."""
 
     def __init__(self, arguments, environment):
-        self.process = fork_server().Process(
+        self.process = start_context().Process(
             target=agreement_ranks.main, args=(*arguments, environment)
         )
         self.process.start()

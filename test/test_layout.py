@@ -119,12 +119,12 @@ def test_private_torch_is_touched_in_one_folder():
     """``torch._inductor``, ``torch._functorch`` and ``torch._dynamo`` behind ``_torch/`` alone.
 
     What upstream offers for others to build on is no such touch: config entries and the base class
-    of custom passes. ``hooks`` is about torch's files, and ``demo`` is a client.
+    of custom passes. ``hooks`` is about torch's files, and ``testing`` is a client.
     """
     offered = ("torch._inductor.config", "torch._inductor.custom_graph_pass")
     found = []
     for path in MODULES:
-        if path.relative_to(ROOT).parts[0] in ("_torch", "hooks", "demo"):
+        if path.relative_to(ROOT).parts[0] in ("_torch", "hooks", "testing"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []

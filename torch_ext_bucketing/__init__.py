@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from .reports.compile import CompileReport
     from .reports.graph import GraphReport
     from .reports.schedule import ScheduleReport
-    from .ring.group import init_ring_process_group, register_ring_backend
-    from .ring.sums import RingTopology
     from .scheduling.machine import H100, Level, Machine
     from .scheduling.memory import CapComputeRun, PeakMemory
     from .scheduling.model import peak_bytes
@@ -48,6 +46,8 @@ if TYPE_CHECKING:
     from .scheduling.scheduler import BoundNotKeptWarning, schedule
     from .tagging.tag_graph import tag_joint_graph
     from .tagging.tags import Tag, set_tag, tag_of
+    from .testing.ring import init_ring_process_group, register_ring_backend
+    from .testing.sums import RingTopology
 
 __version__ = "0.1.0"
 
@@ -145,11 +145,11 @@ _HOME = {
     "reports.compile": ("CompileReport",),
     "reports.graph": ("GraphReport",),
     "reports.schedule": ("ScheduleReport",),
-    "ring.group": (
+    "testing.ring": (
         "init_ring_process_group",
         "register_ring_backend",
     ),
-    "ring.sums": ("RingTopology",),
+    "testing.sums": ("RingTopology",),
     "scheduling.machine": (
         "H100",
         "Level",

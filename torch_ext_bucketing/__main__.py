@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 
 from . import __version__, explain, measure
-from .demo import cli as demo
+from .testing.demo import cli as demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:

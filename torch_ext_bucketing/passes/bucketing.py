@@ -229,7 +229,7 @@ def apply_and_report(
         kinds: what the plan was asked to bucket.
     """
     stage, before = _aot.stage_of(graph), count_collectives(graph)
-    buckets = apply_plan(graph, plan, payload_key)
+    buckets = apply_plan(graph, plan, payload_key or None)
     report = GraphReport(
         stage,
         before,

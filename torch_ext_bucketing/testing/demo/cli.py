@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..ranks import Rank, RankError, run_ranks
 from .progress import Progress
-from .ranks import Rank, RankError, run_ranks
 from .results import RankReport, combine
 from .settings import BACKENDS, REDUCE_DTYPES, Settings
 from .table import render
@@ -89,8 +89,6 @@ def run(args: argparse.Namespace) -> int:
             settings.ranks,
             settings,
             timeout_s=settings.timeout_s,
-            # Inductor would start a pool of processes per rank, which is for Triton only.
-            environment={"TORCH_WARM_POOL": "0"},
             on_message=progress.on_message,
         )
     except RankError as error:
