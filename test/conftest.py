@@ -29,7 +29,7 @@ LONG = (
     "test_explain.py",
     "test_passes_ranks.py",
     "test_caches.py",
-    "test_patching_imports.py",
+    "test_hooks_imports.py",
     "test_graphs.py",
     "test_torchtitan.py",
     "test_nccl_script.py",
