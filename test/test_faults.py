@@ -14,23 +14,16 @@ import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import (
     C10D,
-    GROUP_FILTER,
-    MAX_SPAN,
-    NON_ADJACENT,
-    PAYLOAD_ORDER,
     all_gather,
     reduce_scatter,
     run_all_ranks,
     trace,
 )
 from odd_graphs import CAN_RUN, ODD, tagged, world
-from torch._inductor import config
-from torch._inductor.fx_passes import bucketing, fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch_features import HAS_PRE_BUCKETING, needs_pre_bucketing
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing._torch import bucketing as tb
+from torch_ext_bucketing.bucketing import merge as merging
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import UnitIndex, plan_units
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
@@ -218,15 +211,15 @@ def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     before, nodes = described(gm), list(gm.graph.nodes)
     plan = plan_units(gm.graph, UnitIndex(UNITS))
     assert len(plan.buckets) == 4
-    merge, calls = tb.merge, []
+    pack, calls = merging.pack, []
 
     def fails_late(*args, **kwargs):
         calls.append(args)
         if len(calls) == 4:
             raise MemoryError("no more")
-        return merge(*args, **kwargs)
+        return pack(*args, **kwargs)
 
-    monkeypatch.setattr(tb, "merge", fails_late)
+    monkeypatch.setattr(merging, "pack", fails_late)
     with pytest.raises(MemoryError, match="no more"):
         apply_plan(gm.graph, plan)
     assert described(gm) == before
@@ -331,38 +324,28 @@ HARMLESS_KEYS: dict[str, Callable[[fx.Node], Any]] = {
 WANT = [["a", "a"], ["a", "a"], ["b", "b"], ["b", "b"]]
 
 
-def configured(gm: fx.GraphModule, payload_order: Any) -> Any:
-    """Set in torch's config, and followed by this package's passes."""
-    with config.patch({PAYLOAD_ORDER: payload_order}):
-        return BUCKETERS["bucket_graph"](gm)
-
-
-KEY_ROADS = {**BUCKETERS, "configured": configured}
-
-
-@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("road", BUCKETERS)
 @pytest.mark.parametrize("bad", BAD_KEYS)
 def test_bad_payload_keys(road, bad):
     gm = gathers_and_scatters()
     before, nodes = described(gm), list(gm.graph.nodes)
     key, match = BAD_KEYS[bad]
-    name = "bucket_payload_order_key" if road == "configured" else "payload_order"
-    with pytest.raises(RuntimeError, match=f"{name}.*{match}"):
-        KEY_ROADS[road](gm, payload_order=key)
+    with pytest.raises(RuntimeError, match=f"payload_order.*{match}"):
+        BUCKETERS[road](gm, payload_order=key)
     assert described(gm) == before
     assert list(gm.graph.nodes) == nodes
 
 
-@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("road", BUCKETERS)
 @pytest.mark.parametrize("harmless", HARMLESS_KEYS)
 def test_harmless_payload_keys_keep_graph_order(road, harmless):
     plain, hooked = gathers_and_scatters(), gathers_and_scatters()
-    BUCKETERS["bucket_graph" if road == "configured" else road](plain)
-    KEY_ROADS[road](hooked, payload_order=HARMLESS_KEYS[harmless])
+    BUCKETERS[road](plain)
+    BUCKETERS[road](hooked, payload_order=HARMLESS_KEYS[harmless])
     assert str(hooked.graph) == str(plain.graph)
 
 
-@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("road", BUCKETERS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_payload_keys_that_change_the_graph(road, change):
     gm = gathers_and_scatters()
@@ -376,52 +359,29 @@ def test_payload_keys_that_change_the_graph(road, change):
         return 0
 
     with pytest.raises(RuntimeError, match=r"payload_order.* changed the graph \(.*was put back"):
-        KEY_ROADS[road](gm, payload_order=key)
+        BUCKETERS[road](gm, payload_order=key)
     assert changed
     assert described(gm) == before
 
 
-@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("road", BUCKETERS)
 @pytest.mark.parametrize("key", [collective, functional])
 def test_payload_keys_that_communicate(road, key):
     gm = gathers_and_scatters()
     before = described(gm)
     with pytest.raises(RuntimeError, match=r"payload_order.* failed at") as caught:
-        KEY_ROADS[road](gm, payload_order=key)
+        BUCKETERS[road](gm, payload_order=key)
     assert "called the collective" in str(caught.value.__cause__)
     assert described(gm) == before
 
 
-def test_choosing_caps_asks_the_configured_key_about_the_graph_itself():
+def test_choosing_caps_asks_the_key_about_the_graph_itself():
     gm = gathers_and_scatters()
     rank = {n: -i for i, n in enumerate(gm.graph.nodes)}
-    with config.patch({PAYLOAD_ORDER: rank.__getitem__}):
-        report = BUCKETERS["BucketAndSchedule"](gm)
+    report = BUCKETERS["BucketAndSchedule"](gm, payload_order=rank.__getitem__)
     names = [[m.fqns[0] for m in b.members] for b in report.buckets]
     assert names
     assert all(len(n) > 1 for n in names)
-
-
-def torchs_passes(gm: fx.GraphModule) -> None:
-    fsdp.pre_bucket_fsdp_collectives(gm, "custom_ops", 100.0)
-
-
-@pytest.mark.parametrize("bad", BAD_KEYS)
-@pytest.mark.parametrize(
-    "merge",
-    [pytest.param(torchs_passes, marks=needs_pre_bucketing), bucketing.bucket_reduce_scatter],
-)
-def test_bad_payload_keys_in_torchs_passes(bad, merge):
-    gm = gathers_and_scatters()
-    before, nodes = described(gm), list(gm.graph.nodes)
-    key, match = BAD_KEYS[bad]
-    with (
-        config.patch({PAYLOAD_ORDER: key}),
-        pytest.raises(RuntimeError, match=f"bucket_payload_order_key (failed at|.*{match})"),
-    ):
-        merge(gm) if merge is torchs_passes else merge(gm, lambda i: 1.0)
-    assert described(gm) == before
-    assert list(gm.graph.nodes) == nodes
 
 
 # -- hooks: group filter, caps, eligibility -------------------------------------------------------
@@ -468,18 +428,6 @@ def test_bad_group_filters(bad):
         with pytest.raises(RuntimeError, match=text) as own:
             FILTER_ROADS[road](gm, group_filter=group_filter)
         assert match in str(own.value.__cause__), road
-        assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
-    if not HAS_PRE_BUCKETING:
-        return  # nor groups to filter
-    for merge in (torchs_passes, fsdp.bucket_fsdp_reduce_scatter, fsdp.bucket_fsdp_all_gather):
-        gm = gathers_and_scatters()
-        before, nodes = described(gm), list(gm.graph.nodes)
-        with (
-            config.patch({GROUP_FILTER: group_filter}),
-            pytest.raises(RuntimeError, match=r"fsdp_group_filter failed on") as torchs,
-        ):
-            merge(gm)
-        assert match in str(torchs.value.__cause__), merge
         assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
 
 
@@ -553,17 +501,6 @@ def test_eligibility_that_fails(road):
     assert described(gm) == before
     assert FILTER_ROADS[road](gm, eligible=lambda n: None).buckets == ()
     assert described(gm) == before
-
-
-@needs_pre_bucketing
-@pytest.mark.parametrize("span", [-1, 0, 10**30])
-def test_torchs_span_of_any_size(span):
-    gm = gathers_and_scatters()
-    with config.patch({NON_ADJACENT: True, MAX_SPAN: span}):
-        torchs_passes(gm)
-    gm.graph.lint()
-    merged = sum(kind_of(n) is not None for n in gm.graph.nodes)
-    assert merged == (8 if span < 1 else 2)
 
 
 # -- plans ----------------------------------------------------------------------------------------

@@ -354,34 +354,8 @@ def test_an_order_packs_by_itself_unless_told_otherwise(fake_world):
     ] * 2
     assert packed_by([BucketUnits(o, payload_order=False)])[0] == {"graph order"}
     assert packed_by([BucketUnits(UNITS)])[0] == {"graph order"}
-    assert packed_by([BucketUnits(UNITS)], Shuffled())[0] == {"bucket_payload_order_key"}
     assert packed_by([BucketUnits(o, payload_order=Shuffled())])[0] == {"Shuffled"}
     assert packed_by([BucketByCap(1.0, payload_order=o)])[0] == {"FSDPParamOrder"}
-
-
-def test_a_config_entry_that_says_the_same_is_fine(fake_world):
-    o = order()
-    assert packed_by([BucketUnits(o)], o)[0] == {"FSDPParamOrder"}
-    assert packed_by([BucketUnits(o)], order())[0] == {"FSDPParamOrder"}  # an equal uuid
-    ours, theirs = Shuffled("one"), Shuffled("one")
-    assert packed_by([BucketByCap(1.0, payload_order=ours)], theirs)[0] == {"Shuffled"}
-
-
-@pytest.mark.parametrize(
-    ("make", "asked"),
-    [
-        (lambda: BucketUnits(order()), "FSDPParamOrder"),
-        (lambda: BucketUnits(order(), payload_order=False), "graph order"),
-        (lambda: BucketUnits(UNITS, payload_order=Shuffled("other")), "Shuffled"),
-        (lambda: BucketByCap(1.0, payload_order=order()), "FSDPParamOrder"),
-        (lambda: BucketAndSchedule([Overlap()], payload_order=False), "graph order"),
-    ],
-)
-def test_a_config_entry_that_contradicts_is_an_error(fake_world, make, asked):
-    match = rf"the pass packs by {asked}.*bucket_payload_order_key by Shuffled"
-    with pytest.raises(Exception, match=match) as caught:
-        packed_by([make()], Shuffled())
-    assert "ValueError" in f"{type(caught.value)} {caught.value}"
 
 
 def test_what_has_no_key_is_said_once_per_compile(fake_world):

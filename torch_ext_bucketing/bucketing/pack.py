@@ -237,6 +237,8 @@ class _Writer:
         name = getattr(target, "_opname", target.__name__)
         node = self._graph.create_node("call_function", target, tuple(args), kwargs, name)
         node.meta.update(self._meta)
+        if isinstance(target, torch._ops.OpOverload):
+            node.meta["original_aten"] = target  # which names the kernel that it becomes a part of
         self.nodes.append(node)
         return node
 
@@ -284,7 +286,8 @@ class _Writer:
 
     def reshape(self, value: fx.Node, shape: Sequence[_Size]) -> fx.Node:
         """``value`` in another shape, copied if it can't be viewed so."""
-        if not value.meta["val"].is_contiguous():
+        given = value.meta["val"]
+        if not self._static or given.stride() != tuple(_contiguous(given.shape)):
             node = self._add(_aten.view.default, [value, list(shape)], {})
             try:
                 return self._run(node)
@@ -295,7 +298,7 @@ class _Writer:
                 _aten.clone.default,
                 [value],
                 {"memory_format": torch.contiguous_format},
-                value.meta["val"].dtype,
+                given.dtype,
                 self.shape(value),
             )
         return self.view(_aten.view.default, [value, list(shape)], shape)
