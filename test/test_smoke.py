@@ -68,7 +68,20 @@ def test_no_pass_is_left_out(fake_world):
 
 def test_the_demo_matches_eager_bit_for_bit(tmp_path):
     path = tmp_path / "demo.json"
-    options = ("--ranks 2 --nodes 2 --steps 4 --dim 64 --layers 1 --reduce-dtype fp32").split()
+    options = [
+        "--ranks",
+        "2",
+        "--nodes",
+        "2",
+        "--steps",
+        "4",
+        "--dim",
+        "64",
+        "--layers",
+        "1",
+        "--reduce-dtype",
+        "fp32",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "torch_ext_bucketing", "demo", *options, "--json", str(path)],
         cwd=ROOT,
