@@ -30,7 +30,6 @@ LONG = (
     "test_patching_imports.py",
     "test_graphs.py",
     "test_torchtitan.py",
-    "test_nccl_script.py",
     "test_agreement.py",
     "test_fuzz.py",
 )
