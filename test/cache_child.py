@@ -3,9 +3,9 @@
     python cache_child.py NAME [NAME ...]
 
 Prints a line of JSON for each name: hits, misses and bypasses of both caches, digests of the code
-that ran (forward, backward) and what was logged; for the name --workers what the processes of
-Inductor's compile workers have. Under torchrun the ranks form a gloo group of
-two, otherwise the process is rank 0 of a fake group of two.
+that ran (forward, backward) and what was logged. Names of config entries need the hooks, which are
+installed where one is asked for. Under torchrun the ranks form a gloo group of two, otherwise the
+process is rank 0 of a fake group of two.
 """
 
 from __future__ import annotations
@@ -190,20 +190,9 @@ def run(name: str, mesh) -> dict[str, object]:
     }
 
 
-def worker_hooks() -> dict[str, str]:
-    """What a process of each kind of compile worker has."""
-    from torch._inductor import async_compile, config
-
-    found = {}
-    for method in ("subprocess", "fork", "spawn"):
-        with config.patch(worker_start_method=method, compile_threads=2):
-            pool = async_compile.AsyncCompile.process_pool()
-            found[method] = str(pool.submit(teb.hooks.status).result(timeout=120))
-            async_compile.shutdown_compile_workers()
-    return found
-
-
 def main(names: list[str]) -> None:
+    if any(name.startswith("config") for name in names):
+        teb.hooks.install()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
@@ -212,10 +201,7 @@ def main(names: list[str]) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     for name in names:
-        if name == "--workers":
-            result = {"name": name, "workers": worker_hooks(), "hooks": str(teb.hooks.status())}
-        else:
-            result = run(name, mesh)
+        result = run(name, mesh)
         # One write, so that lines of two ranks don't mix.
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
