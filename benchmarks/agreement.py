@@ -94,7 +94,7 @@ def step_times_s(backend: Compiler, steps: int) -> tuple[list[float], list[float
         order = teb.FSDPParamOrder.from_model(
             Transformer(config), units=teb.transformer_block_plan(Transformer(config))
         )
-        passes = [teb.ReshardAfterForward(), teb.BucketUnits(order, payload_order=True)]
+        passes = [teb.ReshardAfterForward(), teb.BucketUnits(order)]
         torch._dynamo.reset()
         compiled.append(torch.compile(model, backend=teb.backend(backend, passes, agree=agree)))
     tokens = torch.zeros(2, 32, dtype=torch.long)

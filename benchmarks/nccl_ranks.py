@@ -123,9 +123,7 @@ class TorchBuckets(GraphPass):
 
     stage: Stage = "forward_backward"
 
-    def __call__(
-        self, graph: fx.GraphModule | fx.Graph, compilation: Compilation | None = None
-    ) -> None:
+    def run(self, graph: fx.GraphModule | fx.Graph, compilation: Compilation) -> None:
         """Merge neighbours, reductions first; the hooks are unset here."""
         from torch._inductor.fx_passes import bucketing
         from torch._inductor.pattern_matcher import stable_topological_sort
@@ -147,9 +145,7 @@ class CountCollectives(GraphPass):
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
 
-    def __call__(
-        self, graph: fx.GraphModule | fx.Graph, compilation: Compilation | None = None
-    ) -> None:
+    def run(self, graph: fx.GraphModule | fx.Graph, compilation: Compilation) -> None:
         """Count ``graph``'s."""
         found = count_collectives(graph.graph if isinstance(graph, fx.GraphModule) else graph)
         for kind, number in found.items():

@@ -54,7 +54,7 @@ class Die(teb.GraphPass):
 
     stage = "forward_backward"
 
-    def __call__(self, graph, compilation=None):
+    def run(self, graph, compilation):
         os._exit(7)
 
 
@@ -142,7 +142,7 @@ def disagree(rank):
         return module, compiled, backend
 
     before = agreement.groups.default_store().num_keys()
-    same = [teb.BucketUnits(order, payload_order=True), teb.ReshardAfterForward()]
+    same = [teb.BucketUnits(order), teb.ReshardAfterForward()]
     module, compiled, backend = case("same", same)
     expected = gradients(module)
     dist.barrier()
@@ -203,7 +203,7 @@ def dies(rank):
 
 def same_model(rank):
     """For ranks whose packages differ."""
-    passes = [teb.BucketUnits(fsdp_order(), payload_order=True)]
+    passes = [teb.BucketUnits(fsdp_order())]
     compiled = torch.compile(
         two_blocks(), backend=teb.backend("aot_eager", passes, agree_timeout=SOON)
     )

@@ -90,17 +90,17 @@ def from_hooks(name, *args):
 
 
 SETUPS = {
-    "backend": by_backend(lambda: teb.BucketUnits(AB, payload_order=True)),
-    "backend, other order": by_backend(lambda: teb.BucketUnits(BA, payload_order=True)),
+    "backend": by_backend(lambda: teb.BucketUnits(AB)),
+    "backend, other order": by_backend(lambda: teb.BucketUnits(BA)),
     "backend, by cap": by_backend(lambda: teb.BucketByCap(1.0, payload_order=AB)),
     "backend, other cap": by_backend(lambda: teb.BucketByCap(1.5, payload_order=AB)),
     "backend, scheduled": by_backend(lambda: teb.BucketAndSchedule(teb.Overlap())),
     "backend, other depth": by_backend(lambda: teb.BucketAndSchedule(teb.Overlap(depth=2))),
     "backend, lambda": by_backend(lambda: teb.BucketUnits(AB, payload_order=lambda start: 0)),
-    "backend, pass of a script": by_backend(lambda: PassOfAScript(AB, payload_order=True)),
+    "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
     "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
     "backend, custom ops": by_backend(
-        lambda: teb.BucketUnits(AB, payload_order=True), **custom_ops_of(ENTRIES + "bucket_mode")
+        lambda: teb.BucketUnits(AB), **custom_ops_of(ENTRIES + "bucket_mode")
     ),
     "config": by_config(lambda: AB),
     "config, custom ops": by_config(lambda: AB, custom_ops=True),

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.passes import cache_key as _cache_key
-from torch_ext_bucketing.passes.backends import PassManager
+from torch_ext_bucketing.passes.pipeline import Pipeline
 
 CHILD = Path(__file__).parent / "cache_child.py"
 LIMIT_S = 400
@@ -492,7 +492,7 @@ def test_what_has_no_uuid(caplog):
     with caplog.at_level(logging.WARNING, "torch_ext_bucketing"):
         assert teb.BucketUnits(ORDER, payload_order=NoUuid()).uuid() is None
         assert "NoUuid.uuid() returned None" in caplog.messages[-1]
-        assert PassManager([Foreign()]).uuid() is None
+        assert Pipeline([Foreign()]).uuid() is None
         assert "Foreign: its uuid() returned None" in caplog.messages[-1]
         assert OfANotebook().uuid() is None
         assert (

@@ -32,10 +32,11 @@ from torch_features import HAS_PRE_BUCKETING, needs_pre_bucketing
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch import bucketing as tb
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.units import UnitIndex, plan_units
+from torch_ext_bucketing.bucketing.units import plan_units
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
 from torch_ext_bucketing.graph.snapshot import Snapshot, unchanged_on_error
-from torch_ext_bucketing.passes.base import Compilation, GraphPass
+from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.plans.membership import Units
 
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
 KIND_NAMES = tuple(KINDS)
@@ -56,16 +57,17 @@ def described(gm: fx.GraphModule) -> list[Any]:
 
 
 def run_pass(p: GraphPass, gm: fx.GraphModule) -> Any:
-    compilation = Compilation()
-    p.prepare(gm, compilation)
-    p(gm, compilation)
+    p(gm)
     return getattr(p, "last_buckets", getattr(p, "last_report", None))
+
+
+def by_cap(gm: fx.GraphModule, cap_mb: Any = 1.0, **options: Any) -> Any:
+    return run_pass(teb.BucketByCap(cap_mb, **options), gm)
 
 
 BUCKETERS: dict[str, Callable[..., Any]] = {
     "BucketUnits": lambda gm, **k: run_pass(teb.BucketUnits([["m"]], KIND_NAMES, **k), gm),
-    "BucketByCap": lambda gm, **k: run_pass(teb.BucketByCap(1.0, **k), gm),
-    "bucket_graph": lambda gm, **k: teb.bucket_graph(gm, **{"cap_mb": 1.0, **k}),
+    "BucketByCap": by_cap,
     "BucketAndSchedule": lambda gm, **k: run_pass(
         teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(gib=1)], **{"kinds": KIND_NAMES, **k}),
         gm,
@@ -73,8 +75,8 @@ BUCKETERS: dict[str, Callable[..., Any]] = {
 }
 FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
     **BUCKETERS,
-    "by structure": lambda gm: teb.bucket_graph(
-        gm, eligible="structure", group_filter=teb.primary_group, non_adjacent=False
+    "by structure": lambda gm: by_cap(
+        gm, None, eligible="structure", group_filter=teb.primary_group, non_adjacent=False
     ),
     "Overlap": lambda gm: teb.schedule(gm, teb.Overlap()),
     "CapComputeRun": lambda gm: teb.schedule(gm, teb.CapComputeRun(1)),
@@ -147,7 +149,7 @@ def test_odd_graphs(name, function):
 
 
 def why_left(name: str) -> set[str]:
-    report = teb.bucket_graph(tagged(ODD[name]()), 1.0)
+    report = by_cap(tagged(ODD[name]()))
     return {reason for _, reason in report.left_alone}
 
 
@@ -172,7 +174,7 @@ def test_odd_collectives_are_left_alone_with_a_reason():
 
 def test_a_gather_whose_result_is_written_to_is_not_shared():
     gm = tagged(ODD["gathered_value_written"]())
-    plan = plan_units(gm.graph, UnitIndex([["m"]]))
+    plan = plan_units(gm.graph, Units([["m"]]))
     assert plan.duplicates == ()
 
 
@@ -187,7 +189,7 @@ def test_a_graph_without_output_can_be_scheduled():
 
 def test_one_gather_that_can_not_be_merged_costs_no_other_bucket():
     """torch's merging fails at scalars; the gathers of a dimension merge all the same."""
-    report = teb.bucket_graph(tagged(ODD["scalars_gathered"]()), 1.0)
+    report = by_cap(tagged(ODD["scalars_gathered"]()))
     assert [len(b.members) for b in report.buckets] == [2]
 
 
@@ -216,7 +218,7 @@ UNITS = [["m.a"], ["m.b"]]
 def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     gm = gathers_and_scatters()
     before, nodes = described(gm), list(gm.graph.nodes)
-    plan = plan_units(gm.graph, UnitIndex(UNITS))
+    plan = plan_units(gm.graph, Units(UNITS))
     assert len(plan.buckets) == 4
     merge, calls = tb.merge, []
 
@@ -235,7 +237,7 @@ def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     gm.recompile()
     monkeypatch.undo()
     # Nothing is lost: the same again, and now it works.
-    assert len(apply_plan(gm.graph, plan_units(gm.graph, UnitIndex(UNITS)))) == 4
+    assert len(apply_plan(gm.graph, plan_units(gm.graph, Units(UNITS)))) == 4
     gm.graph.lint()
 
 
@@ -331,38 +333,28 @@ HARMLESS_KEYS: dict[str, Callable[[fx.Node], Any]] = {
 WANT = [["a", "a"], ["a", "a"], ["b", "b"], ["b", "b"]]
 
 
-def configured(gm: fx.GraphModule, payload_order: Any) -> Any:
-    """Set in torch's config, and followed by this package's passes."""
-    with config.patch({PAYLOAD_ORDER: payload_order}):
-        return BUCKETERS["bucket_graph"](gm)
-
-
-KEY_ROADS = {**BUCKETERS, "configured": configured}
-
-
-@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("road", BUCKETERS)
 @pytest.mark.parametrize("bad", BAD_KEYS)
 def test_bad_payload_keys(road, bad):
     gm = gathers_and_scatters()
     before, nodes = described(gm), list(gm.graph.nodes)
     key, match = BAD_KEYS[bad]
-    name = "bucket_payload_order_key" if road == "configured" else "payload_order"
-    with pytest.raises(RuntimeError, match=f"{name}.*{match}"):
-        KEY_ROADS[road](gm, payload_order=key)
+    with pytest.raises(RuntimeError, match=f"payload_order.*{match}"):
+        BUCKETERS[road](gm, payload_order=key)
     assert described(gm) == before
     assert list(gm.graph.nodes) == nodes
 
 
-@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("road", BUCKETERS)
 @pytest.mark.parametrize("harmless", HARMLESS_KEYS)
 def test_harmless_payload_keys_keep_graph_order(road, harmless):
     plain, hooked = gathers_and_scatters(), gathers_and_scatters()
-    BUCKETERS["bucket_graph" if road == "configured" else road](plain)
-    KEY_ROADS[road](hooked, payload_order=HARMLESS_KEYS[harmless])
+    BUCKETERS[road](plain)
+    BUCKETERS[road](hooked, payload_order=HARMLESS_KEYS[harmless])
     assert str(hooked.graph) == str(plain.graph)
 
 
-@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("road", BUCKETERS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_payload_keys_that_change_the_graph(road, change):
     gm = gathers_and_scatters()
@@ -376,27 +368,26 @@ def test_payload_keys_that_change_the_graph(road, change):
         return 0
 
     with pytest.raises(RuntimeError, match=r"payload_order.* changed the graph \(.*was put back"):
-        KEY_ROADS[road](gm, payload_order=key)
+        BUCKETERS[road](gm, payload_order=key)
     assert changed
     assert described(gm) == before
 
 
-@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("road", BUCKETERS)
 @pytest.mark.parametrize("key", [collective, functional])
 def test_payload_keys_that_communicate(road, key):
     gm = gathers_and_scatters()
     before = described(gm)
     with pytest.raises(RuntimeError, match=r"payload_order.* failed at") as caught:
-        KEY_ROADS[road](gm, payload_order=key)
+        BUCKETERS[road](gm, payload_order=key)
     assert "called the collective" in str(caught.value.__cause__)
     assert described(gm) == before
 
 
-def test_choosing_caps_asks_the_configured_key_about_the_graph_itself():
+def test_choosing_caps_asks_the_key_about_the_graph_itself():
     gm = gathers_and_scatters()
     rank = {n: -i for i, n in enumerate(gm.graph.nodes)}
-    with config.patch({PAYLOAD_ORDER: rank.__getitem__}):
-        report = BUCKETERS["BucketAndSchedule"](gm)
+    report = BUCKETERS["BucketAndSchedule"](gm, payload_order=rank.__getitem__)
     names = [[m.fqns[0] for m in b.members] for b in report.buckets]
     assert names
     assert all(len(n) > 1 for n in names)
@@ -526,7 +517,7 @@ def test_bad_caps(bad):
     gm = gathers_and_scatters()
     before, nodes = described(gm), list(gm.graph.nodes)
     with pytest.raises(error, match=match):
-        teb.bucket_graph(gm, cap)
+        by_cap(gm, cap)
     with pytest.raises(error, match=match):
         teb.plan_by_cap(gm.graph, cap)
     assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
@@ -535,7 +526,7 @@ def test_bad_caps(bad):
 @pytest.mark.parametrize("cap", [1e308, 10**400, 1e-300, {"unheard of": 1.0}, {}])
 def test_caps_of_any_size(cap):
     gm = gathers_and_scatters()
-    report = teb.bucket_graph(gm, cap)
+    report = by_cap(gm, cap)
     assert bool(report.buckets) == (cap != 1e-300)
     gm.graph.lint()
 

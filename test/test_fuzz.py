@@ -16,7 +16,7 @@ EXAMPLES, SEED = 600, 20_000
 # What an example calls by another name than its own, and what only describes results.
 ELSEWHERE = {
     "reports": {"CompileReport", "GraphReport", "ScheduleReport", "RingTopology"},
-    "plans": {"BucketPlan", "make_plan", "manual_plan", "transformer_block_plan"},
+    "plans": {"BucketPlan", "manual_plan", "transformer_block_plan"},
     "backend": {"PrefetchDepth"},
     "groups": {
         "primary_group",

@@ -149,7 +149,7 @@ for name, modules in OLD_NAMES.items():
         raise AssertionError("an attribute out of nowhere")
 
 # Folders answer for the modules that had their names.
-from torch_ext_bucketing.passes import BucketUnits, PassManager, TagParameters, backend
+from torch_ext_bucketing.passes import BucketUnits, Pipeline, TagParameters, backend
 from torch_ext_bucketing.plans import BucketPlan, make_plan, manual_plan, transformer_block_plan
 from torch_ext_bucketing.scheduling import model_of, peak_bytes, schedule
 from torch_ext_bucketing.ring import RingTopology, init_ring_process_group

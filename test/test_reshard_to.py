@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.graph.collectives import group_name, group_size, kind_of
+from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.rewrites.reshard_to import (
     SmallerGroup,
     read_first_gathers,
@@ -247,8 +248,7 @@ def test_what_is_computed_again_reads_it_too(fake_world, partitioner):
     step(torch.compile(model, backend=capture, fullgraph=True), TOKENS)
     forward, backward = capture.graphs
     assert gathers(forward)[4] == 10
-    for p in reshard.follow_ups():
-        p(forward)
+    reshard.finish(forward, Compilation())
     assert gathers(forward) == Counter({4: 10})
     backward.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
     # The first block's, its bias among them, and the head's; the second's are kept.

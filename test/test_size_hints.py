@@ -275,9 +275,10 @@ def test_an_estimate_that_fails_leaves_the_caps_to_torch(fake_world):
 def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
     from torch_ext_bucketing.agreement.differences import Version, mismatch_text
     from torch_ext_bucketing.agreement.launches import GraphLaunches, GroupLaunches
-    from torch_ext_bucketing.passes.backends import Compilation, PassManager, _InductorPass
+    from torch_ext_bucketing.passes.backends import Compilation, _InductorPass
+    from torch_ext_bucketing.passes.pipeline import Pipeline
 
-    manager = PassManager([teb.Schedule(teb.Overlap())])
+    manager = Pipeline([teb.Schedule(teb.Overlap())])
 
     def key(hints):
         return _InductorPass(manager, "joint", Compilation(size_hints=hints)).uuid()
@@ -288,7 +289,7 @@ def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
     bases = [manager.basis(hints) for hints in (None, 64)]
     assert bases[0].startswith("machine H100 ")
     assert bases[1].endswith("size hints 64")
-    assert PassManager([teb.BucketByCap()]).basis(64) == ""
+    assert Pipeline([teb.BucketByCap()]).basis(64) == ""
     of_group = GroupLaunches("0", ())
     launches = GraphLaunches("forward", (of_group,), bases[1])
     assert GraphLaunches.decode(launches.encode()) == launches
@@ -385,7 +386,6 @@ def _merged(seed, hints):
     scheduler = teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(ratio=2)], caps_mb=(1e-5, 1.0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scheduler.prepare(gm, compilation)
         scheduler(gm, compilation)
     gm.graph.lint()
     left = Counter(str(n.target) for n in gm.graph.nodes)

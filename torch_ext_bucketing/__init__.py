@@ -22,16 +22,15 @@ if TYPE_CHECKING:
     from .bucketing.groups import primary_group
     from .passes.backends import backend
     from .passes.base import GraphPass
-    from .passes.bucketing import BucketByCap, BucketUnits, bucket_graph
+    from .passes.bucketing import BucketByCap, BucketUnits
     from .passes.combine_uses import CombineUses
-    from .passes.divided import DividedUnitWarning
+    from .passes.diagnostics import DividedUnitWarning, NotBucketedWarning, PayloadOrderWarning
     from .passes.keep import NothingKeptWarning
     from .passes.recipe import recipe
     from .passes.reduce_scatter_first import ReduceScatterFirst
     from .passes.resharding import ReshardAfterForward
     from .passes.scheduling import BucketAndSchedule, Schedule
     from .passes.separate_groups import SeparateGroups
-    from .passes.silence import NotBucketedWarning, PayloadOrderWarning
     from .passes.tagging import TagParameters
     from .passes.whole_step import whole_step_pass
     from .plans.blocks import transformer_block_plan
@@ -95,7 +94,6 @@ __all__ = [
     "TagParameters",
     "agree",
     "backend",
-    "bucket_graph",
     "data_parallel",
     "hooks_status",
     "init_ring_process_group",
@@ -129,9 +127,8 @@ _HOME = {
     "passes.bucketing": (
         "BucketByCap",
         "BucketUnits",
-        "bucket_graph",
     ),
-    "passes.divided": ("DividedUnitWarning",),
+    "passes.diagnostics": ("DividedUnitWarning", "NotBucketedWarning", "PayloadOrderWarning"),
     "passes.keep": ("NothingKeptWarning",),
     "passes.recipe": ("recipe",),
     "passes.combine_uses": ("CombineUses",),
@@ -142,7 +139,6 @@ _HOME = {
         "Schedule",
     ),
     "passes.separate_groups": ("SeparateGroups",),
-    "passes.silence": ("NotBucketedWarning", "PayloadOrderWarning"),
     "passes.tagging": ("TagParameters",),
     "passes.whole_step": ("whole_step_pass",),
     "plans.blocks": ("transformer_block_plan",),

@@ -234,7 +234,7 @@ def explain(
 
             passes.append(Schedule(Overlap(), on))
         if drawn is not None:
-            passes.append(_recorder(drawn, on))
+            passes = [_drawing(drawn, "before", on), *passes, _drawing(drawn, "after", on)]
         return _compile(model, arguments, keywords, passes, size_hints)
     finally:
         if dist.is_initialized():
@@ -358,32 +358,30 @@ def _passes(
         raise ExplainError(str(error)) from error
 
 
-def _recorder(drawn: list[Drawn], machine: Machine) -> GraphPass:
-    """A last pass that keeps the timelines of each graph before the first pass and now."""
+def _drawing(drawn: list[Drawn], version: str, machine: Machine) -> GraphPass:
+    """A pass that keeps the timeline of each graph as it is."""
     from ._torch.aot import stage_of
     from .graph.size_hints import SizeHints
-    from .passes.base import Compilation, GraphPass
+    from .passes.base import Baseline, Compilation, GraphPass
     from .scheduling.model import model_of
     from .scheduling.timeline import Timeline
     from .scheduling.trace import Drawn
 
-    class Record(GraphPass):
+    class Draw(GraphPass):
         stage = "forward_backward"
+        needs = (Baseline,)
 
-        def _keep(self, graph: Any, version: str, compilation: Compilation) -> None:
+        def run(self, graph: Any, compilation: Compilation) -> None:
             graph = getattr(graph, "graph", graph)
-            hints, beside = SizeHints.of(compilation.size_hints), compilation.beside_bytes
-            model = model_of(graph, machine, hints=hints, beside_bytes=beside)
+            model = model_of(
+                graph,
+                machine,
+                hints=SizeHints.of(compilation.size_hints),
+                beside_bytes=compilation.baseline.external_live_bytes,
+            )
             drawn.append(Drawn(stage_of(graph), version, model, Timeline.of(model)))
 
-        def prepare(self, graph: Any, compilation: Any) -> None:
-            compilation.beside(graph)
-            self._keep(graph, "before", compilation)
-
-        def __call__(self, graph: Any, compilation: Any = None) -> None:
-            self._keep(graph, "after", compilation)
-
-    return Record()
+    return Draw()
 
 
 def _compile(

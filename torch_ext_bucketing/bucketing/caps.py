@@ -56,6 +56,7 @@ __all__ = [
     "CapPlanner",
     "Eligible",
     "check_cap",
+    "check_options",
     "plan_by_cap",
 ]
 
@@ -137,9 +138,7 @@ class CapPlanner:
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
     ) -> None:
-        kinds = check_kinds(kinds)
-        if group_filter is not None and not callable(group_filter):
-            raise TypeError(f"group_filter must be a callable or None, got {group_filter!r}")
+        check_options(kinds=kinds, eligible=eligible, group_filter=group_filter)
         self._graph = graph
         with _reading_only(graph, eligible=eligible, group_filter=group_filter):
             self._contracted = Contraction(graph)
@@ -156,7 +155,7 @@ class CapPlanner:
         non_adjacent: bool = True,
     ) -> BucketingPlan:
         """The plan under one cap."""
-        _check_bounds(cap_mb, max_node_span, max_compute_run)
+        check_options(cap_mb, max_node_span=max_node_span, max_compute_run=max_compute_run)
         caps = list(cap_mb.values()) if isinstance(cap_mb, Mapping) else [cap_mb]
         self._contracted.reset()
         planner = _Planner(
@@ -227,11 +226,9 @@ def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) ->
     elif eligible == "structure":
         is_eligible = fsdp_starts(graph).__contains__
         otherwise = "it is no collective of FSDP by its place in the graph"
-    elif callable(eligible):
+    else:
         is_eligible = _asking(eligible)
         otherwise = "it is not eligible"
-    else:
-        raise ValueError(f"eligible must be 'tag', 'structure' or a callable, got {eligible!r}")
 
     ours: dict[fx.Node, Kind] = {}
     for node in graph.nodes:
@@ -431,17 +428,33 @@ class _Planner:
         return cap_bytes
 
 
-def _check_bounds(cap_mb: CapMb, max_node_span: int | None, max_run: int | None) -> None:
+def check_options(
+    cap_mb: CapMb = None,
+    *,
+    kinds: Collection[Kind] = KINDS,
+    eligible: Eligible = "tag",
+    group_filter: GroupFilter | None = None,
+    max_node_span: int | None = None,
+    max_compute_run: int | None = None,
+    non_adjacent: bool = True,
+) -> None:
+    """Check options of :func:`plan_by_cap` without a graph; errors are those of that function."""
+    check_kinds(kinds)
+    if eligible not in ("tag", "structure") and not callable(eligible):
+        raise ValueError(f"eligible must be 'tag', 'structure' or a callable, got {eligible!r}")
+    if group_filter is not None and not callable(group_filter):
+        raise TypeError(f"group_filter must be a callable or None, got {group_filter!r}")
     if max_node_span is not None and (
         not isinstance(max_node_span, int) or isinstance(max_node_span, bool) or max_node_span < 0
     ):
         raise ValueError(
             f"max_node_span must be a number of nodes of at least 0, or None, got {max_node_span!r}"
         )
-    if max_run is not None and (not isinstance(max_run, int) or isinstance(max_run, bool)):
-        raise ValueError(f"max_compute_run must be a number of nodes, got {max_run!r}")
-    if max_run is not None and max_run < 1:
-        raise ValueError(f"max_compute_run must be at least 1, got {max_run!r}")
+    most = max_compute_run
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool)):
+        raise ValueError(f"max_compute_run must be a number of nodes, got {most!r}")
+    if most is not None and most < 1:
+        raise ValueError(f"max_compute_run must be at least 1, got {most!r}")
     caps: list[tuple[Any, Any]] = (
         list(cap_mb.items()) if isinstance(cap_mb, Mapping) else [("", cap_mb)]
     )

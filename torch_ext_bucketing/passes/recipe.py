@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._torch.fsdp2 import is_wrapped
+from ..fqns import format_names
 from ..graph.collectives import KINDS, Kind
 from ..plans.blocks import transformer_block_plan
 from ..plans.order import FSDPParamOrder
@@ -19,11 +20,10 @@ from ..scheduling.overlap import Overlap
 from .base import GraphPass
 from .bucketing import BucketUnits
 from .combine_uses import CombineUses
-from .divided import some
+from .diagnostics import NotBucketedWarning
 from .reduce_scatter_first import ReduceScatterFirst
 from .resharding import ReshardAfterForward
 from .scheduling import BucketAndSchedule, Schedule
-from .silence import NotBucketedWarning
 
 __all__ = ["Goal", "recipe"]
 
@@ -83,8 +83,8 @@ def recipe(
         warnings.warn(
             f"{len(plain)} parameter(s) of {type(model).__name__} are trained and not sharded, so "
             "no collective reduces their gradients, and each rank trains its own: "
-            f"{some(plain)}. Shard the whole model, data_parallel(model, mesh), or reduce them "
-            "yourself",
+            f"{format_names(plain)}. Shard the whole model, data_parallel(model, mesh), or "
+            "reduce them yourself",
             NotBucketedWarning,
             stacklevel=2,
         )

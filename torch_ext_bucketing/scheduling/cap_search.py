@@ -40,6 +40,7 @@ from .scheduler import BoundNotKeptWarning, schedule_model
 
 __all__ = [
     "CAPS_MB",
+    "check_caps",
     "choose_caps",
 ]
 
@@ -92,10 +93,7 @@ def choose_caps(
     clock = time.perf_counter()
     largest = _LARGEST_MB if caps_mb is None else 0.0
     caps_mb = CAPS_MB if caps_mb is None else caps_mb
-    if not caps_mb:
-        raise ValueError("caps_mb is empty: give at least one cap in MiB")
-    for cap in caps_mb:
-        check_cap(cap, "each of caps_mb")
+    check_caps(caps_mb)
     policies = policies_of(policies)
     hints = SizeHints.of(size_hints)
     costs = Costs(machine, hints)
@@ -114,6 +112,14 @@ def choose_caps(
     chosen = search.best()
     report = CapsReport(tried[chosen], tuple(tried.values()), time.perf_counter() - clock)
     return plan, report
+
+
+def check_caps(caps_mb: Collection[float]) -> None:
+    """Raise a ValueError unless there are caps, all positive numbers."""
+    if not caps_mb:
+        raise ValueError("caps_mb is empty: give at least one cap in MiB")
+    for cap in caps_mb:
+        check_cap(cap, "each of caps_mb")
 
 
 def _tried(caps: _Caps, report: ScheduleReport) -> TriedCaps:
