@@ -30,8 +30,8 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.agreement import op as _agree_op  # noqa: F401  (defines the operator)
 from torch_ext_bucketing.agreement.before_run import agree_on_launches, before_first_run
 from torch_ext_bucketing.agreement.launches import GraphLaunches, GroupLaunches, Launch, Member
-from torch_ext_bucketing.demo.model import ModelConfig, Transformer
-from torch_ext_bucketing.demo.ranks import Rank, run_ranks
+from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
 Compiler = Literal["aot_eager", "inductor"]
 

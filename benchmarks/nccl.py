@@ -40,7 +40,7 @@ from benchmarks.nccl_cells import (
     select,
     soft_limit,
 )
-from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
+from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 
 SIZES = {
     # layers, width, sequences per rank and step
@@ -146,8 +146,6 @@ class _Launch:
             list(keys),
             settings,
             timeout_s=timeout_s,
-            # Inductor would start a pool of processes per rank.
-            environment={"TORCH_WARM_POOL": "0"},
             on_message=self._on_message,
         )
 

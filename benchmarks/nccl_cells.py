@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from benchmarks.parity_cells import Reference, RunReport
-from torch_ext_bucketing.demo.results import whole_digest
-from torch_ext_bucketing.demo.table import columns
+from torch_ext_bucketing.testing.demo.results import whole_digest
+from torch_ext_bucketing.testing.demo.table import columns
 
 BACKENDS = ("aot_eager", "inductor")
 PARALLELISM = ("fsdp", "hsdp")

@@ -40,14 +40,14 @@ from benchmarks.parity_ranks import (
     eager_model,
     reshard,
 )
-from torch_ext_bucketing.demo.ranks import Rank
-from torch_ext_bucketing.demo.results import Payload
-from torch_ext_bucketing.demo.train import count_collectives as count_calls
-from torch_ext_bucketing.demo.train import digest
 from torch_ext_bucketing.graph.collectives import count_collectives
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
 from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.testing.compare import count_collectives as count_calls
+from torch_ext_bucketing.testing.compare import digest
+from torch_ext_bucketing.testing.demo.results import Payload
+from torch_ext_bucketing.testing.ranks import Rank
 
 
 def run_rank(rank: Rank, keys: Sequence[Key], settings: Settings) -> None:

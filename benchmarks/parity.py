@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import parity_cells as cells_
 from benchmarks.parity_cells import Cell, CellReport, CellResult, RunReport, on_messages, select
 from benchmarks.parity_rows import RowResult, render_rows, run_table
-from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
-from torch_ext_bucketing.demo.results import whole_digest
-from torch_ext_bucketing.demo.table import columns
+from torch_ext_bucketing.testing.demo.results import whole_digest
+from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 
 KERNELS = (
     "Inductor's decompositions and generated kernels round differently from eager's kernels; with "
@@ -194,8 +194,6 @@ def run_topology(
         steps,
         layers,
         timeout_s=timeout_s,
-        # Inductor would start a pool of processes per rank, which is for Triton only.
-        environment={"TORCH_WARM_POOL": "0"},
         on_message=on_messages(
             world, lambda r: r.cell, lambda by_rank: finish(combine(by_rank, steps)), say
         ),

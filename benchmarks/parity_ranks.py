@@ -39,9 +39,6 @@ from benchmarks.parity_models import (
     tensor_parallel,
     unit_names,
 )
-from torch_ext_bucketing.demo.ranks import Rank
-from torch_ext_bucketing.demo.results import Member, Payload, RunRecord, layout_differences
-from torch_ext_bucketing.demo.train import digest, start_rank
 from torch_ext_bucketing.fqns import canonical_fqn
 from torch_ext_bucketing.graph.collectives import KINDS
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
@@ -53,7 +50,10 @@ from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.reports.compile import CompileReport
-from torch_ext_bucketing.ring.group import RingTopology
+from torch_ext_bucketing.testing.compare import digest
+from torch_ext_bucketing.testing.demo.results import Member, Payload, RunRecord, layout_differences
+from torch_ext_bucketing.testing.ranks import Rank
+from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Of computation, gathers and reductions; weights and optimizer are float32 in all cells. Gradients
@@ -131,8 +131,7 @@ def run_cells(rank: Rank, cells: Sequence[Cell], steps: int, layers: int) -> Non
         channels=CHANNELS,
         chunk_bytes=CHUNK_BYTES,
     )
-    start_rank(rank, topology)
-    try:
+    with ring_rank(rank, topology):
         meshes: dict[tuple[int, ...], DeviceMesh] = {}
         eager: tuple[Reference, RunReport, list[Payload]] | None = None
         for cell in cells:
@@ -155,8 +154,6 @@ def run_cells(rank: Rank, cells: Sequence[Cell], steps: int, layers: int) -> Non
                 rank.send(("run", f"{cell.name}: fsdp_order and control"))
                 runs = _aot_eager(job)
             rank.send(("cell", CellReport(cell, eager[1], runs, torch.__version__)))
-    finally:
-        dist.destroy_process_group()
 
 
 def _model(

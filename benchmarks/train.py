@@ -44,9 +44,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
-from torch_ext_bucketing.demo.settings import Settings
-from torch_ext_bucketing.demo.table import columns
+from torch_ext_bucketing.testing.demo.settings import Settings
+from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 
 from .train_ways import BACKENDS, OURS, WAYS, RankReport, Training, combine, problems, ranking
 
@@ -145,8 +145,6 @@ def run(training: Training, timeout_s: float) -> dict[str, Any]:
         training.ranks,
         training,
         timeout_s=timeout_s,
-        # Inductor would start a pool of processes per rank, which is for Triton only.
-        environment={"TORCH_WARM_POOL": "0"},
         on_message=on_message,
     )
     return combine(training, reports)

@@ -27,17 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.nccl_ranks import start, synchronize
 from benchmarks.train_ways import WARMUP_STEPS, RankReport, Training, WayReport
-from torch_ext_bucketing.demo import text
-from torch_ext_bucketing.demo.model import Transformer
-from torch_ext_bucketing.demo.ranks import Rank
-from torch_ext_bucketing.demo.settings import Settings
-from torch_ext_bucketing.demo.train import (
-    PARAM_DTYPE,
-    REDUCE_DTYPES,
-    digest,
-    eager_run,
-    model_config,
-)
 from torch_ext_bucketing.graph.collectives import Kind
 from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.measure import measure
@@ -53,6 +42,17 @@ from torch_ext_bucketing.scheduling.cost import H100, Machine
 from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.timeline import Timeline
+from torch_ext_bucketing.testing import text
+from torch_ext_bucketing.testing.demo.settings import Settings
+from torch_ext_bucketing.testing.demo.train import (
+    PARAM_DTYPE,
+    REDUCE_DTYPES,
+    digest,
+    eager_run,
+    model_config,
+)
+from torch_ext_bucketing.testing.model import Transformer
+from torch_ext_bucketing.testing.ranks import Rank
 
 CAP_MB = 25.0
 MEMORY_STEPS = 3

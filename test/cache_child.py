@@ -185,7 +185,7 @@ def run(name: str, mesh) -> dict[str, object]:
         "codes": codes,
         "log": log.messages,
         "error": error,
-        "hooks": str(teb.hooks_status()),
+        "hooks": str(teb.hooks.status()),
         "file": teb.__file__,
     }
 
@@ -198,7 +198,7 @@ def worker_hooks() -> dict[str, str]:
     for method in ("subprocess", "fork", "spawn"):
         with config.patch(worker_start_method=method, compile_threads=2):
             pool = async_compile.AsyncCompile.process_pool()
-            found[method] = str(pool.submit(teb.hooks_status).result(timeout=120))
+            found[method] = str(pool.submit(teb.hooks.status).result(timeout=120))
             async_compile.shutdown_compile_workers()
     return found
 
@@ -213,7 +213,7 @@ def main(names: list[str]) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for name in names:
         if name == "--workers":
-            result = {"name": name, "workers": worker_hooks(), "hooks": str(teb.hooks_status())}
+            result = {"name": name, "workers": worker_hooks(), "hooks": str(teb.hooks.status())}
         else:
             result = run(name, mesh)
         # One write, so that lines of two ranks don't mix.

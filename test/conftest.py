@@ -12,7 +12,14 @@ import pytest
 # CPU says of itself is enough here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-import torch_ext_bucketing  # noqa: F401
+import torch_ext_bucketing
+from torch_ext_bucketing.testing import ranks
+
+torch_ext_bucketing.hooks.install()
+
+# All ranks of a run come from one server. What is about a process's start or its end, its environment
+# at import or its hash seed needs a process started otherwise.
+ranks.preload("rank_imports")
 
 # With two workers, each of which takes the next file when it has finished one, the long files must
 # not come last.

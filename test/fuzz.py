@@ -450,8 +450,6 @@ def _groups(e: Example) -> Any:
     assert len(chosen) == bool(counts)
     return e.rng.choice(
         (
-            lambda: teb.hooks_status(),
-            lambda: teb.require_hooks(),
             lambda: teb.register_ring_backend(),
             lambda: teb.init_ring_process_group(0, 2, timeout=timedelta(seconds=1)),
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 from benchmarks.nccl_cells import Key, Settings, TimedReport
-from torch_ext_bucketing.demo.ranks import Rank
+from torch_ext_bucketing.testing.ranks import Rank
 
 
 def fails_on_one(rank: Rank, keys: list[Key], settings: Settings) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_ext_bucketing.patching import hooks_status
+from torch_ext_bucketing import hooks
 
 needs_unpatched_torch = pytest.mark.skipif(
-    hooks_status().state != "in memory",
-    reason=f"the installed torch has the hooks {hooks_status().state}",
+    hooks.status().state != "in memory",
+    reason=f"the installed torch has the hooks {hooks.status().state}",
 )
 
 TORCH_DIR = Path(torch.__file__).resolve().parent

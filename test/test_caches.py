@@ -290,7 +290,7 @@ def test_compiling_in_a_subprocess_is_refused(checkout, tmp_path):
     done = checkout.command(str(CHILD), "backend", "config", **{mode: "SUBPROCESS"}, **cache)
     for result in map(json.loads, done.stdout.splitlines()):
         assert f"RuntimeError: {mode}=SUBPROCESS runs graph passes in" in result["error"], result
-    if "in memory" in str(teb.hooks_status()):
+    if "in memory" in str(teb.hooks.status()):
         assert f"HooksWarning: {mode}=SUBPROCESS compiles graphs" in done.stderr
     assert done.stdout.count("\n") == 2, done.stderr[-6000:]
 
@@ -534,7 +534,7 @@ def test_every_module_of_the_package_counts(tmp_path: Path):
     import importlib, pathlib, sys
     from torch_ext_bucketing import _source
     package = pathlib.Path(sys.argv[1])
-    apart = ("patching", "demo")  # what they do to a graph: nothing
+    apart = ("hooks", "testing")  # what they do to a graph: nothing
     modules = sorted(
         m for m in package.rglob("*.py") if m.relative_to(package).parts[0] not in apart
     )

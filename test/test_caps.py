@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ from collective_graphs import (
     GROUP_FILTER,
     MAX_SPAN,
     NON_ADJACENT,
-    OPTIONS,
     reduce_scatter,
     run_all_ranks,
     starts,
@@ -343,17 +342,13 @@ def padded_before_a_write(p, q, new):
 
 
 @pytest.mark.parametrize("fn", [cast_before_a_write, padded_before_a_write])
-@pytest.mark.parametrize("mode", ["default", "custom_ops"])
-def test_a_bucket_does_not_read_what_was_written_since_its_members_did(fn, mode):
+def test_a_bucket_does_not_read_what_was_written_since_its_members_did(fn):
     """Buckets cast and pad on their own: a member that did so before a write must stay alone."""
     gm = trace(fn, *(torch.zeros(4) for _ in range(3)))
     inputs = [[torch.arange(4.0) + 10 * i + rank for i in range(3)] for rank in range(WORLD)]
     expected = run_all_ranks(gm, inputs)
-    entry = OPTIONS + "bucket_mode"
-    known = hasattr(config.aten_distributed_optimizations, "bucket_mode")
-    with config.patch({entry: mode} if known else {}):
-        plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
-        apply_plan(gm.graph, plan)
+    plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
+    apply_plan(gm.graph, plan)
     for got, want in zip(run_all_ranks(gm, inputs), expected, strict=True):
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
     if fn is cast_before_a_write:
@@ -663,26 +658,6 @@ left: all_gather_into_tensor_default_5; it serves no known parameter""",
 
 
 # -- modes of torch -------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(
-    "coalesced" not in get_args(getattr(bucketing, "BucketMode", None)),
-    reason=f"torch {torch.__version__} has no bucket mode 'coalesced'",
-)
-def test_a_mode_that_packs_nothing_is_refused_by_name():
-    b = Builder()
-    grads = [b.leaf(WORLD * 8, torch.float32) for _ in range(2)]
-    gm = b.finish(
-        [b.collective(kind, x, "0") for kind in ("all_gather", "reduce_scatter") for x in grads]
-    )
-    before = str(gm.graph)
-    plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
-    with config.patch({"aten_distributed_optimizations.bucket_mode": "coalesced"}):
-        with pytest.raises(ValueError, match=r"bucket_mode is 'coalesced'.*set it to None"):
-            apply_plan(gm.graph, plan)
-        assert str(gm.graph) == before
-        gathers = plan_by_cap(gm.graph, 1.0, eligible=everything, kinds=["all_gather"])
-        assert len(apply_plan(gm.graph, gathers)) == 1
 
 
 # -- the contraction itself -----------------------------------------------------------------------

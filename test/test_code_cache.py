@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_ext_bucketing.patching import code_cache
+from torch_ext_bucketing.hooks import code_cache
 
 pytestmark = pytest.mark.once
 

@@ -14,23 +14,16 @@ import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import (
     C10D,
-    GROUP_FILTER,
-    MAX_SPAN,
-    NON_ADJACENT,
-    PAYLOAD_ORDER,
     all_gather,
     reduce_scatter,
     run_all_ranks,
     trace,
 )
 from odd_graphs import CAN_RUN, ODD, tagged, world
-from torch._inductor import config
-from torch._inductor.fx_passes import bucketing, fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch_features import HAS_PRE_BUCKETING, needs_pre_bucketing
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing._torch import bucketing as tb
+from torch_ext_bucketing.bucketing import merge as merging
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import plan_units
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
@@ -220,15 +213,15 @@ def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     before, nodes = described(gm), list(gm.graph.nodes)
     plan = plan_units(gm.graph, Units(UNITS))
     assert len(plan.buckets) == 4
-    merge, calls = tb.merge, []
+    pack, calls = merging.pack, []
 
     def fails_late(*args, **kwargs):
         calls.append(args)
         if len(calls) == 4:
             raise MemoryError("no more")
-        return merge(*args, **kwargs)
+        return pack(*args, **kwargs)
 
-    monkeypatch.setattr(tb, "merge", fails_late)
+    monkeypatch.setattr(merging, "pack", fails_late)
     with pytest.raises(MemoryError, match="no more"):
         apply_plan(gm.graph, plan)
     assert described(gm) == before
@@ -393,28 +386,6 @@ def test_choosing_caps_asks_the_key_about_the_graph_itself():
     assert all(len(n) > 1 for n in names)
 
 
-def torchs_passes(gm: fx.GraphModule) -> None:
-    fsdp.pre_bucket_fsdp_collectives(gm, "custom_ops", 100.0)
-
-
-@pytest.mark.parametrize("bad", BAD_KEYS)
-@pytest.mark.parametrize(
-    "merge",
-    [pytest.param(torchs_passes, marks=needs_pre_bucketing), bucketing.bucket_reduce_scatter],
-)
-def test_bad_payload_keys_in_torchs_passes(bad, merge):
-    gm = gathers_and_scatters()
-    before, nodes = described(gm), list(gm.graph.nodes)
-    key, match = BAD_KEYS[bad]
-    with (
-        config.patch({PAYLOAD_ORDER: key}),
-        pytest.raises(RuntimeError, match=f"bucket_payload_order_key (failed at|.*{match})"),
-    ):
-        merge(gm) if merge is torchs_passes else merge(gm, lambda i: 1.0)
-    assert described(gm) == before
-    assert list(gm.graph.nodes) == nodes
-
-
 # -- hooks: group filter, caps, eligibility -------------------------------------------------------
 
 
@@ -459,18 +430,6 @@ def test_bad_group_filters(bad):
         with pytest.raises(RuntimeError, match=text) as own:
             FILTER_ROADS[road](gm, group_filter=group_filter)
         assert match in str(own.value.__cause__), road
-        assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
-    if not HAS_PRE_BUCKETING:
-        return  # nor groups to filter
-    for merge in (torchs_passes, fsdp.bucket_fsdp_reduce_scatter, fsdp.bucket_fsdp_all_gather):
-        gm = gathers_and_scatters()
-        before, nodes = described(gm), list(gm.graph.nodes)
-        with (
-            config.patch({GROUP_FILTER: group_filter}),
-            pytest.raises(RuntimeError, match=r"fsdp_group_filter failed on") as torchs,
-        ):
-            merge(gm)
-        assert match in str(torchs.value.__cause__), merge
         assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
 
 
@@ -544,17 +503,6 @@ def test_eligibility_that_fails(road):
     assert described(gm) == before
     assert FILTER_ROADS[road](gm, eligible=lambda n: None).buckets == ()
     assert described(gm) == before
-
-
-@needs_pre_bucketing
-@pytest.mark.parametrize("span", [-1, 0, 10**30])
-def test_torchs_span_of_any_size(span):
-    gm = gathers_and_scatters()
-    with config.patch({NON_ADJACENT: True, MAX_SPAN: span}):
-        torchs_passes(gm)
-    gm.graph.lint()
-    merged = sum(kind_of(n) is not None for n in gm.graph.nodes)
-    assert merged == (8 if span < 1 else 2)
 
 
 # -- plans ----------------------------------------------------------------------------------------

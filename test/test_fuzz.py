@@ -20,8 +20,6 @@ ELSEWHERE = {
     "backend": {"PrefetchDepth"},
     "groups": {
         "primary_group",
-        "hooks_status",
-        "require_hooks",
         "register_ring_backend",
         "init_ring_process_group",
     },
@@ -30,7 +28,7 @@ ELSEWHERE = {
     "recipe": {"whole_step_pass"},
     "schedule": {"Overlap", "CapComputeRun", "PeakMemory", "Policy", "Machine", "Level"},
 }
-NOT_CALLED = {"BoundNotKeptWarning", "GraphPass", "H100", "HooksError", "HooksWarning"}
+NOT_CALLED = {"BoundNotKeptWarning", "GraphPass", "H100"}
 NOT_CALLED |= {"DividedUnitWarning", "NotBucketedWarning", "PayloadOrderWarning"}
 NOT_CALLED |= {"NothingKeptWarning"}
 NOT_CALLED |= {"AgreementError", "PlanMismatchError", "RankMissingError"}

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from ranks import on_ranks
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -38,6 +37,7 @@ from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning
 from torch_ext_bucketing.scheduling.sketch import Sketch, _Gather, _Half
 from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.tagging.tags import member_tags
+from torch_ext_bucketing.testing.ring import on_ranks
 
 GIB = 2**30
 UNITS = [["embedding"], ["layers.0"], ["layers.1"], ["head"]]
@@ -297,7 +297,7 @@ def test_ranks_with_uneven_shards_choose_alike(fake_world):
 def _checkpointed_beside_eager(rank):
     from torch.distributed.fsdp import fully_shard
 
-    from torch_ext_bucketing.demo.train import digest
+    from torch_ext_bucketing.testing.compare import digest
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from ranks import on_ranks
 from test_schedule import DIM, forward_graph
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,6 +18,7 @@ from torch_ext_bucketing.measure import MeasureError, measure
 from torch_ext_bucketing.passes.cache_key import brief
 from torch_ext_bucketing.scheduling.cost import Costs
 from torch_ext_bucketing.scheduling.machine import Level, Machine
+from torch_ext_bucketing.testing.ring import on_ranks
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 MB = 10**6

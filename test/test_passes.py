@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import (
     C10D,
-    PAYLOAD_ORDER,
     all_gather,
     reduce_scatter,
     run_all_ranks,
@@ -321,12 +320,11 @@ def test_payload_is_laid_out_as_the_order_says(fake_world):
         assert bucket.nbytes == offset
 
 
-def packed_by(passes, hook=None, model=None):
+def packed_by(passes):
     """What packed each bucket of a step, and the report."""
     torch._dynamo.reset()
     b = backend("aot_eager", passes)
-    with inductor_config.patch({PAYLOAD_ORDER: hook}):
-        step(torch.compile(model or sharded(), backend=b), TOKENS)
+    step(torch.compile(sharded(), backend=b), TOKENS)
     return {bucket.packed_by for bucket in b.last_report().buckets}, b.last_report()
 
 

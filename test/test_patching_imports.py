@@ -67,7 +67,7 @@ def test_nothing_of_torch_is_imported_and_it_is_cheap(small: Path) -> None:
         import torch_ext_bucketing
         print(time.process_time() - began)
         assert not [name for name in sys.modules if name.split(".")[0] == "torch"]
-        from torch_ext_bucketing.patching import hooks_status
+        from torch_ext_bucketing.hooks import hooks_status
         status = hooks_status()
         assert (status.state, status.reason) == ("in memory", None), status
         """,
@@ -357,7 +357,7 @@ def test_a_series_that_does_not_fit_warns_once_and_names_the_hunks(tmp_path: Pat
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             import torch_ext_bucketing
-            from torch_ext_bucketing.patching import ensure_hooks, hooks_status, require_hooks
+            from torch_ext_bucketing.hooks import ensure_hooks, hooks_status, require_hooks
             ensure_hooks()
         (warning,) = caught
         for text in (str(warning.message), hooks_status().reason):
@@ -390,7 +390,7 @@ def test_the_newest_series_that_is_not_newer_is_tried(
         import warnings
         warnings.simplefilter("ignore")
         import torch_ext_bucketing
-        from torch_ext_bucketing.patching import hooks_status
+        from torch_ext_bucketing.hooks import hooks_status
         print(hooks_status().state, hooks_status().reason)
         """,
         folder,
@@ -426,7 +426,7 @@ def test_the_real_series_by_import_and_in_a_compile() -> None:
             {first}
             import torch
             import torch_ext_bucketing
-            from torch_ext_bucketing.patching import require_hooks
+            from torch_ext_bucketing.hooks import require_hooks
             assert require_hooks().series == {MINOR!r}
             {USE.replace(chr(10), chr(10) + "            ")}
             import torch._inductor.compile_fx

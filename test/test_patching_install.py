@@ -36,7 +36,7 @@ from patching_trees import (
 )
 
 from torch_ext_bucketing.__main__ import main
-from torch_ext_bucketing.patching import (
+from torch_ext_bucketing.hooks import (
     BusyError,
     EditedFileError,
     NotAppliedError,
@@ -47,8 +47,8 @@ from torch_ext_bucketing.patching import (
     install,
     series,
 )
-from torch_ext_bucketing.patching.file_order import in_import_order
-from torch_ext_bucketing.patching.journal import STATE_DIR
+from torch_ext_bucketing.hooks.file_order import in_import_order
+from torch_ext_bucketing.hooks.journal import STATE_DIR
 
 pytestmark = needs_unpatched_torch
 
@@ -724,7 +724,7 @@ def test_a_real_torch_imports_at_every_stage(real_torch: Path) -> None:
     assert "finished an interrupted patch" in command("apply")
     assert run_python(imports, *where).stdout == "True\n"
     done = run_python(
-        "import torch_ext_bucketing; print(torch_ext_bucketing.patching.hooks_status())", *where
+        "import torch_ext_bucketing; print(torch_ext_bucketing.hooks.hooks_status())", *where
     )
     assert "state='on disk'" in done.stdout
     assert repr(hooks_status().digest) in done.stdout  # the same bytes as in memory
@@ -825,7 +825,7 @@ FILES = sorted(
     for p in (ROOT / "torch_patches").rglob("*")
     if p.is_file()
 )
-FIND = "import os; from torch_ext_bucketing.patching.series import *; print(find_patches_dir()); print([len(s.patches) for s in list_series()])"
+FIND = "import os; from torch_ext_bucketing.hooks.series import *; print(find_patches_dir()); print([len(s.patches) for s in list_series()])"
 
 
 @pytest.mark.once

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_ext_bucketing.patching import PatchDoesNotApplyError, SeriesError
-from torch_ext_bucketing.patching.series import list_series
-from torch_ext_bucketing.patching.unified import apply_patches, parse_patch, split_lines
+from torch_ext_bucketing.hooks import PatchDoesNotApplyError, SeriesError
+from torch_ext_bucketing.hooks.series import list_series
+from torch_ext_bucketing.hooks.unified import apply_patches, parse_patch, split_lines
 
 pytestmark = pytest.mark.once
 

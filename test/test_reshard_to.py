@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.fx as fx
 from expecttest import assert_expected_inline
 from joint_graphs import Joint
-from ranks import on_ranks
 from sharded_models import Capture, TwoBlocks, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +24,7 @@ from torch_ext_bucketing.rewrites.reshard_to import (
     read_first_gathers,
     reshard_to,
 )
+from torch_ext_bucketing.testing.ring import on_ranks
 
 SLICE = torch.ops.aten.slice_copy.Tensor
 UNITS = ["layers.0", ""]
@@ -337,7 +337,7 @@ def test_the_place_in_the_group_is_part_of_the_key(fake_world):
 
 def _train(model, run, rank):
     """Digests of this rank's weights after every step."""
-    from torch_ext_bucketing.demo.train import digest
+    from torch_ext_bucketing.testing.compare import digest
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     digests = []

@@ -17,7 +17,6 @@ from collective_graphs import C10D, all_gather, run_all_ranks, starts, trace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_graphs import Builder
-from ranks import on_ranks
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -28,6 +27,7 @@ from torch_ext_bucketing.graph.size_hints import DEFAULT, SizeHints
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
+from torch_ext_bucketing.testing.ring import on_ranks
 
 _aten = torch.ops.aten
 

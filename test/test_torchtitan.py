@@ -51,10 +51,7 @@ from torchtitan.distributed.fsdp import (  # noqa: E402
 )
 from torchtitan.experiments.graph_trainer import simple_fsdp  # noqa: E402
 
-from torch_ext_bucketing.demo import text  # noqa: E402
-from torch_ext_bucketing.demo.model import ModelConfig, Transformer  # noqa: E402
-from torch_ext_bucketing.demo.ranks import Rank, run_ranks  # noqa: E402
-from torch_ext_bucketing.demo.train import count_collectives, digest  # noqa: E402
+from torch_ext_bucketing import hooks  # noqa: E402
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of  # noqa: E402
 from torch_ext_bucketing.passes.backends import backend  # noqa: E402
 from torch_ext_bucketing.passes.base import Compilation  # noqa: E402
@@ -62,10 +59,13 @@ from torch_ext_bucketing.passes.bucketing import BucketUnits  # noqa: E402
 from torch_ext_bucketing.passes.recipe import recipe  # noqa: E402
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward  # noqa: E402
 from torch_ext_bucketing.passes.whole_step import whole_step_pass  # noqa: E402
-from torch_ext_bucketing.patching import hooks_status  # noqa: E402
 from torch_ext_bucketing.plans.blocks import transformer_block_plan  # noqa: E402
 from torch_ext_bucketing.plans.order import FSDPParamOrder  # noqa: E402
-from torch_ext_bucketing.ring.group import RingTopology, init_ring_process_group  # noqa: E402
+from torch_ext_bucketing.testing import text  # noqa: E402
+from torch_ext_bucketing.testing.compare import count_collectives, digest  # noqa: E402
+from torch_ext_bucketing.testing.model import ModelConfig, Transformer  # noqa: E402
+from torch_ext_bucketing.testing.ranks import Rank, run_ranks  # noqa: E402
+from torch_ext_bucketing.testing.ring import RingTopology, init_ring_process_group  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -426,7 +426,7 @@ def test_torchtitan_may_be_imported_first():
 def test_the_graph_trainer_imported_first_works_or_says_what_to_do():
     """Its FSDP passes take functions out of torch's bucketing modules when they are imported."""
     done = _import_first("torchtitan.experiments.graph_trainer.trainer")
-    if hooks_status().state != "in memory" or not done.returncode:
+    if hooks.status().state != "in memory" or not done.returncode:
         assert done.stdout == "imported", done.stderr
         return
     error = done.stderr.splitlines()[-1]

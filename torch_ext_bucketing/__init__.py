@@ -1,21 +1,16 @@
 """Collective bucketing policies for compiled PyTorch training.
 
-Importing the package is what gives torch the hooks: where the installed torch lacks them, its
-bucketing modules are served patched from here on (see ``torch_ext_bucketing.patching``).
+Importing the package changes nothing in torch. ``torch_ext_bucketing.hooks``, which is for torch's
+own passes, does so when it is asked to.
 """
 
 from __future__ import annotations
 
 import importlib as _importlib
-import os as _os
-import sys as _sys
 from typing import TYPE_CHECKING
 
-from ._moved import install as _keep_old_names
-from .patching import HooksError, HooksWarning, hooks_status, require_hooks
-from .patching import ensure_hooks as _ensure_hooks
-
 if TYPE_CHECKING:
+    from . import hooks as hooks
     from .agreement.before_run import agree
     from .agreement.exchange import AgreementError, PlanMismatchError, RankMissingError
     from .bucketing.caps import plan_by_cap
@@ -42,8 +37,6 @@ if TYPE_CHECKING:
     from .reports.compile import CompileReport
     from .reports.graph import GraphReport
     from .reports.schedule import ScheduleReport
-    from .ring.group import init_ring_process_group, register_ring_backend
-    from .ring.sums import RingTopology
     from .scheduling.machine import H100, Level, Machine
     from .scheduling.memory import CapComputeRun, PeakMemory
     from .scheduling.model import peak_bytes
@@ -52,6 +45,8 @@ if TYPE_CHECKING:
     from .scheduling.scheduler import BoundNotKeptWarning, schedule
     from .tagging.tag_graph import tag_joint_graph
     from .tagging.tags import Tag, set_tag, tag_of
+    from .testing.ring import init_ring_process_group, register_ring_backend
+    from .testing.sums import RingTopology
 
 __version__ = "0.1.0"
 
@@ -70,8 +65,6 @@ __all__ = [
     "FSDPParamOrder",
     "GraphPass",
     "GraphReport",
-    "HooksError",
-    "HooksWarning",
     "Level",
     "Machine",
     "NotBucketedWarning",
@@ -95,7 +88,6 @@ __all__ = [
     "agree",
     "backend",
     "data_parallel",
-    "hooks_status",
     "init_ring_process_group",
     "make_plan",
     "manual_plan",
@@ -104,7 +96,6 @@ __all__ = [
     "primary_group",
     "recipe",
     "register_ring_backend",
-    "require_hooks",
     "schedule",
     "set_tag",
     "tag_joint_graph",
@@ -150,11 +141,11 @@ _HOME = {
     "reports.compile": ("CompileReport",),
     "reports.graph": ("GraphReport",),
     "reports.schedule": ("ScheduleReport",),
-    "ring.group": (
+    "testing.ring": (
         "init_ring_process_group",
         "register_ring_backend",
     ),
-    "ring.sums": ("RingTopology",),
+    "testing.sums": ("RingTopology",),
     "scheduling.machine": (
         "H100",
         "Level",
@@ -186,6 +177,8 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 def __getattr__(name: str) -> object:
     """Import what is asked for when it is asked for: importing the package stays cheap."""
+    if name == "hooks":
+        return _importlib.import_module(f"{__name__}.hooks")
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -195,27 +188,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
-def _is_own_command() -> bool:
-    """Whether this process was started as our command line, which must work on a broken torch.
-
-    ``sys.orig_argv`` tells, and not ``sys.argv``, which ``multiprocessing`` copies to its children.
-    """
-    arguments = iter(_sys.orig_argv[1:])
-    for argument in arguments:
-        if argument in ("-W", "-X", "--check-hash-based-pycs"):
-            next(arguments, None)
-        elif argument == "-m":
-            return next(arguments, None) == __name__
-        elif argument == f"-m{__name__}":
-            return True
-        elif not argument.startswith("-"):
-            return _os.path.basename(argument).startswith("torch-ext-bucketing")
-    return False
-
-
-if not _is_own_command():
-    _ensure_hooks()
-_keep_old_names()  # Last: an import that fails leaves no finder behind.
+    return sorted({*globals(), *__all__, "hooks"})

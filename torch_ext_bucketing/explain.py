@@ -291,8 +291,8 @@ def _demo_model() -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from .demo.model import ModelConfig, Transformer
     from .plans.simple_fsdp import data_parallel
+    from .testing.model import ModelConfig, Transformer
 
     config = ModelConfig()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .bucketing import register_ops
-
 __all__ = [
     "before_key",
     "keep_beside",
@@ -34,7 +32,6 @@ _log = logging.getLogger(__name__)
 
 def before_key() -> None:
     """To be called by every ``uuid()``, which is what torch asks for before it makes a key."""
-    register_ops()
     _keep_hashes_out()
 
 

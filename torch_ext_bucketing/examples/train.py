@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.demo import text
-from torch_ext_bucketing.demo.model import ModelConfig, Transformer
-from torch_ext_bucketing.demo.train import digest
+from torch_ext_bucketing.testing import text
+from torch_ext_bucketing.testing.compare import digest
+from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
 BF16 = torch.bfloat16
 HELD_OUT = 1_000_000

@@ -24,7 +24,6 @@ from typing import Any, TypeAlias
 import torch.fx as fx
 
 from .._gc import paused_gc
-from .._torch.merge_traces import shared_traces
 from ..bucketing.caps import CapPlanner, check_cap
 from ..bucketing.merge import merge_buckets
 from ..bucketing.plan import BucketingPlan
@@ -168,23 +167,22 @@ class _Search:
         Returns:
             The plan with the best.
         """
-        with shared_traces():
-            for cap in sorted(ladder, key=self.busiest_ms):
-                self.attempt(cap)
-            # A small model, or a hard bound.
-            while self.tried[self.best()].misses and ladder[0] > _SMALLEST_MB:
-                ladder.insert(0, ladder[0] / 4)
-                self.attempt(ladder[0])
-            # A large model, whose parameters are larger than all of these.
-            while _top(self.best()) == ladder[-1] < largest:
-                ladder.append(min(4 * ladder[-1], largest))
-                self.attempt(ladder[-1])
-            for key, _ in self.best():
-                caps = dict(self.best())
-                at = ladder.index(caps[key])
-                for near in (at - 1, at + 1):
-                    if 0 <= near < len(ladder):
-                        self.attempt({**caps, key: ladder[near]})
+        for cap in sorted(ladder, key=self.busiest_ms):
+            self.attempt(cap)
+        # A small model, or a hard bound.
+        while self.tried[self.best()].misses and ladder[0] > _SMALLEST_MB:
+            ladder.insert(0, ladder[0] / 4)
+            self.attempt(ladder[0])
+        # A large model, whose parameters are larger than all of these.
+        while _top(self.best()) == ladder[-1] < largest:
+            ladder.append(min(4 * ladder[-1], largest))
+            self.attempt(ladder[-1])
+        for key, _ in self.best():
+            caps = dict(self.best())
+            at = ladder.index(caps[key])
+            for near in (at - 1, at + 1):
+                if 0 <= near < len(ladder):
+                    self.attempt({**caps, key: ladder[near]})
         chosen = self.best()
         return self.plan(dict(chosen) or ladder[0], self.bounds[chosen])
 

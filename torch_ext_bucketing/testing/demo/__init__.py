@@ -1,9 +1,6 @@
 """A real training run, three ways, compared bit for bit: ``python -m torch_ext_bucketing demo``.
 
 settings   what runs, checked                     (no torch)
-ranks      processes that never outlive the run   (no torch)
-text       real text as tokens
-model      a LLaMA-style decoder
 train      what each rank does
 rounding   Inductor kernels that round as eager's
 results    from the ranks' reports to a result    (no torch)

@@ -15,6 +15,9 @@ lock held.
 
 Ranks find each other through a file in a temporary folder: no port, so that any number
 of runs can share a machine. Only the standard library is imported here.
+
+Importing torch takes a rank seconds. A program that starts ranks more than once, a test run for
+one, calls :func:`preload` first: ranks are then forked from a server that has imported it.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -47,6 +51,9 @@ _LOG_TAIL = 4000
 """Characters of a rank's output that an error shows."""
 
 _CRASH = "Fatal Python error"
+
+_server: BaseContext | None = None
+"""What :func:`preload` made."""
 
 
 class RankError(RuntimeError):
@@ -87,6 +94,25 @@ class Rank:
         self._pipe.send(("message", message))
 
 
+def preload(*modules: str) -> None:
+    """From now on, fork ranks from one server that has imported ``modules``.
+
+    Each rank is still a process of its own, and as new as what the modules leave behind. They must
+    leave no thread, or forking is not safe: imports of torch leave none, nor does compiling with
+    ``aot_eager``, which saves a rank the second that its first compile takes longer.
+
+    The server starts with the first rank, with the environment and ``sys.path`` of this process and
+    one OpenMP thread, and ends with this process. Its ranks skip ``atexit``.
+
+    Args:
+        modules: names. What can't be imported is left out without a word, as of
+            ``multiprocessing``, and ranks import it themselves.
+    """
+    global _server
+    _server = multiprocessing.get_context("forkserver")
+    _server.set_forkserver_preload(list(modules))
+
+
 def run_ranks(
     function: Callable[..., T],
     world_size: int,
@@ -109,9 +135,8 @@ def run_ranks(
         environment: more environment variables for the ranks.
         on_message: called in this process with ``(rank, message)`` for each
             :meth:`Rank.send`. What it raises ends the ranks and reaches the caller.
-        context: of :mod:`multiprocessing`; by default "spawn". Not "fork": a forked copy of a
-            process that has run torch can deadlock. With "forkserver", ``threads`` is too late
-            where the server has imported torch.
+        context: of :mod:`multiprocessing`; by default that of :func:`preload`, with whose ranks
+            ``threads`` is too late where torch was imported, and "spawn" where that was not called.
 
     Raises:
         RankError: a rank raised or died.
@@ -156,10 +181,11 @@ class _Run:
         environment: Mapping[str, str],
         context: BaseContext | None,
     ) -> None:
-        context = context or multiprocessing.get_context("spawn")
+        context = context or start_context()
         variables = {
-            "OMP_NUM_THREADS": str(threads),
-            "MKL_NUM_THREADS": str(threads),
+            **_threads(threads),
+            # Inductor would start a pool of processes per rank, which is for Triton only.
+            "TORCH_WARM_POOL": "0",
             # Ranks of one program must agree; a set's order must not come between them.
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
             **environment,
@@ -371,6 +397,20 @@ def _exit_text(code: int | None) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"
+
+
+def start_context() -> BaseContext:
+    """What ranks start with: the server of :func:`preload`, running, or "spawn" without it."""
+    if _server is None:
+        return multiprocessing.get_context("spawn")
+    # A server does not take over sys.path (before Python 3.14).
+    with _environment({**_threads(1), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+        forkserver.ensure_running()
+    return _server
+
+
+def _threads(number: int) -> dict[str, str]:
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(number))
 
 
 @contextlib.contextmanager

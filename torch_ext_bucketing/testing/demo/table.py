@@ -1,6 +1,6 @@
 """The demo's text: the table, the hashes step by step, and what they say. No torch in here.
 
-It reads the same dictionary that ``--json`` writes (see :mod:`.demo.results`).
+It reads the same dictionary that ``--json`` writes (see :mod:`.results`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Getting the hooks into the running process: nothing on disk changes.
 
-``ensure_hooks`` applies the patch series to torch's sources in memory and puts a finder first on
+``install`` applies the patch series to torch's sources in memory and puts a finder first on
 ``sys.meta_path``, whose loader serves the patched source of the touched modules when torch
 imports them, which it does when it first compiles something. The few that are imported earlier
 are updated where they are (see ``live``).
 
-Child processes need nothing of their own. Those that run user code (``torchrun``, ``spawn``) import
-this package as their parent did. Inductor's compile workers compile kernel sources and run no FX
-passes, which is where the hooks act. (The exception, ``TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS``,
+Child processes need nothing of their own. Those that run user code (``torchrun``, ``spawn``)
+call ``install`` as their parent did. Inductor's compile workers compile kernel sources and run no
+FX passes, which is where the hooks act. (The exception, ``TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS``,
 runs FX passes in a process that imports only torch and refuses a config with the hooks' entries;
 after ``patch apply`` it takes those that are plain values. Callables torch does not send there.)
 """
@@ -126,43 +126,28 @@ _lock = threading.RLock()
 _status: HooksStatus | None = None
 
 
-def hooks_status() -> HooksStatus:
-    """Where this process has the hooks from, as last decided by ``ensure_hooks``."""
-    return _status or HooksStatus("none", reason="ensure_hooks() has not run in this process")
+def status() -> HooksStatus:
+    """Where this process has the hooks from, as found by ``install``."""
+    return _status or HooksStatus("none", reason="hooks.install() has not run in this process")
 
 
-def ensure_hooks() -> HooksStatus:
-    """Make sure that torch has the hooks, once per process.
+def install() -> HooksStatus:
+    """Give torch the hooks in this process; where it has them already, this does nothing.
 
-    It imports nothing of torch. Where torch has the hooks already it does nothing; where it can't
-    be given them (a torch that no series fits, an interrupted ``patch apply``), it warns once,
-    since the rest of the package works without, and ``require_hooks`` raises.
+    It imports nothing of torch and changes nothing on disk.
 
     Raises:
-        ImportedTooEarlyError: a touched module was imported before, and can't be updated. To go on
-            would mean to compile without the hooks that the caller set. Nothing was changed.
+        HooksError: this torch can't have them, and why; ``ImportedTooEarlyError`` where a touched
+            module was imported before and can't be updated. Nothing was changed.
         ModuleNotFoundError: torch is not installed.
     """
     global _status
     with _lock:
-        if _status is None:
+        if _status is None or _status.state == "none":
             _status = _decide()
-            if _status.state == "none":
-                message = f"torch has no bucketing hooks in this process: {_status.reason}"
-                warnings.warn(message, HooksWarning, stacklevel=4)
+        if _status.state == "none":
+            raise HooksError(f"torch has no bucketing hooks in this process: {_status.reason}")
         return _status
-
-
-def require_hooks() -> HooksStatus:
-    """``ensure_hooks``, for callers that can't do without.
-
-    Raises:
-        HooksError: there are none, with the reason.
-    """
-    status = ensure_hooks()
-    if status.state == "none":
-        raise HooksError(f"torch has no bucketing hooks in this process: {status.reason}")
-    return status
 
 
 def _decide() -> HooksStatus:
@@ -219,7 +204,7 @@ def _in_memory(tree: TorchTree) -> HooksStatus:
             f"every compile will fail ('bucket_non_adjacent does not exist'). Unset it, or "
             f"{_HOW_TO_DISK}",
             HooksWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
     return status
 
@@ -304,7 +289,7 @@ def _loaded(finder: PatchedFinder) -> list[str]:
         if getattr(getattr(module, "__spec__", None), "_initializing", False):
             raise ImportedTooEarlyError(
                 f"{name} is being imported right now, perhaps by another thread. "
-                "Import torch_ext_bucketing before that begins; nothing was changed"
+                "Call torch_ext_bucketing.hooks.install() before that begins; nothing was changed"
             )
         origin = getattr(module, "__file__", None)
         if origin is None or not _same_file(origin, served.path):
@@ -328,8 +313,8 @@ def _refuse_early(names: list[str]) -> None:
         return
     who = [f"{name} ({_importers(name)})" for name in names]
     raise ImportedTooEarlyError(
-        f"imported before torch_ext_bucketing: {'; '.join(who)}. "
-        "Import torch_ext_bucketing before compiling anything and before these modules, or "
+        f"imported before torch_ext_bucketing.hooks.install(): {'; '.join(who)}. "
+        "Call it before compiling anything and before importing these modules, or "
         f"{_HOW_TO_DISK} once, after which the order does not matter. Nothing was changed"
     )
 

@@ -2,7 +2,7 @@
 
 For testing, on CPU ranks, whatever depends on the bits of a reduction on many nodes::
 
-    from torch_ext_bucketing.ring import RingTopology, init_ring_process_group
+    from torch_ext_bucketing.testing.ring import RingTopology, init_ring_process_group
 
     init_ring_process_group(rank, world_size, topology=RingTopology(ranks_per_node=2))
     mesh = init_device_mesh("cpu", (world_size,))      # sub-groups are ring groups too
@@ -10,7 +10,7 @@ For testing, on CPU ranks, whatever depends on the bits of a reduction on many n
 
 ``reduce_scatter``, ``all_reduce`` and ``reduce``, in all their forms, are simulated; everything
 else is gloo's. What is added in which order, and what is left out of NCCL, is told in
-:mod:`.ring.sums`, whose public names are available here.
+:mod:`.sums`, whose public names are available here.
 
 How it works: gloo only moves bytes. For a reduce-scatter each rank sends every other rank the slice
 that ends there (all-to-all), for an all-reduce its whole buffer (all-gather, so memory is ``n``
@@ -23,16 +23,20 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.futures import Future
 
 from .gloo import InFlight, make_gloo
+from .ranks import Rank, run_ranks
 from .sums import (
     Reduction,
     RingTopology,
@@ -48,11 +52,15 @@ __all__ = [
     "RingProcessGroup",
     "RingTopology",
     "init_ring_process_group",
+    "on_ranks",
     "register_ring_backend",
     "ring_order",
+    "ring_rank",
     "simulate_all_reduce",
     "simulate_reduce_scatter",
 ]
+
+T = TypeVar("T")
 
 _BACKEND = "ring"
 
@@ -541,3 +549,59 @@ def _store_after_restart(rank: int, world_size: int, timeout: timedelta) -> dist
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     return dist.PrefixStore(f"restart_{restarts}", store)
+
+
+@contextlib.contextmanager
+def ring_rank(
+    rank: Rank, topology: RingTopology | None = None, *, caches: bool = False
+) -> Iterator[None]:
+    """Inside the block this process is one rank of a ring group, on little more than one core.
+
+    Args:
+        rank: of :func:`.run_ranks`.
+        topology: as for :func:`init_ring_process_group`.
+        caches: whether compiled graphs may come from Inductor's and AOTAutograd's caches. Such a
+            graph has not been through the passes, and that compiling anew gives the same bits goes
+            unproven.
+    """
+    torch.set_num_threads(1)
+    # Compilers run in threads of this process: two per rank keep the cores busy, because ranks
+    # wait for one another's kernels rather than compile them twice.
+    inductor_config.compile_threads = 2
+    if not caches:
+        inductor_config.fx_graph_cache = False
+        functorch_config.enable_autograd_cache = False
+    init_ring_process_group(
+        rank.rank,
+        rank.world_size,
+        store=dist.FileStore(rank.store_path, rank.world_size),
+        topology=topology,
+        timeout=rank.timeout,
+    )
+    try:
+        yield
+        dist.barrier()  # so that no rank leaves while others still send to it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(
+    function: Callable[..., T], *args: object, world: int = 2, timeout_s: float = 240
+) -> list[T]:
+    """Results by rank of ``function(rank, *args)`` on ranks of one ring group.
+
+    Args:
+        function: as for :func:`.run_ranks`, but its first argument is the rank's number.
+        args: picklable.
+        world: number of ranks, all on one node.
+        timeout_s: limit in seconds.
+
+    Raises:
+        RankError: as of :func:`.run_ranks`.
+    """
+    return run_ranks(_in_group, world, function, args, timeout_s=timeout_s)
+
+
+def _in_group(rank: Rank, function: Callable[..., T], args: tuple[object, ...]) -> T:
+    with ring_rank(rank, caches=True):
+        return function(rank.rank, *args)

@@ -22,7 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="write the hooks into a torch on disk, or take them out",
         description="Write the bucketing hooks into an installed torch or a source checkout, take "
         "them out again, or tell whether they are there. Programs that import "
-        "torch_ext_bucketing have the hooks without it.",
+        "torch_ext_bucketing need neither it nor the hooks for this package's own passes.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -33,22 +33,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a torch directory, the directory that holds it, or a source checkout "
         "(default: the torch that this Python imports)",
     )
-    # Repairing a torch must not need a working one.
-    parser.set_defaults(run=run, needs_hooks=False)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run ``patch`` with parsed arguments; returns the exit status."""
-    from ..patching import install
+    from . import disk
     from .errors import HooksError
 
     try:
         if args.action == "status":
-            found = install.status(args.torch_dir)
+            found = disk.status(args.torch_dir)
             print(found.message)
             exits = {"applied": 0, "native": 0, "not applied": 3, "interrupted": 4, "edited": 1}
             return exits[found.state]
-        act = install.apply if args.action == "apply" else install.revert
+        act = disk.apply if args.action == "apply" else disk.revert
         print(act(args.torch_dir))
     except ModuleNotFoundError as error:
         if error.name != "torch":

@@ -1,7 +1,7 @@
-"""Getting the hooks into a torch: in memory on import, or on disk with ``patch apply``.
+"""Getting the hooks into a torch: in memory with ``install()``, or on disk with ``patch apply``.
 
-``ensure_hooks`` runs when ``torch_ext_bucketing`` is imported. ``require_hooks`` is for code that
-sets a hook; ``hooks_status`` tells where the hooks come from.
+The hooks are config entries for torch's own bucketing passes. This package's own passes need none
+of them: nothing else imports this folder, and it imports nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .errors import (
     UnsupportedTorchError,
     WriteError,
 )
-from .imports import HooksStatus, ensure_hooks, hooks_status, require_hooks
+from .imports import HooksStatus, install, status
 from .series import HOOK_ENTRIES
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "SeriesError",
     "UnsupportedTorchError",
     "WriteError",
-    "ensure_hooks",
-    "hooks_status",
-    "require_hooks",
+    "install",
+    "status",
 ]

@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..patching import HooksError, ensure_hooks
+from ..ranks import Rank, RankError, run_ranks
 from .progress import Progress
-from .ranks import Rank, RankError, run_ranks
 from .results import RankReport, combine
 from .settings import BACKENDS, REDUCE_DTYPES, Settings
 from .table import render
@@ -59,7 +58,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     option("seed", int, "of the weights and of the choice of text", metavar="N")
     option("timeout", float, "limit in seconds for all", metavar="S", dest="timeout_s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
-    parser.set_defaults(run=run, parser=parser, needs_hooks=False)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
@@ -81,12 +80,6 @@ def run(args: argparse.Namespace) -> int:
             _check_writable(args.json)
     except ValueError as error:
         args.parser.error(str(error))
-    try:
-        # Each rank does so on import; a torch that can't have them is better known before.
-        ensure_hooks()
-    except (HooksError, ModuleNotFoundError) as error:
-        print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
-        return 1
 
     progress = Progress(settings)
     progress.start()
@@ -96,8 +89,6 @@ def run(args: argparse.Namespace) -> int:
             settings.ranks,
             settings,
             timeout_s=settings.timeout_s,
-            # Inductor would start a pool of processes per rank, which is for Triton only.
-            environment={"TORCH_WARM_POOL": "0"},
             on_message=progress.on_message,
         )
     except RankError as error:

@@ -7,7 +7,7 @@ first. In a ring reduction that is decided by where the element lies in the buff
 
 With one node every channel has the same ring, so a reduce-scatter's order does not depend on the
 offset. With several nodes the rings of the channels differ, and moving a parameter inside a bucket
-changes its bits. This module is that mapping and nothing else; :mod:`.ring.group` puts
+changes its bits. This module is that mapping and nothing else; :mod:`.ring` puts
 it behind a process group.
 
 The rules are those of NCCL's ring kernels (``src/device/reduce_scatter.h``, ``all_reduce.h``):

@@ -8,34 +8,29 @@ rank hashes its shards.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from ..fqns import canonical_fqn
-from ..passes.backends import BucketingBackend, backend
-from ..passes.bucketing import BucketUnits
-from ..passes.resharding import ReshardAfterForward
-from ..plans.order import FSDPParamOrder
-from ..plans.simple_fsdp import data_parallel
-from ..ring.group import RingTopology, init_ring_process_group
-from . import text
-from .model import ModelConfig, Transformer
-from .ranks import Rank
-from .results import Counts, Member, Payload, RankReport, RunRecord
+from ...fqns import canonical_fqn
+from ...passes.backends import BucketingBackend, backend
+from ...passes.bucketing import BucketUnits
+from ...passes.resharding import ReshardAfterForward
+from ...plans.order import FSDPParamOrder
+from ...plans.simple_fsdp import data_parallel
+from .. import text
+from ..compare import count_collectives, digest
+from ..model import ModelConfig, Transformer
+from ..ranks import Rank
+from ..ring import RingTopology, ring_rank
+from .results import Member, Payload, RankReport, RunRecord
 from .rounding import eager_rounding
 from .settings import HEAD_DIM, Settings
 
@@ -83,11 +78,8 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
         channels=settings.channels,
         chunk_bytes=settings.chunk_bytes,
     )
-    start_rank(rank, topology)
-    try:
+    with ring_rank(rank, topology):
         return _train(rank, settings, init_device_mesh("cpu", (settings.ranks,)))
-    finally:
-        dist.destroy_process_group()
 
 
 def _train(rank: Rank, settings: Settings, mesh: DeviceMesh) -> RankReport:
@@ -204,76 +196,6 @@ def _model(settings: Settings) -> Transformer:
 
 def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=settings.lr, foreach=True)
-
-
-def start_rank(rank: Rank, topology: RingTopology) -> None:
-    """Join the ring process group, and compile everything anew on little more than one core."""
-    torch.set_num_threads(1)
-    # Compilers run in threads of this process: two per rank keep the cores busy, because ranks
-    # wait for one another's kernels rather than compile them twice.
-    inductor_config.compile_threads = 2
-    # A graph from a cache has not been through the passes, so nothing could be reported of it,
-    # and that compiling anew gives the same bits would go unproven.
-    inductor_config.fx_graph_cache = False
-    functorch_config.enable_autograd_cache = False
-    init_ring_process_group(
-        rank.rank,
-        rank.world_size,
-        store=dist.FileStore(rank.store_path, rank.world_size),
-        topology=topology,
-        timeout=rank.timeout,
-    )
-
-
-def digest(model: nn.Module) -> str:
-    """sha256 (hex) over the names, dtypes, shapes and bytes of this rank's shards."""
-    total = hashlib.sha256()
-    for name, parameter in sorted(
-        (canonical_fqn(name), parameter) for name, parameter in model.named_parameters()
-    ):
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        total.update(f"{name} {local.dtype} {tuple(local.shape)} ".encode())
-        total.update(raw_bytes(local))
-    return total.hexdigest()
-
-
-def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """A copy of a tensor's bytes, without NumPy, which torch does not require."""
-    tensor = tensor.detach().cpu().contiguous()
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-
-
-_CALLS = {
-    "all_gather": ("all_gather_single", "all_gather_into_tensor"),
-    "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
-    "all_reduce": ("all_reduce",),
-}
-"""The functions of ``torch.distributed`` that eager FSDP2 calls, by kind, newest name first."""
-
-
-@contextlib.contextmanager
-def count_collectives() -> Iterator[Counts]:
-    """Count by kind what is called as ``torch.distributed.<function>`` inside the block."""
-    counts = dict.fromkeys(_CALLS, 0)
-    originals: dict[str, Callable[..., Any]] = {}
-
-    def counting(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[kind] += 1
-            return original(*args, **kwargs)
-
-        return call
-
-    for kind, names in _CALLS.items():
-        for name in names:
-            if hasattr(dist, name):
-                originals[name] = getattr(dist, name)
-                setattr(dist, name, counting(kind, originals[name]))
-    try:
-        yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def eager_payloads(model: nn.Module, order: FSDPParamOrder, settings: Settings) -> list[Payload]:
