@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.agreement import exchange as agreement
+from torch_ext_bucketing.agreement.before_run import agree
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 SOON = timedelta(seconds=60)
@@ -197,7 +198,7 @@ def dies(rank):
     graph.output(graph.call_function(C10D.all_reduce.default, (x, "sum", "0")))
     if rank == 0:
         os._exit(7)
-    results["agree"] = outcome(lambda: teb.agree(graph, timeout=SOON))
+    results["agree"] = outcome(lambda: agree(graph, timeout=SOON))
     return results
 
 

@@ -24,6 +24,7 @@ from sharded_models import shard_by_parametrization
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.bucketing.groups import primary_group
 
 AB = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
 BA = teb.FSDPParamOrder.from_fqns([["b.weight", "a.weight"]])
@@ -105,12 +106,12 @@ SETUPS = {
     "config": by_config(lambda: AB),
     "config, custom ops": by_config(lambda: AB, custom_ops=True),
     "config, custom ops, filter only": by_config(
-        None, tags=False, fsdp_group_filter=teb.primary_group, custom_ops=True
+        None, tags=False, fsdp_group_filter=primary_group, custom_ops=True
     ),
     "config, other order": by_config(lambda: BA),
     "config, model turned": by_config(lambda: AB, turned=True),
     "config, span": by_config(lambda: AB, bucket_max_node_span=100),
-    "config, filter": by_config(lambda: AB, fsdp_group_filter=teb.primary_group),
+    "config, filter": by_config(lambda: AB, fsdp_group_filter=primary_group),
     "config, lambda": by_config(lambda: lambda start: 0),
     "config, lambda filter": by_config(lambda: AB, fsdp_group_filter=lambda counts: list(counts)),
     "config, values only": by_config(None, tags=False),

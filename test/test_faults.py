@@ -24,12 +24,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing import merge as merging
+from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import plan_units
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
 from torch_ext_bucketing.graph.snapshot import Snapshot, unchanged_on_error
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.plans.membership import Units
+from torch_ext_bucketing.plans.plan import UnitSpec
+from torch_ext_bucketing.scheduling.model import peak_bytes
+from torch_ext_bucketing.scheduling.scheduler import schedule
+from torch_ext_bucketing.tagging.tag_graph import tag_joint_graph
+from torch_ext_bucketing.tagging.tags import Tag, set_tag
 
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
 KIND_NAMES = tuple(KINDS)
@@ -69,14 +76,14 @@ BUCKETERS: dict[str, Callable[..., Any]] = {
 FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
     **BUCKETERS,
     "by structure": lambda gm: by_cap(
-        gm, None, eligible="structure", group_filter=teb.primary_group, non_adjacent=False
+        gm, None, eligible="structure", group_filter=primary_group, non_adjacent=False
     ),
-    "Overlap": lambda gm: teb.schedule(gm, teb.Overlap()),
-    "CapComputeRun": lambda gm: teb.schedule(gm, teb.CapComputeRun(1)),
-    "PeakMemory": lambda gm: teb.schedule(gm, teb.PeakMemory(ratio=0.5)),
+    "Overlap": lambda gm: schedule(gm, teb.Overlap()),
+    "CapComputeRun": lambda gm: schedule(gm, teb.CapComputeRun(1)),
+    "PeakMemory": lambda gm: schedule(gm, teb.PeakMemory(ratio=0.5)),
     "Schedule": lambda gm: run_pass(teb.Schedule(teb.Overlap()), gm),
-    "peak_bytes": teb.peak_bytes,
-    "tag_joint_graph": teb.tag_joint_graph,
+    "peak_bytes": peak_bytes,
+    "tag_joint_graph": tag_joint_graph,
     "TagParameters": lambda gm: run_pass(teb.TagParameters(), gm),
     "ReshardAfterForward": lambda gm: run_pass(teb.ReshardAfterForward(), gm),
 }
@@ -174,7 +181,7 @@ def test_a_gather_whose_result_is_written_to_is_not_shared():
 def test_a_graph_without_output_can_be_scheduled():
     gm = tagged(ODD["no_output"]())
     names = sorted(n.name for n in gm.graph.nodes)
-    report = teb.schedule(gm, teb.Overlap(depth=2))
+    report = schedule(gm, teb.Overlap(depth=2))
     assert report.order
     assert sorted(n.name for n in gm.graph.nodes) == names
     gm.graph.lint()
@@ -201,7 +208,7 @@ def gathers_and_scatters() -> fx.GraphModule:
         kind = kind_of(start)
         if kind is not None:
             unit = "ab"[start.all_input_nodes[0].meta["val"].numel() > (4 if "gat" in kind else 8)]
-            teb.set_tag(start, teb.Tag(kind, (f"m.{unit}.{start.name}",)))
+            set_tag(start, Tag(kind, (f"m.{unit}.{start.name}",)))
     return gm
 
 
@@ -478,7 +485,7 @@ def test_bad_caps(bad):
     with pytest.raises(error, match=match):
         by_cap(gm, cap)
     with pytest.raises(error, match=match):
-        teb.plan_by_cap(gm.graph, cap)
+        plan_by_cap(gm.graph, cap)
     assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
 
 
@@ -542,13 +549,13 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "'layers.1' lies inside 'layers', which comes earlier",
     ),
-    "BucketPlan, twice": (
-        lambda: teb.BucketPlan("manual", (("a",), ("a", "b"))),
+    "UnitSpec, twice": (
+        lambda: UnitSpec((("a",), ("a", "b"))),
         ValueError,
-        "'a' is in two buckets",
+        "'a' is in two units",
     ),
-    "BucketPlan of another model": (
-        lambda: teb.BucketPlan("manual", (("head",),)).uncovered(Blocks()),
+    "UnitSpec of another model": (
+        lambda: UnitSpec((("head",),)).uncovered(Blocks()),
         ValueError,
         "no module is named 'head'",
     ),
@@ -609,7 +616,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "True, False or a callable",
     ),
-    "tag without names": (lambda: teb.Tag("all_gather", (None,)), ValueError, "tuple of names"),
+    "tag without names": (lambda: Tag("all_gather", (None,)), ValueError, "tuple of names"),
     "prefetch under": (
         lambda: teb.Overlap(prefetch_under=["a"]),
         TypeError,
@@ -692,10 +699,10 @@ def test_caps_by_group_and_by_kind_can_be_mixed():
 @pytest.mark.parametrize("policy", [teb.PeakMemory(gib=1e308), teb.PeakMemory(ratio=1e308)])
 def test_memory_bounds_of_any_size(policy):
     gm = gathers_and_scatters()
-    assert teb.schedule(gm, policy).misses == 0
+    assert schedule(gm, policy).misses == 0
     small = teb.PeakMemory(gib=1e-300)
     with pytest.warns(teb.BoundNotKeptWarning, match="PeakMemory: .* above the bound"):
-        assert teb.schedule(gm, small).misses > 0
+        assert schedule(gm, small).misses > 0
 
 
 @pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard"])

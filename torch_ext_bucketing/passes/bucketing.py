@@ -30,7 +30,7 @@ class BucketUnits(GraphPass):
     """One collective per unit, kind, group and dtype.
 
     Args:
-        units: an ``FSDPParamOrder``, a ``BucketPlan``, or a sequence of units, each a sequence of
+        units: an ``FSDPParamOrder``, a ``UnitSpec``, or a sequence of units, each a sequence of
             FQNs of parameters or modules.
         kinds: the kinds to bucket. All-reduces (HSDP, DDP) only when asked for.
         payload_order: the order of a bucket's members in its payload: ascending by the key that

@@ -14,7 +14,7 @@ from ..fqns import format_names
 from ..graph.collectives import KINDS, Kind
 from ..plans.blocks import transformer_block_plan
 from ..plans.order import FSDPParamOrder
-from ..plans.plan import BucketPlan
+from ..plans.plan import UnitSpec
 from ..scheduling.memory import CapComputeRun, PeakMemory
 from ..scheduling.overlap import Overlap
 from .base import GraphPass
@@ -34,7 +34,7 @@ def recipe(
     model: nn.Module,
     goal: Goal = "parity",
     *,
-    units: BucketPlan | Sequence[str | Sequence[str]] | None = None,
+    units: UnitSpec | Sequence[str | Sequence[str]] | None = None,
     reference: nn.Module | None = None,
 ) -> list[GraphPass]:
     """The recommended passes for a sharded model, for :func:`.backend`.
@@ -138,7 +138,7 @@ def _kinds(model: nn.Module) -> tuple[Kind, ...]:
 
 def _order(
     model: nn.Module,
-    units: BucketPlan | Sequence[str | Sequence[str]] | None,
+    units: UnitSpec | Sequence[str | Sequence[str]] | None,
     reference: nn.Module | None,
 ) -> tuple[FSDPParamOrder, tuple[str, ...]]:
     """The order, and the names of what stays gathered between forward and backward."""
