@@ -150,7 +150,7 @@ def test_odd_graphs(name, function):
 
 def why_left(name: str) -> set[str]:
     report = by_cap(tagged(ODD[name]()))
-    return {reason for _, reason in report.left_alone}
+    return {left.reason for left in report.ineligible}
 
 
 def test_odd_collectives_are_left_alone_with_a_reason():
@@ -614,7 +614,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "payload_order": (
         lambda: teb.BucketUnits([["a"]], payload_order="name"),
         TypeError,
-        "True, False or a callable",
+        "payload_order must be a callable",
     ),
     "tag without names": (lambda: Tag("all_gather", (None,)), ValueError, "tuple of names"),
     "prefetch under": (

@@ -153,7 +153,7 @@ def test_two_buckets_that_make_a_cycle_together(fake_world):
     expected = run_all_ranks(gm, inputs)
     plan = plan_units(gm.graph, Units([("a1", "a2"), ("b1", "b2")]), ("reduce_scatter",))
     assert [[tag_of(m).fqns[0] for m in b.members] for b in plan.buckets] == [["a1", "a2"]]
-    assert len(plan.left_alone) == 2
+    assert len(plan.ineligible) == 2
     apply_plan(gm.graph, plan)
     got = run_all_ranks(gm, inputs)
     assert all(

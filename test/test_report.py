@@ -105,7 +105,7 @@ def test_json_holds_all_of_it(report):
     assert (first["nbytes"], first["wire_bytes"], first["cap_bytes"]) == (96, 192, 200)
     assert first["closed_by"] == "bytes"
     assert (first["packed_by"], first["no_key"]) == ("graph order", [])
-    assert [a["closed_by"] for a in data["alone"]] == ["bytes", "dependency", "end", "end"]
+    assert [a["closed_by"] for a in data["unmerged"]] == ["bytes", "dependency", "end", "end"]
     whole = CompileReport(graphs=[report, report])
     assert json.loads(whole.to_json())["collectives_before"]["all_gather"] == 12
     assert whole.to_text().count(report.summary()) == 2

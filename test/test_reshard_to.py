@@ -234,7 +234,7 @@ def check_the_primary_group(backward):
         plan = plan_by_cap(backward.graph, 2.0**20, group_filter=group_filter)
         members = Counter((b.kind, group_size(b.members[0]), len(b.members)) for b in plan.buckets)
         assert members == {("all_gather", 2, READ): 1, ("reduce_scatter", 4, ALL): 1}
-        assert not plan.left_alone
+        assert not plan.ineligible
     asked = []
     plan_by_cap(backward.graph, group_filter=lambda counts: asked.append(dict(counts)) or counts)
     (counts,) = asked

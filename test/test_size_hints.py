@@ -261,7 +261,7 @@ def test_a_collective_whose_size_depends_on_data_is_in_no_bucket(fake_world, env
         start.meta["val"] = torch.empty(unbacked(env, 0, 100), *value.shape[1:], dtype=value.dtype)
     plan = plan_by_cap(gm.graph, 100.0, eligible="structure")
     assert start not in [m for b in plan.buckets for m in b.members]
-    assert any("depends on data" in str(left) for left in plan.left_alone)
+    assert any("depends on data" in str(left) for left in plan.ineligible)
 
 
 def test_an_estimate_that_fails_leaves_the_caps_to_torch(fake_world):
@@ -290,10 +290,10 @@ def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
     assert len({key(None), key(1), key(2)}) == 3
     assert key(lambda symbol: 1) is None
 
-    bases = [manager.basis(hints) for hints in (None, 64)]
+    bases = [manager.cost_model_fingerprint(hints) for hints in (None, 64)]
     assert bases[0].startswith("machine H100 ")
     assert bases[1].endswith("size hints 64")
-    assert Pipeline([teb.BucketByCap()]).basis(64) == ""
+    assert Pipeline([teb.BucketByCap()]).cost_model_fingerprint(64) == ""
     of_group = GroupLaunches("0", ())
     launches = GraphLaunches("forward", (of_group,), bases[1])
     assert GraphLaunches.decode(launches.encode()) == launches

@@ -255,7 +255,7 @@ def _trace(model, passes):
     assert not report.warnings
     for graph in report.graphs:
         assert not graph.uncovered
-        assert not graph.left_alone
+        assert not graph.ineligible
         assert not graph.splits
     return report
 

@@ -41,12 +41,13 @@ from ..graph.collectives import (
     waited_for,
     wire_bytes,
 )
+from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 from ..tagging.tags import home_group, is_bucket, member_count, tag_of
 from .contraction import Contraction
 from .groups import Counts, GroupFilter, chosen_groups
 from .hook_guard import reading_only
-from .members import UNTAGGED, unmergeable
+from .members import UNTAGGED, left_alone, unmergeable
 from .plan import Bucket, BucketingPlan
 from .structure import fsdp_starts
 
@@ -106,7 +107,7 @@ def plan_by_cap(
             waits of one kind; the bucket index then starts at 0 at each such run.
 
     Returns:
-        A plan whose ``buckets`` and ``alone`` say why they were closed.
+        A plan whose ``buckets`` and ``unmerged`` say why they were closed.
 
     Raises:
         TypeError: ``group_filter`` is no callable.
@@ -197,15 +198,15 @@ def _plan(
     if scopes != [None]:
         chosen = dict.fromkeys(g for groups in scopes for g in groups or ())
         left += [
-            (s.name, f"the group filter leaves out group {candidates.group[s]}")
+            left_alone(s, f"the group filter leaves out group {candidates.group[s]}")
             for s in candidates.starts
             if candidates.group[s] not in chosen
         ]
     place = planner.contracted.position
     return BucketingPlan(
         buckets=tuple(sorted(planner.buckets, key=lambda b: place(b.members[0]))),
-        left_alone=tuple(left),
-        alone=tuple(u for _, u in sorted(planner.alone, key=lambda item: item[0])),
+        ineligible=tuple(left),
+        unmerged=tuple(u for _, u in sorted(planner.unmerged, key=lambda item: item[0])),
     )
 
 
@@ -215,7 +216,7 @@ class _Candidates:
     group: dict[fx.Node, str] = field(default_factory=dict)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)  # eligible, group and kind
     in_wait_order: dict[Kind, list[fx.Node]] = field(default_factory=lambda: {k: [] for k in KINDS})
-    left: list[tuple[str, str]] = field(default_factory=list)
+    left: list[LeftAlone] = field(default_factory=list)
 
 
 def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) -> _Candidates:
@@ -245,7 +246,7 @@ def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) ->
                 continue
             why = unmergeable(node) or ("" if wanted else otherwise)
             if why:
-                found.left.append((node.name, why))
+                found.left.append(left_alone(node, why))
             else:
                 ours[node] = kind
                 found.starts.append(node)
@@ -325,7 +326,7 @@ class _Planner:
     ) -> None:
         self.contracted = contracted
         self.buckets: list[Bucket] = []
-        self.alone: list[tuple[int, Unmerged]] = []
+        self.unmerged: list[tuple[int, Unmerged]] = []
         self._cap_mb = cap_mb
         self._max_span = max_span
         self._run_bound = run_bound
@@ -393,15 +394,15 @@ class _Planner:
         if closed_by == "end":
             detail = "no other collective of its bucket key follows"
         unmerged = Unmerged(
+            () if tag is None else tag.fqns,
+            detail,
             start.name,
             kind,
             group_name(start),
-            () if tag is None else tag.fqns,
             filled,
             closed_by,
-            detail,
         )
-        self.alone.append((position(start), unmerged))
+        self.unmerged.append((position(start), unmerged))
 
     def _cap_of(self, start: fx.Node) -> Callable[[int], int]:
         cap: Any = self._cap_mb

@@ -12,10 +12,11 @@ from ..graph.collectives import Kind, bucket_key, group_name, kind_of
 from ..graph.regions import Structures, cuts_behind, positions
 from ..graph.writes import written_roots
 from ..plans.membership import Units
+from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy
 from ..tagging.tags import Tag, tag_of
 from .contraction import Contraction
-from .members import UNTAGGED, unmergeable
+from .members import UNTAGGED, left_alone, unmergeable
 from .plan import Bucket, BucketingPlan
 
 __all__ = [
@@ -42,7 +43,7 @@ def plan_units(
         ValueError: the graph is not in topological order.
     """
     uncovered: dict[str, None] = {}
-    left: list[tuple[str, str]] = []
+    left: list[LeftAlone] = []
     groups: dict[tuple[int, Any, bool], list[fx.Node]] = {}
     duplicates: list[tuple[fx.Node, fx.Node]] = []
     first_gather: dict[tuple[Any, ...], fx.Node] = {}
@@ -56,16 +57,16 @@ def plan_units(
             continue
         tag = tag_of(start)
         if tag is None:
-            left.append((start.name, UNTAGGED))
+            left.append(left_alone(start, UNTAGGED))
             continue
         unit, why = _unit_of(tag, units)
         if unit is None:
             uncovered.update(dict.fromkeys(f for f in tag.fqns if units.unit_of(f) is None))
-            left.append((start.name, why))
+            left.append(left_alone(start, why))
             continue
         why = unmergeable(start)
         if why:
-            left.append((start.name, why))
+            left.append(left_alone(start, why))
             continue
         # In a trace of a whole step, a gather in backward is there to free memory in between.
         again = kind == "all_gather" and in_backward(start)
@@ -101,7 +102,8 @@ def plan_units(
                 closed_by: ClosedBy = "dependency" if starts else "end"
                 buckets.append(Bucket(kind, unit, tuple(members), span, closed_by, detail))
             else:
-                left.append((members[0].name, "nothing can be merged with it without a cycle"))
+                why = "nothing can be merged with it without a cycle"
+                left.append(left_alone(members[0], why))
     buckets.sort(key=lambda b: position[b.members[0]])
     return BucketingPlan(
         tuple(buckets), tuple(duplicates), tuple(uncovered), tuple(left), tuple(splits)

@@ -271,18 +271,18 @@ class GraphPass(CustomGraphPass):
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
         """Run on one graph without any other pass, in place; a ``GraphModule`` is recompiled.
 
-        Warns like :func:`.backend` where nothing was bucketed.
-
         Args:
             graph: of the pass's stage.
-            compilation: to go on with; None begins one.
+            compilation: to go on with; None begins one, which warns where nothing was bucketed, as
+                :func:`.backend` does.
         """
-        g = graph_of(graph)
+        g, alone = graph_of(graph), compilation is None
         compilation = compilation or Compilation()
         if Baseline in self.needs:
             compilation.measure(g)
         self.run(graph, compilation)
-        warn_of_silence(g, compilation.report.graphs, compilation)
+        if alone:
+            warn_of_silence(g, compilation.report.graphs, compilation)
         if isinstance(graph, fx.GraphModule):
             graph.recompile()
         return compilation.report

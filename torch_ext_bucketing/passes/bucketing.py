@@ -59,19 +59,20 @@ class BucketUnits(GraphPass):
             self.payload_order = units if callable(units) else None
         else:
             self.payload_order = check_payload_order(payload_order)
-        self.units = Units.of(units)
-        self.gives = (Buckets(self.kinds, self.units),)
-        self._divided = DividedUnits(self.units)
-        self._given = units if isinstance(units, HasUnits) else self.units.units
+        self._units = Units.of(units)
+        self.units = self._units.units
+        self.gives = (Buckets(self.kinds, self._units),)
+        self._divided = DividedUnits(self._units)
+        self._given = units if isinstance(units, HasUnits) else self.units
         self.last_report: GraphReport | None = None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
-        plan = plan_units(g, self.units, self.kinds)
+        plan = plan_units(g, self._units, self.kinds)
         self.last_report = apply_and_report(g, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(self.last_report)
         if plan.uncovered:
-            compilation.warn_uncovered(plan.uncovered, self.units.units)
+            compilation.warn_uncovered(plan.uncovered, self.units)
         self._divided.look(g, compilation)
 
     def __repr__(self) -> str:
@@ -83,7 +84,7 @@ class BucketUnits(GraphPass):
 
     def settings(self) -> tuple[Any, ...]:
         """Units, kinds and the payload order's own identity."""
-        return (self.units.units, self.units.aliases, self.kinds, self.payload_order)
+        return (self.units, self._units.aliases, self.kinds, self.payload_order)
 
 
 class BucketByCap(GraphPass):
@@ -187,9 +188,9 @@ def apply_and_report(
         count_collectives(graph),
         tuple(buckets),
         plan.uncovered,
-        plan.left_alone,
+        plan.ineligible,
         plan.splits,
-        plan.alone,
+        plan.unmerged,
         tuple(kinds),
     )
     emit(report)

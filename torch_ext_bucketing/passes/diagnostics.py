@@ -128,18 +128,18 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
     starts = serving or starts
     if len(starts) < 2:
         return ""
-    left = {node: why for report in reports for node, why in report.left_alone}
-    alone = {u.node: u for report in reports for u in report.alone}
+    ineligible = {left.node: left.reason for r in reports for left in r.ineligible}
+    unmerged = {left.node: left for r in reports for left in r.unmerged}
     asked = {kind for report in reports for kind in report.kinds}
     whys: Counter[str] = Counter()
     ways: dict[str, None] = {}
     for node in starts:
         kind = kind_of(node)
-        if node.name in left:
-            why = left[node.name]
+        if node.name in ineligible:
+            why = ineligible[node.name]
             way = next((w for start, w in _WAYS_OUT.items() if why.startswith(start)), "")
-        elif node.name in alone:
-            closed_by = alone[node.name].closed_by
+        elif node.name in unmerged:
+            closed_by = unmerged[node.name].closed_by
             why, way = f"closed by {closed_by}", _WAYS_OUT.get(closed_by, "")
         elif kind not in asked:
             why, way = f"{_NOT_ASKED} {kind}", _WAYS_OUT[_NOT_ASKED]

@@ -275,7 +275,7 @@ def _rank(report: ScheduleReport) -> tuple[float, float]:
 def _keys(plan: BucketingPlan) -> Iterable[tuple[str, str]]:
     """Groups and kinds of which something could be merged."""
     merged = [(group_name(b.members[0]), b.kind) for b in plan.buckets]
-    return dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.alone)])
+    return dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.unmerged)])
 
 
 def _copied(graph: fx.Graph, plan: BucketingPlan) -> tuple[fx.Graph, BucketingPlan]:
