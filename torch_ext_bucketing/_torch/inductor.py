@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.fx as fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from .caches import watched_caches
 
 try:
     from torch._inductor.custom_graph_pass import CustomPassBase
@@ -68,7 +71,7 @@ def compile_inductor(
         RuntimeError: see :func:`check_passes_run_here`.
     """
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     check_passes_run_here()
     options = {**mode_options(mode), **(options or {})}
@@ -89,7 +92,14 @@ def compile_inductor(
         given = config.aten_distributed_optimizations.max_compute_pre_fetch
     if prefetch is not None and overlaps and given is None:
         patches["aten_distributed_optimizations.max_compute_pre_fetch"] = prefetch
-    return compile_fx(gm, example_inputs, config_patches=patches)
+
+    @functools.wraps(compile_fx_inner)
+    def inner(*args: Any, **kwargs: Any) -> Any:  # the backward graph's turn comes later
+        with watched_caches():
+            return compile_fx_inner(*args, **kwargs)
+
+    with watched_caches():
+        return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:

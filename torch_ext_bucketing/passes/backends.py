@@ -103,13 +103,14 @@ class BucketingBackend:
         fresh = _dynamo_inputs.is_first_compile()
         if self.compiler == "inductor":
             agreement = _Agreement(self.agree_timeout) if agrees else None
-            _caches.tell_ready_graphs()
-            _caches.name_file_in_errors()
+            meshes = _caches.meshes_in(example_inputs)
             compiled = compile_inductor(
                 gm,
                 example_inputs,
-                joint=_InductorPass(self.passes, "joint", compilation),
-                post_grad=_InductorPass(self.passes, "forward_backward", compilation, agreement),
+                joint=_InductorPass(self.passes, "joint", compilation, meshes),
+                post_grad=_InductorPass(
+                    self.passes, "forward_backward", compilation, meshes, agreement
+                ),
                 options=kwargs.get("options"),
                 mode=kwargs.get("mode"),
                 prefetch=None if self.prefetch is None else self.prefetch.compute_nodes,
@@ -173,8 +174,10 @@ class _InductorPass(CustomGraphPass):
         passes: Pipeline,
         stage: Stage,
         compilation: Compilation,
+        meshes: Sequence[Any],
         agreement: _Agreement | None = None,
     ) -> None:
+        self._meshes = meshes
         self._passes = passes
         self._stage = stage
         self._compilation = compilation
@@ -216,6 +219,7 @@ class _InductorPass(CustomGraphPass):
         self._compilation.report.add_cached(kept if isinstance(kept, CompileReport) else None)
 
     def uuid(self) -> str | None:
+        _caches.forget_mesh_hashes(self._meshes)  # torch asks before it makes a key
         passes = self._passes.uuid()
         fqns = repr(describe(self._compilation.input_fqns))
         agreement = repr(self._agreement)

@@ -18,7 +18,6 @@ import torch.fx as fx
 
 from .._source import note_sources, package_digest
 from .._torch.aot import stage_of
-from .._torch.caches import before_key
 from .._torch.inductor import CustomGraphPass
 from .._torch.process_groups import group_places
 from ..bucketing.units import UncoveredParametersWarning
@@ -301,7 +300,6 @@ class GraphPass(CustomGraphPass):
         The code is this package and the modules of the pass's own classes; what those import from
         elsewhere is not looked at.
         """
-        before_key()
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         try:
             settings = repr(describe(self.settings()))

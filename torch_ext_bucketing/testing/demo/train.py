@@ -30,6 +30,7 @@ from ..compare import count_collectives, digest
 from ..model import ModelConfig, Transformer
 from ..ranks import Rank
 from ..ring import RingTopology, ring_rank
+from ..untouched import require_untouched_torch
 from .results import Member, Payload, RankReport, RunRecord
 from .rounding import eager_rounding
 from .settings import HEAD_DIM, Settings
@@ -109,6 +110,7 @@ def _train(rank: Rank, settings: Settings, mesh: DeviceMesh) -> RankReport:
     eager.record.payloads = eager_payloads(eager.module, fsdp_order, settings)
     for run in runs[1:]:
         _read_report(run)
+    require_untouched_torch()
     sizes = [parameter.numel() for parameter in eager.module.parameters()]
     return RankReport(
         runs={run.name: run.record for run in runs},
