@@ -24,6 +24,7 @@ from sharded_models import shard_by_parametrization
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.bucketing.groups import primary_group
 
 AB = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
 BA = teb.FSDPParamOrder.from_fqns([["b.weight", "a.weight"]])
@@ -90,27 +91,27 @@ def from_hooks(name, *args):
 
 
 SETUPS = {
-    "backend": by_backend(lambda: teb.BucketUnits(AB, payload_order=True)),
-    "backend, other order": by_backend(lambda: teb.BucketUnits(BA, payload_order=True)),
+    "backend": by_backend(lambda: teb.BucketUnits(AB)),
+    "backend, other order": by_backend(lambda: teb.BucketUnits(BA)),
     "backend, by cap": by_backend(lambda: teb.BucketByCap(1.0, payload_order=AB)),
     "backend, other cap": by_backend(lambda: teb.BucketByCap(1.5, payload_order=AB)),
     "backend, scheduled": by_backend(lambda: teb.BucketAndSchedule(teb.Overlap())),
     "backend, other depth": by_backend(lambda: teb.BucketAndSchedule(teb.Overlap(depth=2))),
     "backend, lambda": by_backend(lambda: teb.BucketUnits(AB, payload_order=lambda start: 0)),
-    "backend, pass of a script": by_backend(lambda: PassOfAScript(AB, payload_order=True)),
+    "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
     "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
     "backend, custom ops": by_backend(
-        lambda: teb.BucketUnits(AB, payload_order=True), **custom_ops_of(ENTRIES + "bucket_mode")
+        lambda: teb.BucketUnits(AB), **custom_ops_of(ENTRIES + "bucket_mode")
     ),
     "config": by_config(lambda: AB),
     "config, custom ops": by_config(lambda: AB, custom_ops=True),
     "config, custom ops, filter only": by_config(
-        None, tags=False, fsdp_group_filter=teb.primary_group, custom_ops=True
+        None, tags=False, fsdp_group_filter=primary_group, custom_ops=True
     ),
     "config, other order": by_config(lambda: BA),
     "config, model turned": by_config(lambda: AB, turned=True),
     "config, span": by_config(lambda: AB, bucket_max_node_span=100),
-    "config, filter": by_config(lambda: AB, fsdp_group_filter=teb.primary_group),
+    "config, filter": by_config(lambda: AB, fsdp_group_filter=primary_group),
     "config, lambda": by_config(lambda: lambda start: 0),
     "config, lambda filter": by_config(lambda: AB, fsdp_group_filter=lambda counts: list(counts)),
     "config, values only": by_config(None, tags=False),

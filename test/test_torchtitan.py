@@ -115,8 +115,8 @@ def _train(rank: Rank) -> dict[str, Trained]:
         mesh = init_device_mesh("cpu", (RANKS,))
         return {
             "eager": _eager(rank, mesh),
-            "fsdp order": _compiled(rank, mesh, payload_order=True),
-            "graph order": _compiled(rank, mesh, payload_order=False),
+            "fsdp order": _compiled(rank, mesh, payload_order="units"),
+            "graph order": _compiled(rank, mesh, payload_order=None),
         }
     finally:
         dist.destroy_process_group()
@@ -254,7 +254,7 @@ def _trace(model, passes):
     assert not report.warnings
     for graph in report.graphs:
         assert not graph.uncovered
-        assert not graph.left_alone
+        assert not graph.ineligible
         assert not graph.splits
     return report
 
@@ -294,7 +294,7 @@ def test_debug_model_is_bucketed_as_fsdp2_does(fake_world, name, gathers, scatte
     order = FSDPParamOrder.from_model(model, plan)
     policy = simple_fsdp.MixedPrecisionPolicy(PARAM_DTYPE, REDUCE_DTYPE)
     simple_fsdp.data_parallel(model, mesh, "fully_shard", policy)
-    passes = [ReshardAfterForward(keep=plan.units[-1]), BucketUnits(order, payload_order=True)]
+    passes = [ReshardAfterForward(keep=plan.units[-1]), BucketUnits(order)]
     report = _trace(model, passes)
     _check_payloads(report, eager)
     assert report.collectives_before == {"all_gather": gathers, "reduce_scatter": scatters}
@@ -344,7 +344,7 @@ def test_experts_on_a_mesh_of_their_own(fake_world, monkeypatch):
     assert sorted(order.units) == sorted(eager.units)
     model.parallelize(dims)
     model = apply_simple_fsdp(model, parallel_dims=dims, training=training)
-    passes = [ReshardAfterForward(keep=plan.units[-1]), BucketUnits(order, payload_order=True)]
+    passes = [ReshardAfterForward(keep=plan.units[-1]), BucketUnits(order)]
     report = _trace(model, passes)
     _check_payloads(report, eager)
     of_experts = {b.group_size for b in report.buckets if "inner_experts" in b.members[0].fqns[0]}
