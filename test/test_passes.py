@@ -557,7 +557,7 @@ def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world, m
         "joint_custom_post_pass": TagParameters(order=reverse),
         "bucket_all_gathers_fx": "fsdp",
         "bucket_reduce_scatters_fx": "fsdp",
-        PAYLOAD_ORDER: PAYLOAD_FIELD,
+        "aten_distributed_optimizations.bucket_payload_order_key": PAYLOAD_FIELD,
         "force_disable_caches": True,
     }
     packed = []

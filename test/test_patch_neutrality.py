@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from linked_torch import LinkedTorch, make_repository
-from patching_trees import MINOR, needs_unpatched_torch
-from torch_features import HAS_PRE_BUCKETING
+from patching_trees import needs_unpatched_torch
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "neutrality_graphs.py")

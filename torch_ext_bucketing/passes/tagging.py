@@ -66,9 +66,10 @@ class TagParameters(GraphPass):
         if fqn_of is None:
             fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))
         self.last_report = tag_joint_graph(graph, fqn_of, model=self.model)
-        for start in filter(tag_of, graph_of(graph).nodes if self.order is not None else ()):
-            if (place := self.order(start)) is not None:
-                start.meta[PAYLOAD_FIELD] = place
+        if self.order is not None:
+            for start in filter(tag_of, graph_of(graph).nodes):
+                if (place := self.order(start)) is not None:
+                    start.meta[PAYLOAD_FIELD] = place
         compilation.tagged = len(self.last_report.tagged)
         compilation.report.unnamed = tuple((u.node, u.reason) for u in self.last_report.unnamed)
 
