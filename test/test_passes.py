@@ -564,7 +564,7 @@ def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world, m
     run = GraphLowering.run
 
     def spy(self, *args):
-        packed.extend([t.fqns[0] for t in member_tags(n)] for n in collectives(self.graph))
+        packed.extend([t.fqns[0] for t in member_tags(n)] for n in collectives(self.module))
         return run(self, *args)
 
     monkeypatch.setattr(GraphLowering, "run", spy)
