@@ -303,7 +303,6 @@ class Values:
             "kinds": self.kinds,
             "eligible": self.eligible,
             "group_filter": self.group_filter,
-            "max_node_span": lambda: self.pick(None, 0, 5, 50, 10**30),
             "non_adjacent": lambda: self.pick(True, False),
         }
         chosen = self.rng.sample(sorted(every), self.rng.randint(0, 3))
@@ -439,9 +438,7 @@ def _backend(e: Example) -> Any:
     made = teb.backend(
         e.v.pick("inductor", "aot_eager", "eager"),
         passes,
-        prefetch=e.rng.choice((None, 0))
-        if e.rng.random() < 0.5
-        else teb.PrefetchDepth(e.v.pick(1, 50)),
+        prefetch=e.v.pick(None, 0, 1, 50),
     )
     return made.last_report() if e.rng.random() < 0.1 else made.passes.uuid()
 

@@ -339,7 +339,6 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "kinds": ("all_gather",),
             "eligible": "tag",
             "group_filter": None,
-            "max_node_span": None,
             "non_adjacent": True,
             "payload_order": ORDER,
         },
@@ -348,7 +347,6 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "kinds": ("all_reduce",),
             "eligible": "structure",
             "group_filter": teb.primary_group,
-            "max_node_span": 3,
             "non_adjacent": False,
             "payload_order": OTHER,
         },
@@ -364,7 +362,7 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "kinds": ("all_gather",),
             "payload_order": None,
             "machine": _machine(),
-            "options": {"max_node_span": None},
+            "options": {"eligible": "tag"},
         },
         {
             "policies": teb.Overlap(depth=3),
@@ -372,7 +370,7 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "kinds": ("reduce_scatter",),
             "payload_order": ORDER,
             "machine": _machine(kernel_ms=1.0),
-            "options": {"max_node_span": 4},
+            "options": {"eligible": "structure"},
         },
     ),
 }

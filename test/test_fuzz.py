@@ -17,7 +17,6 @@ EXAMPLES, SEED = 600, 20_000
 ELSEWHERE = {
     "reports": {"CompileReport", "GraphReport", "ScheduleReport", "RingTopology"},
     "plans": {"BucketPlan", "make_plan", "manual_plan", "transformer_block_plan"},
-    "backend": {"PrefetchDepth"},
     "groups": {
         "primary_group",
         "hooks_status",

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from .scheduling.machine import H100, Level, Machine
     from .scheduling.memory import CapComputeRun, PeakMemory
     from .scheduling.model import peak_bytes
-    from .scheduling.overlap import Overlap, PrefetchDepth
+    from .scheduling.overlap import Overlap
     from .scheduling.policy import Policy
     from .scheduling.scheduler import BoundNotKeptWarning, schedule
     from .tagging.tag_graph import tag_joint_graph
@@ -82,7 +82,6 @@ __all__ = [
     "PeakMemory",
     "PlanMismatchError",
     "Policy",
-    "PrefetchDepth",
     "RankMissingError",
     "ReduceOnce",
     "ReduceScatterFirst",
@@ -169,10 +168,7 @@ _HOME = {
         "PeakMemory",
     ),
     "scheduling.model": ("peak_bytes",),
-    "scheduling.overlap": (
-        "Overlap",
-        "PrefetchDepth",
-    ),
+    "scheduling.overlap": ("Overlap",),
     "scheduling.policy": ("Policy",),
     "scheduling.scheduler": (
         "BoundNotKeptWarning",

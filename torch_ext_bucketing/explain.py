@@ -65,9 +65,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="byte cap of mode auto, in MiB (default: torch's estimate for the group's size)",
     )
     parser.add_argument(
-        "--max-span", type=int, metavar="NODES", help="span bound of mode auto (default: none)"
-    )
-    parser.add_argument(
         "--primary-group",
         action="store_true",
         help="mode auto: only the process group with the most FSDP all-gathers",
@@ -121,8 +118,8 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--world-size: must be at least 1, got {args.world_size}")
     if args.keep_gib is not None and not 0 < args.keep_gib < float("inf"):
         args.parser.error(f"--keep-gib: must be a positive number, got {args.keep_gib}")
-    if args.mode != "auto" and (args.cap_mb is not None or args.max_span is not None):
-        args.parser.error(f"--cap-mb and --max-span belong to --mode auto, not to {args.mode}")
+    if args.mode != "auto" and args.cap_mb is not None:
+        args.parser.error(f"--cap-mb belongs to --mode auto, not to {args.mode}")
     estimates = args.overlap or args.keep_gib is not None or args.trace or args.plot
     for option in ("machine", "size_hint"):
         if getattr(args, option) is not None and not estimates:
@@ -144,7 +141,6 @@ def run(args: argparse.Namespace) -> int:
             args.target,
             mode=args.mode,
             cap_mb=args.cap_mb,
-            max_node_span=args.max_span,
             primary=args.primary_group,
             world_size=args.world_size,
             overlap=args.overlap,
@@ -180,7 +176,6 @@ def explain(
     *,
     mode: str = "auto",
     cap_mb: float | None = None,
-    max_node_span: int | None = None,
     primary: bool = False,
     world_size: int = 8,
     overlap: bool = False,
@@ -196,7 +191,6 @@ def explain(
             model, sharded over all ranks.
         mode: one of ``MODES``.
         cap_mb: byte cap in MiB, see :func:`.plan_by_cap`.
-        max_node_span: see :func:`.plan_by_cap`.
         primary: bucket only the primary process group.
         world_size: number of ranks; this process plays rank 0.
         overlap: also schedule the graphs, with :class:`.Overlap`.
@@ -227,7 +221,7 @@ def explain(
         from .scheduling.machine import H100
 
         on = H100 if machine is None else machine
-        passes = _passes(model, mode, cap_mb, max_node_span, primary, keep_gib, on)
+        passes = _passes(model, mode, cap_mb, primary, keep_gib, on)
         if overlap:
             from .passes.scheduling import Schedule
             from .scheduling.overlap import Overlap
@@ -324,7 +318,6 @@ def _passes(
     model: nn.Module,
     mode: str,
     cap_mb: float | None,
-    max_node_span: int | None,
     primary: bool,
     keep_gib: float | None,
     machine: Machine,
@@ -348,11 +341,7 @@ def _passes(
             return [reshard, BucketUnits(order, KINDS)]
         if mode == "none":
             return [reshard, BucketByCap(kinds=())]
-        by_cap = BucketByCap(
-            cap_mb,
-            max_node_span=max_node_span,
-            group_filter=primary_group if primary else None,
-        )
+        by_cap = BucketByCap(cap_mb, group_filter=primary_group if primary else None)
         return [reshard, by_cap]
     except (ValueError, TypeError) as error:
         raise ExplainError(str(error)) from error

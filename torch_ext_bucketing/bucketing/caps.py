@@ -6,16 +6,15 @@ together. Per bucket key, members are taken in the order of their waits, which i
 which their results are needed, and one bucket is open at a time. It is closed
 
 - by ``"bytes"``: the next member would exceed the cap;
-- by the ``"span"``: it would be too far away in graph order;
 - by the ``"run"``: a reduce-scatter would leave too many compute nodes behind the one before;
 - by a ``"dependency"``: it needs the bucket or is needed by it, directly or by way of buckets
   planned before, or a write to a tensor stands between them;
 - by the ``"end"``: there is no next member.
 
 The next member then starts a bucket. That is the rule of torch's greedy bucketing with
-``bucket_non_adjacent`` or ``bucket_max_node_span`` set (see ``torch_patches``), and gives the same
-buckets for the same settings; but torch counts spans without anything that handles a rank's own
-shards, takes every write for a barrier, and does not look at members that are buckets already.
+``bucket_non_adjacent`` set (see ``torch_patches``), and gives the same buckets for the same
+settings; but torch takes every write for a barrier, and does not look at members that are buckets
+already.
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ def plan_by_cap(
     kinds: Collection[Kind] = KINDS,
     eligible: Eligible = "tag",
     group_filter: GroupFilter | None = None,
-    max_node_span: int | None = None,
     max_compute_run: int | None = None,
     non_adjacent: bool = True,
 ) -> BucketingPlan:
@@ -96,8 +94,6 @@ def plan_by_cap(
             returns are bucketed, group by group. None buckets all. Of kinds that are not in
             ``kinds``, all-gathers alone are counted. A gather in a smaller group
             (``ReshardAfterForward(to=...)``) counts for the group of the parameter's shards.
-        max_node_span: bound on the distance in graph order between a bucket's first and last
-            member, in nodes that every rank has (see :mod:`.graph.uneven`).
         max_compute_run: bound on the compute nodes (see :func:`.is_compute`), in graph order, that
             a bucket of reduce-scatters has to wait for after the one before of its bucket key; see
             :class:`.CapComputeRun`.
@@ -109,18 +105,13 @@ def plan_by_cap(
 
     Raises:
         TypeError: ``group_filter`` is no callable.
-        ValueError: an unknown kind or ``eligible``, a cap that is no positive number, a negative
-            span, a run below 1, or a graph that is not in topological order.
+        ValueError: an unknown kind or ``eligible``, a cap that is no positive number, a run below
+            1, or a graph that is not in topological order.
         RuntimeError: ``eligible``, ``group_filter`` or a cap callable failed (the cause is
             chained), changed the graph or communicated; a symbolic size has no hint (torch's own).
     """
     planner = CapPlanner(graph, kinds=kinds, eligible=eligible, group_filter=group_filter)
-    return planner.plan(
-        cap_mb,
-        max_node_span=max_node_span,
-        max_compute_run=max_compute_run,
-        non_adjacent=non_adjacent,
-    )
+    return planner.plan(cap_mb, max_compute_run=max_compute_run, non_adjacent=non_adjacent)
 
 
 class CapPlanner:
@@ -151,17 +142,14 @@ class CapPlanner:
         self,
         cap_mb: CapMb = None,
         *,
-        max_node_span: int | None = None,
         max_compute_run: int | None = None,
         non_adjacent: bool = True,
     ) -> BucketingPlan:
         """The plan under one cap."""
-        _check_bounds(cap_mb, max_node_span, max_compute_run)
+        _check_bounds(cap_mb, max_compute_run)
         caps = list(cap_mb.values()) if isinstance(cap_mb, Mapping) else [cap_mb]
         self._contracted.reset()
-        planner = _Planner(
-            self._contracted, cap_mb, max_node_span, self._run_bound(max_compute_run)
-        )
+        planner = _Planner(self._contracted, cap_mb, self._run_bound(max_compute_run))
         with _reading_only(self._graph, cap_mb=next(filter(callable, caps), None)):
             return _plan(self._candidates, self._scopes, planner, non_adjacent)
 
@@ -323,14 +311,12 @@ class _Planner:
         self,
         contracted: Contraction,
         cap_mb: CapMb,
-        max_span: int | None,
         run_bound: _RunBound | None,
     ) -> None:
         self.contracted = contracted
         self.buckets: list[Bucket] = []
         self.alone: list[tuple[int, Unmerged]] = []
         self._cap_mb = cap_mb
-        self._max_span = max_span
         self._run_bound = run_bound
         self._reached = 0  # compute nodes before the last member of the bucket before
         self._default: dict[int, float] = {}
@@ -366,11 +352,8 @@ class _Planner:
             run = bound.reached(start) - self._reached
             if run > bound.most:
                 return "run", f"with {start.name}: {run} compute nodes since the bucket before"
-        refusal = self.contracted.try_add(start, self._max_span)
-        if refusal is None:
+        if self.contracted.try_add(start):
             return None, ""
-        if refusal == "span":
-            return "span", f"{start.name} is too far away for a span of {self._max_span} nodes"
         return "dependency", self.contracted.why(start)
 
     def _end(
@@ -382,14 +365,13 @@ class _Planner:
         closed_by: ClosedBy,
         detail: str,
     ) -> None:
-        span = self.contracted.span
         self.contracted.close()
         if self._run_bound is not None:
             self._reached = max(map(self._run_bound.reached, members))
         position = self.contracted.position
         if len(members) > 1:
             ordered = tuple(sorted(members, key=position))
-            self.buckets.append(Bucket(kind, None, ordered, span, closed_by, detail, filled, cap))
+            self.buckets.append(Bucket(kind, None, ordered, closed_by, detail, filled, cap))
             return
         (start,) = members
         tag = tag_of(start)
@@ -431,13 +413,7 @@ class _Planner:
         return cap_bytes
 
 
-def _check_bounds(cap_mb: CapMb, max_node_span: int | None, max_run: int | None) -> None:
-    if max_node_span is not None and (
-        not isinstance(max_node_span, int) or isinstance(max_node_span, bool) or max_node_span < 0
-    ):
-        raise ValueError(
-            f"max_node_span must be a number of nodes of at least 0, or None, got {max_node_span!r}"
-        )
+def _check_bounds(cap_mb: CapMb, max_run: int | None) -> None:
     if max_run is not None and (not isinstance(max_run, int) or isinstance(max_run, bool)):
         raise ValueError(f"max_compute_run must be a number of nodes, got {max_run!r}")
     if max_run is not None and max_run < 1:

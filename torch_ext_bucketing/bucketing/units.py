@@ -126,9 +126,9 @@ def plan_units(
             earlier = first_gather.setdefault(same, start)
             if earlier is not start:
                 contracted.open(earlier)
-                refused = contracted.try_add(start)
+                joined = contracted.try_add(start)
                 contracted.close()
-                if refused is None:
+                if joined:
                     duplicates.append((start, earlier))
                     continue
         groups.setdefault((unit, bucket_key(start), again), []).append(start)
@@ -142,7 +142,7 @@ def plan_units(
         assert kind is not None
         first = starts[0]
         while starts:
-            members, starts, detail, span = _fill(contracted, starts)
+            members, starts, detail = _fill(contracted, starts)
             if members[0] is not first:
                 splits += [
                     f"{start.name} depends on the bucket of {first.name} or is needed by it, "
@@ -151,7 +151,7 @@ def plan_units(
                 ]
             if len(members) > 1:
                 closed_by: ClosedBy = "dependency" if starts else "end"
-                buckets.append(Bucket(kind, unit, tuple(members), span, closed_by, detail))
+                buckets.append(Bucket(kind, unit, tuple(members), closed_by, detail))
             else:
                 left.append((members[0].name, "nothing can be merged with it without a cycle"))
     buckets.sort(key=lambda b: position[b.members[0]])
@@ -162,19 +162,18 @@ def plan_units(
 
 def _fill(
     contracted: Contraction, starts: list[fx.Node]
-) -> tuple[list[fx.Node], list[fx.Node], str, int]:
-    """The bucket of the first start, the starts that can't be in it, why so, and its span."""
+) -> tuple[list[fx.Node], list[fx.Node], str]:
+    """The bucket of the first start, the starts that can't be in it, and why so."""
     contracted.open(starts[0])
     members, rest, detail = [starts[0]], [], ""
     for start in starts[1:]:
-        if contracted.try_add(start) is None:
+        if contracted.try_add(start):
             members.append(start)
         else:
             rest.append(start)
             detail = detail or contracted.why(start)
-    span = contracted.span
     contracted.close()
-    return members, rest, detail, span
+    return members, rest, detail
 
 
 def _unit_of(tag: Tag, units: UnitIndex) -> tuple[int | None, str]:

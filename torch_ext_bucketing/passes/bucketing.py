@@ -112,7 +112,6 @@ class BucketByCap(GraphPass):
         kinds: the kinds to bucket.
         eligible: see :func:`.plan_by_cap`.
         group_filter: see :func:`.plan_by_cap`; :data:`.primary_group` is one.
-        max_node_span: see :func:`.plan_by_cap`.
         non_adjacent: see :func:`.plan_by_cap`.
         payload_order: ``start -> key`` by which a bucket's members are packed, ascending, such as
             an ``FSDPParamOrder``; False packs in graph order; None leaves it to
@@ -133,7 +132,6 @@ class BucketByCap(GraphPass):
         kinds: Collection[Kind] = KINDS,
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
-        max_node_span: int | None = None,
         non_adjacent: bool = True,
         payload_order: PayloadKey | Literal[False] | None = None,
     ) -> None:
@@ -143,7 +141,6 @@ class BucketByCap(GraphPass):
             "kinds": check_kinds(kinds),
             "eligible": eligible,
             "group_filter": group_filter,
-            "max_node_span": max_node_span,
             "non_adjacent": non_adjacent,
         }
         self.payload_key = payload_order

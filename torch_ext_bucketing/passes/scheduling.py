@@ -126,7 +126,7 @@ class BucketAndSchedule(Schedule):
         kinds: what is bucketed.
         payload_order: as of ``BucketByCap``.
         machine: as of :class:`Schedule`.
-        options: ``eligible``, ``group_filter`` and ``max_node_span`` of :func:`.plan_by_cap`.
+        options: ``eligible`` and ``group_filter`` of :func:`.plan_by_cap`.
 
     Raises:
         TypeError: as of :class:`Schedule`; ``payload_order`` is no callable; an unknown option.

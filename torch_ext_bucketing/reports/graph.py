@@ -116,14 +116,13 @@ def _graph_text(report: GraphReport, members: bool = True) -> str:
                 "members",
                 "bytes",
                 "of cap",
-                "span",
                 "closed by",
                 "packed by",
                 "node",
             )
         ]
         rows += [_bucket_row(b) for b in report.buckets]
-        table = aligned(rows, right=(2, 3, 4, 5, 6))
+        table = aligned(rows, right=(2, 3, 4, 5))
         lines += ["", table[0]]
         for bucket, line in zip(report.buckets, table[1:], strict=True):
             lines.append(line)
@@ -174,7 +173,6 @@ def _bucket_row(bucket: BucketReport) -> tuple[str, ...]:
         str(len(bucket.members)),
         size_text(bucket.nbytes if wire is None else wire),
         share,
-        str(bucket.span),
         bucket.closed_by,
         bucket.packed_by,
         bucket.node,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -79,7 +79,7 @@ def choose_caps(
         reference_bytes: see :func:`.schedule`; None: the peak of ``graph``.
         size_hints: as of :func:`.backend`.
         beside_bytes: see :func:`.schedule`.
-        options: of :func:`.plan_by_cap`: ``eligible``, ``group_filter``, ``max_node_span``.
+        options: of :func:`.plan_by_cap`: ``eligible`` and ``group_filter``.
 
     Returns:
         The plan for ``graph``, and what was tried. Where an estimate fails, the plan has torch's
@@ -137,23 +137,18 @@ class _Search:
         beside_bytes: int = 0,
     ) -> None:
         self.tried: dict[_Caps, ScheduleReport] = {}
-        self.bounds: dict[_Caps, Mapping[str, int]] = {}  # that their buckets keep
+        self.runs: dict[_Caps, int | None] = {}  # the bound on runs that their buckets keep
         self._graph = graph
         self._policies = policies
-        self._max_node_span = options.pop("max_node_span", None)
-        self._bounds: dict[str, int] = {}
-        for policy in policies:
-            for name, bound in policy.bucket_bounds().items():
-                self._bounds[name] = min(bound, self._bounds.get(name, bound))
-        if self._max_node_span is not None and "max_node_span" in self._bounds:
-            self._bounds["max_node_span"] = min(self._max_node_span, self._bounds["max_node_span"])
+        runs = (policy.max_bucket_run() for policy in policies)
+        self._max_run = min((run for run in runs if run is not None), default=None)
         self._costs = costs
         self._model: Model | None = None
         self._groups = {n: group_name(n) for n in graph.nodes if is_collective(n)}
         self.reference_bytes = reference_bytes
         self._beside_bytes = beside_bytes
         self._planner = CapPlanner(graph, kinds=kinds, **options)
-        self._plans: dict[str, BucketingPlan] = {}
+        self._plans: dict[tuple[str, int | None], BucketingPlan] = {}
         self._known: dict[tuple[Any, ...], ScheduleReport | None] = {}
 
     def run(self, ladder: list[float], largest: float) -> BucketingPlan:
@@ -180,35 +175,34 @@ class _Search:
                     if 0 <= near < len(ladder):
                         self.attempt({**caps, key: ladder[near]})
         chosen = self.best()
-        return self.plan(dict(chosen) or ladder[0], self.bounds[chosen])
+        return self.plan(dict(chosen) or ladder[0], self.runs[chosen])
 
-    def plan(self, caps: Any, bounds: Mapping[str, int] | None = None) -> BucketingPlan:
-        """The plan for the graph itself, with buckets that keep ``bounds``."""
-        options: dict[str, Any] = {"max_node_span": self._max_node_span, **(bounds or {})}
-        name = repr((caps, options))
+    def plan(self, caps: Any, max_run: int | None = None) -> BucketingPlan:
+        """The plan for the graph itself, with buckets that leave no longer runs."""
+        name = (repr(caps), max_run)
         if name not in self._plans:
-            self._plans[name] = self._planner.plan(caps, **options)
+            self._plans[name] = self._planner.plan(caps, max_compute_run=max_run)
         return self._plans[name]
 
     def attempt(self, caps: dict[tuple[str, str], float] | float) -> None:
-        """Try caps: where a policy has bounds for buckets, with buckets that keep them, and
-        without only while nothing keeps the policies' bounds."""
-        plan = self.plan(caps, self._bounds)
+        """Try caps: where a policy bounds the runs that buckets leave, with buckets that keep it,
+        and without only while nothing keeps the policies' bounds."""
+        plan = self.plan(caps, self._max_run)
         name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in _keys(plan))
         if name in self.tried or self._too_slow(plan):
             return
         outcome = self._outcome(plan)
         if outcome is None:
             return
-        self.tried[name], self.bounds[name] = outcome, self._bounds
-        if self.tried[self.best()].misses and self._bounds:
+        self.tried[name], self.runs[name] = outcome, self._max_run
+        if self.tried[self.best()].misses and self._max_run is not None:
             free = self._outcome(self.plan(caps))
             if free is not None and _rank(free) < _rank(self.tried[name]):
-                self.tried[name], self.bounds[name] = free, {}
+                self.tried[name], self.runs[name] = free, None
 
     def busiest_ms(self, caps: dict[tuple[str, str], float] | float) -> float:
         """The time that the collectives of the busiest process group take: no step is faster."""
-        return self._busiest_ms(self.plan(caps, self._bounds))
+        return self._busiest_ms(self.plan(caps, self._max_run))
 
     def _busiest_ms(self, plan: BucketingPlan) -> float:
         busy = dict.fromkeys(self._groups.values(), 0.0)

@@ -168,7 +168,7 @@ def schedule_model(
             misses += max(0, timeline.peak_bytes - limit) / max(1, limit)
         return _Try(name, timeline, misses)
 
-    ways = [way for p in policies for way in p.ways(case, quick)]
+    wanted = [c for p in policies for c in p.candidates(case, quick)]
     passes = list[tuple[ListScheduler, Timeline | None]]()
     bound = shape_of(model).bound_ms
 
@@ -176,7 +176,7 @@ def schedule_model(
         """What comes of a pass, unless it is known to be no better than what was tried."""
         least = min(tries, key=_rank)
         at_most = at_most_ms
-        if ways and not least.misses:
+        if wanted and not least.misses:
             at_most = min(at_most, least.timeline.step_ms)
             if least.timeline.step_ms <= bound * ROUNDING:
                 return None
@@ -194,14 +194,14 @@ def schedule_model(
 
     tries = [judged("as given", given)]
     # The widest first: what it has no use for needs no pass of its own.
-    for name, free in sorted(ways or _FOR_MEMORY, key=lambda way: -way[1].window):
+    for name, free in sorted(wanted or _FOR_MEMORY, key=lambda c: -c[1].window):
         options = ask(free)
         if unbounded:
             options = replace(options, limit_bytes=limit)
         found = tried(name, options, free)
         if found is not None:
             tries.append(found)
-    if ways:
+    if wanted:
         tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER)
         best = min(tries, key=_rank)
     else:  # nobody asked for speed: an order is changed only where it misses a bound
@@ -221,7 +221,7 @@ def schedule_model(
         misses=best.misses,
         chosen=best.name,
         alternatives=tuple((t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
-        bounds_cost_ms=0.0 if quick or not ways else _cost(model, best, passes),
+        bounds_cost_ms=0.0 if quick or not wanted else _cost(model, best, passes),
         notes=tuple(note for p in policies for note in p.notes(case)),
         warnings=(*model.hints.problems, *(b.warning for b in bounds if b.warning)),
         order=tuple(model.dependencies.nodes[i].name for i in reached.order),
@@ -267,7 +267,7 @@ def _tightened(
 def _cost(
     model: Model, taken: _Try, passes: Sequence[tuple[ListScheduler, Timeline | None]]
 ) -> float:
-    """Milliseconds by which the step would be shorter if nothing were bounded, by the same way."""
+    """Milliseconds by which the step would be shorter with the same options and no bound."""
     if taken.free is None:
         return 0.0
     free = next((timeline for made, timeline in passes if made.as_with(taken.free)), None)
