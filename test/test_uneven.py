@@ -19,9 +19,9 @@ from torch_features import packs_in_parts
 
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.graph import liveness
+from torch_ext_bucketing.graph import analysis
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import kind_of
-from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.uneven import ShardSide, shard_side
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
@@ -186,7 +186,7 @@ def test_shards_count_as_many_bytes_as_the_largest_ranks(uneven):
     for stages in zip(*uneven, strict=True):
         found = []
         for gm in stages:
-            counted = liveness.Liveness(gm.graph, Dependencies(gm.graph))
+            counted = GraphAnalysis(gm.graph).liveness
             kept = sum(counted.size[s] for s in counted.kept)
             found.append((counted.at_start, kept, counted.peak(range(len(counted.touches)))))
         assert found[0] == found[1]
@@ -197,7 +197,7 @@ def test_shards_count_as_many_bytes_as_the_largest_ranks(uneven):
 
 
 def test_schedules_would_differ_otherwise(uneven, monkeypatch):
-    monkeypatch.setattr(liveness, "shard_side", lambda graph, hints=None: ShardSide())
+    monkeypatch.setattr(analysis, "shard_side", lambda graph, hints=None: ShardSide())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert any(launches(a) != launches(b) for a, b in zip(*uneven, strict=True))

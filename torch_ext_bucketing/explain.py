@@ -350,7 +350,6 @@ def _passes(
 def _recorder(drawn: list[Drawn], machine: Machine) -> GraphPass:
     """A last pass that keeps the timelines of each graph before the first pass and now."""
     from ._torch.aot import stage_of
-    from .graph.size_hints import SizeHints
     from .passes.base import Compilation, GraphPass
     from .scheduling.model import model_of
     from .scheduling.timeline import Timeline
@@ -361,12 +360,11 @@ def _recorder(drawn: list[Drawn], machine: Machine) -> GraphPass:
 
         def _keep(self, graph: Any, version: str, compilation: Compilation) -> None:
             graph = getattr(graph, "graph", graph)
-            hints, beside = SizeHints.of(compilation.size_hints), compilation.beside_bytes
-            model = model_of(graph, machine, hints=hints, beside_bytes=beside)
+            model = model_of(compilation.analysis(graph), machine)
             drawn.append(Drawn(stage_of(graph), version, model, Timeline.of(model)))
 
         def prepare(self, graph: Any, compilation: Any) -> None:
-            compilation.beside(graph)
+            compilation.note_inputs(graph)
             self._keep(graph, "before", compilation)
 
         def __call__(self, graph: Any, compilation: Any = None) -> None:

@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeAlias
 import torch.fx as fx
 
 from .._torch.estimates import default_cap_mb
+from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import (
     KINDS,
     Kind,
@@ -67,7 +68,7 @@ _ALL = 2**63  # bytes: more than any bucket has
 
 
 def plan_by_cap(
-    graph: fx.Graph,
+    graph: fx.Graph | GraphAnalysis,
     cap_mb: CapMb = None,
     *,
     kinds: Collection[Kind] = KINDS,
@@ -79,7 +80,7 @@ def plan_by_cap(
     """Buckets filled in wait order up to a byte cap. Reads the graph only.
 
     Args:
-        graph: in topological order.
+        graph: in topological order, or what is known of it.
         cap_mb: in MiB, counted as the larger of a member's input and output: a number, a callable
             of the bucket's index within its bucket key (0, 1, ...), or either per process group
             name, or per group name and kind. None, and what the mapping lacks: what saturates the
@@ -122,7 +123,7 @@ class CapPlanner:
 
     def __init__(
         self,
-        graph: fx.Graph,
+        graph: fx.Graph | GraphAnalysis,
         *,
         kinds: Collection[Kind] = KINDS,
         eligible: Eligible = "tag",
@@ -131,10 +132,11 @@ class CapPlanner:
         kinds = check_kinds(kinds)
         if group_filter is not None and not callable(group_filter):
             raise TypeError(f"group_filter must be a callable or None, got {group_filter!r}")
-        self._graph = graph
-        with _reading_only(graph, eligible=eligible, group_filter=group_filter):
-            self._contracted = Contraction(graph)
-            self._candidates = _candidates(graph, kinds, eligible)
+        analysis = GraphAnalysis.of(graph)
+        self._graph = analysis.graph
+        with _reading_only(self._graph, eligible=eligible, group_filter=group_filter):
+            self._contracted = Contraction(analysis.nodes, analysis.unordered_writes)
+            self._candidates = _candidates(self._graph, kinds, eligible)
             self._scopes = _scopes(self._candidates.counts, group_filter)
         self._compute_before: dict[fx.Node, int] | None = None
 

@@ -24,11 +24,12 @@ and pads of its members read; a start that has a write between them and itself m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.fx as fx
 
 from .._torch.bucketing import replaced_inputs
 from ..graph.collectives import group_size, kind_of
-from ..graph.writes import unordered_writes
 
 __all__ = ["Contraction"]
 
@@ -51,20 +52,20 @@ class Contraction:
     contracts nothing. A start that is in a closed bucket already brings that whole bucket along.
 
     Args:
-        graph: in topological order, and unchanged as long as this is used.
+        nodes: of a graph in topological order, unchanged as long as this is used.
+        writes: those of them that :func:`.unordered_writes` finds.
 
     Raises:
         ValueError: a node stands before one of its inputs.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        nodes = list(graph.nodes)
+    def __init__(self, nodes: Sequence[fx.Node], writes: Sequence[fx.Node]) -> None:
         self.starts: list[fx.Node] = []
         self._index: dict[fx.Node, int] = {}
         self._up: list[int] = []  # what each start needs, by edges of the graph alone
         self._epoch: list[int] = []  # number of unordered writes before it
         self._alone: dict[int, fx.Node] = {}  # the write between it and what a bucket would read
-        self._writes = unordered_writes(nodes)
+        self._writes = writes
         self._project(nodes)
         self.reset()
 
@@ -80,7 +81,7 @@ class Contraction:
         self._open_epoch = 0
         self._open_alone: fx.Node | None = None
 
-    def _project(self, nodes: list[fx.Node]) -> None:
+    def _project(self, nodes: Sequence[fx.Node]) -> None:
         writes = dict.fromkeys(self._writes)
         needs: dict[fx.Node, int] = {}
         uses: dict[fx.Node, int] = {}

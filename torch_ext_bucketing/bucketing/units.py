@@ -8,9 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch.fx as fx
 
 from .._torch.aot import in_backward
+from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind, bucket_key, group_name, kind_of
 from ..graph.regions import Structures, cuts_behind, positions
-from ..graph.writes import written_roots
 from ..reports.buckets import ClosedBy
 from ..tagging.tags import Tag, tag_of
 from .contraction import Contraction
@@ -81,12 +81,14 @@ class UnitIndex:
 
 
 def plan_units(
-    graph: fx.Graph, units: UnitIndex, kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+    graph: fx.Graph | GraphAnalysis,
+    units: UnitIndex,
+    kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
 ) -> BucketingPlan:
     """One bucket per unit and bucket key. Reads the graph only.
 
     Args:
-        graph: a graph whose collectives carry tags.
+        graph: a graph whose collectives carry tags, or what is known of it.
         units: which parameter is in which unit.
         kinds: what is bucketed; others are left alone and not reported one by one.
 
@@ -98,11 +100,11 @@ def plan_units(
     groups: dict[tuple[int, Any, bool], list[fx.Node]] = {}
     duplicates: list[tuple[fx.Node, fx.Node]] = []
     first_gather: dict[tuple[Any, ...], fx.Node] = {}
-    contracted = Contraction(graph)
-    written = written_roots(list(graph.nodes))
-    position = positions(graph)
+    analysis = GraphAnalysis.of(graph)
+    contracted = Contraction(analysis.nodes, analysis.unordered_writes)
+    position = positions(analysis.graph)
     structures = Structures(position)
-    for start in graph.nodes:
+    for start in analysis.nodes:
         kind = kind_of(start)
         if kind is None or kind not in kinds:
             continue
@@ -121,7 +123,7 @@ def plan_units(
             continue
         # In a trace of a whole step, a gather in backward is there to free memory in between.
         again = kind == "all_gather" and in_backward(start)
-        if kind == "all_gather" and start not in written:
+        if kind == "all_gather" and start not in analysis.written_roots:
             same = (start.target, again, *_gathered(start, position, structures))
             earlier = first_gather.setdefault(same, start)
             if earlier is not start:

@@ -115,6 +115,7 @@ class PassManager:
                 p(graph, compilation)
             else:
                 p(graph)
+            compilation.changed()
             seconds[i] += time.perf_counter() - clock
             _show(graph, f"{name}_{i}_{type(p).__name__}_after")
             compilation.report.passes.append(PassTime(name, type(p).__name__, seconds[i]))

@@ -18,6 +18,7 @@ from .._torch.caches import before_key
 from .._torch.inductor import CustomGraphPass
 from .._torch.process_groups import group_places
 from ..bucketing.units import UncoveredParametersWarning
+from ..graph.analysis import GraphAnalysis
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import kept_inputs
 from ..graph.size_hints import GivenHints, SizeHints
@@ -53,8 +54,8 @@ class Compilation:
         memory_bytes: a bound on the peak of live bytes that a pass chose under, and that schedules
             keep, too.
         decided: what passes chose on the joint graph, in short, which ranks compare.
-        beside_bytes: what is in memory while the graph at hand runs, beside its own inputs, where a
-            pass asked for it; see :meth:`beside`.
+        external_live_bytes: what is in memory while the graph at hand runs, beside its own inputs,
+            where a pass asked for it; see :meth:`note_inputs`.
     """
 
     input_fqns: FqnOf | None = None
@@ -67,22 +68,39 @@ class Compilation:
     following: tuple[GraphPass, ...] = ()
     memory_bytes: int | None = None
     decided: list[str] = field(default_factory=list)
-    beside_bytes: int = 0
+    external_live_bytes: int = 0
     _given: set[type[Warning]] = field(default_factory=set)
     _inputs: dict[str, int] = field(default_factory=dict)
+    _analysis: GraphAnalysis | None = None
 
-    def beside(self, graph: GraphLike) -> int:
-        """Bytes of the forward graph's inputs that its backward graph does not read: parameters
-        that were saved gathered, say. They are in memory all the same. 0 for other graphs, and
-        where the forward graph came from a cache. Sets :attr:`beside_bytes`, too."""
+    def analysis(self, graph: GraphLike) -> GraphAnalysis:
+        """What is known of the graph at hand as it is. One object for all who ask before the next
+        pass has run."""
+        g = graph_of(graph)
+        if self._analysis is None or self._analysis.graph is not g:
+            self._analysis = GraphAnalysis(
+                g, self.size_hints, external_live_bytes=self.external_live_bytes
+            )
+        return self._analysis
+
+    def changed(self) -> None:
+        """A pass has run: what was known of the graph at hand may not hold any more."""
+        self._analysis = None
+
+    def note_inputs(self, graph: GraphLike) -> None:
+        """Set :attr:`external_live_bytes` for the graph at hand.
+
+        In backward these are the inputs of the forward graph that the backward graph does not read,
+        such as parameters that were saved gathered: they are in memory all the same. 0 for other
+        graphs, and where the forward graph came from a cache.
+        """
         mine = kept_inputs(graph_of(graph), SizeHints.of(self.size_hints))
         if stage_of(graph_of(graph)) == "backward":
             # Of a shard that is uneven elsewhere, backward may show the shape alone: 0 bytes.
             unseen = (n - mine.get(name, 0) for name, n in self._inputs.items())
-            self.beside_bytes = sum(n for n in unseen if n > 0)
+            self.external_live_bytes = sum(n for n in unseen if n > 0)
         else:
-            self._inputs, self.beside_bytes = mine, 0
-        return self.beside_bytes
+            self._inputs, self.external_live_bytes = mine, 0
 
     def warn(self, text: str, category: type[Warning]) -> None:
         """Warn and put it into the report, unless this compile had a warning of that class."""

@@ -85,7 +85,7 @@ class BucketUnits(GraphPass):
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         alone, compilation = compilation is None, compilation or Compilation()
         g = graph_of(graph)
-        plan = plan_units(g, self.index, self.kinds)
+        plan = plan_units(compilation.analysis(g), self.index, self.kinds)
         self.last_report = apply_and_report(g, plan, self.payload_key, self.kinds)
         compilation.report.graphs.append(self.last_report)
         if plan.uncovered:
@@ -151,7 +151,7 @@ class BucketByCap(GraphPass):
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         g = graph_of(graph)
-        plan = plan_by_cap(g, **self.options)
+        plan = plan_by_cap(g if compilation is None else compilation.analysis(g), **self.options)
         self.last_report = apply_and_report(g, plan, self.payload_key, self.options["kinds"])
         if compilation is None:
             warn_of_silence(g, [self.last_report], Compilation())

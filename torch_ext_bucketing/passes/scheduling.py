@@ -21,7 +21,6 @@ from ..reports.schedule import ScheduleReport
 from ..scheduling.cap_search import choose_caps
 from ..scheduling.cost import H100, Machine, check_machine
 from ..scheduling.memory import within
-from ..scheduling.model import peak_bytes
 from ..scheduling.policy import Policy, policies_of
 from ..scheduling.scheduler import schedule
 from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
@@ -62,11 +61,8 @@ class Schedule(GraphPass):
     def prepare(self, graph: GraphLike, compilation: Compilation) -> None:
         """Note the peak of the graph before it is bucketed."""
         try:
-            compilation.reference_bytes = peak_bytes(
-                graph,
-                size_hints=compilation.size_hints,
-                beside_bytes=compilation.beside(graph),
-            )
+            compilation.note_inputs(graph)
+            compilation.reference_bytes = compilation.analysis(graph).peak_bytes
         except Exception:  # ``schedule`` will meet the same and say so
             compilation.reference_bytes = None
 
@@ -86,7 +82,7 @@ class Schedule(GraphPass):
             machine=self.machine,
             reference_bytes=reference,
             size_hints=None if compilation is None else compilation.size_hints,
-            beside_bytes=0 if compilation is None else compilation.beside_bytes,
+            external_live_bytes=0 if compilation is None else compilation.external_live_bytes,
         )
         self.last_report = replace(report, caps=caps)
         if compilation is not None:
@@ -160,13 +156,11 @@ class BucketAndSchedule(Schedule):
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
         g = graph_of(graph)
         plan, found = choose_caps(
-            g,
+            g if compilation is None else compilation.analysis(g),
             self._bounded(compilation),
             caps_mb=self.caps_mb,
             machine=self.machine,
             reference_bytes=None if compilation is None else compilation.reference_bytes,
-            size_hints=None if compilation is None else compilation.size_hints,
-            beside_bytes=0 if compilation is None else compilation.beside_bytes,
             **self.options,
         )
         self.last_buckets = apply_and_report(g, plan, self.payload_key, self.options["kinds"])

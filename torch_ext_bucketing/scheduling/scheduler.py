@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch.fx as fx
 
 from .._gc import paused_gc
+from ..graph.analysis import GraphAnalysis
 from ..graph.dependencies import Precedence
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.size_hints import GivenHints, SizeHints
@@ -72,7 +73,7 @@ def schedule(
     reference_bytes: int | None = None,
     donated: Callable[[fx.Node], bool] | None = None,
     size_hints: SizeHints | GivenHints = None,
-    beside_bytes: int = 0,
+    external_live_bytes: int = 0,
 ) -> ScheduleReport:
     """Reorder a graph's nodes, in place. A ``GraphModule`` is recompiled.
 
@@ -82,10 +83,10 @@ def schedule(
         machine: what the cost model times nodes for.
         reference_bytes: the peak that ``PeakMemory(ratio=...)`` refers to, such as the unbucketed
             graph's (see :func:`peak_bytes`); None: the peak of ``gm`` as it is.
-        donated: see :class:`.Liveness`.
+        donated: see :class:`.GraphAnalysis`.
         size_hints: as of :func:`.backend`.
-        beside_bytes: what is in memory all the time beside the graph's own inputs, such as the
-            parameters that a backward graph does not read. It counts in every peak.
+        external_live_bytes: what is in memory all the time beside the graph's own inputs, such as
+            the parameters that a backward graph does not read. It counts in every peak.
 
     Returns:
         What was reached. A bound that is missed is also a ``BoundNotKeptWarning``.
@@ -93,19 +94,22 @@ def schedule(
     Raises:
         TypeError: something in ``policy`` is no policy, or ``machine`` is none;
             ``size_hints`` is no whole number and no callable.
-        ValueError: two policies of one class, ``reference_bytes`` or ``beside_bytes`` is no number
-            of bytes, or ``size_hints`` is negative.
+        ValueError: two policies of one class, ``reference_bytes`` or ``external_live_bytes`` is no
+            number of bytes, or ``size_hints`` is negative.
     """
     policies = policies_of(policy)
     check_machine(machine)
-    hints = SizeHints.of(size_hints)
-    for name, value in (("reference_bytes", reference_bytes or 0), ("beside_bytes", beside_bytes)):
+    given = {"reference_bytes": reference_bytes or 0, "external_live_bytes": external_live_bytes}
+    for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} must be a number of bytes, got {value!r}")
     graph = graph_of(gm)
+    analysis = GraphAnalysis(
+        graph, size_hints, donated=donated, external_live_bytes=external_live_bytes
+    )
     try:
         with paused_gc():
-            model = model_of(graph, machine, donated, hints, beside_bytes)
+            model = model_of(analysis, machine)
             report, order = schedule_model(model, policies, reference_bytes)
         if not model.dependencies.is_order(order):
             raise AssertionError("the order breaks a dependency")
