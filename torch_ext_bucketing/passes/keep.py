@@ -12,10 +12,10 @@ from ..bucketing.units import HasUnits, UnitIndex
 from ..graph.collectives import Kind
 from ..reports.keep import KeepReport
 from ..scheduling.cost import H100, Machine
-from ..scheduling.halves import UnitOf
 from ..scheduling.keep import KeepPlanner, block_units
 from ..scheduling.memory import PeakMemory
 from ..scheduling.overlap import Overlap
+from ..scheduling.partitioned import UnitOf
 from ..scheduling.policy import Policy
 from ..tagging.tag_graph import parameter_chains
 from ..tagging.tags import tag_of
@@ -80,7 +80,7 @@ def choose_for(
     )
     if report.warning:
         compilation.warn(report.warning, NothingKeptWarning)
-    kept = {f for k in outcome.kept for f in planner.halves.units[k].fqns}
+    kept = {f for k in outcome.kept for f in planner.partitioned.units[k].fqns}
     nodes: dict[fx.Node, None] = {}
     for start, chain in parameter_chains(graph).items():
         tag = tag_of(start)
