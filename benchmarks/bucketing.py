@@ -39,12 +39,11 @@ WAYS = ("unpatched", "hooks", "ours")
 PARAMETER_ROLES = ("fsdp", "expert_fsdp")
 
 
-# What a child runs for the unpatched torch: the package without the import hook that it installs.
-_UNPATCHED = """
+# What a child runs for the patched torch.
+_PATCHED = """
 import sys
-import torch_ext_bucketing
-from torch_ext_bucketing.patching.imports import PatchedFinder
-sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PatchedFinder)]
+from torch_ext_bucketing import hooks
+hooks.install()
 from {module} import main
 sys.exit(main())
 """
@@ -53,7 +52,7 @@ sys.exit(main())
 def run_child(module: str, way: str, arguments: Sequence[str]) -> Any:
     """Run ``module``'s ``main`` with ``--child way`` in a process of its own, on the torch that is
     installed where ``way`` is ``"unpatched"``; returns the JSON in its last line."""
-    program = ["-c", _UNPATCHED.format(module=module)] if way == "unpatched" else ["-m", module]
+    program = ["-m", module] if way == "unpatched" else ["-c", _PATCHED.format(module=module)]
     command = [sys.executable, *program, "--child", way, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -145,7 +144,7 @@ def run_ours(graph: Graph, cap_mb: float) -> dict[str, Any]:
     planned = time.process_time()
     apply_plan(graph.gm.graph, plan)
     done = time.process_time()
-    closed = Counter([*(b.closed_by for b in plan.buckets), *(u.closed_by for u in plan.alone)])
+    closed = Counter([*(b.closed_by for b in plan.buckets), *(u.closed_by for u in plan.unmerged)])
     return {"plan_s": planned - started, "pass_s": done - started, "closed": dict(closed)}
 
 

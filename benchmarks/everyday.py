@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from benchmarks.everyday_ranks import CASES, STEPS, UNLIKE_EAGER, CaseReport, run_cases
-from torch_ext_bucketing.demo.ranks import run_ranks
+from torch_ext_bucketing.testing.ranks import run_ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,13 +24,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES
 from benchmarks.parity_ranks import aten_kernels, bucket_units, reshard
-from torch_ext_bucketing.demo import text
-from torch_ext_bucketing.demo.ranks import Rank
-from torch_ext_bucketing.demo.train import digest, start_rank
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
-from torch_ext_bucketing.ring.group import RingTopology
+from torch_ext_bucketing.testing import text
+from torch_ext_bucketing.testing.compare import digest
+from torch_ext_bucketing.testing.ranks import Rank
+from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
 STEPS = 6
 SEQ = 12
@@ -414,8 +414,7 @@ def run_cases(
     topology = RingTopology(
         ranks_per_node=rank.world_size // 2, nodes=2, channels=CHANNELS, chunk_bytes=CHUNK_BYTES
     )
-    start_rank(rank, topology)
-    try:
+    with ring_rank(rank, topology):
         mesh = init_device_mesh("cpu", (rank.world_size,))
         submesh = DeviceMesh("cpu", [0, 1])
         folder = str(Path(rank.store_path).parent / "checkpoints")
@@ -430,8 +429,6 @@ def run_cases(
                 reports[name].eager = list(itertools.islice(CASES[name](eager), steps))
             _run(CASES[name], compiled, steps, reports[name])
         return reports
-    finally:
-        dist.destroy_process_group()
 
 
 def _run(

@@ -34,7 +34,6 @@ from typing import Any
 
 import torch.fx as fx
 
-from torch_ext_bucketing.demo.table import columns
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule
 from torch_ext_bucketing.scheduling.cost import H100, Machine
@@ -43,6 +42,7 @@ from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.model import peak_bytes
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
+from torch_ext_bucketing.testing.demo.table import columns
 
 from .graphs import CONFIGS, available, load
 from .keep_all import against_all

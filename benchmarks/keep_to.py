@@ -34,8 +34,9 @@ import torch.fx as fx
 import torch.nn as nn
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.demo.ranks import Rank, run_ranks
-from torch_ext_bucketing.demo.table import columns
+from torch_ext_bucketing.tagging.tags import tag_of
+from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
 from .machines import MACHINE, nodes
 
@@ -128,7 +129,7 @@ def _gather_sizes(gm: fx.GraphModule) -> Iterator[int]:
     from torch_ext_bucketing.graph.collectives import group_size, kind_of
 
     for node in gm.graph.nodes:
-        if kind_of(node) == "all_gather" and teb.tag_of(node) is not None:
+        if kind_of(node) == "all_gather" and tag_of(node) is not None:
             yield group_size(node)
 
 
@@ -187,19 +188,23 @@ def _eager_launches() -> Iterator[Counter[tuple[str, int]]]:
 
 def _compare(rank: Rank, models: Sequence[str], steps: int) -> list[dict[str, Any]]:
     """One rank's digests and launches, model by model."""
+    from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES
+    from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
+
+    topology = RingTopology(RANKS // NODES, CHANNELS, CHUNK_BYTES, NODES)
+    with ring_rank(rank, topology):
+        return _compare_in_group(rank, models, steps)
+
+
+def _compare_in_group(rank: Rank, models: Sequence[str], steps: int) -> list[dict[str, Any]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from benchmarks import parity_ranks as ranks
-    from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES, Cell
+    from benchmarks.parity_cells import Cell
     from benchmarks.parity_models import batch_of, build, unit_names
-    from torch_ext_bucketing.demo.train import digest
     from torch_ext_bucketing.graph.collectives import group_size, kind_of
-
-    topology = ranks.RingTopology(
-        RANKS // NODES, nodes=NODES, channels=CHANNELS, chunk_bytes=CHUNK_BYTES
-    )
-    ranks.start_rank(rank, topology)
+    from torch_ext_bucketing.testing.compare import digest
 
     def train(model: nn.Module, run: Any) -> list[str]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -253,7 +258,6 @@ def _compare(rank: Rank, models: Sequence[str], steps: int) -> list[dict[str, An
                 "kept_bytes": sum(r.saved_bytes for r in reshard.last_report.resharded),
             }
         )
-    dist.destroy_process_group()
     return rows
 
 

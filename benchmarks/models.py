@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 
-from torch_ext_bucketing.demo.model import rotary_tables
+from torch_ext_bucketing.testing.model import rotary_tables
 
 __all__ = ["DeepSeek", "DeepSeekConfig", "Experts", "Llama", "LlamaConfig"]
 

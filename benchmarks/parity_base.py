@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from torch_ext_bucketing.demo import text
+from torch_ext_bucketing.testing import text
 
 __all__ = ["SEQ", "VOCAB", "ParityModel"]
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from benchmarks.parity_base import SEQ, VOCAB, ParityModel
 from benchmarks.parity_reuse import REUSE_MODELS
-from torch_ext_bucketing.demo import text
-from torch_ext_bucketing.demo.model import Block, ModelConfig, RMSNorm, Transformer
+from torch_ext_bucketing.testing import text
+from torch_ext_bucketing.testing.model import Block, ModelConfig, RMSNorm, Transformer
 
 __all__ = ["MODELS", "ParityModel", "batch_of", "build", "tensor_parallel", "unit_names"]
 

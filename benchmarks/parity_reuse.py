@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.parity_base import VOCAB, ParityModel
-from torch_ext_bucketing.demo.model import RMSNorm
+from torch_ext_bucketing.testing.model import RMSNorm
 
 __all__ = ["REUSE_MODELS"]
 

@@ -13,9 +13,9 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from benchmarks.parity_cells import on_messages
-from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
-from torch_ext_bucketing.demo.results import whole_digest
-from torch_ext_bucketing.demo.table import columns
+from torch_ext_bucketing.testing.demo.results import whole_digest
+from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 
 __all__ = ["ROWS", "Row", "RowReport", "RowResult", "Traffic", "render_rows", "run_table"]
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from benchmarks.models import FeedForward
 from benchmarks.parity_base import SEQ, VOCAB, ParityModel
 from benchmarks.parity_models import Llama
-from torch_ext_bucketing.demo.model import RMSNorm, rotary_tables, rotate
+from torch_ext_bucketing.testing.model import RMSNorm, rotary_tables, rotate
 
 __all__ = ["MODELS", "build_model", "checkpoint_blocks", "tensor_parallel", "units_of"]
 

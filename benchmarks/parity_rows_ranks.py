@@ -27,8 +27,6 @@ from benchmarks.parity_rows_models import (
 )
 from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
-from torch_ext_bucketing.demo.ranks import Rank
-from torch_ext_bucketing.demo.train import count_collectives, digest, start_rank
 from torch_ext_bucketing.graph.collectives import group_name, kind_of, wire_bytes
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
@@ -36,8 +34,10 @@ from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.recipe import recipe
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import ReduceOnce, data_parallel
-from torch_ext_bucketing.ring.group import RingTopology
 from torch_ext_bucketing.tagging.tags import tag_of
+from torch_ext_bucketing.testing.compare import count_collectives, digest
+from torch_ext_bucketing.testing.ranks import Rank
+from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
 Step = Callable[[int], None]
 """Forward and backward of a step, by its number."""
@@ -53,8 +53,7 @@ def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
         channels=CHANNELS,
         chunk_bytes=first.chunk_bytes or CHUNK_BYTES,
     )
-    start_rank(rank, topology)
-    try:
+    with ring_rank(rank, topology):
         meshes: dict[tuple[int, ...], DeviceMesh] = {}
         for row in rows:
             rank.send(("run", row.name))
@@ -67,8 +66,6 @@ def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
             elif row.client == "torchtitan's trainer":
                 from benchmarks.parity_rows_trainer import TrainerRuns as runs
             rank.send(("row", runs(row, meshes[row.mesh], steps, per_node).report()))
-    finally:
-        dist.destroy_process_group()
 
 
 Sent = list[tuple[str, str, int]]
@@ -88,7 +85,7 @@ class AsTraced(GraphPass):
         self.per_node = per_node
         self.sent: Sent = []
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         self.sent = collectives_of(graph_of(graph).nodes, self.per_node)
 
 
@@ -173,7 +170,7 @@ class Runs:
         passes = self.passes(model, eager)
         at, kinds = next((i, p.kinds) for i, p in enumerate(passes) if isinstance(p, BucketUnits))
         order = FSDPParamOrder.from_fsdp(eager)
-        twin = GraphOrderTwin(BucketUnits(order, kinds=kinds, payload_order=False))
+        twin = GraphOrderTwin(BucketUnits(order, kinds=kinds, payload_order=None))
         tally = Tally(self.per_node, twin)
         passes = [tally.as_traced, *passes[:at], twin, *passes[at:]]
         compiler = backend(tally.compile, passes=passes, model=model)

@@ -21,8 +21,8 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 
 from benchmarks.parity_ranks import DTYPES
 from benchmarks.parity_rows_ranks import Runs, Step
-from torch_ext_bucketing.demo import text
 from torch_ext_bucketing.passes.backends import BucketingBackend
+from torch_ext_bucketing.testing import text
 
 __all__ = ["TitanRuns"]
 

@@ -27,13 +27,13 @@ from benchmarks.parity_rows import RowReport, Traffic
 from benchmarks.parity_rows_ranks import Sent, Step, add_sent, collectives_of
 from benchmarks.parity_rows_titan import BATCH, SEQ, TitanRuns
 from torch_ext_bucketing._torch.aot import in_backward
-from torch_ext_bucketing.demo import text
-from torch_ext_bucketing.demo.train import count_collectives
 from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.recipe import recipe
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
 from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.testing import text
+from torch_ext_bucketing.testing.compare import count_collectives
 
 __all__ = ["TrainerRuns"]
 
@@ -63,7 +63,7 @@ class TrainerRuns(TitanRuns):
             passes = recipe(model, reference=eager)
             if name == "control":
                 kinds = next(p.kinds for p in passes if isinstance(p, BucketUnits))
-                control = BucketUnits(order, kinds=kinds, payload_order=False)
+                control = BucketUnits(order, kinds=kinds, payload_order=None)
                 passes = [control if isinstance(p, BucketUnits) else p for p in passes]
             compilation = Compilation()
             traced, graph = self.traced(model, passes, compilation)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.parity_models import batch_of, build, unit_names
-from torch_ext_bucketing.demo.train import raw_bytes
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.reports.buckets import BucketReport
-from torch_ext_bucketing.ring.sums import RingTopology, simulate_reduce_scatter
+from torch_ext_bucketing.testing.compare import raw_bytes
+from torch_ext_bucketing.testing.sums import RingTopology, simulate_reduce_scatter
 
 RANKS_PER_NODE = 8
 CHUNK_BYTES = 64
@@ -79,8 +80,8 @@ def run_virtual(model: str, ranks: int, steps: int, layers: int) -> VirtualResul
     nodes = topology.nodes_of(ranks)
     with _fake_world(ranks) as mesh:
         units = eager_units(model, layers, mesh)
-        ours = compiled_buckets(model, layers, mesh, payload_order=True)
-        graph_order = compiled_buckets(model, layers, mesh, payload_order=False)
+        ours = compiled_buckets(model, layers, mesh, payload_order="units")
+        graph_order = compiled_buckets(model, layers, mesh, payload_order=None)
 
     def by_eager(grads: Grads) -> Grads:
         return reduce_by_copy_in(grads, units, topology)
@@ -163,7 +164,7 @@ def eager_units(model: str, layers: int, mesh: DeviceMesh) -> list[tuple[str, ..
 
 
 def compiled_buckets(
-    model: str, layers: int, mesh: DeviceMesh, *, payload_order: bool
+    model: str, layers: int, mesh: DeviceMesh, *, payload_order: Literal["units"] | None
 ) -> list[BucketReport]:
     """The reduce-scatters of the compiled backward graph, by unit."""
     torch._dynamo.reset()

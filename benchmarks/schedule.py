@@ -236,7 +236,7 @@ def off(name: str, draws: int, layers: int | None) -> dict[str, Any]:
 
 def off_table(rows: Sequence[dict[str, Any]]) -> str:
     """One line per graph, and the mean over all."""
-    from torch_ext_bucketing.demo.table import columns
+    from torch_ext_bucketing.testing.demo.table import columns
 
     lines = [["graph", "true times, ms", "off, / it", "most"]]
     for r in rows:
@@ -248,7 +248,7 @@ def off_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """One line per graph, and the geometric mean over the bound."""
-    from torch_ext_bucketing.demo.table import columns
+    from torch_ext_bucketing.testing.demo.table import columns
 
     lines = [
         [

@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
+from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 
 _MIB = 2**20
 
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             vars(args),
             timeout_s=60 * args.minutes + 300,
             # torch's flight recorder keeps the code that launched a collective, and so models.
-            environment={"TORCH_WARM_POOL": "0", "TORCH_FR_BUFFER_SIZE": "0"},
+            environment={"TORCH_FR_BUFFER_SIZE": "0"},
             on_message=on_message,
         )
     except RankError as error:

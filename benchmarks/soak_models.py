@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from benchmarks.soak_cases import Case, Item, random_units
-from torch_ext_bucketing.demo.model import RMSNorm
+from torch_ext_bucketing.testing.model import RMSNorm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -29,9 +29,6 @@ from torch.distributed.tensor import DTensor
 from benchmarks.soak_cases import Case, coarser, random_case
 from benchmarks.soak_models import DTYPES, batch, build, tied
 from torch_ext_bucketing._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
-from torch_ext_bucketing.demo.ranks import Rank
-from torch_ext_bucketing.demo.results import Member, Payload
-from torch_ext_bucketing.demo.train import digest, start_rank
 from torch_ext_bucketing.fqns import canonical_fqn
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import GraphPass
@@ -42,9 +39,12 @@ from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.reports.buckets import BucketReport
 from torch_ext_bucketing.reports.compile import CompileReport
-from torch_ext_bucketing.ring.group import RingTopology
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.scheduling.overlap import Overlap
+from torch_ext_bucketing.testing.compare import digest
+from torch_ext_bucketing.testing.demo.results import Member, Payload
+from torch_ext_bucketing.testing.ranks import Rank
+from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
 _BOUNDS: dict[str, Callable[..., Any]] = {
     "Overlap": Overlap,
@@ -124,9 +124,8 @@ def soak_rank(rank: Rank, soak: Soak) -> None:
     topology = RingTopology(
         ranks_per_node=rank.world_size // 2, nodes=2, channels=4, chunk_bytes=16
     )
-    start_rank(rank, topology)
     deadline = time.monotonic() + 60 * soak.minutes
-    try:
+    with ring_rank(rank, topology):
         mesh = init_device_mesh("cpu", (rank.world_size,))
         for index in range(soak.first, soak.first + soak.models):
             late = torch.tensor([int(time.monotonic() > deadline)])
@@ -136,8 +135,6 @@ def soak_rank(rank: Rank, soak: Soak) -> None:
             case = random_case(soak.seed, index, soak.inductor_every)
             rank.send(("start", case.text))
             rank.send(_one_case(case, soak, mesh, rank.rank))
-    finally:
-        dist.destroy_process_group()
 
 
 def _one_case(case: Case, soak: Soak, mesh: DeviceMesh, rank: int) -> CaseReport:

@@ -50,7 +50,7 @@ import torch._inductor.compile_fx
 import torch.distributed.checkpoint.state_dict
 
 from benchmarks.everyday_ranks import CASES, run_cases
-from torch_ext_bucketing.demo.ranks import Rank
+from torch_ext_bucketing.testing.ranks import Rank
 
 TIMEOUT_S = 300.0
 """Of the process groups, and so for how long a rank may wait for another."""

@@ -19,7 +19,7 @@ round takes one step of each way on the same ranks; ratios are medians over the 
 the interval that holds the median at 95%. Memory is what a rank's resident memory grows by at most
 during a step, on a GPU what CUDA's allocator has given out; parameters and optimizer state, alike
 in all ways, are not in it. Equal means equal bits on every rank. With fewer GPUs than ranks the
-ranks share them, as those of ``benchmarks/nccl.py`` do.
+ranks share them, as ``benchmarks/devices.py`` says.
 
 ``--predict`` first measures the ranks' machine, as ``python -m torch_ext_bucketing measure`` does.
 Ours then plan for it, and the cost model's time of every compiled way's graphs is printed beside
@@ -44,9 +44,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torch_ext_bucketing.demo.ranks import Rank, RankError, run_ranks
-from torch_ext_bucketing.demo.settings import Settings
-from torch_ext_bucketing.demo.table import columns
+from torch_ext_bucketing.testing.demo.settings import Settings
+from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 
 from .train_ways import BACKENDS, OURS, WAYS, RankReport, Training, combine, problems, ranking
 
@@ -145,8 +145,6 @@ def run(training: Training, timeout_s: float) -> dict[str, Any]:
         training.ranks,
         training,
         timeout_s=timeout_s,
-        # Inductor would start a pool of processes per rank, which is for Triton only.
-        environment={"TORCH_WARM_POOL": "0"},
         on_message=on_message,
     )
     return combine(training, reports)

@@ -25,19 +25,8 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.nccl_ranks import start, synchronize
+from benchmarks.devices import start, synchronize
 from benchmarks.train_ways import WARMUP_STEPS, RankReport, Training, WayReport
-from torch_ext_bucketing.demo import text
-from torch_ext_bucketing.demo.model import Transformer
-from torch_ext_bucketing.demo.ranks import Rank
-from torch_ext_bucketing.demo.settings import Settings
-from torch_ext_bucketing.demo.train import (
-    PARAM_DTYPE,
-    REDUCE_DTYPES,
-    digest,
-    eager_run,
-    model_config,
-)
 from torch_ext_bucketing.graph.collectives import Kind
 from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.measure import measure
@@ -53,6 +42,17 @@ from torch_ext_bucketing.scheduling.cost import H100, Machine
 from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.timeline import Timeline
+from torch_ext_bucketing.testing import text
+from torch_ext_bucketing.testing.compare import digest
+from torch_ext_bucketing.testing.demo.settings import Settings
+from torch_ext_bucketing.testing.demo.train import (
+    PARAM_DTYPE,
+    REDUCE_DTYPES,
+    eager_run,
+    model_config,
+)
+from torch_ext_bucketing.testing.model import Transformer
+from torch_ext_bucketing.testing.ranks import Rank
 
 CAP_MB = 25.0
 MEMORY_STEPS = 3
@@ -65,7 +65,7 @@ class TorchBuckets(GraphPass):
 
     stage: Stage = "forward_backward"
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         """Bucket ``graph``, a ``GraphModule``."""
         from torch._inductor.fx_passes.fsdp import (
             bucket_fsdp_all_gather,
@@ -87,7 +87,7 @@ class InTurn(GraphPass):
     def __init__(self, *passes: GraphPass) -> None:
         self.passes = passes
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         """Run each."""
         for p in self.passes:
             p(graph)
@@ -105,7 +105,7 @@ class Predict(GraphPass):
     def __init__(self) -> None:
         self.graphs: list[fx.Graph] = []
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         """Keep ``graph``."""
         self.graphs.append(graph_of(graph))
 
@@ -243,7 +243,7 @@ def make_way(
     passes: Mapping[str, list[GraphPass]] = {
         "unbucketed": [],
         "torch": [TorchBuckets()],
-        "units": [BucketUnits(order, payload_order=True), Schedule([Overlap()], machine)],
+        "units": [BucketUnits(order), Schedule([Overlap()], machine)],
         "cap": [
             BucketByCap(CAP_MB, kinds=kinds, payload_order=order),
             Schedule([Overlap()], machine),

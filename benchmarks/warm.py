@@ -179,8 +179,8 @@ def run_rank(way: str, rank: int, world: int, port: int) -> None:
         package = types.ModuleType("torch_ext_bucketing")
         package.__path__ = [str(Path(__file__).parents[1] / "torch_ext_bucketing")]
         sys.modules[package.__name__] = package
-    from torch_ext_bucketing.demo.model import ModelConfig, Transformer
     from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+    from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
     torch.set_num_threads(1)
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
@@ -191,7 +191,7 @@ def run_rank(way: str, rank: int, world: int, port: int) -> None:
         import torch_ext_bucketing as teb
 
         order = teb.FSDPParamOrder.from_model(model, units=model.unit_names())
-        passes = [teb.BucketUnits(order, payload_order=True), teb.Schedule(teb.Overlap())]
+        passes = [teb.BucketUnits(order), teb.Schedule(teb.Overlap())]
         compiler: Any = teb.backend("inductor", passes)
     else:
         compiler = "inductor"

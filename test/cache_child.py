@@ -24,6 +24,7 @@ from sharded_models import shard_by_parametrization
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.bucketing.groups import primary_group
 
 AB = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
 BA = teb.FSDPParamOrder.from_fqns([["b.weight", "a.weight"]])
@@ -90,27 +91,27 @@ def from_hooks(name, *args):
 
 
 SETUPS = {
-    "backend": by_backend(lambda: teb.BucketUnits(AB, payload_order=True)),
-    "backend, other order": by_backend(lambda: teb.BucketUnits(BA, payload_order=True)),
+    "backend": by_backend(lambda: teb.BucketUnits(AB)),
+    "backend, other order": by_backend(lambda: teb.BucketUnits(BA)),
     "backend, by cap": by_backend(lambda: teb.BucketByCap(1.0, payload_order=AB)),
     "backend, other cap": by_backend(lambda: teb.BucketByCap(1.5, payload_order=AB)),
     "backend, scheduled": by_backend(lambda: teb.BucketAndSchedule(teb.Overlap())),
     "backend, other depth": by_backend(lambda: teb.BucketAndSchedule(teb.Overlap(depth=2))),
     "backend, lambda": by_backend(lambda: teb.BucketUnits(AB, payload_order=lambda start: 0)),
-    "backend, pass of a script": by_backend(lambda: PassOfAScript(AB, payload_order=True)),
+    "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
     "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
     "backend, custom ops": by_backend(
-        lambda: teb.BucketUnits(AB, payload_order=True), **custom_ops_of(ENTRIES + "bucket_mode")
+        lambda: teb.BucketUnits(AB), **custom_ops_of(ENTRIES + "bucket_mode")
     ),
     "config": by_config(lambda: AB),
     "config, custom ops": by_config(lambda: AB, custom_ops=True),
     "config, custom ops, filter only": by_config(
-        None, tags=False, fsdp_group_filter=teb.primary_group, custom_ops=True
+        None, tags=False, fsdp_group_filter=primary_group, custom_ops=True
     ),
     "config, other order": by_config(lambda: BA),
     "config, model turned": by_config(lambda: AB, turned=True),
     "config, span": by_config(lambda: AB, bucket_max_node_span=100),
-    "config, filter": by_config(lambda: AB, fsdp_group_filter=teb.primary_group),
+    "config, filter": by_config(lambda: AB, fsdp_group_filter=primary_group),
     "config, lambda": by_config(lambda: lambda start: 0),
     "config, lambda filter": by_config(lambda: AB, fsdp_group_filter=lambda counts: list(counts)),
     "config, values only": by_config(None, tags=False),
@@ -185,7 +186,7 @@ def run(name: str, mesh) -> dict[str, object]:
         "codes": codes,
         "log": log.messages,
         "error": error,
-        "hooks": str(teb.hooks_status()),
+        "hooks": str(teb.hooks.status()),
         "file": teb.__file__,
     }
 
@@ -198,7 +199,7 @@ def worker_hooks() -> dict[str, str]:
     for method in ("subprocess", "fork", "spawn"):
         with config.patch(worker_start_method=method, compile_threads=2):
             pool = async_compile.AsyncCompile.process_pool()
-            found[method] = str(pool.submit(teb.hooks_status).result(timeout=120))
+            found[method] = str(pool.submit(teb.hooks.status).result(timeout=120))
             async_compile.shutdown_compile_workers()
     return found
 
@@ -213,7 +214,7 @@ def main(names: list[str]) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for name in names:
         if name == "--workers":
-            result = {"name": name, "workers": worker_hooks(), "hooks": str(teb.hooks_status())}
+            result = {"name": name, "workers": worker_hooks(), "hooks": str(teb.hooks.status())}
         else:
             result = run(name, mesh)
         # One write, so that lines of two ranks don't mix.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_ext_bucketing.demo.model import ModelConfig, Transformer
-from torch_ext_bucketing.demo.train import digest, start_rank
-from torch_ext_bucketing.ring.sums import RingTopology
+from torch_ext_bucketing.testing.compare import digest
+from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
 STEPS = 2
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -49,8 +48,7 @@ def train(rank, model, run):
 def quick_starts(rank, cases):
     """The digests of eager FSDP2 and its units; per case of keywords of ``recipe`` the digests, what
     each bucket holds and is packed by, and the report's text."""
-    start_rank(rank, RingTopology(ranks_per_node=1, nodes=rank.world_size))
-    try:
+    with ring_rank(rank, RingTopology(ranks_per_node=1, nodes=rank.world_size)):
         import torch_ext_bucketing as teb
 
         mesh = init_device_mesh("cpu", (rank.world_size,))
@@ -74,5 +72,3 @@ def quick_starts(rank, cases):
             ]
             results[name] = (digests, buckets, report.to_text())
         return results
-    finally:
-        dist.destroy_process_group()

@@ -15,10 +15,10 @@ import agreement_ranks
 import pytest
 import torch
 from collective_graphs import all_gather, all_reduce, trace
-from ranks import fork_server
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.agreement import exchange as agreement
+from torch_ext_bucketing.agreement.before_run import agree
 from torch_ext_bucketing.agreement.differences import Version, mismatch_text
 from torch_ext_bucketing.agreement.launches import (
     GraphLaunches,
@@ -27,6 +27,7 @@ from torch_ext_bucketing.agreement.launches import (
     Member,
     launches_of,
 )
+from torch_ext_bucketing.testing.ranks import start_context
 
 HERE = Path(__file__).parent
 PACKAGE = Path(teb.__file__).parent
@@ -34,10 +35,10 @@ LIMIT_S = 300
 
 
 class Forked:
-    """A rank from the fork server, with ``wait`` and ``kill`` as of ``Popen``."""
+    """A rank from the server of all ranks, with ``wait`` and ``kill`` as of ``Popen``."""
 
     def __init__(self, arguments, environment):
-        self.process = fork_server().Process(
+        self.process = start_context().Process(
             target=agreement_ranks.main, args=(*arguments, environment)
         )
         self.process.start()
@@ -167,37 +168,20 @@ def test_ranks_that_die(tmp_path):
     assert "the process that hosts it, rank 0" in text
 
 
-def edited_package(folder):
-    """A copy of the package whose patch series has one comment more."""
-    shutil.copytree(PACKAGE, folder / "torch_ext_bucketing")
-    patches = PACKAGE.parent / "torch_patches"
-    copied = shutil.copytree(
-        patches if patches.is_dir() else PACKAGE / "_torch_patches", folder / "torch_patches"
-    )
-    minor = re.match(r"\d+\.\d+", torch.__version__)[0]
-    files = {path: path.read_text() for path in sorted((copied / minor).glob("0*.patch"))}
-    for text in files.values():
-        file = ""
-        for line in text.split("\n"):
-            file = line[6:] if line.startswith("+++ b/") else file
-            if file.startswith("torch/_inductor/") and re.match(r"\+ +# ", line):
-                for path, content in files.items():  # it is context in the later patches
-                    path.write_text(content.replace(line[1:], f"{line[1:]} (edited)"))
-                return folder
-    raise AssertionError("no series adds a comment to torch/_inductor")
-
-
 @pytest.mark.once
-def test_another_patch_level(tmp_path):
-    other = edited_package(tmp_path / "package")
+def test_another_edition_of_the_package(tmp_path):
+    other = tmp_path / "package"
+    shutil.copytree(PACKAGE, other / "torch_ext_bucketing")
+    with open(other / "torch_ext_bucketing" / "bucketing" / "merge.py", "a") as file:
+        file.write("# edited\n")
     ranks = on_ranks(tmp_path, "same_model", environments=[{}, {"PYTHONPATH": str(other)}])
     for result in ranks:
         error, text, _ = result["step"]
         assert error == "PlanMismatchError", text
-        said = re.findall(r"rank (\d): torch (\S+), hooks patch series (\S+) (\w{12})$", text, re.M)
+        said = re.findall(r"rank (\d): torch (\S+), torch_ext_bucketing (\w{12})$", text, re.M)
         assert [s[0] for s in said] == ["0", "1"]
-        assert said[0][1:3] == said[1][1:3]
-        assert said[0][3] != said[1][3]
+        assert said[0][1] == said[1][1]
+        assert said[0][2] != said[1][2]
         assert "Their buckets are the same, but not the code that packs them." in text
 
 
@@ -261,7 +245,7 @@ def test_without_other_ranks_nothing_is_exchanged(fake_world, monkeypatch):
 
     monkeypatch.setattr(agreement.groups, "default_store", no_store)
     group = torch.distributed.group.WORLD
-    teb.agree(trace(lambda x: all_gather(x, group), torch.zeros(2, 2)))
+    agree(trace(lambda x: all_gather(x, group), torch.zeros(2, 2)))
 
 
 def test_a_message_shows_no_more_of_a_large_bucket_than_differs():

@@ -23,15 +23,18 @@ from patching_trees import MINOR, ROOT, copy_package, needs_unpatched_torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.passes import cache_key as _cache_key
-from torch_ext_bucketing.passes.backends import PassManager
+from torch_ext_bucketing.passes.pipeline import Pipeline
+from torch_ext_bucketing.scheduling.machine import Level
 
 CHILD = Path(__file__).parent / "cache_child.py"
 LIMIT_S = 400
 
 HOOKS = """
 from torch._inductor.custom_graph_pass import CustomPassBase, get_hash_for_files
-from torch_ext_bucketing import BucketUnits, tag_of
+from torch_ext_bucketing import BucketUnits
+from torch_ext_bucketing.tagging.tags import tag_of
 
 def by_name(start):
     return 1 * ord(tag_of(start).fqns[0][0])
@@ -290,7 +293,7 @@ def test_compiling_in_a_subprocess_is_refused(checkout, tmp_path):
     done = checkout.command(str(CHILD), "backend", "config", **{mode: "SUBPROCESS"}, **cache)
     for result in map(json.loads, done.stdout.splitlines()):
         assert f"RuntimeError: {mode}=SUBPROCESS runs graph passes in" in result["error"], result
-    if "in memory" in str(teb.hooks_status()):
+    if "in memory" in str(teb.hooks.status()):
         assert f"HooksWarning: {mode}=SUBPROCESS compiles graphs" in done.stderr
     assert done.stdout.count("\n") == 2, done.stderr[-6000:]
 
@@ -330,8 +333,8 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
         {"keep": ("a",), **dict.fromkeys(("memory", "units", "machine", "curve"), AUTO), "to": 1},
     ),
     teb.BucketUnits: (
-        {"order_or_plan": ORDER, "kinds": ("all_gather",), "payload_order": True},
-        {"order_or_plan": OTHER, "kinds": ("reduce_scatter",), "payload_order": False},
+        {"units": ORDER, "kinds": ("all_gather",), "payload_order": "units"},
+        {"units": OTHER, "kinds": ("reduce_scatter",), "payload_order": None},
     ),
     teb.BucketByCap: (
         {
@@ -346,7 +349,7 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "cap_mb": {("g", "all_gather"): 1.5, "h": 2.0},
             "kinds": ("all_reduce",),
             "eligible": "structure",
-            "group_filter": teb.primary_group,
+            "group_filter": primary_group,
             "non_adjacent": False,
             "payload_order": OTHER,
         },
@@ -362,7 +365,8 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "kinds": ("all_gather",),
             "payload_order": None,
             "machine": _machine(),
-            "options": {"eligible": "tag"},
+            "eligible": "tag",
+            "group_filter": None,
         },
         {
             "policies": teb.Overlap(depth=3),
@@ -370,16 +374,11 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "kinds": ("reduce_scatter",),
             "payload_order": ORDER,
             "machine": _machine(kernel_ms=1.0),
-            "options": {"eligible": "structure"},
+            "eligible": "structure",
+            "group_filter": primary_group,
         },
     ),
 }
-
-
-def _made(cls: type, values: dict[str, Any]) -> Any:
-    values = {**values, **values.get("options", {})}
-    values.pop("options", None)
-    return cls(**values)
 
 
 def test_every_parameter_of_every_pass_is_listed():
@@ -396,12 +395,12 @@ def test_every_parameter_of_every_pass_is_listed():
 @pytest.mark.parametrize("cls", PARAMETERS)
 def test_every_parameter_counts(cls):
     first, second = PARAMETERS[cls]
-    uuid = _made(cls, first).uuid()
+    uuid = cls(**first).uuid()
     assert uuid
-    assert uuid == _made(cls, first).uuid()
+    assert uuid == cls(**first).uuid()
     for name, value in second.items():
         other = value if isinstance(value, Together) else {name: value}
-        assert _made(cls, {**first, **other}).uuid() not in (None, uuid), name
+        assert cls(**{**first, **other}).uuid() not in (None, uuid), name
 
 
 def test_the_groups_that_reductions_move_to_count(fake_world):
@@ -442,8 +441,8 @@ POLICIES = [
             "kernel_ms": 1.0,
             "collectives": {("all_gather", 2): [(1, 0.5)]},
             "ranks_per_node": 4,
-            "intra": teb.Level(2e9),
-            "inter": teb.Level(2e8),
+            "intra": Level(2e9),
+            "inter": Level(2e8),
             "estimate": Estimate(),
         },
     ),
@@ -456,7 +455,7 @@ def test_every_field_of_a_policy_counts(cls, values):
 
     def uuid(**changes):
         if cls is teb.Machine:  # one level alone is no network
-            network = {"ranks_per_node": 8, "intra": teb.Level(1e9), "inter": teb.Level(1e8)}
+            network = {"ranks_per_node": 8, "intra": Level(1e9), "inter": Level(1e8)}
             return teb.Schedule((), cls(**{**network, **changes})).uuid()
         return teb.Schedule(cls(**changes)).uuid()
 
@@ -490,7 +489,7 @@ def test_what_has_no_uuid(caplog):
     with caplog.at_level(logging.WARNING, "torch_ext_bucketing"):
         assert teb.BucketUnits(ORDER, payload_order=NoUuid()).uuid() is None
         assert "NoUuid.uuid() returned None" in caplog.messages[-1]
-        assert PassManager([Foreign()]).uuid() is None
+        assert Pipeline([Foreign()]).uuid() is None
         assert "Foreign: its uuid() returned None" in caplog.messages[-1]
         assert OfANotebook().uuid() is None
         assert (
@@ -532,7 +531,7 @@ def test_every_module_of_the_package_counts(tmp_path: Path):
     import importlib, pathlib, sys
     from torch_ext_bucketing import _source
     package = pathlib.Path(sys.argv[1])
-    apart = ("patching", "demo")  # what they do to a graph: nothing
+    apart = ("hooks", "testing")  # what they do to a graph: nothing
     modules = sorted(
         m for m in package.rglob("*.py") if m.relative_to(package).parts[0] not in apart
     )

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from ranks import fork_server
 from sharded_models import TwoBlocks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,17 +21,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import everyday
 from benchmarks.everyday_ranks import CASES, UNLIKE_EAGER, run_cases
 from torch_ext_bucketing._torch import inductor
-from torch_ext_bucketing.demo.ranks import run_ranks
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.divided import DividedUnitWarning
+from torch_ext_bucketing.passes.diagnostics import DividedUnitWarning, NotBucketedWarning
 from torch_ext_bucketing.passes.recipe import recipe
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.passes.silence import NotBucketedWarning
 from torch_ext_bucketing.plans import simple_fsdp
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.testing.ranks import run_ranks
 
 STEPS = 3
 
@@ -43,7 +41,7 @@ CHEAP = ("regional", "graph_break_in_a_unit", "resume_on_fewer_ranks", "two_mode
 
 @pytest.fixture(scope="module")
 def reports():
-    return run_ranks(run_cases, 4, CHEAP, STEPS, timeout_s=600, context=fork_server())
+    return run_ranks(run_cases, 4, CHEAP, STEPS, timeout_s=600)
 
 
 @pytest.mark.slow

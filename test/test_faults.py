@@ -14,28 +14,29 @@ import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import (
     C10D,
-    GROUP_FILTER,
-    MAX_SPAN,
-    NON_ADJACENT,
-    PAYLOAD_ORDER,
     all_gather,
     reduce_scatter,
     run_all_ranks,
     trace,
 )
 from odd_graphs import CAN_RUN, ODD, tagged, world
-from torch._inductor import config
-from torch._inductor.fx_passes import bucketing, fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch_features import HAS_PRE_BUCKETING, needs_pre_bucketing
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing._torch import bucketing as tb
+from torch_ext_bucketing.bucketing import merge as merging
+from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.units import UnitIndex, plan_units
+from torch_ext_bucketing.bucketing.units import plan_units
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
 from torch_ext_bucketing.graph.snapshot import Snapshot, unchanged_on_error
-from torch_ext_bucketing.passes.base import Compilation, GraphPass
+from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.plans.membership import Units
+from torch_ext_bucketing.plans.plan import UnitSpec
+from torch_ext_bucketing.scheduling.model import peak_bytes
+from torch_ext_bucketing.scheduling.scheduler import schedule
+from torch_ext_bucketing.tagging.tag_graph import tag_joint_graph
+from torch_ext_bucketing.tagging.tags import Tag, set_tag
 
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
 KIND_NAMES = tuple(KINDS)
@@ -56,16 +57,17 @@ def described(gm: fx.GraphModule) -> list[Any]:
 
 
 def run_pass(p: GraphPass, gm: fx.GraphModule) -> Any:
-    compilation = Compilation()
-    p.prepare(gm, compilation)
-    p(gm, compilation)
+    p(gm)
     return getattr(p, "last_buckets", getattr(p, "last_report", None))
+
+
+def by_cap(gm: fx.GraphModule, cap_mb: Any = 1.0, **options: Any) -> Any:
+    return run_pass(teb.BucketByCap(cap_mb, **options), gm)
 
 
 BUCKETERS: dict[str, Callable[..., Any]] = {
     "BucketUnits": lambda gm, **k: run_pass(teb.BucketUnits([["m"]], KIND_NAMES, **k), gm),
-    "BucketByCap": lambda gm, **k: run_pass(teb.BucketByCap(1.0, **k), gm),
-    "bucket_graph": lambda gm, **k: teb.bucket_graph(gm, **{"cap_mb": 1.0, **k}),
+    "BucketByCap": by_cap,
     "BucketAndSchedule": lambda gm, **k: run_pass(
         teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(gib=1)], **{"kinds": KIND_NAMES, **k}),
         gm,
@@ -73,15 +75,15 @@ BUCKETERS: dict[str, Callable[..., Any]] = {
 }
 FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
     **BUCKETERS,
-    "by structure": lambda gm: teb.bucket_graph(
-        gm, eligible="structure", group_filter=teb.primary_group, non_adjacent=False
+    "by structure": lambda gm: by_cap(
+        gm, None, eligible="structure", group_filter=primary_group, non_adjacent=False
     ),
-    "Overlap": lambda gm: teb.schedule(gm, teb.Overlap()),
-    "CapComputeRun": lambda gm: teb.schedule(gm, teb.CapComputeRun(1)),
-    "PeakMemory": lambda gm: teb.schedule(gm, teb.PeakMemory(ratio=0.5)),
+    "Overlap": lambda gm: schedule(gm, teb.Overlap()),
+    "CapComputeRun": lambda gm: schedule(gm, teb.CapComputeRun(1)),
+    "PeakMemory": lambda gm: schedule(gm, teb.PeakMemory(ratio=0.5)),
     "Schedule": lambda gm: run_pass(teb.Schedule(teb.Overlap()), gm),
-    "peak_bytes": teb.peak_bytes,
-    "tag_joint_graph": teb.tag_joint_graph,
+    "peak_bytes": peak_bytes,
+    "tag_joint_graph": tag_joint_graph,
     "TagParameters": lambda gm: run_pass(teb.TagParameters(), gm),
     "ReshardAfterForward": lambda gm: run_pass(teb.ReshardAfterForward(), gm),
 }
@@ -147,8 +149,8 @@ def test_odd_graphs(name, function):
 
 
 def why_left(name: str) -> set[str]:
-    report = teb.bucket_graph(tagged(ODD[name]()), 1.0)
-    return {reason for _, reason in report.left_alone}
+    report = by_cap(tagged(ODD[name]()))
+    return {left.reason for left in report.ineligible}
 
 
 def test_odd_collectives_are_left_alone_with_a_reason():
@@ -172,14 +174,14 @@ def test_odd_collectives_are_left_alone_with_a_reason():
 
 def test_a_gather_whose_result_is_written_to_is_not_shared():
     gm = tagged(ODD["gathered_value_written"]())
-    plan = plan_units(gm.graph, UnitIndex([["m"]]))
+    plan = plan_units(gm.graph, Units([["m"]]))
     assert plan.duplicates == ()
 
 
 def test_a_graph_without_output_can_be_scheduled():
     gm = tagged(ODD["no_output"]())
     names = sorted(n.name for n in gm.graph.nodes)
-    report = teb.schedule(gm, teb.Overlap(depth=2))
+    report = schedule(gm, teb.Overlap(depth=2))
     assert report.order
     assert sorted(n.name for n in gm.graph.nodes) == names
     gm.graph.lint()
@@ -187,7 +189,7 @@ def test_a_graph_without_output_can_be_scheduled():
 
 def test_one_gather_that_can_not_be_merged_costs_no_other_bucket():
     """torch's merging fails at scalars; the gathers of a dimension merge all the same."""
-    report = teb.bucket_graph(tagged(ODD["scalars_gathered"]()), 1.0)
+    report = by_cap(tagged(ODD["scalars_gathered"]()))
     assert [len(b.members) for b in report.buckets] == [2]
 
 
@@ -206,7 +208,7 @@ def gathers_and_scatters() -> fx.GraphModule:
         kind = kind_of(start)
         if kind is not None:
             unit = "ab"[start.all_input_nodes[0].meta["val"].numel() > (4 if "gat" in kind else 8)]
-            teb.set_tag(start, teb.Tag(kind, (f"m.{unit}.{start.name}",)))
+            set_tag(start, Tag(kind, (f"m.{unit}.{start.name}",)))
     return gm
 
 
@@ -216,17 +218,17 @@ UNITS = [["m.a"], ["m.b"]]
 def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     gm = gathers_and_scatters()
     before, nodes = described(gm), list(gm.graph.nodes)
-    plan = plan_units(gm.graph, UnitIndex(UNITS))
+    plan = plan_units(gm.graph, Units(UNITS))
     assert len(plan.buckets) == 4
-    merge, calls = tb.merge, []
+    pack, calls = merging.pack, []
 
     def fails_late(*args, **kwargs):
         calls.append(args)
         if len(calls) == 4:
             raise MemoryError("no more")
-        return merge(*args, **kwargs)
+        return pack(*args, **kwargs)
 
-    monkeypatch.setattr(tb, "merge", fails_late)
+    monkeypatch.setattr(merging, "pack", fails_late)
     with pytest.raises(MemoryError, match="no more"):
         apply_plan(gm.graph, plan)
     assert described(gm) == before
@@ -235,7 +237,7 @@ def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     gm.recompile()
     monkeypatch.undo()
     # Nothing is lost: the same again, and now it works.
-    assert len(apply_plan(gm.graph, plan_units(gm.graph, UnitIndex(UNITS)))) == 4
+    assert len(apply_plan(gm.graph, plan_units(gm.graph, Units(UNITS)))) == 4
     gm.graph.lint()
 
 
@@ -331,38 +333,28 @@ HARMLESS_KEYS: dict[str, Callable[[fx.Node], Any]] = {
 WANT = [["a", "a"], ["a", "a"], ["b", "b"], ["b", "b"]]
 
 
-def configured(gm: fx.GraphModule, payload_order: Any) -> Any:
-    """Set in torch's config, and followed by this package's passes."""
-    with config.patch({PAYLOAD_ORDER: payload_order}):
-        return BUCKETERS["bucket_graph"](gm)
-
-
-KEY_ROADS = {**BUCKETERS, "configured": configured}
-
-
-@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("road", BUCKETERS)
 @pytest.mark.parametrize("bad", BAD_KEYS)
 def test_bad_payload_keys(road, bad):
     gm = gathers_and_scatters()
     before, nodes = described(gm), list(gm.graph.nodes)
     key, match = BAD_KEYS[bad]
-    name = "bucket_payload_order_key" if road == "configured" else "payload_order"
-    with pytest.raises(RuntimeError, match=f"{name}.*{match}"):
-        KEY_ROADS[road](gm, payload_order=key)
+    with pytest.raises(RuntimeError, match=f"payload_order.*{match}"):
+        BUCKETERS[road](gm, payload_order=key)
     assert described(gm) == before
     assert list(gm.graph.nodes) == nodes
 
 
-@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("road", BUCKETERS)
 @pytest.mark.parametrize("harmless", HARMLESS_KEYS)
 def test_harmless_payload_keys_keep_graph_order(road, harmless):
     plain, hooked = gathers_and_scatters(), gathers_and_scatters()
-    BUCKETERS["bucket_graph" if road == "configured" else road](plain)
-    KEY_ROADS[road](hooked, payload_order=HARMLESS_KEYS[harmless])
+    BUCKETERS[road](plain)
+    BUCKETERS[road](hooked, payload_order=HARMLESS_KEYS[harmless])
     assert str(hooked.graph) == str(plain.graph)
 
 
-@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("road", BUCKETERS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_payload_keys_that_change_the_graph(road, change):
     gm = gathers_and_scatters()
@@ -376,52 +368,29 @@ def test_payload_keys_that_change_the_graph(road, change):
         return 0
 
     with pytest.raises(RuntimeError, match=r"payload_order.* changed the graph \(.*was put back"):
-        KEY_ROADS[road](gm, payload_order=key)
+        BUCKETERS[road](gm, payload_order=key)
     assert changed
     assert described(gm) == before
 
 
-@pytest.mark.parametrize("road", KEY_ROADS)
+@pytest.mark.parametrize("road", BUCKETERS)
 @pytest.mark.parametrize("key", [collective, functional])
 def test_payload_keys_that_communicate(road, key):
     gm = gathers_and_scatters()
     before = described(gm)
     with pytest.raises(RuntimeError, match=r"payload_order.* failed at") as caught:
-        KEY_ROADS[road](gm, payload_order=key)
+        BUCKETERS[road](gm, payload_order=key)
     assert "called the collective" in str(caught.value.__cause__)
     assert described(gm) == before
 
 
-def test_choosing_caps_asks_the_configured_key_about_the_graph_itself():
+def test_choosing_caps_asks_the_key_about_the_graph_itself():
     gm = gathers_and_scatters()
     rank = {n: -i for i, n in enumerate(gm.graph.nodes)}
-    with config.patch({PAYLOAD_ORDER: rank.__getitem__}):
-        report = BUCKETERS["BucketAndSchedule"](gm)
+    report = BUCKETERS["BucketAndSchedule"](gm, payload_order=rank.__getitem__)
     names = [[m.fqns[0] for m in b.members] for b in report.buckets]
     assert names
     assert all(len(n) > 1 for n in names)
-
-
-def torchs_passes(gm: fx.GraphModule) -> None:
-    fsdp.pre_bucket_fsdp_collectives(gm, "custom_ops", 100.0)
-
-
-@pytest.mark.parametrize("bad", BAD_KEYS)
-@pytest.mark.parametrize(
-    "merge",
-    [pytest.param(torchs_passes, marks=needs_pre_bucketing), bucketing.bucket_reduce_scatter],
-)
-def test_bad_payload_keys_in_torchs_passes(bad, merge):
-    gm = gathers_and_scatters()
-    before, nodes = described(gm), list(gm.graph.nodes)
-    key, match = BAD_KEYS[bad]
-    with (
-        config.patch({PAYLOAD_ORDER: key}),
-        pytest.raises(RuntimeError, match=f"bucket_payload_order_key (failed at|.*{match})"),
-    ):
-        merge(gm) if merge is torchs_passes else merge(gm, lambda i: 1.0)
-    assert described(gm) == before
-    assert list(gm.graph.nodes) == nodes
 
 
 # -- hooks: group filter, caps, eligibility -------------------------------------------------------
@@ -469,18 +438,6 @@ def test_bad_group_filters(bad):
             FILTER_ROADS[road](gm, group_filter=group_filter)
         assert match in str(own.value.__cause__), road
         assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
-    if not HAS_PRE_BUCKETING:
-        return  # nor groups to filter
-    for merge in (torchs_passes, fsdp.bucket_fsdp_reduce_scatter, fsdp.bucket_fsdp_all_gather):
-        gm = gathers_and_scatters()
-        before, nodes = described(gm), list(gm.graph.nodes)
-        with (
-            config.patch({GROUP_FILTER: group_filter}),
-            pytest.raises(RuntimeError, match=r"fsdp_group_filter failed on") as torchs,
-        ):
-            merge(gm)
-        assert match in str(torchs.value.__cause__), merge
-        assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
 
 
 @pytest.mark.parametrize("road", FILTER_ROADS)
@@ -526,16 +483,16 @@ def test_bad_caps(bad):
     gm = gathers_and_scatters()
     before, nodes = described(gm), list(gm.graph.nodes)
     with pytest.raises(error, match=match):
-        teb.bucket_graph(gm, cap)
+        by_cap(gm, cap)
     with pytest.raises(error, match=match):
-        teb.plan_by_cap(gm.graph, cap)
+        plan_by_cap(gm.graph, cap)
     assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
 
 
 @pytest.mark.parametrize("cap", [1e308, 10**400, 1e-300, {"unheard of": 1.0}, {}])
 def test_caps_of_any_size(cap):
     gm = gathers_and_scatters()
-    report = teb.bucket_graph(gm, cap)
+    report = by_cap(gm, cap)
     assert bool(report.buckets) == (cap != 1e-300)
     gm.graph.lint()
 
@@ -553,17 +510,6 @@ def test_eligibility_that_fails(road):
     assert described(gm) == before
     assert FILTER_ROADS[road](gm, eligible=lambda n: None).buckets == ()
     assert described(gm) == before
-
-
-@needs_pre_bucketing
-@pytest.mark.parametrize("span", [-1, 0, 10**30])
-def test_torchs_span_of_any_size(span):
-    gm = gathers_and_scatters()
-    with config.patch({NON_ADJACENT: True, MAX_SPAN: span}):
-        torchs_passes(gm)
-    gm.graph.lint()
-    merged = sum(kind_of(n) is not None for n in gm.graph.nodes)
-    assert merged == (8 if span < 1 else 2)
 
 
 # -- plans ----------------------------------------------------------------------------------------
@@ -603,13 +549,13 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "'layers.1' lies inside 'layers', which comes earlier",
     ),
-    "BucketPlan, twice": (
-        lambda: teb.BucketPlan("manual", (("a",), ("a", "b"))),
+    "UnitSpec, twice": (
+        lambda: UnitSpec((("a",), ("a", "b"))),
         ValueError,
-        "'a' is in two buckets",
+        "'a' is in two units",
     ),
-    "BucketPlan of another model": (
-        lambda: teb.BucketPlan("manual", (("head",),)).uncovered(Blocks()),
+    "UnitSpec of another model": (
+        lambda: UnitSpec((("head",),)).uncovered(Blocks()),
         ValueError,
         "no module is named 'head'",
     ),
@@ -668,9 +614,9 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "payload_order": (
         lambda: teb.BucketUnits([["a"]], payload_order="name"),
         TypeError,
-        "True, False or a callable",
+        "payload_order must be a callable",
     ),
-    "tag without names": (lambda: teb.Tag("all_gather", (None,)), ValueError, "tuple of names"),
+    "tag without names": (lambda: Tag("all_gather", (None,)), ValueError, "tuple of names"),
     "prefetch under": (
         lambda: teb.Overlap(prefetch_under=["a"]),
         TypeError,
@@ -753,10 +699,10 @@ def test_caps_by_group_and_by_kind_can_be_mixed():
 @pytest.mark.parametrize("policy", [teb.PeakMemory(gib=1e308), teb.PeakMemory(ratio=1e308)])
 def test_memory_bounds_of_any_size(policy):
     gm = gathers_and_scatters()
-    assert teb.schedule(gm, policy).misses == 0
+    assert schedule(gm, policy).misses == 0
     small = teb.PeakMemory(gib=1e-300)
     with pytest.warns(teb.BoundNotKeptWarning, match="PeakMemory: .* above the bound"):
-        assert teb.schedule(gm, small).misses > 0
+        assert schedule(gm, small).misses > 0
 
 
 @pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard"])

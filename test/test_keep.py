@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from ranks import on_ranks
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -22,9 +21,10 @@ from benchmarks.keep_models import random_joint, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute, stage_of
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.graph_of import graph_of
-from torch_ext_bucketing.passes.backends import PassManager, _run_each, backend
+from torch_ext_bucketing.passes.backends import _run_each, backend
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.keep import NothingKeptWarning, unit_name
+from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.scheduling.coarse import CoarseSimulator, _CoarseHalf, _Gather
@@ -36,6 +36,7 @@ from torch_ext_bucketing.scheduling.partitioned import PartitionedModel
 from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning
 from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.tagging.tags import member_tags
+from torch_ext_bucketing.testing.ring import on_ranks
 
 GIB = 2**30
 UNITS = [["embedding"], ["layers.0"], ["layers.1"], ["head"]]
@@ -59,7 +60,7 @@ class Look(teb.GraphPass):
     def __init__(self, function):
         self.function = function
 
-    def __call__(self, graph, compilation=None):
+    def run(self, graph, compilation):
         self.function(graph_of(graph))
 
 
@@ -250,9 +251,9 @@ def test_the_choice_is_part_of_what_ranks_compare(fake_world):
     for gib in (1e-6, 70, 71):
         graph, machine = random_joint(1, 3)
         compilation = Compilation()
-        manager = PassManager([auto(PeakMemory(gib=gib), machine=machine)])
+        manager = Pipeline([auto(PeakMemory(gib=gib), machine=machine)])
         manager.run("joint", graph, compilation)
-        bases.append(_run_each(PassManager(), graph, compilation)().basis)
+        bases.append(_run_each(Pipeline(), graph, compilation)().basis)
     assert bases[0].startswith("keeps 0 of 3 units (nothing) under 1073 bytes")
     assert bases[1].startswith("keeps 3 of 3 units")
     assert len(set(bases)) == 3
@@ -295,7 +296,7 @@ def test_ranks_with_uneven_shards_choose_alike(fake_world):
 def _checkpointed_beside_eager(rank):
     from torch.distributed.fsdp import fully_shard
 
-    from torch_ext_bucketing.demo.train import digest
+    from torch_ext_bucketing.testing.compare import digest
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 

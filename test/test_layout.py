@@ -1,10 +1,8 @@
-"""The package's folders: imports point one way, and the names of modules that moved go on working."""
+"""The package's folders: imports point one way, and nothing needs the hooks."""
 
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import torch_ext_bucketing
@@ -83,7 +81,7 @@ def test_imports_between_modules_point_one_way():
 
 
 def test_imports_between_folders_point_one_way():
-    """The root's ``_moved``, ``_gc``, ``_source`` and ``fqns`` are below all folders; ``__init__``,
+    """The root's ``_gc``, ``_source`` and ``fqns`` are below all folders; ``__init__``,
     ``__main__`` and the rest of the root are above them."""
     edges: dict[str, set[str]] = {}
     for path in MODULES:
@@ -94,6 +92,20 @@ def test_imports_between_folders_point_one_way():
         edges.setdefault(folder, set()).update(others - {folder})
     found = cycle(edges)
     assert not found, " -> ".join(found)
+
+
+def test_nothing_needs_the_hooks_and_they_need_nothing():
+    """Only the command line knows of them, when it runs."""
+    for path in MODULES:
+        name, found = name_of(path), imports(path, lazy=True)
+        inside = {n for n in found if n.partition(".")[0] == "hooks"}
+        if name.partition(".")[0] == "hooks":
+            assert found == inside, name
+        elif name == "__main__":
+            assert inside
+            assert not imports(path, lazy=False) & inside
+        else:
+            assert not inside, name
 
 
 def test_the_root_is_small_and_no_module_is_long():
@@ -107,12 +119,12 @@ def test_private_torch_is_touched_in_one_folder():
     """``torch._inductor``, ``torch._functorch`` and ``torch._dynamo`` behind ``_torch/`` alone.
 
     What upstream offers for others to build on is no such touch: config entries and the base class
-    of custom passes. ``patching`` is about torch's files, and ``demo`` is a client.
+    of custom passes. ``hooks`` is about torch's files, and ``testing`` is a client.
     """
     offered = ("torch._inductor.config", "torch._inductor.custom_graph_pass")
     found = []
     for path in MODULES:
-        if path.relative_to(ROOT).parts[0] in ("_torch", "patching", "demo"):
+        if path.relative_to(ROOT).parts[0] in ("_torch", "hooks", "testing"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []
@@ -127,35 +139,3 @@ def test_private_torch_is_touched_in_one_folder():
                 and not n.startswith(offered)
             ]
     assert found == []
-
-
-def test_old_names_work():
-    """In a child, where nothing has imported the new modules yet."""
-    code = """
-import importlib, torch_ext_bucketing
-from torch_ext_bucketing._moved import OLD_NAMES
-for name, modules in OLD_NAMES.items():
-    exec(f"from torch_ext_bucketing.{name} import *", {})
-    old = importlib.import_module(f"torch_ext_bucketing.{name}")
-    for new in modules:
-        module = importlib.import_module(f"torch_ext_bucketing.{new}")
-        for public in module.__all__:
-            assert getattr(old, public) is getattr(module, public), (name, public)
-    try:
-        old.no_such_name
-    except AttributeError as error:
-        assert "no_such_name" in str(error)
-    else:
-        raise AssertionError("an attribute out of nowhere")
-
-# Folders answer for the modules that had their names.
-from torch_ext_bucketing.passes import BucketUnits, PassManager, TagParameters, backend
-from torch_ext_bucketing.plans import BucketPlan, make_plan, manual_plan, transformer_block_plan
-from torch_ext_bucketing.scheduling import model_of, peak_bytes, schedule
-from torch_ext_bucketing.ring import RingTopology, init_ring_process_group
-from torch_ext_bucketing.agreement import PlanMismatchError, agree
-import torch_ext_bucketing.passes.backends
-from torch_ext_bucketing.passes import backend as again
-assert callable(again) and again is backend
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -16,7 +16,6 @@ from test_schedule import demo_graphs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_features import packs_in_parts
 
-from torch_ext_bucketing._torch.merge_traces import shared_traces
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import merge_buckets
 from torch_ext_bucketing.bucketing.plan import Bucket, BucketingPlan
@@ -49,8 +48,7 @@ def both(graph: fx.Graph, plan: BucketingPlan) -> tuple[Model, Model]:
     costs = Costs(SLOW)
     planned = merged_model(model_of(graph, costs), plan.buckets, costs)
     assert planned is not None
-    with shared_traces():
-        merge_buckets(graph, plan)
+    merge_buckets(graph, plan)
     return planned, model_of(graph, costs)
 
 

@@ -7,10 +7,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+
+from torch_ext_bucketing.testing.ring import on_ranks
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -63,7 +64,7 @@ def bucketing_passes(reshard):
     from torch_ext_bucketing.plans.order import FSDPParamOrder
 
     order = FSDPParamOrder.from_model(TwoBlocks(), ["layers.0", "layers.1", ""])
-    passes = [BucketUnits(order, KINDS, payload_order=True)]
+    passes = [BucketUnits(order, KINDS)]
     return [*passes, ReshardAfterForward()] if reshard else passes
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch_features import HAS_PRE_BUCKETING
 
-from torch_ext_bucketing.patching import hooks_status
+from torch_ext_bucketing import hooks
 
 HERE = Path(__file__).parent
 # What the unpatched torch can't do with these graphs, and so the patched one can't either.
@@ -42,8 +42,8 @@ def graphs(*flags: str) -> dict[str, Any]:
 
 
 def test_unset_hooks_change_nothing():
-    if "in memory" not in str(hooks_status()):
-        pytest.skip(f"there is no unpatched torch to compare with: hooks are {hooks_status()}")
+    if "in memory" not in str(hooks.status()):
+        pytest.skip(f"there is no unpatched torch to compare with: hooks are {hooks.status()}")
     plain, patched = graphs(), graphs("--patched")
     assert (plain.pop("hooks"), patched.pop("hooks")) == (False, True)
     assert plain.keys() == patched.keys()

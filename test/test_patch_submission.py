@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 from patching_trees import MINOR, ROOT, TORCH_DIR, needs_unpatched_torch
 
-from torch_ext_bucketing.patching import HOOK_ENTRIES, hooks_status
-from torch_ext_bucketing.patching.series import list_series
+from torch_ext_bucketing import hooks
+from torch_ext_bucketing.hooks import HOOK_ENTRIES
+from torch_ext_bucketing.hooks.series import list_series
 
 PATCHES = ROOT / "torch_patches"
 TEST_FILE = "test/distributed/test_bucketing_hooks.py"
@@ -230,7 +231,7 @@ def test_each_commit_imports_and_passes_its_tests(repository: Path, number: int)
 @pytest.mark.once
 def test_tests_pass_with_the_hooks_in_memory(tmp_path: Path):
     """The tests of the series again, on what importing this package makes of torch."""
-    assert hooks_status().state != "none"
+    assert hooks.status().state != "none"
     for patch in patches_of(series_folder()):
         git(tmp_path, "apply", "--include", TEST_FILE, str(patch))
     environment = {name: value for name, value in os.environ.items() if name != "CI"}

@@ -15,7 +15,7 @@ from torch._inductor.fx_passes import bucketing
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.demo.model import ModelConfig, Transformer
+from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
 EXAMPLES = re.findall(
     r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL
@@ -80,6 +80,7 @@ def test_passes_written_out(scope: dict[str, Any], name: str):
         assert schedule.max_run == (8 if name == "speed" else None)
 
 
+@pytest.mark.hooks
 @pytest.mark.slow
 def test_config_example(scope: dict[str, Any]):
     teb.data_parallel(scope["model"], scope["mesh"], param_dtype=torch.bfloat16)

@@ -11,19 +11,22 @@ import torch.distributed as dist
 import torch.fx as fx
 from expecttest import assert_expected_inline
 from joint_graphs import Joint
-from ranks import on_ranks
 from sharded_models import Capture, TwoBlocks, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.graph.collectives import group_name, group_size, kind_of
+from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.rewrites.reshard_to import (
     SmallerGroup,
     read_first_gathers,
     reshard_to,
 )
+from torch_ext_bucketing.scheduling.scheduler import schedule
+from torch_ext_bucketing.testing.ring import on_ranks
 
 SLICE = torch.ops.aten.slice_copy.Tensor
 UNITS = ["layers.0", ""]
@@ -218,7 +221,7 @@ def test_backward_gathers_in_the_smaller_group(fake_world):
     ]
 
     # No kernel waits for a copy, but what it is made of stays until then: it comes first.
-    teb.schedule(forward, [teb.Overlap()])
+    schedule(forward, [teb.Overlap()])
     place = {n: i for i, n in enumerate(forward.graph.nodes)}
     for copy in saved_copies(forward):
         (whole,) = copy.all_input_nodes
@@ -227,11 +230,11 @@ def test_backward_gathers_in_the_smaller_group(fake_world):
 
 def check_the_primary_group(backward):
     """It has its smaller one: gathers and reductions are of one group, for who chooses."""
-    for group_filter in (None, teb.primary_group):
+    for group_filter in (None, primary_group):
         plan = plan_by_cap(backward.graph, 2.0**20, group_filter=group_filter)
         members = Counter((b.kind, group_size(b.members[0]), len(b.members)) for b in plan.buckets)
         assert members == {("all_gather", 2, READ): 1, ("reduce_scatter", 4, ALL): 1}
-        assert not plan.left_alone
+        assert not plan.ineligible
     asked = []
     plan_by_cap(backward.graph, group_filter=lambda counts: asked.append(dict(counts)) or counts)
     (counts,) = asked
@@ -247,8 +250,7 @@ def test_what_is_computed_again_reads_it_too(fake_world, partitioner):
     step(torch.compile(model, backend=capture, fullgraph=True), TOKENS)
     forward, backward = capture.graphs
     assert gathers(forward)[4] == 10
-    for p in reshard.follow_ups():
-        p(forward)
+    reshard.finish(forward, Compilation())
     assert gathers(forward) == Counter({4: 10})
     backward.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
     # The first block's, its bias among them, and the head's; the second's are kept.
@@ -337,7 +339,7 @@ def test_the_place_in_the_group_is_part_of_the_key(fake_world):
 
 def _train(model, run, rank):
     """Digests of this rank's weights after every step."""
-    from torch_ext_bucketing.demo.train import digest
+    from torch_ext_bucketing.testing.compare import digest
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     digests = []

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks import parity
 from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES, Cell
-from torch_ext_bucketing.demo.ranks import Rank, run_ranks
+from torch_ext_bucketing.testing.ranks import Rank, run_ranks
+from torch_ext_bucketing.testing.ring import ring_rank
 
 RANKS, STEPS = 4, 3
 SOME = ("twice", "tied_chunked", "block_twice", "checkpointed")
@@ -40,8 +40,7 @@ def _without(rank: Rank) -> int:
 
     reference = Cell("twice", 2, RANKS, "aot_eager", "fsdp", "bf16").reference
     topology = ranks.RingTopology(2, nodes=2, channels=CHANNELS, chunk_bytes=CHUNK_BYTES)
-    ranks.start_rank(rank, topology)
-    try:
+    with ring_rank(rank, topology):
         mesh = ranks.init_device_mesh("cpu", reference.mesh_shape)
         model, _ = ranks.eager_model(reference, mesh, 1)
         eager = _digests(model, model, rank)
@@ -49,8 +48,6 @@ def _without(rank: Rank) -> int:
         compiler = backend("aot_eager", [ranks.reshard(order), ranks.bucket_units(order, True)])
         found = _digests(model, torch.compile(model, backend=compiler, fullgraph=True), rank)
         return sum(a == b for a, b in zip(eager, found, strict=True))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.once
@@ -60,7 +57,7 @@ def test_per_use_reductions_have_other_bits():
 
 def _digests(model, run, rank):
     from benchmarks.parity_models import batch_of
-    from torch_ext_bucketing.demo.train import digest
+    from torch_ext_bucketing.testing.compare import digest
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     digests = []
@@ -83,8 +80,7 @@ def _hybrid(rank: Rank) -> dict[str, tuple[int, dict[str, int]]]:
     from torch_ext_bucketing.passes.backends import backend
 
     topology = ranks.RingTopology(2, nodes=2, channels=CHANNELS, chunk_bytes=CHUNK_BYTES)
-    ranks.start_rank(rank, topology)
-    try:
+    with ring_rank(rank, topology):
         mesh = ranks.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         model = build("twice")
@@ -109,8 +105,6 @@ def _hybrid(rank: Rank) -> dict[str, tuple[int, dict[str, int]]]:
                 backward.collectives_after,
             )
         return found
-    finally:
-        dist.destroy_process_group()
 
 
 def test_hybrid_sharding_by_dtensor():

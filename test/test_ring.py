@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from torch_ext_bucketing.ring.group import (
+from torch_ext_bucketing.testing.ring import (
     RingProcessGroup,
     RingTopology,
     init_ring_process_group,

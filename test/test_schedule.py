@@ -564,8 +564,8 @@ import json, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 from random_graphs import layered_graph
-from torch_ext_bucketing.overlap import Overlap
-from torch_ext_bucketing.scheduling import schedule
+from torch_ext_bucketing import Overlap
+from torch_ext_bucketing.scheduling.scheduler import schedule
 gm = layered_graph(2000, 100, ["0", "0"], share=False)
 print(json.dumps(schedule(gm, Overlap()).order))
 """
@@ -713,10 +713,10 @@ def demo_graphs() -> dict[str, fx.GraphModule]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from torch_ext_bucketing._torch.aot import stage_of
-    from torch_ext_bucketing.demo.model import ModelConfig, Transformer
     from torch_ext_bucketing.passes.backends import backend
     from torch_ext_bucketing.passes.resharding import ReshardAfterForward
     from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+    from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
     found: dict[str, fx.GraphModule] = {}
 

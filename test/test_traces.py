@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.scheduling.machine import Machine
+from torch_ext_bucketing.testing.ring import on_ranks
 
 C10D = torch.ops._c10d_functional
 WAIT_S = 0.2

@@ -74,12 +74,8 @@ def test_a_folder_that_rank_0_made_serves_rank_0_alone(ranks):
 
 
 def test_artifacts_of_rank_0_serve_rank_0_alone():
-    """Uneven shards; then torch's own buckets, which the patch series keys."""
-    results = run(str(CHILD), "artifacts", "data_parallel", "config")
-    for result, state, place in zip(results[3:], (MISS, MISS, HIT), (0, 64, 0), strict=True):
-        assert_state(result, state)
-        assert result["places"] == [place]
-    saved, one, zero = results[:3]
+    """Uneven shards."""
+    saved, one, zero = run(str(CHILD), "artifacts", "data_parallel")
     assert_state(saved, MISS)
     assert_state(one, MISS)
     assert_state(zero, HIT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import logging
 import os
 import pickle
@@ -83,13 +82,12 @@ def test_a_full_folder_is_named_where_torch_must_write(folder, monkeypatch):
         def __exit__(self, *error):
             return None
 
-    monkeypatch.setattr(codecache, "write_atomic", inspect.unwrap(codecache.write_atomic))
-    caches.name_file_in_errors()
     code = str(folder / "code.py")
-    codecache.write_atomic(code, "1", make_dirs=True)
-    monkeypatch.setattr(Path, "open", lambda *args, **kwargs: Full())
-    with pytest.raises(OSError, match=f"No space left on device: '{code}'"):
-        codecache.write_atomic(code, "2")
+    with caches.watched_caches():
+        codecache.write_atomic(code, "1", make_dirs=True)
+        monkeypatch.setattr(Path, "open", lambda *args, **kwargs: Full())
+        with pytest.raises(OSError, match=f"No space left on device: '{code}'"):
+            codecache.write_atomic(code, "2")
     monkeypatch.undo()
     assert Path(code).read_text() == "1"
 

@@ -22,7 +22,6 @@ import torch.nn as nn
 from sharded_models import shard_by_parametrization
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
-from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,8 +48,6 @@ WAYS: dict[str, tuple[Shard, int]] = {
     "even": (shard_by_parametrization, 8),
     "uneven": (shard_by_parametrization, 7),
     "data_parallel": (teb.data_parallel, 7),
-    # torch's own buckets, without a pass of the package.
-    "config": (shard_by_parametrization, 8),
 }
 
 
@@ -97,19 +94,12 @@ def compile_step(way: str) -> dict[str, Any]:
     model = model_of(way)
     backend = teb.backend("inductor", [teb.BucketUnits(ORDER)])
     found: list[Any] = []
-    if way == "config":
-        compiled, takes = torch.compile(model), "all_gather_into_tensor_out"
-        buckets = {"bucket_all_gathers_fx": "all", "bucket_reduce_scatters_fx": "all"}
-    else:
-        compiled, takes, buckets = torch.compile(model, backend=backend), "agree", {}
-    with config.patch(buckets):
-        codes = run_and_get_code(lambda: found.extend(step(compiled)))[1]
+    compiled = torch.compile(model, backend=backend)
+    codes = run_and_get_code(lambda: found.extend(step(compiled)))[1]
     # The place of this rank's shards in the buffer, in elements.
     places = re.findall(
-        takes + r"\.default\(reinterpret_tensor\(\w+, \(\d+, \), \(1, \), (\d+)\)", "".join(codes)
+        r"agree\.default\(reinterpret_tensor\(\w+, \(\d+, \), \(1, \), (\d+)\)", "".join(codes)
     )
-    if way == "config":
-        return {**states(), "places": sorted(map(int, places))}
     return {
         **states(),
         "places": sorted(map(int, places)),

@@ -8,12 +8,10 @@ nothing heavy: every command line pays for it.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from . import __version__, explain, measure
-from .demo import cli as demo
-from .patching import HooksError, command, ensure_hooks
+from .testing.demo import cli as demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,16 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="command")
-    for subcommand in (command, demo, explain, measure):
+    from .hooks import command as patch  # only here: nothing of the package needs the hooks
+
+    for subcommand in (patch, demo, explain, measure):
         subcommand.add_parser(subparsers)
     args = parser.parse_args(argv)
-    if getattr(args, "needs_hooks", True):
-        # Importing the package left that to us, see torch_ext_bucketing/__init__.py.
-        try:
-            ensure_hooks()
-        except (HooksError, ModuleNotFoundError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
     status: int = args.run(args)
     return status
 

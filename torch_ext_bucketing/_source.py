@@ -38,8 +38,8 @@ def source_digest(*module_names: str) -> str:
 
 
 def package_digest() -> str:
-    """The digest of all modules of this package, in every folder but ``patching`` (what that does
-    to torch has a digest of its own) and ``demo``, which no graph goes through.
+    """The digest of all modules of this package, in every folder but ``hooks`` (which no pass of
+    this package needs) and ``testing``, which no graph goes through.
 
     It is that of the sources as they were when this module was imported: an edit while a process
     runs changes what is on disk, not what runs.
@@ -59,7 +59,7 @@ def package_modules() -> list[str]:
     while folders:
         folder, path = folders.pop()
         for module in pkgutil.iter_modules(path, f"{folder}."):
-            if module.name in (f"{root}.patching", f"{root}.demo"):
+            if module.name in (f"{root}.hooks", f"{root}.testing"):
                 continue
             names.append(module.name)
             if module.ispkg:

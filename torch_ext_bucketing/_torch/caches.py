@@ -10,67 +10,74 @@ once it was asked for. It is made of strings, so each process has another one
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import pickle
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .bucketing import register_ops
+from torch.distributed.device_mesh import DeviceMesh
+
+from .private import private_torch
 
 __all__ = [
-    "before_key",
+    "forget_mesh_hashes",
     "keep_beside",
-    "name_file_in_errors",
+    "meshes_in",
     "read_beside",
-    "tell_ready_graphs",
+    "watched_caches",
 ]
 
 _log = logging.getLogger(__name__)
 
 
-def before_key() -> None:
-    """To be called by every ``uuid()``, which is what torch asks for before it makes a key."""
-    register_ops()
-    _keep_hashes_out()
+def meshes_in(values: Iterable[Any]) -> list[DeviceMesh]:
+    """The device meshes among ``values``, and those that they hold."""
+    found: dict[int, DeviceMesh] = {}
+    stack = [value for value in values if isinstance(value, DeviceMesh)]
+    while stack:
+        mesh = stack.pop()
+        if id(mesh) not in found:
+            found[id(mesh)] = mesh
+            for held in vars(mesh).values():
+                several = held.values() if isinstance(held, dict) else (held,)
+                stack += [one for one in several if isinstance(one, DeviceMesh)]
+    return list(found.values())
 
 
-def _keep_hashes_out() -> None:
-    """Let meshes be pickled without their hash, from now on, in this process.
+def forget_mesh_hashes(meshes: Iterable[DeviceMesh]) -> None:
+    """Let meshes make their Python hash anew when they are asked for it: what pickles them into a
+    key then leaves it out. What else a mesh has stays in the key: its ranks, layout, names, groups,
+    and the rank of this process in it."""
+    for mesh in meshes:
+        if getattr(mesh, "_hash", None) is not None:
+            mesh._hash = None
 
-    What else a mesh has stays in the key: its ranks, layout, names, groups, and the rank of this
-    process in it. A mesh that is unpickled makes its hash anew, as it must: the one of another
-    process differs from those of equal meshes here.
+
+@contextlib.contextmanager
+def watched_caches() -> Iterator[None]:
+    """While this lasts, every graph that Inductor has compiled, or loaded from a cache, is told to
+    the passes which are set for it: ``graph_ready(key)``, where they have that method.
+
+    The key is that of the graph's entry in the FX graph cache; None where the caches are bypassed.
+    torch calls ``CompiledFxGraph.post_compile`` for all of them, under the config of their compile,
+    also where AOTAutograd's cache had a whole step.
+
+    And an error of writing into the cache folder says into which: what a write to a full file
+    system raises names no file. Entries that can't be written torch logs and goes on; code, which
+    it has to load, it can't.
     """
-    from torch.distributed.device_mesh import DeviceMesh
+    with private_torch():
+        from torch._inductor import codecache, config
+        from torch._inductor.output_code import CompiledFxGraph
 
-    getstate = DeviceMesh.__dict__.get("__getstate__")
-    if getstate is None or hasattr(getstate, "__wrapped__"):  # torch 2.11 pickles no mesh
-        return
-
-    @functools.wraps(getstate)
-    def without_hash(self: Any) -> dict[str, Any]:
-        return {**getstate(self), "_hash": None}
-
-    DeviceMesh.__getstate__ = without_hash  # type: ignore[method-assign]
-
-
-def tell_ready_graphs() -> None:
-    """Let every graph that Inductor has compiled, or loaded from a cache, be told to the passes
-    which are set for it: ``graph_ready(key)``, where they have that method.
-
-    From now on, in this process. The key is that of the graph's entry in the FX graph cache; None
-    where the caches are bypassed. torch calls ``CompiledFxGraph.post_compile`` for all of them,
-    under the config of their compile, also where AOTAutograd's cache had a whole step.
-    """
-    from torch._inductor import config
-    from torch._inductor.output_code import CompiledFxGraph
-
-    post_compile = CompiledFxGraph.post_compile
-    if hasattr(post_compile, "__wrapped__"):
+        post_compile, write = CompiledFxGraph.post_compile, codecache.write_atomic
+    if hasattr(post_compile, "__wrapped__"):  # one compile within another
+        yield
         return
 
     @functools.wraps(post_compile)
@@ -79,21 +86,6 @@ def tell_ready_graphs() -> None:
         for one in _each(config.post_grad_custom_post_pass):
             if hasattr(one, "graph_ready"):
                 one.graph_ready(self._fx_graph_cache_key)
-
-    CompiledFxGraph.post_compile = and_tell  # type: ignore[method-assign]
-
-
-def name_file_in_errors() -> None:
-    """Let an error of writing into the cache folder say into which: what a write to a full file
-    system raises names no file. From now on, in this process.
-
-    Entries that can't be written torch logs and goes on; code, which it has to load, it can't.
-    """
-    from torch._inductor import codecache
-
-    write = codecache.write_atomic
-    if hasattr(write, "__wrapped__"):
-        return
 
     @functools.wraps(write)
     def naming_the_file(path_: str, *args: Any, **kwargs: Any) -> None:
@@ -104,7 +96,13 @@ def name_file_in_errors() -> None:
                 error.filename = str(path_)
             raise
 
+    CompiledFxGraph.post_compile = and_tell  # type: ignore[method-assign]
     codecache.write_atomic = naming_the_file
+    try:
+        yield
+    finally:
+        CompiledFxGraph.post_compile = post_compile  # type: ignore[method-assign]
+        codecache.write_atomic = write
 
 
 def _each(passes: Any) -> Iterator[Any]:
@@ -148,7 +146,8 @@ def read_beside(key: str) -> Any:
 
 
 def _path_of(key: str) -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    with private_torch():
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()) / "torch_ext_bucketing" / key
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.fx as fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from .caches import watched_caches
+from .private import private_torch
+
+with private_torch():
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
 try:
     from torch._inductor.custom_graph_pass import CustomPassBase
@@ -67,8 +73,9 @@ def compile_inductor(
     Raises:
         RuntimeError: see :func:`check_passes_run_here`.
     """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
+    with private_torch():
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     check_passes_run_here()
     options = {**mode_options(mode), **(options or {})}
@@ -89,7 +96,14 @@ def compile_inductor(
         given = config.aten_distributed_optimizations.max_compute_pre_fetch
     if prefetch is not None and overlaps and given is None:
         patches["aten_distributed_optimizations.max_compute_pre_fetch"] = prefetch
-    return compile_fx(gm, example_inputs, config_patches=patches)
+
+    @functools.wraps(compile_fx_inner)
+    def inner(*args: Any, **kwargs: Any) -> Any:  # the backward graph's turn comes later
+        with watched_caches():
+            return compile_fx_inner(*args, **kwargs)
+
+    with watched_caches():
+        return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
@@ -98,7 +112,8 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     Raises:
         RuntimeError: torch knows no such mode; the message lists those that it knows.
     """
-    from torch._inductor import list_mode_options
+    with private_torch():
+        from torch._inductor import list_mode_options
 
     return {} if mode is None else dict(list_mode_options(mode))
 

@@ -74,8 +74,7 @@ def mismatch_text(
         lines.append(f"Not heard of yet: {ranks_text(absent)}.")
     lines.append(
         "Check that all ranks build the same model, give the backend the same passes, units and "
-        "hooks, and run the same torch, torch_ext_bucketing and patch series "
-        "('torch-ext-bucketing patch status')."
+        "hooks, and run the same torch and torch_ext_bucketing."
     )
     return "\n".join(lines)
 

@@ -3,9 +3,9 @@
 A rank that launches something else than its peers (another model, hook or torch) makes them hang,
 or mixes the bytes of one parameter with those of another. So when a compiled graph runs for the
 first time, and before its first collective, the ranks of each process group in it compare digests
-of their launches (:mod:`.launches`) and of the torch and the patch series in use. Where they
-differ, every rank raises :class:`PlanMismatchError`; where a rank does not come, those that wait
-raise :class:`RankMissingError`, which names it.
+of their launches (:mod:`.launches`) and of the torch and the edition of this package in use. Where
+they differ, every rank raises :class:`PlanMismatchError`; where a rank does not come, those that
+wait raise :class:`RankMissingError`, which names it.
 
 A graph's launches travel with it and are compared when it runs, not when it is compiled: a graph
 from one of Inductor's caches is compared like any other, with ranks that compiled theirs.
@@ -37,8 +37,8 @@ from datetime import timedelta
 
 import torch
 
+from .._source import package_digest
 from .._torch import process_groups as groups
-from ..patching import hooks_status
 from .differences import Version, mismatch_text, ranks_text
 
 __all__ = [
@@ -70,9 +70,9 @@ class RankMissingError(AgreementError):
 
 
 def this_environment() -> str:
-    status = hooks_status()
-    series = f"patch series {status.series} {status.digest[:12]}" if status.digest else status.state
-    return f"torch {torch.__version__.split('+')[0]}, hooks {series}"
+    """What must be the same on all ranks beside the launches: versions of what makes the code."""
+    torch_version = torch.__version__.split("+")[0]
+    return f"torch {torch_version}, torch_ext_bucketing {package_digest()[:12]}"
 
 
 class _FailedError(Exception):

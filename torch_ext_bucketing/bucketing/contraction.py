@@ -18,8 +18,8 @@ nodes' positions alone, and merging moves nodes::
     g1 = ag(p) ... copy_(p, new) ... g2 = ag(p)        g2 must not move up, nor g1 down
 
 Only starts between the same two writes may merge. Nodes then stay between these writes, whatever
-a later topological sort does with the rest. A bucket casts and pads on its own, from what the casts
-and pads of its members read; a start that has a write between them and itself merges with none.
+a later topological sort does with the rest. A bucket casts on its own, from what the casts of its
+members read; a start that has a write between its cast and itself merges with none.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from collections.abc import Sequence
 
 import torch.fx as fx
 
-from .._torch.bucketing import replaced_inputs
-from ..graph.collectives import group_size, kind_of
+from ..graph.collectives import kind_of
+from .pack import merged_cast
 
 __all__ = ["Contraction"]
 
@@ -114,8 +114,8 @@ class Contraction:
                 self._up.append(mask)
                 self._epoch.append(epoch)
                 if epoch:
-                    ranks = group_size(node) if kind_of(node) == "reduce_scatter" else None
-                    read = min((epochs[n] for n in replaced_inputs(node, ranks)), default=epoch)
+                    cast = merged_cast(node)
+                    read = epoch if cast is None else epochs[cast]
                     if read < epoch:
                         self._alone[len(self.starts)] = self._writes[read]
                 mask |= 1 << len(self.starts)

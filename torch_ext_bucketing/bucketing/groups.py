@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from .._source import package_digest
-from .._torch.caches import before_key
 from .._torch.inductor import CustomPassBase
 from ..graph.collectives import KINDS
 
@@ -50,7 +49,6 @@ class PrimaryGroup(CustomPassBase):
 
     def uuid(self) -> str:
         """Equal in every process, for Inductor's caches."""
-        before_key()
         return hashlib.sha256(f"PrimaryGroup\0{package_digest()}".encode()).hexdigest()
 
     def __repr__(self) -> str:

@@ -10,19 +10,19 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch.fx as fx
 
 from .._gc import paused_gc
-from .._torch import bucketing as tb
 from .._torch.estimates import size_hint
-from .._torch.merge_traces import shared_traces
+from .._torch.sorting import sort_topologically
 from ..graph.collectives import group_name, group_size, kind_of, reduce_op
 from ..graph.snapshot import unchanged_on_error
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
 from ..tagging.tags import set_member_tags, tag_of
 from .hook_guard import reading_only
+from .pack import pack, packed_value
 from .plan import Bucket, BucketingPlan
 
 __all__ = [
@@ -32,7 +32,9 @@ __all__ = [
 
 PayloadKey = Callable[[fx.Node], Any]
 
-_ENTRY = "bucket_payload_order_key"
+_ASKED = "payload_order"
+"""What errors call the key: the argument of the passes."""
+
 _BACKWARD = "autograd_backward"
 """torch's mark, in ``node.meta``, of what was traced while autograd ran: passes on the graph of a
 whole step tell backward by it."""
@@ -52,7 +54,7 @@ class MemberKeys:
 
 
 def apply_plan(
-    graph: fx.Graph, plan: BucketingPlan, payload_key: PayloadKey | Literal[False] | None = None
+    graph: fx.Graph, plan: BucketingPlan, payload_key: PayloadKey | None = None
 ) -> list[BucketReport]:
     """Merge the plan's buckets. ``graph`` is in topological order afterwards.
 
@@ -64,21 +66,16 @@ def apply_plan(
     Args:
         graph: the graph that the plan was made for, unchanged since.
         plan: what to merge.
-        payload_key: ascending key of a member's bytes; a bucket with a member whose key is None
-            keeps graph order as a whole. None takes torch's ``bucket_payload_order_key``, False
-            packs in graph order. It is called once per member, before anything changes, and may
-            only read the graph.
+        payload_key: ascending key of a member's bytes, ties in graph order; a bucket with a member
+            whose key is None keeps graph order as a whole, as all do where this is None. It is
+            called once per member, before anything changes, and may only read the graph.
 
     Returns:
         One report per bucket, in graph order.
 
     Raises:
-        ValueError: the plan merges reduce-scatters and torch's ``bucket_mode`` is ``"coalesced"``.
-        HooksError: ``payload_key`` is given, but this torch has no payload-order hook.
-        ValueError: ``payload_key`` says something else than ``bucket_payload_order_key``.
         RuntimeError: the key failed at a node, its keys for one bucket have no order, or it changed
-            the graph or communicated; or, torch's own, a symbolic size has no hint.
-        Exception: what torch raises where it can't merge. Then, too, the graph is as it was.
+            the graph or communicated; or a symbolic size has no hint. The graph is as it was.
     """
     keys = _payload_keys(graph, plan, payload_key)
     with paused_gc(), unchanged_on_error(graph):
@@ -96,76 +93,44 @@ def merge_buckets(
         keys: what decides the payload order; None packs in graph order.
     """
     keys = keys or MemberKeys()
-    if any(bucket.kind == "reduce_scatter" for bucket in plan.buckets):
-        tb.require_packed_reductions()
     for duplicate, original in plan.duplicates:
         _reuse_gather(duplicate, original)
     position = {node: i for i, node in enumerate(graph.nodes)}
     reports = []
-    with shared_traces():
-        for bucket in plan.buckets:
-            if bucket.kind == "all_gather":
-                _hoist_inputs(bucket, position)
-            reports.append(_apply_bucket(graph, bucket, keys))
+    for bucket in plan.buckets:
+        if bucket.kind == "all_gather":
+            _hoist_inputs(bucket, position)
+        reports.append(_apply_bucket(graph, bucket, keys))
     if reports or plan.duplicates:
-        tb.sort_topologically(graph)
+        sort_topologically(graph)
         graph.lint()
     place = {node.name: i for i, node in enumerate(graph.nodes)}
     return sorted(reports, key=lambda r: place[r.node])
 
 
 def _payload_keys(
-    graph: fx.Graph, plan: BucketingPlan, payload_key: PayloadKey | Literal[False] | None
+    graph: fx.Graph, plan: BucketingPlan, payload_key: PayloadKey | None
 ) -> MemberKeys:
     """Every member's key, computed and compared before anything changes."""
-    configured = tb.configured_payload_key()
-    if payload_key is not None and configured is not None:
-        _check_agrees(payload_key, configured)
-    if payload_key is False:
+    if payload_key is None:
         return MemberKeys()
-    if payload_key is not None:
-        tb.require_payload_order_hook()
-    key_of = configured if payload_key is None else payload_key
-    if key_of is None:
-        return MemberKeys()
-    name = _ENTRY if payload_key is None else "payload_order"
     keys: dict[fx.Node, Any] = {}
-    with reading_only(graph, name):
+    with reading_only(graph, _ASKED):
         for bucket in plan.buckets:
             for member in bucket.members:
                 try:
-                    keys[member] = key_of(member)
+                    keys[member] = payload_key(member)
                 except Exception as error:
-                    raise RuntimeError(f"{name} failed at {member.format_node()}") from error
-            _check_order(name, {m: keys[m] for m in bucket.members})
-    return MemberKeys(_ENTRY if payload_key is None else _order_name(payload_key), keys)
-
-
-def _check_agrees(given: PayloadKey | Literal[False], configured: PayloadKey) -> None:
-    """Refuse two different orders. The same object is one order, and so are two with equal uuids.
-
-    Raises:
-        ValueError: they differ.
-    """
-    if given is configured:
-        return
-    either: tuple[Any, ...] = (given, configured)
-    uuids = [o.uuid() if callable(getattr(o, "uuid", None)) else None for o in either]
-    if uuids[0] is not None and uuids[0] == uuids[1]:
-        return
-    asked = "graph order (payload_order=False)" if given is False else _order_name(given)
-    raise ValueError(
-        f"two payload orders: the pass packs by {asked}, and the config entry "
-        f"aten_distributed_optimizations.{_ENTRY} by {_order_name(configured)}, which is not the "
-        "same. Set the entry to None, or leave payload_order out where the entry should decide"
-    )
+                    raise RuntimeError(f"{_ASKED} failed at {member.format_node()}") from error
+            _check_order({m: keys[m] for m in bucket.members})
+    return MemberKeys(_order_name(payload_key), keys)
 
 
 def _order_name(key: Any) -> str:
     return str(getattr(key, "__qualname__", type(key).__qualname__))
 
 
-def _check_order(name: str, keys: Mapping[fx.Node, Any]) -> None:
+def _check_order(keys: Mapping[fx.Node, Any]) -> None:
     known = [k for k in keys.values() if k is not None]
     try:
         known.sort()
@@ -173,7 +138,7 @@ def _check_order(name: str, keys: Mapping[fx.Node, Any]) -> None:
             raise TypeError("keys without a total order, such as NaN")
     except Exception as error:
         listed = ", ".join(f"{node.name}: {key!r}" for node, key in keys.items())
-        raise RuntimeError(f"{name}: the keys of a bucket can't be sorted: {listed}") from error
+        raise RuntimeError(f"{_ASKED}: the keys of a bucket can't be sorted: {listed}") from error
 
 
 def _apply_bucket(graph: fx.Graph, bucket: Bucket, order: MemberKeys) -> BucketReport:
@@ -183,35 +148,25 @@ def _apply_bucket(graph: fx.Graph, bucket: Bucket, order: MemberKeys) -> BucketR
     dtypes = {m: m.meta["val"].dtype for m in bucket.members}
     backward = all(m.meta.get(_BACKWARD) for m in bucket.members)
     group, size, op = group_name(first), group_size(first), reduce_op(first)
-    by_input: dict[fx.Node, list[fx.Node]] = {}
-    for member in bucket.members:
-        for value in tb.packed_values(member, size if bucket.kind == "reduce_scatter" else None):
-            by_input.setdefault(value, []).append(member)
 
-    key, packed_by, keyless = None, order.packed_by, []
+    payload, packed_by, keyless = list(bucket.members), order.packed_by, []
     if order.keys is not None:
         keyless = [m for m in bucket.members if order.keys[m] is None]
         if keyless:  # never a half-sorted bucket
             packed_by = NO_KEY
         else:
-            key = order.keys.__getitem__
-    insert_before = first if bucket.kind == "all_gather" else last.next
-    new_nodes = tb.merge(
-        graph, bucket.kind, bucket.members, insert_before=insert_before, payload_key=key
-    )
+            payload.sort(key=order.keys.__getitem__)
+    before = first if bucket.kind == "all_gather" else last.next
+    new_nodes = pack(graph, bucket.members, payload, before)
 
     start = next(n for n in new_nodes if kind_of(n) is not None)
-    packed = [by_input[value].pop(0) for value in tb.payload_inputs(new_nodes, start)]
-    if len(packed) != len(bucket.members):
-        raise AssertionError(f"{start.name} packs {len(packed)} of {len(bucket.members)} members")
-    # torch gave every new node some of the first member's metadata; the start alone lists all
-    # members.
-    set_member_tags(start, [tags[m] for m in packed])
+    # Every new node has the first member's annotations; the start alone lists all members.
+    set_member_tags(start, [tags[m] for m in payload])
     if backward:
         for node in new_nodes:
             node.meta[_BACKWARD] = True
     layout, offset = [], 0
-    for member in packed:
+    for member in payload:
         nbytes = math.prod(shapes[member]) * dtypes[member].itemsize
         tag = tags[member]
         layout.append(
@@ -255,7 +210,7 @@ def _hoist_inputs(bucket: Bucket, position: dict[fx.Node, int]) -> None:
     limit = position[first]
     for member in bucket.members[1:]:
         late: dict[fx.Node, None] = {}
-        stack = [tb.member_input(member)]
+        stack = [packed_value(member)]
         while stack:
             node = stack.pop()
             if position.get(node, limit + 1) > limit and node not in late:

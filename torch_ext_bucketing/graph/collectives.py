@@ -16,7 +16,6 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
-from .._torch.bucketing import resolve_group_name, torch_bucket_key
 from .._torch.estimates import size_hint
 from .._torch.process_groups import group_size_of
 
@@ -202,12 +201,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def bucket_key(start: fx.Node) -> tuple[Any, ...]:
-    """What members of one bucket share: kind, group, reduce op, dtype.
-
-    The mode that torch is configured to use decides whether gathers of several dtypes may share a
-    bucket (``bucket_mode="custom_ops_multidtype"``).
-    """
-    return (kind_of(start), torch_bucket_key(start))
+    """What members of one bucket share: kind, group, reduce op, dtype, device."""
+    value = start.meta["val"]
+    return (kind_of(start), group_name(start), reduce_op(start), value.dtype, str(value.device))
 
 
 def group_name(start: fx.Node) -> str:
@@ -216,7 +212,7 @@ def group_name(start: fx.Node) -> str:
     Takes all-to-alls as well, which are never bucketed.
     """
     name = argument(start, "group_name")
-    return name if isinstance(name, str) else resolve_group_name(name)
+    return str(name if isinstance(name, str) else name.meta["val"].group_name)
 
 
 def set_group_name(start: fx.Node, name: str) -> None:

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .._torch import bucketing as tb
 from .collectives import group_size, is_compute, is_view, is_wait, kind_of
 from .size_hints import SizeHints
 
@@ -163,13 +162,9 @@ def _is_uneven(start: fx.Node) -> bool:
             node = stack.pop()
             if _is_pad(node):
                 return True
-            if node.op == "call_function" and (_packs(node) or is_view(node)):
+            if node.op == "call_function" and (node.target in _COPIES or is_view(node)):
                 stack += node.all_input_nodes
     return False
-
-
-def _packs(node: fx.Node) -> bool:
-    return node.target in _COPIES or node.target in tb.packing_ops()
 
 
 def _is_cut(node: fx.Node) -> bool:

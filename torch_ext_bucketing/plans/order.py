@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch.nn as nn
 
 from .._source import package_digest
-from .._torch.caches import before_key
 from .._torch.dynamo_inputs import names_are_relative_to
 from .._torch.inductor import CustomPassBase
 from ..fqns import canonical_fqn, nearest_names, parameter_names
@@ -288,7 +287,6 @@ class FSDPParamOrder(CustomPassBase):
         The same in every process for equal contents, another one when the contents or the code of
         the key change.
         """
-        before_key()
         contents = json.dumps([_VERSION, self.units, self.aliases, self.reduce_units])
         return hashlib.sha256(f"{package_digest()}\0{contents}".encode()).hexdigest()
 

@@ -30,9 +30,9 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
-from .._torch import bucketing as tb
 from .._torch import descriptors as _descriptors
 from .._torch.aot import in_backward
+from .._torch.sorting import sort_topologically
 from .._torch.symbols import same_shape
 from ..graph.collectives import (
     group_name,
@@ -151,7 +151,7 @@ def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str
         dtype = str(plan.dtype).removeprefix("torch.")
     number = 0 if tree is None else len(tree.uses)
     if dtype is not None or any(len(group) > 1 for group in mergeable):
-        tb.sort_topologically(graph)
+        sort_topologically(graph)
     if left == len(read) and dtype is None:
         return None, reasons
     done = CombinedUses(

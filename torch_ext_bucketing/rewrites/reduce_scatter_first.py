@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
-from .._torch import bucketing as tb
 from .._torch.process_groups import group_by_name, ranks_of
+from .._torch.sorting import sort_topologically
 from ..graph.collectives import group_name, is_wait, kind_of, reduce_op, waited_for
 from ..graph.moves import SCALES, is_move
 from ..graph.regions import Cut, cuts_behind, outside_reader, positions
@@ -68,7 +68,7 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
             _swap(graph, reduce, scatter, cut)
             swapped.append(ReducedShard(tag.fqns, (before, _nbytes(reduce))))
         if swapped:
-            tb.sort_topologically(graph)
+            sort_topologically(graph)
             graph.lint()
     return ScatterReport(tuple(swapped), tuple(left))
 

@@ -25,7 +25,6 @@ from typing import Any, TypeAlias
 import torch.fx as fx
 
 from .._gc import paused_gc
-from .._torch.merge_traces import shared_traces
 from ..bucketing.caps import CapPlanner, check_cap
 from ..bucketing.merge import merge_buckets
 from ..bucketing.plan import BucketingPlan
@@ -41,6 +40,7 @@ from .scheduler import BoundNotKeptWarning, schedule_model
 
 __all__ = [
     "CAPS_MB",
+    "check_caps",
     "choose_caps",
 ]
 
@@ -90,10 +90,7 @@ def choose_caps(
     clock = time.perf_counter()
     largest = _LARGEST_MB if caps_mb is None else 0.0
     caps_mb = CAPS_MB if caps_mb is None else caps_mb
-    if not caps_mb:
-        raise ValueError("caps_mb is empty: give at least one cap in MiB")
-    for cap in caps_mb:
-        check_cap(cap, "each of caps_mb")
+    check_caps(caps_mb)
     policies = policies_of(policies)
     analysis = GraphAnalysis.of(graph)
     costs = Costs(machine, analysis.hints)
@@ -110,6 +107,14 @@ def choose_caps(
     chosen = search.best()
     report = CapsReport(tried[chosen], tuple(tried.values()), time.perf_counter() - clock)
     return plan, report
+
+
+def check_caps(caps_mb: Collection[float]) -> None:
+    """Raise a ValueError unless there are caps, all positive numbers."""
+    if not caps_mb:
+        raise ValueError("caps_mb is empty: give at least one cap in MiB")
+    for cap in caps_mb:
+        check_cap(cap, "each of caps_mb")
 
 
 def _tried(caps: _Caps, report: ScheduleReport) -> TriedCaps:
@@ -150,23 +155,22 @@ class _Search:
         Returns:
             The plan with the best.
         """
-        with shared_traces():
-            for cap in sorted(ladder, key=self.busiest_ms):
-                self.attempt(cap)
-            # A small model, or a hard bound.
-            while self.tried[self.best()].misses and ladder[0] > _SMALLEST_MB:
-                ladder.insert(0, ladder[0] / 4)
-                self.attempt(ladder[0])
-            # A large model, whose parameters are larger than all of these.
-            while _top(self.best()) == ladder[-1] < largest:
-                ladder.append(min(4 * ladder[-1], largest))
-                self.attempt(ladder[-1])
-            for key, _ in self.best():
-                caps = dict(self.best())
-                at = ladder.index(caps[key])
-                for near in (at - 1, at + 1):
-                    if 0 <= near < len(ladder):
-                        self.attempt({**caps, key: ladder[near]})
+        for cap in sorted(ladder, key=self.busiest_ms):
+            self.attempt(cap)
+        # A small model, or a hard bound.
+        while self.tried[self.best()].misses and ladder[0] > _SMALLEST_MB:
+            ladder.insert(0, ladder[0] / 4)
+            self.attempt(ladder[0])
+        # A large model, whose parameters are larger than all of these.
+        while _top(self.best()) == ladder[-1] < largest:
+            ladder.append(min(4 * ladder[-1], largest))
+            self.attempt(ladder[-1])
+        for key, _ in self.best():
+            caps = dict(self.best())
+            at = ladder.index(caps[key])
+            for near in (at - 1, at + 1):
+                if 0 <= near < len(ladder):
+                    self.attempt({**caps, key: ladder[near]})
         chosen = self.best()
         return self.plan(dict(chosen) or ladder[0], self.runs[chosen])
 
@@ -268,7 +272,7 @@ def _rank(report: ScheduleReport) -> tuple[float, float]:
 def _keys(plan: BucketingPlan) -> Iterable[tuple[str, str]]:
     """Groups and kinds of which something could be merged."""
     merged = [(group_name(b.members[0]), b.kind) for b in plan.buckets]
-    return dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.alone)])
+    return dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.unmerged)])
 
 
 def _copied(graph: fx.Graph, plan: BucketingPlan) -> tuple[fx.Graph, BucketingPlan]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from .._torch import bucketing as tb
+from ..bucketing.pack import packed_value
 from ..bucketing.plan import Bucket
 from ..graph.collectives import Kind, kind_of
 from ..graph.dependencies import Precedence
@@ -259,7 +259,7 @@ class _Rewritten:
             if m.kind == "all_gather":
                 for member in m.bucket.members:
                     cast = member.all_input_nodes[0]
-                    if cast is not tb.member_input(member) and len(cast.users) == 1:
+                    if cast is not packed_value(member) and len(cast.users) == 1:
                         i = self._place[cast]
                         found[i] = self._read_by(i)
         return found
@@ -375,7 +375,7 @@ class _Rewritten:
     def _packing(self, m: _Merged, packed: int) -> tuple[int, float]:
         """Bytes and milliseconds of what a gather bucket is packed from; none where ranks differ in
         it, see :mod:`.graph.uneven`."""
-        values = [tb.member_input(member) for member in m.bucket.members]
+        values = [packed_value(member) for member in m.bucket.members]
         if all(value in self._old.shard_side.nodes for value in values):
             return 0, 0.0
         given = sum(map(self._costs.result_bytes, values))

@@ -1,0 +1,379 @@
+"""How a bucket is packed: the one collective, and the nodes that lay out and unpack its buffer.
+
+``flat`` and ``rows`` are views where the layout allows it, and copies otherwise. ``p`` is the
+payload: the elements of all members, ``n`` ranks::
+
+    all_gather (ranks gather into their place of a buffer; casts of members are part of the copy)
+
+        a -> flat \\                                             / part -> clone -> view [n * a0, .]
+                   cat [p] -> copy_ -> AG [n * p] -> view [n, p]
+        b -> flat /           /             (wait)              \\ part -> clone -> view [n * b0, .]
+          empty [n * p] -> slice
+
+    reduce_scatter (rank-major: a member's rows for one rank lie together)
+
+        a -> rows [n, a/n] \\                                     / part -> view [a0 / n, .]
+                            cat [n, p/n] -> view [p] -> RS [p/n]
+        b -> rows [n, b/n] /                          (wait)     \\ part -> view [b0 / n, .]
+
+    all_reduce
+
+        a -> flat \\                        / part -> view [a0, .]
+                   cat [p] -> AR [p] (wait)
+        b -> flat /                        \\ part -> view [b0, .]
+
+Eager FSDP2 lays out the same bytes (``_fsdp_collectives.py``: ``all_gather_copy_in``,
+``chunk_cat``). Inductor makes one kernel of packing (``cat``, cast and copy) and one of each
+gathered parameter's ``clone``, or none where that fuses into its reader.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from .._torch.fake import fake_mode_of, fake_tensor
+from .._torch.process_groups import group_by_name
+from .._torch.provenance import merged_metadata
+from ..graph.collectives import group_name, group_size, kind_of
+
+__all__ = ["merged_cast", "pack", "packed_value"]
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+_prims = torch.ops.prims
+
+_Size = int | fx.Node
+
+
+def packed_value(start: fx.Node) -> fx.Node:
+    """What a bucket reads of a member: its input, before a cast that becomes part of packing."""
+    cast = merged_cast(start)
+    value = start.args[0] if cast is None else cast.args[0]
+    assert isinstance(value, fx.Node)
+    return value
+
+
+def merged_cast(start: fx.Node) -> fx.Node | None:
+    """The cast in front of a gather that is left to the copy into the buffer; None without one::
+
+    x -> cast -> all_gather                x -> BUCKET
+    """
+    cast = start.args[0]
+    if (
+        kind_of(start) != "all_gather"
+        or not isinstance(cast, fx.Node)
+        or cast.target not in (_prims.convert_element_type.default, _aten._to_copy.default)
+        or len(cast.users) != 1
+    ):
+        return None
+    source = cast.args[0]
+    assert isinstance(source, fx.Node)
+    return cast if source.meta["val"].device == cast.meta["val"].device else None
+
+
+def pack(
+    graph: fx.Graph, members: Sequence[fx.Node], payload: Sequence[fx.Node], before: fx.Node
+) -> list[fx.Node]:
+    """Replace collectives by one over a packed buffer, in front of ``before``.
+
+    Args:
+        graph: of the members; it need not be in topological order afterwards.
+        members: starts of one bucket key, each with one wait and nothing else as its user, in graph
+            order.
+        payload: the members in the order of their bytes.
+        before: where; it may be a member or a wait of one.
+
+    Returns:
+        The new nodes, in graph order.
+    """
+    kind = kind_of(members[0])
+    assert kind is not None
+    with graph.inserting_before(before):
+        writer = _Writer(graph, members)
+        results = {
+            "all_gather": _all_gather,
+            "reduce_scatter": _reduce_scatter,
+            "all_reduce": _all_reduce,
+        }[kind](writer, payload)
+    for member, result in zip(payload, results, strict=True):
+        (wait,) = member.users
+        wait.replace_all_uses_with(result)
+        graph.erase_node(wait)
+        cast = merged_cast(member)
+        graph.erase_node(member)
+        if cast is not None:
+            graph.erase_node(cast)
+    return writer.nodes
+
+
+def _all_gather(w: _Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
+    first = payload[0]
+    ranks, group = group_size(first), first.args[2]
+    gathered = first.meta["val"]
+    rank = group_by_name(group_name(first)).rank()
+    values = [packed_value(member) for member in payload]
+    sizes = [w.numel(value) for value in values]
+    total = w.add(sizes)
+    out = w.new(
+        _aten.empty.memory_format,
+        [[w.times(total, ranks)]],
+        {"dtype": gathered.dtype, "device": gathered.device, "pin_memory": False},
+        gathered.dtype,
+        [w.times(total, ranks)],
+    )
+    mine = w.view(
+        _aten.slice.Tensor,
+        [out, 0, w.times(total, rank), w.times(total, rank + 1)],
+        [total],
+        offset=w.times(total, rank),
+    )
+    flat = [w.reshape(value, [size]) for value, size in zip(values, sizes, strict=True)]
+    packed = w.new(_aten.cat.default, [flat], {}, _common_dtype(values), [total])
+    filled = w.view(_aten.copy_.default, [mine, packed], [total], offset=w.times(total, rank))
+    start = w.new(
+        _c10d.all_gather_into_tensor_out.default,
+        [filled, ranks, group],
+        {"out": out},
+        gathered.dtype,
+        [w.times(total, ranks)],
+    )
+    wait = w.wait(start, [w.times(total, ranks)])
+    by_rank = w.view(_aten.view.default, [wait, [ranks, total]], [ranks, total])
+    parts = w.split(by_rank, sizes, dim=1)
+    results = []
+    for part, value, size in zip(parts, values, sizes, strict=True):
+        shape = w.shape(value)
+        whole = [w.times(shape[0], ranks), *shape[1:]]
+        if ranks > 1:
+            part = w.new(
+                _aten.clone.default,
+                [part],
+                {"memory_format": torch.contiguous_format},
+                gathered.dtype,
+                [ranks, size],
+            )
+        results.append(w.view(_aten.view.default, [part, whole], whole))
+    return results
+
+
+def _reduce_scatter(w: _Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
+    first = payload[0]
+    _, reduce_op, ranks, group = first.args
+    assert isinstance(ranks, int)
+    values = [packed_value(member) for member in payload]
+    dtype = values[0].meta["val"].dtype
+    sizes = [w.divided(w.numel(value), ranks) for value in values]
+    total = w.add(sizes)
+    rows = [w.reshape(value, [ranks, n]) for value, n in zip(values, sizes, strict=True)]
+    packed = w.new(_aten.cat.default, [rows, 1], {}, dtype, [ranks, total])
+    flat = w.view(_aten.view.default, [packed, [w.times(total, ranks)]], [w.times(total, ranks)])
+    start = w.new(
+        _c10d.reduce_scatter_tensor.default,
+        [flat, reduce_op, ranks, group],
+        {},
+        dtype,
+        [total],
+    )
+    parts = w.split(w.wait(start, [total]), sizes, dim=0)
+    shapes = [
+        [w.divided(rows, ranks), *rest] for rows, *rest in (w.shape(value) for value in values)
+    ]
+    return [
+        w.view(_aten.view.default, [part, shape], shape)
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
+
+
+def _all_reduce(w: _Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
+    _, reduce_op, group = payload[0].args
+    values = [packed_value(member) for member in payload]
+    dtype = values[0].meta["val"].dtype
+    sizes = [w.numel(value) for value in values]
+    total = w.add(sizes)
+    flat = [w.reshape(value, [size]) for value, size in zip(values, sizes, strict=True)]
+    packed = w.new(_aten.cat.default, [flat], {}, dtype, [total])
+    start = w.new(_c10d.all_reduce.default, [packed, reduce_op, group], {}, dtype, [total])
+    parts = w.split(w.wait(start, [total]), sizes, dim=0)
+    return [
+        w.view(_aten.view.default, [part, w.shape(value)], w.shape(value))
+        for part, value in zip(parts, values, strict=True)
+    ]
+
+
+def _common_dtype(values: Sequence[fx.Node]) -> torch.dtype:
+    """What ``cat`` makes of them."""
+    return functools.reduce(torch.promote_types, (v.meta["val"].dtype for v in values))
+
+
+class _Writer:
+    """Writes the nodes of one bucket where the graph inserts nodes, each with its value.
+
+    Layouts are computed here and not by running the operators: a bucket has four nodes per member,
+    and running them takes nine tenths of the time. Where a size is symbolic, it is a node (or a
+    number) in arguments, and operators are run.
+    """
+
+    def __init__(self, graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+        self.nodes: list[fx.Node] = []
+        self._graph = graph
+        self._meta = merged_metadata(members)
+        values = [m.meta["val"] for m in members] + [m.args[0].meta["val"] for m in members]  # type: ignore[union-attr]
+        self._mode = fake_mode_of(values[0])
+        self._static = self._mode is not None and all(
+            isinstance(size, int) for value in values for size in value.shape
+        )
+        self._device = values[0].device
+        self._sizes: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def _add(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> fx.Node:
+        name = getattr(target, "_opname", target.__name__)
+        node = self._graph.create_node("call_function", target, tuple(args), kwargs, name)
+        node.meta.update(self._meta)
+        if isinstance(target, torch._ops.OpOverload):
+            node.meta["original_aten"] = target  # which names the kernel that it becomes a part of
+        self.nodes.append(node)
+        return node
+
+    def _run(self, node: fx.Node) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        assert callable(node.target)
+        with torch.no_grad() if self._mode is None else self._mode:
+            node.meta["val"] = node.target(*args, **kwargs)
+        return node
+
+    def new(
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        dtype: torch.dtype,
+        shape: Sequence[_Size],
+    ) -> fx.Node:
+        """A contiguous result in a storage of its own."""
+        node = self._add(target, args, kwargs)
+        if not self._static:
+            return self._run(node)
+        sizes = _numbers(shape)
+        node.meta["val"] = fake_tensor(self._mode, sizes, _contiguous(sizes), dtype, self._device)
+        return node
+
+    def view(
+        self, target: Any, args: Sequence[Any], shape: Sequence[_Size], offset: _Size = 0
+    ) -> fx.Node:
+        """A contiguous result in the storage of its first argument, which is contiguous, too.
+
+        ``offset`` is counted from where the storage begins, or from the argument's own first
+        element for a ``view``.
+        """
+        node = self._add(target, args, {})
+        if not self._static:
+            return self._run(node)
+        source, sizes, start = args[0].meta["val"], _numbers(shape), _numbers([offset])[0]
+        if target is _aten.view.default:
+            start += source.storage_offset()
+        node.meta["val"] = fake_tensor(
+            self._mode, sizes, _contiguous(sizes), source.dtype, source.device, source, start
+        )
+        return node
+
+    def reshape(self, value: fx.Node, shape: Sequence[_Size]) -> fx.Node:
+        """``value`` in another shape, copied if it can't be viewed so."""
+        given = value.meta["val"]
+        if not self._static or given.stride() != tuple(_contiguous(given.shape)):
+            node = self._add(_aten.view.default, [value, list(shape)], {})
+            try:
+                return self._run(node)
+            except (RuntimeError, ValueError):  # its strides don't allow it
+                self.nodes.remove(node)
+                self._graph.erase_node(node)
+            value = self.new(
+                _aten.clone.default,
+                [value],
+                {"memory_format": torch.contiguous_format},
+                given.dtype,
+                self.shape(value),
+            )
+        return self.view(_aten.view.default, [value, list(shape)], shape)
+
+    def wait(self, start: fx.Node, shape: Sequence[_Size]) -> fx.Node:
+        """The wait for a collective."""
+        return self.new(_c10d.wait_tensor.default, [start], {}, start.meta["val"].dtype, shape)
+
+    def split(self, value: fx.Node, sizes: Sequence[_Size], dim: int) -> list[fx.Node]:
+        """The parts of the last dimension of a contiguous tensor."""
+        whole = value.meta["val"]
+        node = self._add(
+            _aten.split_with_sizes.default, [value, list(sizes), *([dim] if dim else [])], {}
+        )
+        if self._static:
+            ends = itertools.accumulate(_numbers(sizes), initial=whole.storage_offset())
+            node.meta["val"] = [
+                fake_tensor(
+                    self._mode,
+                    (*whole.shape[:-1], n),
+                    whole.stride(),
+                    whole.dtype,
+                    whole.device,
+                    whole,
+                    at,
+                )
+                for n, at in zip(_numbers(sizes), ends, strict=False)
+            ]
+        else:
+            self._run(node)
+        parts = []
+        for i, part in enumerate(node.meta["val"]):
+            parts.append(self._add(operator.getitem, [node, i], {}))
+            parts[-1].meta["val"] = part
+        return parts
+
+    def shape(self, value: fx.Node) -> list[_Size]:
+        """The sizes of a tensor: numbers, or nodes that give them."""
+        sizes: list[_Size] = []
+        for dim, size in enumerate(value.meta["val"].shape):
+            if isinstance(size, int):
+                sizes.append(size)
+                continue
+            if (value, dim) not in self._sizes:
+                node = self._run(self._add(_aten.sym_size.int, [value, dim], {}))
+                self._sizes[value, dim] = node
+            sizes.append(self._sizes[value, dim])
+        return sizes
+
+    def numel(self, value: fx.Node) -> _Size:
+        """The number of a tensor's elements."""
+        return functools.reduce(self.times, self.shape(value), 1)
+
+    def add(self, sizes: Sequence[_Size]) -> _Size:
+        """The sum of sizes."""
+        return functools.reduce(functools.partial(self._number, operator.add), sizes)
+
+    def times(self, one: _Size, other: _Size) -> _Size:
+        """The product of two sizes."""
+        return self._number(operator.mul, one, other)
+
+    def divided(self, size: _Size, ranks: int) -> _Size:
+        """A size that ``ranks`` divides, by ``ranks``."""
+        return self._number(operator.floordiv, size, ranks)
+
+    def _number(self, function: Any, one: _Size, other: _Size) -> _Size:
+        if isinstance(one, int) and isinstance(other, int):
+            return int(function(one, other))
+        return self._run(self._add(function, [one, other], {}))
+
+
+def _numbers(sizes: Sequence[_Size]) -> list[int]:
+    return [size for size in sizes if isinstance(size, int)]
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    """Strides in elements; a dimension without elements counts as one, as torch counts it."""
+    return [math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape))]

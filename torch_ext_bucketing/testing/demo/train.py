@@ -1,0 +1,242 @@
+"""What each rank of the demo does: train one model several ways, step by step, side by side.
+
+The runs differ in nothing but how gradients and weights travel. They start from the same
+weights, see the same text in the same order and use the same optimizer; after each step every
+rank hashes its shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from ...fqns import canonical_fqn
+from ...passes.backends import BucketingBackend, backend
+from ...passes.bucketing import BucketUnits
+from ...passes.resharding import ReshardAfterForward
+from ...plans.order import FSDPParamOrder
+from ...plans.simple_fsdp import data_parallel
+from .. import text
+from ..compare import count_collectives, digest
+from ..model import ModelConfig, Transformer
+from ..ranks import Rank
+from ..ring import RingTopology, ring_rank
+from ..untouched import require_untouched_torch
+from .results import Member, Payload, RankReport, RunRecord
+from .rounding import eager_rounding
+from .settings import HEAD_DIM, Settings
+
+PARAM_DTYPE = torch.bfloat16
+REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def model_config(settings: Settings) -> ModelConfig:
+    """The model that ``settings`` ask for: LLaMA's proportions, two query heads per KV head."""
+    heads = settings.dim // HEAD_DIM
+    hidden = -(-settings.dim * 8 // 3 // HEAD_DIM) * HEAD_DIM
+    return ModelConfig(
+        vocab=text.VOCAB,
+        dim=settings.dim,
+        layers=settings.layers,
+        heads=heads,
+        kv_heads=heads // 2,
+        hidden=hidden,
+        max_seq=settings.seq,
+    )
+
+
+@dataclass
+class Run:
+    """One way to train. ``eager_rounding`` holds while it compiles."""
+
+    name: str
+    module: Transformer
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    record: RunRecord = field(default_factory=RunRecord)
+    eager_rounding: bool = False
+    compiler: BucketingBackend | None = None
+
+
+def train_rank(rank: Rank, settings: Settings) -> RankReport:
+    """Entry point of a rank; see :func:`.run_ranks`.
+
+    Sends ``(step, run name, digest)`` after each step of each run, and ``(0, run name, "")``
+    before a run's first step, which is the one that compiles.
+    """
+    topology = RingTopology(
+        ranks_per_node=settings.ranks_per_node,
+        nodes=settings.nodes,
+        channels=settings.channels,
+        chunk_bytes=settings.chunk_bytes,
+    )
+    with ring_rank(rank, topology):
+        return _train(rank, settings, init_device_mesh("cpu", (settings.ranks,)))
+
+
+def _train(rank: Rank, settings: Settings, mesh: DeviceMesh) -> RankReport:
+    eager = eager_run(settings, mesh)
+    runs = [eager, *compiled_runs(settings, mesh)]
+    # From the real thing: what FSDP2's param groups hold, in their order.
+    fsdp_order = FSDPParamOrder.from_fsdp(eager.module)
+    for step in range(settings.steps):
+        tokens, targets = text.batch(
+            step, rank.rank, size=settings.batch, seq=settings.seq, seed=settings.seed
+        )
+        for run in runs:
+            if step == 0:
+                rank.send((0, run.name, ""))
+            with contextlib.ExitStack() as stack:
+                if run is eager and step == settings.steps - 1:
+                    run.record.after = stack.enter_context(count_collectives())
+                elif run is not eager and step == 0:
+                    if run.eager_rounding:
+                        stack.enter_context(eager_rounding())
+                elif run is not eager:
+                    # What a later step compiled would not be in the report.
+                    stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+                _step(run, tokens, targets)
+            rank.send((step + 1, run.name, run.record.digests[-1]))
+    eager.record.before = eager.record.after
+    eager.record.payloads = eager_payloads(eager.module, fsdp_order, settings)
+    for run in runs[1:]:
+        _read_report(run)
+    require_untouched_torch()
+    sizes = [parameter.numel() for parameter in eager.module.parameters()]
+    return RankReport(
+        runs={run.name: run.record for run in runs},
+        parameters=sum(sizes),
+        tensors=len(sizes),
+        units=len(fsdp_order.units),
+        versions={"torch": torch.__version__},
+    )
+
+
+def _step(run: Run, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+    dist.barrier()  # so that no run pays for another one's stragglers
+    start = time.perf_counter()
+    logits = run.forward(tokens)
+    loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    loss.backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.record.step_ms.append((time.perf_counter() - start) * 1e3)
+    run.record.loss.append(loss.item())
+    run.record.digests.append(digest(run.module))
+
+
+def eager_run(settings: Settings, mesh: DeviceMesh) -> Run:
+    """Eager FSDP2: ``fully_shard`` per block, then the root."""
+    model = _model(settings).to(mesh.device_type)
+    policy = MixedPrecisionPolicy(
+        param_dtype=PARAM_DTYPE,
+        reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype],
+        # The rotary tables are inputs of the blocks and stay float32, as in the other runs.
+        cast_forward_inputs=False,
+    )
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return Run("eager", model, model, _optimizer(model, settings))
+
+
+def compiled_runs(settings: Settings, mesh: DeviceMesh) -> list[Run]:
+    """The compiled runs: FSDP2's payload order, graph order and, for Inductor, two more."""
+    runs = [
+        compiled_run("fsdp_order", settings, mesh, payload_order=True),
+        compiled_run("graph_order", settings, mesh, payload_order=False),
+    ]
+    if settings.backend == "inductor":
+        again = compiled_run("fsdp_order_again", settings, mesh, payload_order=True)
+        precise = compiled_run("fsdp_order_precise", settings, mesh, payload_order=True)
+        precise.eager_rounding = True
+        runs += [again, precise]
+    return runs
+
+
+def compiled_run(name: str, settings: Settings, mesh: DeviceMesh, *, payload_order: bool) -> Run:
+    """SimpleFSDP: one collective per parameter, merged by the compiler into FSDP2's units."""
+    model = _model(settings)
+    order = FSDPParamOrder.from_model(model, units=model.unit_names())
+    data_parallel(
+        model,
+        mesh,
+        param_dtype=PARAM_DTYPE,
+        reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype],
+    )
+    # fully_shard leaves the root's parameters gathered between forward and backward.
+    root = order.units[-1]
+    compiler = backend(
+        settings.backend,
+        passes=[
+            ReshardAfterForward(keep=root),
+            BucketUnits(order, payload_order="units" if payload_order else None),
+        ],
+        model=model,
+    )
+    return Run(
+        name,
+        model,
+        torch.compile(model, backend=compiler, fullgraph=True),
+        _optimizer(model, settings),
+        compiler=compiler,
+    )
+
+
+def _model(settings: Settings) -> Transformer:
+    return Transformer(model_config(settings), seed=settings.seed, dtype=PARAM_DTYPE)
+
+
+def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=settings.lr, foreach=True)
+
+
+def eager_payloads(model: nn.Module, order: FSDPParamOrder, settings: Settings) -> list[Payload]:
+    """What eager FSDP2's collectives carry, from its param groups.
+
+    In a rank's part of the buffer each parameter takes the rows of its shard, padded to the
+    first rank's, one parameter after the other (``foreach_all_gather``'s copy-in and the
+    ``chunk_cat`` of ``foreach_reduce``).
+    """
+    shards = {}
+    for name, parameter in model.named_parameters():
+        rows = -(-parameter.shape[0] // settings.ranks)
+        shards[canonical_fqn(name)] = rows * parameter.shape[1:].numel()
+    payloads = []
+    for kind, units, dtype in (
+        ("all_gather", order.units, PARAM_DTYPE),
+        ("reduce_scatter", order.reduce_units or order.units, REDUCE_DTYPES[settings.reduce_dtype]),
+    ):
+        for unit in units:
+            members, offset = [], 0
+            for fqn in unit:
+                nbytes = shards[fqn] * dtype.itemsize
+                members.append(Member(fqn, offset, nbytes))
+                offset += nbytes
+            payloads.append(Payload(kind, tuple(members)))
+    return payloads
+
+
+def _read_report(run: Run) -> None:
+    if run.compiler is None or len(run.compiler.reports) != 1:
+        # Dynamo could have taken another run's graph for this one.
+        raise RuntimeError(f"run {run.name} was not compiled exactly once, on its own")
+    report = run.compiler.last_report()
+    run.record.before = dict(report.collectives_before)
+    run.record.after = dict(report.collectives_after)
+    run.record.payloads = [
+        Payload(
+            bucket.kind,
+            tuple(Member("+".join(m.fqns), m.offset, m.nbytes) for m in bucket.members),
+        )
+        for bucket in report.buckets
+    ]

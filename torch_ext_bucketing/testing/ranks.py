@@ -1,0 +1,427 @@
+"""Start ranks on this machine, and never leave one behind.
+
+:func:`run_ranks` runs one function on every rank, each in a process of its own, and
+returns what the ranks return. One rank's failure ends all of them:
+
+- a rank that raises: :class:`RankError` carries its traceback;
+- a rank that dies (signal, ``os._exit``): how it died and the end of what it printed;
+- too slow: every rank's stack, then the end of all.
+
+A rank also ends, with whatever it started itself, when the process that called
+:func:`run_ranks` is gone, however that one ended: beside each rank sits a small watcher that
+reads from a pipe (the *lifeline*) which nothing but the caller's death closes. It is a process
+of its own because no thread of a rank can act while another one hangs with the interpreter's
+lock held.
+
+Ranks find each other through a file in a temporary folder: no port, so that any number
+of runs can share a machine. Only the standard library is imported here.
+
+Importing torch takes a rank seconds. A program that starts ranks more than once, a test run for
+one, calls :func:`preload` first: ranks are then forked from a server that has imported it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_GRACE_S = 0.5
+"""After one failure, how long others may still report: the first to report is not
+always the first that failed (a dead rank's peers see their connection close)."""
+
+_LOG_TAIL = 4000
+"""Characters of a rank's output that an error shows."""
+
+_CRASH = "Fatal Python error"
+
+_server: BaseContext | None = None
+"""What :func:`preload` made."""
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message names it and says how.
+
+    Attributes:
+        rank: the rank that failed first, as far as can be told; -1 where no one rank did.
+    """
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class RanksTimedOut(RankError):
+    """The time limit passed; the message shows where each unfinished rank was."""
+
+
+@dataclass
+class Rank:
+    """What a rank knows about itself; the first argument of the function it runs.
+
+    Attributes:
+        rank: this rank's number, from 0.
+        world_size: number of ranks.
+        store_path: path for ``torch.distributed.FileStore``, fresh for this run.
+        timeout: the run's time limit, for process groups.
+    """
+
+    rank: int
+    world_size: int
+    store_path: str
+    timeout: timedelta
+    _pipe: Connection = field(repr=False)
+
+    def send(self, message: object) -> None:
+        """Hand ``message`` (picklable) to the caller's ``on_message`` while the rank runs."""
+        self._pipe.send(("message", message))
+
+
+def preload(*modules: str) -> None:
+    """From now on, fork ranks from one server that has imported ``modules``.
+
+    Each rank is still a process of its own, and as new as what the modules leave behind. They must
+    leave no thread, or forking is not safe: imports of torch leave none, nor does compiling with
+    ``aot_eager``, which saves a rank the second that its first compile takes longer.
+
+    The server starts with the first rank, with the environment and ``sys.path`` of this process and
+    one OpenMP thread, and ends with this process. Its ranks skip ``atexit``.
+
+    Args:
+        modules: names. What can't be imported is left out without a word, as of
+            ``multiprocessing``, and ranks import it themselves.
+    """
+    global _server
+    _server = multiprocessing.get_context("forkserver")
+    _server.set_forkserver_preload(list(modules))
+
+
+def run_ranks(
+    function: Callable[..., T],
+    world_size: int,
+    *args: object,
+    timeout_s: float,
+    threads: int = 1,
+    environment: Mapping[str, str] | None = None,
+    on_message: Callable[[int, Any], None] | None = None,
+    context: BaseContext | None = None,
+) -> list[T]:
+    """Run ``function(rank, *args)`` on ``world_size`` ranks and return their results by rank.
+
+    Args:
+        function: importable by name (it travels by name, not by value); takes a
+            :class:`Rank` and ``args``, and returns something picklable.
+        world_size: number of ranks, at least 1.
+        args: picklable.
+        timeout_s: limit in seconds for the whole run, imports included.
+        threads: OpenMP and MKL threads per rank.
+        environment: more environment variables for the ranks.
+        on_message: called in this process with ``(rank, message)`` for each
+            :meth:`Rank.send`. What it raises ends the ranks and reaches the caller.
+        context: of :mod:`multiprocessing`; by default that of :func:`preload`, with whose ranks
+            ``threads`` is too late where torch was imported, and "spawn" where that was not called.
+
+    Raises:
+        RankError: a rank raised or died.
+        RanksTimedOut: ``timeout_s`` passed.
+        ValueError: ``world_size`` or ``timeout_s`` is not positive.
+
+    When this returns or raises, every rank's process, and all that the ranks had started,
+    has ended.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if timeout_s <= 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+    with tempfile.TemporaryDirectory(prefix="torch-ext-bucketing-") as folder:
+        run = _Run(world_size, Path(folder), timeout_s)
+        try:
+            run.start(function, args, threads, environment or {}, context)
+            return run.collect(on_message)
+        finally:
+            run.end()
+
+
+class _Run:
+    """The parent's side of one run."""
+
+    def __init__(self, world_size: int, folder: Path, timeout_s: float) -> None:
+        self.world_size = world_size
+        self.folder = folder
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        self.processes: list[BaseProcess] = []
+        self.pipes: list[Connection] = []
+        self.lifelines: list[Connection] = []
+        self.results: dict[int, Any] = {}
+        self.tracebacks: dict[int, str] = {}
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        args: tuple[object, ...],
+        threads: int,
+        environment: Mapping[str, str],
+        context: BaseContext | None,
+    ) -> None:
+        context = context or start_context()
+        variables = {
+            **_threads(threads),
+            # Inductor would start a pool of processes per rank, which is for Triton only.
+            "TORCH_WARM_POOL": "0",
+            # Ranks of one program must agree; a set's order must not come between them.
+            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
+            **environment,
+        }
+        with _environment(variables):
+            for rank in range(self.world_size):
+                pipe, childs_pipe = context.Pipe(duplex=False)
+                childs_lifeline, lifeline = context.Pipe(duplex=False)
+                process = context.Process(  # type: ignore[attr-defined]
+                    target=_rank_main,
+                    args=(
+                        rank,
+                        self.world_size,
+                        str(self.folder),
+                        self.timeout_s,
+                        childs_pipe,
+                        childs_lifeline,
+                        variables,
+                        function,
+                        args,
+                    ),
+                    name=f"rank{rank}",
+                    daemon=True,
+                )
+                self.pipes.append(pipe)
+                self.lifelines.append(lifeline)
+                process.start()
+                self.processes.append(process)
+                # Without these the parent would never see the child's ends close.
+                childs_pipe.close()
+                childs_lifeline.close()
+
+    def collect(self, on_message: Callable[[int, Any], None] | None) -> list[Any]:
+        grace_ends: float | None = None
+        open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        while open_pipes:
+            now = time.monotonic()
+            until = self.deadline if grace_ends is None else min(grace_ends, self.deadline)
+            if now >= until:
+                break
+            for ready in wait(list(open_pipes), timeout=until - now):
+                assert isinstance(ready, Connection)
+                rank = open_pipes[ready]
+                try:
+                    kind, payload = ready.recv()
+                except (EOFError, OSError):
+                    del open_pipes[ready]
+                    if rank not in self.results and grace_ends is None:
+                        grace_ends = time.monotonic() + _GRACE_S
+                    continue
+                if kind == "message":
+                    if on_message is not None and grace_ends is None:
+                        on_message(rank, payload)
+                elif kind == "result":
+                    self.results[rank] = payload
+                else:
+                    self.tracebacks[rank] = payload
+                    if grace_ends is None:
+                        grace_ends = time.monotonic() + _GRACE_S
+        if len(self.results) == self.world_size:
+            return [self.results[rank] for rank in range(self.world_size)]
+        if grace_ends is not None:
+            raise self._failure(sorted(open_pipes.values()))
+        raise self._timeout(sorted(open_pipes.values()))
+
+    def _failure(self, running: list[int]) -> RankError:
+        silent = [
+            rank
+            for rank in range(self.world_size)
+            if rank not in self.results and rank not in self.tracebacks and rank not in running
+        ]
+        if silent:
+            # A rank that died without a word comes first: its peers' tracebacks only say
+            # that a connection closed.
+            rank = silent[0]
+            self.processes[rank].join(timeout=1.0)
+            return RankError(
+                f"rank {rank} died: {_exit_text(self.processes[rank].exitcode)}"
+                f"{self._log_text(rank)}",
+                rank,
+            )
+        rank = next(iter(self.tracebacks))
+        return RankError(f"rank {rank} failed:\n{self.tracebacks[rank].rstrip()}", rank)
+
+    def _timeout(self, running: list[int]) -> RanksTimedOut:
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError, TypeError):
+                os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
+        time.sleep(_GRACE_S)
+        where = "".join(self._log_text(rank) for rank in running)
+        ranks = ", ".join(str(rank) for rank in running)
+        return RanksTimedOut(
+            f"time limit of {self.timeout_s:g} s reached; unfinished ranks: {ranks}{where}",
+            running[0] if len(running) == 1 else -1,
+        )
+
+    def _log_text(self, rank: int) -> str:
+        try:
+            text = _log_path(self.folder, rank).read_text(errors="replace").strip()
+        except OSError:
+            text = ""
+        if not text:
+            return f"\n(rank {rank} printed nothing)"
+        return f"\n--- end of rank {rank}'s output ---\n{_told(text)}"
+
+    def end(self) -> None:
+        """End every rank's process group and collect the processes."""
+        for process in self.processes:
+            # A rank leads a session of its own from its first line on, so this also
+            # ends compilers that it had started; before that line it has started nothing.
+            if process.pid is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+        groups = [process.pid for process in self.processes if process.pid is not None]
+        for process in self.processes:
+            process.join()
+            process.close()
+        # The ranks' own children are not ours to wait for, only to see vanish.
+        deadline = time.monotonic() + _GRACE_S
+        while any(map(_group_exists, groups)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for connection in (*self.pipes, *self.lifelines):
+            connection.close()
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_s: float,
+    pipe: Connection,
+    lifeline: Connection,
+    variables: Mapping[str, str],
+    function: Callable[..., Any],
+    args: tuple[object, ...],
+) -> None:
+    os.setsid()
+    os.environ.update(variables)  # A process of a fork server has the server's environment.
+    _start_watcher(lifeline)
+    log = os.open(_log_path(Path(folder), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    me = Rank(
+        rank=rank,
+        world_size=world_size,
+        store_path=str(Path(folder) / "store"),
+        timeout=timedelta(seconds=timeout_s),
+        _pipe=pipe,
+    )
+    try:
+        result = function(me, *args)
+        pipe.send(("result", result))
+    except BaseException:
+        pipe.send(("traceback", traceback.format_exc()))
+        # Not sys.exit: destructors of a failed run can wait for peers that never answer.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _start_watcher(lifeline: Connection) -> None:
+    """Fork a process that ends this rank's process group when the caller's end closes.
+
+    To be called before this process has any thread, which is what makes the fork safe.
+    """
+    group = os.getpid()
+    if os.fork():
+        lifeline.close()
+        return
+    # Nothing but the lifeline: a copy of the rank's own pipes would hide its death.
+    os.closerange(0, lifeline.fileno())
+    os.closerange(lifeline.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    with contextlib.suppress(OSError):
+        os.read(lifeline.fileno(), 1)
+    os.killpg(group, signal.SIGKILL)
+    os._exit(0)
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # a foreign group that took over the number
+        return False
+    return True
+
+
+def _log_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
+
+
+def _told(text: str) -> str:
+    """The end of an output; from before Python's report of a crash on, whose end is a long list."""
+    crash, last = text.rfind(_CRASH), len(text) - _LOG_TAIL
+    begin = max(0, last if crash < 0 else min(crash - _LOG_TAIL // 4, last))
+    return text[begin : begin + _LOG_TAIL]
+
+
+def _exit_text(code: int | None) -> str:
+    if code is None:
+        return "it closed its pipe and did not exit"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def start_context() -> BaseContext:
+    """What ranks start with: the server of :func:`preload`, running, or "spawn" without it."""
+    if _server is None:
+        return multiprocessing.get_context("spawn")
+    # A server does not take over sys.path (before Python 3.14).
+    with _environment({**_threads(1), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+        forkserver.ensure_running()
+    return _server
+
+
+def _threads(number: int) -> dict[str, str]:
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(number))
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
