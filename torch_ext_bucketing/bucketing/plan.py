@@ -1,4 +1,4 @@
-"""What a bucketing plan is: which collectives are merged, and why the others are not.
+"""The bucketing plan of one graph: which collectives are merged, and why the others are not.
 
 Plans are made by :mod:`.bucketing.units` (one bucket per unit) and :mod:`.bucketing.caps` (up to a
 byte cap), and carried out by :mod:`.bucketing.merge`.
@@ -45,7 +45,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketingPlan:
-    """What to merge, and why the rest is left.
+    """The buckets of one graph, and why the other collectives are in none.
 
     Args:
         buckets: in the graph order of their first members; each has two members or more.
