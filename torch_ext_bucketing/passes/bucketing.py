@@ -95,7 +95,6 @@ class BucketByCap(GraphPass):
         kinds: the kinds to bucket.
         eligible: see :func:`.plan_by_cap`.
         group_filter: see :func:`.plan_by_cap`; :data:`.primary_group` is one.
-        max_node_span: see :func:`.plan_by_cap`.
         non_adjacent: see :func:`.plan_by_cap`.
         payload_order: the order of a bucket's members in its payload: ascending by the key that
             this gives for a start node, such as an ``FSDPParamOrder``; None: graph order.
@@ -116,7 +115,6 @@ class BucketByCap(GraphPass):
         kinds: Collection[Kind] = KINDS,
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
-        max_node_span: int | None = None,
         non_adjacent: bool = True,
         payload_order: PayloadKey | None = None,
     ) -> None:
@@ -126,7 +124,6 @@ class BucketByCap(GraphPass):
             "kinds": check_kinds(kinds),
             "eligible": eligible,
             "group_filter": group_filter,
-            "max_node_span": max_node_span,
             "non_adjacent": non_adjacent,
         }
         check_options(**self.options)

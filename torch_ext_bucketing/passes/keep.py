@@ -11,10 +11,10 @@ from .._torch import aot as _aot
 from ..plans.membership import Units
 from ..reports.keep import KeepReport
 from ..scheduling.cost import H100, Machine
-from ..scheduling.halves import UnitOf
 from ..scheduling.keep import KeepPlanner, block_units
 from ..scheduling.memory import PeakMemory
 from ..scheduling.overlap import Overlap
+from ..scheduling.partitioned import UnitOf
 from ..tagging.tag_graph import parameter_chains
 from ..tagging.tags import tag_of
 from .base import Buckets, Choice, Compilation, Order, last_fact
@@ -74,7 +74,7 @@ def choose_for(
     )
     if report.warning:
         compilation.warn(report.warning, NothingKeptWarning)
-    kept = {f for k in outcome.kept for f in planner.halves.units[k].fqns}
+    kept = {f for k in outcome.kept for f in planner.partitioned.units[k].fqns}
     nodes: dict[fx.Node, None] = {}
     for start, chain in parameter_chains(graph).items():
         tag = tag_of(start)

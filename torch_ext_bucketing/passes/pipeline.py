@@ -112,6 +112,7 @@ class Pipeline:
             _show(g, f"{name}_{i}_{p.name}_before")
             with _timed(seconds, i):
                 p.run(graph, compilation)
+            compilation.changed()
             _show(g, f"{name}_{i}_{p.name}_after")
             compilation.report.passes.append(PassTime(name, p.name, seconds[i]))
         warn_of_silence(g, compilation.report.graphs[done:], compilation)

@@ -69,7 +69,7 @@ class GraphReport(Report):
         """
         lines = [self.summary()]
         if self.buckets:
-            table = aligned([_COLUMNS, *map(_bucket_row, self.buckets)], right=(2, 3, 4, 5, 6))
+            table = aligned([_COLUMNS, *map(_bucket_row, self.buckets)], right=(2, 3, 4, 5))
             lines += ["", table[0]]
             for bucket, line in zip(self.buckets, table[1:], strict=True):
                 lines.append(line)
@@ -130,7 +130,6 @@ _COLUMNS = (
     "members",
     "bytes",
     "of cap",
-    "span",
     "closed by",
     "packed by",
     "node",
@@ -147,7 +146,6 @@ def _bucket_row(bucket: BucketReport) -> tuple[str, ...]:
         str(len(bucket.members)),
         size_text(bucket.nbytes if wire is None else wire),
         share,
-        str(bucket.span),
         bucket.closed_by,
         bucket.packed_by,
         bucket.node,
