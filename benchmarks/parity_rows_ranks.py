@@ -31,9 +31,9 @@ from torch_ext_bucketing.graph.collectives import group_name, kind_of, wire_byte
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.passes.recipe import recipe
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import ReduceOnce, data_parallel
+from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.tagging.tags import tag_of
 from torch_ext_bucketing.testing.compare import count_collectives, digest
 from torch_ext_bucketing.testing.ranks import Rank

@@ -33,11 +33,11 @@ from torch_ext_bucketing.measure import measure
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.passes.tagging import TagParameters
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.cost import H100, Machine
 from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap

@@ -13,9 +13,9 @@ from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByCap
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.overlap import PrefetchDepth
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from joint_graphs import Joint, collectives, mark_accumulations
 
 from torch_ext_bucketing.passes.base import Compilation
-from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.combine_uses import combine_uses
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses, combine_uses
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 
 BF16, F32 = torch.bfloat16, torch.float32

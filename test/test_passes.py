@@ -31,12 +31,12 @@ from torch_ext_bucketing.passes.base import GraphPass, Order
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
 from torch_ext_bucketing.passes.diagnostics import NotBucketedWarning, PayloadOrderWarning
 from torch_ext_bucketing.passes.pipeline import Pipeline
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.passes.tagging import TagParameters
 from torch_ext_bucketing.plans.membership import Units
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.tagging.tags import Tag, member_tags, set_tag, tag_of
 

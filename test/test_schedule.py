@@ -703,8 +703,8 @@ def demo_graphs() -> dict[str, fx.GraphModule]:
 
     from torch_ext_bucketing._torch.aot import stage_of
     from torch_ext_bucketing.passes.backends import backend
-    from torch_ext_bucketing.passes.resharding import ReshardAfterForward
     from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+    from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
     from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
     found: dict[str, fx.GraphModule] = {}

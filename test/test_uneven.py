@@ -25,8 +25,8 @@ from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.uneven import ShardSide, shard_side
 from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory

@@ -347,7 +347,7 @@ def _made(name: str, make: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, A
 
 
 def _recipe(model: nn.Module, goal: str, machine: Machine) -> list[GraphPass]:
-    from .passes.recipe import recipe
+    from .recipes import recipe
 
     try:
         return recipe(model, goal, machine=machine)  # type: ignore[arg-type]
@@ -367,9 +367,9 @@ def _passes(
     from .bucketing.groups import primary_group
     from .graph.collectives import KINDS
     from .passes.bucketing import BucketByCap, BucketUnits
-    from .passes.resharding import ReshardAfterForward
     from .plans.blocks import transformer_block_plan
     from .plans.order import FSDPParamOrder
+    from .rewrites.resharding import ReshardAfterForward
     from .scheduling.memory import PeakMemory
 
     reshard = ReshardAfterForward()

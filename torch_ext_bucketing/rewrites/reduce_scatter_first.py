@@ -28,12 +28,35 @@ from ..graph.moves import SCALES, is_move
 from ..graph.regions import Cut, cuts_behind, outside_reader, positions
 from ..graph.snapshot import unchanged_on_error
 from ..graph.writes import written_roots
+from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import LeftAlone, ReducedShard, ScatterReport
 from ..tagging.tags import tag_of
 
-__all__ = ["is_inside", "on_one_grid", "reduce_scatter_first"]
+__all__ = ["ReduceScatterFirst", "is_inside", "on_one_grid", "reduce_scatter_first"]
 
 _c10d = torch.ops._c10d_functional
+
+
+class ReduceScatterFirst(GraphPass):
+    """Reduce-scatter over the shards before all-reducing over the replicas (HSDP).
+
+    torchtitan's ``hybrid_shard`` does it the other way round, and so sends whole gradients over the
+    replicas' network: as many times the bytes as there are shards, and other bits than eager
+    FSDP2's. A graph in eager's order already is left as it is.
+    """
+
+    stage: Stage = "joint"
+    needs = (Tags,)
+
+    def __init__(self) -> None:
+        self.last_report: ScatterReport | None = None
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        self.last_report = reduce_scatter_first(graph_of(graph))
+        compilation.report.rewrites.append(self.last_report)
+
+    def __repr__(self) -> str:
+        return "ReduceScatterFirst()"
 
 
 def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:

@@ -10,19 +10,27 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import aot as _aot
+from ..passes.base import (
+    Choice,
+    Compilation,
+    GraphLike,
+    GraphPass,
+    Regathers,
+    Stage,
+    Tags,
+    graph_of,
+)
+from ..passes.code import call
 from ..plans.membership import HasUnits, Units
 from ..reports.keep import KeepReport
 from ..reports.rewrites import ReshardReport
-from ..rewrites.reshard_to import read_first_gathers, reshard_to
 from ..scheduling.cost import Machine, check_machine
 from ..scheduling.memory import PeakMemory
 from ..scheduling.scheduler import BoundNotKeptWarning
 from ..tagging.tag_graph import parameter_chains
 from ..tagging.tags import Tag, tag_of
-from .base import Choice, Compilation, GraphLike, GraphPass, Regathers, Stage, Tags, graph_of
-from .code import call
 from .keep import choose_for
-from .reshard_to import make_smaller_group
+from .reshard_to import make_smaller_group, read_first_gathers, reshard_to
 
 __all__ = [
     "ReshardAfterForward",

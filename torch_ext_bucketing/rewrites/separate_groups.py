@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.process_groups import new_groups
 from ..graph.collectives import Kind, check_kinds, group_name, kind_of, set_group_name
+from ..passes.base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, Tags, graph_of
+from ..passes.code import call
 from ..tagging.tags import tag_of
-from .base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, Tags, graph_of
-from .code import call
 
 __all__ = [
     "SeparateGroups",

@@ -9,22 +9,22 @@ from typing import Literal
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .._torch.fsdp2 import is_wrapped
-from ..fqns import format_names
-from ..graph.collectives import KINDS, Kind
-from ..plans.blocks import transformer_block_plan
-from ..plans.order import FSDPParamOrder
-from ..plans.plan import UnitSpec
-from ..scheduling.machine import H100, Machine
-from ..scheduling.memory import CapComputeRun, PeakMemory
-from ..scheduling.overlap import Overlap
-from .base import GraphPass
-from .bucketing import BucketUnits
-from .combine_uses import CombineUses
-from .diagnostics import NotBucketedWarning
-from .reduce_scatter_first import ReduceScatterFirst
-from .resharding import ReshardAfterForward
-from .scheduling import BucketAndSchedule, Schedule
+from ._torch.fsdp2 import is_wrapped
+from .fqns import format_names
+from .graph.collectives import KINDS, Kind
+from .passes.base import GraphPass
+from .passes.bucketing import BucketUnits
+from .passes.diagnostics import NotBucketedWarning
+from .passes.scheduling import BucketAndSchedule, Schedule
+from .plans.blocks import transformer_block_plan
+from .plans.order import FSDPParamOrder
+from .plans.plan import UnitSpec
+from .rewrites.combine_uses import CombineUses
+from .rewrites.reduce_scatter_first import ReduceScatterFirst
+from .rewrites.resharding import ReshardAfterForward
+from .scheduling.machine import H100, Machine
+from .scheduling.memory import CapComputeRun, PeakMemory
+from .scheduling.overlap import Overlap
 
 __all__ = ["Goal", "recipe"]
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch.fx as fx
 
 from .._torch import aot as _aot
+from ..passes.base import Buckets, Choice, Compilation, Order, last_fact
+from ..passes.cache_key import digest
 from ..plans.membership import Units
 from ..reports.keep import KeepReport
 from ..scheduling.cost import H100, Machine
@@ -17,8 +19,6 @@ from ..scheduling.memory import PeakMemory
 from ..scheduling.overlap import Overlap
 from ..tagging.tag_graph import parameter_chains
 from ..tagging.tags import tag_of
-from .base import Buckets, Choice, Compilation, Order, last_fact
-from .cache_key import digest
 
 __all__ = ["NothingKeptWarning", "choose_for"]
 
