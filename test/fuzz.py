@@ -43,7 +43,6 @@ from torch_ext_bucketing.reports.graph import GraphReport
 from torch_ext_bucketing.reports.schedule import ScheduleReport
 from torch_ext_bucketing.scheduling.machine import Level
 from torch_ext_bucketing.scheduling.model import peak_bytes
-from torch_ext_bucketing.scheduling.overlap import PrefetchDepth
 from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.tagging.tag_graph import tag_joint_graph
 from torch_ext_bucketing.tagging.tags import Tag, set_tag, tag_of
@@ -318,7 +317,6 @@ class Values:
             "kinds": self.kinds,
             "eligible": self.eligible,
             "group_filter": self.group_filter,
-            "max_node_span": lambda: self.pick(None, 0, 5, 50, 10**30),
             "non_adjacent": lambda: self.pick(True, False),
         }
         chosen = self.rng.sample(sorted(every), self.rng.randint(0, 3))
@@ -439,9 +437,7 @@ def _backend(e: Example) -> Any:
     made = teb.backend(
         e.v.pick("inductor", "aot_eager", "eager"),
         passes,
-        prefetch=e.rng.choice((None, 0))
-        if e.rng.random() < 0.5
-        else PrefetchDepth(e.v.pick(1, 50)),
+        prefetch=e.v.pick(None, 0, 1, 50),
     )
     return made.last_report() if e.rng.random() < 0.1 else made.passes.uuid()
 

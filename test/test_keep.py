@@ -28,7 +28,6 @@ from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.rewrites.keep import NothingKeptWarning, unit_name
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.cost import Costs
-from torch_ext_bucketing.scheduling.floors import Floors
 from torch_ext_bucketing.scheduling.halves import Halves
 from torch_ext_bucketing.scheduling.keep import KeepPlanner, block_units
 from torch_ext_bucketing.scheduling.memory import PeakMemory
@@ -362,12 +361,11 @@ def test_choices_are_near_the_best_of_all(fake_world):
             for bits in range(2 ** len(planner.candidates))
         ]
         best = min(choices, key=lambda o: o.rank)
-        floors = Floors(planner.halves)
         forward_ms = least_ms(planner.halves.forward)
         for o in choices:  # what rules choices out there rules out none that is better
-            assert floors.peak_bytes(o.kept) <= o.peak_bytes
-            backward_ms = least_ms(planner.halves.models(o.kept)[1])
-            assert max(floors.step_ms(o.kept), forward_ms + backward_ms) <= o.step_ms + 1e-9
+            backward = planner.halves.models(o.kept)[1]
+            assert backward.liveness.at_start <= o.peak_bytes
+            assert forward_ms + least_ms(backward) <= o.step_ms + 1e-9
         assert not chosen.above or best.above
         slower += chosen.step_ms > 1.02 * best.step_ms
         if everything.peak_bytes <= 2**50:

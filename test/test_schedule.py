@@ -32,9 +32,9 @@ from torch_ext_bucketing._gc import paused_gc
 from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import apply_plan
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute, kind_of, started_by
 from torch_ext_bucketing.graph.dependencies import Dependencies
-from torch_ext_bucketing.graph.liveness import Liveness
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.scheduling import Schedule
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
@@ -581,7 +581,7 @@ def test_a_write_stays_between_the_reads_around_it():
     write = b.write(p, q)
     after = b.add(p, p)
     gm = b.finish([before, after])
-    dependencies = Dependencies(gm.graph)
+    dependencies = GraphAnalysis(gm.graph).dependencies
     at = dependencies.index
     assert at[before] in dependencies.needs[at[write]]
     assert at[write] in dependencies.needs[at[after]]
@@ -592,7 +592,7 @@ def test_random_numbers_keep_their_order():
     p = b.leaf(8, torch.float32)
     draws = [b.call(_aten.rand_like.default, (p,), 8, torch.float32) for _ in range(2)]
     gm = b.finish([b.add(draws[1], draws[0])])
-    dependencies = Dependencies(gm.graph)
+    dependencies = GraphAnalysis(gm.graph).dependencies
     assert dependencies.needs[1] == [0]
 
 
@@ -604,7 +604,7 @@ def test_what_is_not_known_to_be_pure_stays_where_it_is():
     unknown.target = torch.manual_seed
     after = b.add(p, p)
     gm = b.finish([before, after])
-    dependencies = Dependencies(gm.graph)
+    dependencies = GraphAnalysis(gm.graph).dependencies
     assert dependencies.needs[1] == [0]
     assert dependencies.needs[2] == [1]
 
@@ -614,7 +614,7 @@ def test_a_graph_that_is_not_sorted_is_an_error():
     first, second = [n for n in gm.graph.nodes if n.target is _aten.mm.default][:2]
     second.append(first)
     with pytest.raises(ValueError, match="stands before its input"):
-        Dependencies(gm.graph)
+        _ = GraphAnalysis(gm.graph).dependencies
 
 
 # --- memory: the estimate against a run ----------------------------------------------------------
@@ -730,8 +730,8 @@ def test_aliases_count_once_and_in_flight_buffers_until_the_wait():
     wait = b.start("reduce_scatter", y)
     z = b.mm(x, w)
     gm = b.finish([wait, z])
-    dependencies = Dependencies(gm.graph)
-    liveness = Liveness(gm.graph, dependencies)
+    dependencies = GraphAnalysis(gm.graph).dependencies
+    liveness = GraphAnalysis(gm.graph).liveness
     matrix = DIM * DIM * 4
     nodes = dependencies.nodes
     profile = dict(zip(nodes, liveness.profile(range(len(nodes))), strict=True))
@@ -804,7 +804,7 @@ def test_the_cap_is_chosen_on_the_cost_model_and_the_graph_is_only_read():
 def test_no_step_is_faster_than_what_lets_caps_be_passed_over(graph, on):
     gm = graph()
     kinds, options = ("all_gather", "reduce_scatter"), {"eligible": lambda start: True}
-    search = _Search(gm.graph, (Overlap(),), Costs(on), peak_bytes(gm), kinds, options)
+    search = _Search(GraphAnalysis(gm.graph), (Overlap(),), Costs(on), None, kinds, options)
     found = []
     for cap in (0.01, 0.05, 0.1, 1.0):
         apart = search.busiest_ms(cap)
@@ -1027,5 +1027,7 @@ def test_times_that_are_off_are_the_same_for_a_seed_and_cost_nothing_where_they_
 
     policies = [Overlap(), PeakMemory(ratio=1.5)]
     options = {"eligible": "structure"}
-    step, found = steps_off(graph, policies, 2, peak_bytes(graph), options, sigma=0.0)
+    step, found = steps_off(
+        GraphAnalysis(graph), policies, 2, peak_bytes(graph), options, sigma=0.0
+    )
     assert found == [step, step]

@@ -72,9 +72,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="byte cap of mode auto, in MiB (default: torch's estimate for the group's size)",
     )
     parser.add_argument(
-        "--max-span", type=int, metavar="NODES", help="span bound of mode auto (default: none)"
-    )
-    parser.add_argument(
         "--primary-group",
         action="store_true",
         help="mode auto: only the process group with the most FSDP all-gathers",
@@ -128,12 +125,12 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--world-size: must be at least 1, got {args.world_size}")
     if args.keep_gib is not None and not 0 < args.keep_gib < float("inf"):
         args.parser.error(f"--keep-gib: must be a positive number, got {args.keep_gib}")
-    if args.mode != "auto" and (args.cap_mb is not None or args.max_span is not None):
-        args.parser.error(f"--cap-mb and --max-span belong to --mode auto, not to {args.mode}")
+    if args.mode != "auto" and args.cap_mb is not None:
+        args.parser.error(f"--cap-mb belongs to --mode auto, not to {args.mode}")
     if args.goal and (args.overlap or args.primary_group or args.keep_gib is not None):
         args.parser.error("--goal takes recipe()'s passes, without options of their own")
-    if args.goal and (args.cap_mb is not None or args.max_span is not None):
-        args.parser.error("--cap-mb and --max-span belong to --mode auto, not to a goal")
+    if args.goal and args.cap_mb is not None:
+        args.parser.error("--cap-mb belongs to --mode auto, not to a goal")
     estimates = args.goal or args.overlap or args.keep_gib is not None or args.trace or args.plot
     for option in ("machine", "size_hint"):
         if getattr(args, option) is not None and not estimates:
@@ -158,7 +155,6 @@ def run(args: argparse.Namespace) -> int:
             goal=args.goal,
             mode=args.mode,
             cap_mb=args.cap_mb,
-            max_node_span=args.max_span,
             primary=args.primary_group,
             world_size=args.world_size,
             overlap=args.overlap,
@@ -198,7 +194,6 @@ def explain(
     goal: str | None = None,
     mode: str = "auto",
     cap_mb: float | None = None,
-    max_node_span: int | None = None,
     primary: bool = False,
     world_size: int = 8,
     overlap: bool = False,
@@ -216,7 +211,6 @@ def explain(
         goal: one of ``GOALS``, for the passes of :func:`.recipe`; None takes those of ``mode``.
         mode: one of ``MODES``.
         cap_mb: byte cap in MiB, see :func:`.plan_by_cap`.
-        max_node_span: see :func:`.plan_by_cap`.
         primary: bucket only the primary process group.
         world_size: number of ranks; this process plays rank 0.
         overlap: also schedule the graphs, with :class:`.Overlap`.
@@ -251,7 +245,7 @@ def explain(
         if goal is not None:
             passes = _recipe(model, goal, on)
         else:
-            passes = _passes(model, mode, cap_mb, max_node_span, primary, keep_gib, on)
+            passes = _passes(model, mode, cap_mb, primary, keep_gib, on)
         if overlap:
             from .passes.scheduling import Schedule
             from .scheduling.overlap import Overlap
@@ -359,7 +353,6 @@ def _passes(
     model: nn.Module,
     mode: str,
     cap_mb: float | None,
-    max_node_span: int | None,
     primary: bool,
     keep_gib: float | None,
     machine: Machine,
@@ -383,11 +376,7 @@ def _passes(
             return [reshard, BucketUnits(order, KINDS)]
         if mode == "none":
             return [reshard, BucketByCap(kinds=())]
-        by_cap = BucketByCap(
-            cap_mb,
-            max_node_span=max_node_span,
-            group_filter=primary_group if primary else None,
-        )
+        by_cap = BucketByCap(cap_mb, group_filter=primary_group if primary else None)
         return [reshard, by_cap]
     except (ValueError, TypeError) as error:
         raise ExplainError(str(error)) from error
@@ -396,7 +385,6 @@ def _passes(
 def _drawing(drawn: list[Drawn], version: str, machine: Machine) -> GraphPass:
     """A pass that keeps the timeline of each graph as it is."""
     from ._torch.aot import stage_of
-    from .graph.size_hints import SizeHints
     from .passes.base import Baseline, Compilation, GraphPass
     from .scheduling.model import model_of
     from .scheduling.timeline import Timeline
@@ -408,12 +396,7 @@ def _drawing(drawn: list[Drawn], version: str, machine: Machine) -> GraphPass:
 
         def run(self, graph: Any, compilation: Compilation) -> None:
             graph = getattr(graph, "graph", graph)
-            model = model_of(
-                graph,
-                machine,
-                hints=SizeHints.of(compilation.size_hints),
-                beside_bytes=compilation.baseline.external_live_bytes,
-            )
+            model = model_of(compilation.analysis(graph), machine)
             drawn.append(Drawn(stage_of(graph), version, model, Timeline.of(model)))
 
     return Draw()

@@ -187,7 +187,6 @@ def _apply_bucket(graph: fx.Graph, bucket: Bucket, order: MemberKeys) -> BucketR
         op,
         start.name,
         tuple(layout),
-        bucket.span,
         bucket.closed_by,
         bucket.detail,
         bucket.wire_bytes,

@@ -28,7 +28,6 @@ class Bucket:
         kind: of all members.
         unit: its number in the order or plan; None for a bucket by size.
         members: in graph order.
-        span: distance in graph order between the first and the last member, in nodes.
         closed_by: what kept the next candidate out; ``"end"``: there was none.
         detail: which one, and why, in words.
         wire_bytes: what the members count against a byte cap, together; None where none is kept.
@@ -38,7 +37,6 @@ class Bucket:
     kind: Kind
     unit: int | None
     members: tuple[fx.Node, ...]
-    span: int = 0
     closed_by: ClosedBy = "end"
     detail: str = ""
     wire_bytes: int | None = None

@@ -37,7 +37,7 @@ from .collectives import (
     is_wait,
     kind_of,
 )
-from .writes import aliases_of, unordered_writes, written_values
+from .writes import aliases_of, written_values
 
 __all__ = [
     "Dependencies",
@@ -96,7 +96,8 @@ class Dependencies(Precedence):
     Placeholders, ``get_attr`` and the output stay where they are and are not among the nodes.
 
     Args:
-        graph: in topological order, and unchanged as long as this is used.
+        everything: all nodes of a graph, in topological order.
+        writes: those of them that :func:`.unordered_writes` finds.
 
     Attributes:
         nodes: the movable ones, in graph order.
@@ -107,8 +108,7 @@ class Dependencies(Precedence):
         ValueError: a node stands before one of its inputs.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        everything = list(graph.nodes)
+    def __init__(self, everything: list[fx.Node], writes: Sequence[fx.Node]) -> None:
         self.nodes: list[fx.Node] = [
             n for n in everything if n.op not in ("placeholder", "get_attr", "output")
         ]
@@ -124,13 +124,17 @@ class Dependencies(Precedence):
             if node in self.index:
                 found = (self.index.get(arg) for arg in node.all_input_nodes)
                 needs.append(dict.fromkeys(at for at in found if at is not None))
-        self._order_writes(everything, needs)
+        self._order_writes(everything, writes, needs)
         self._order_assertions(needs)
         self._order_chains(needs)
         super().__init__(self.nodes, needs)
 
-    def _order_writes(self, everything: list[fx.Node], needs: list[dict[int, None]]) -> None:
-        writes = unordered_writes(everything)
+    def _order_writes(
+        self,
+        everything: list[fx.Node],
+        writes: Sequence[fx.Node],
+        needs: list[dict[int, None]],
+    ) -> None:
         if not writes:
             return
         roots, aliases = aliases_of(everything)
@@ -172,7 +176,7 @@ class Dependencies(Precedence):
                 continue
             chain: Any = None
             if is_collective(node):
-                self.group[i] = group_of(node)
+                self.group[i] = group_name(node)
                 chain = (self.group[i], kind_of(node))
             elif _draws_random_numbers(node):
                 chain = "random"
@@ -207,11 +211,6 @@ def unused(nodes: Sequence[fx.Node]) -> set[fx.Node]:
         ):
             found.add(node)
     return found
-
-
-def group_of(start: fx.Node) -> str:
-    """The name of a collective's process group."""
-    return group_name(start)
 
 
 def _is_barrier(node: fx.Node) -> bool:

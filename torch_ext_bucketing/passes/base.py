@@ -7,11 +7,12 @@ these before anything is compiled.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch.fx as fx
@@ -21,6 +22,7 @@ from .._torch.aot import stage_of
 from .._torch.inductor import CustomGraphPass
 from .._torch.process_groups import group_places
 from ..bucketing.units import UncoveredParametersWarning
+from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import kept_inputs
@@ -28,7 +30,6 @@ from ..graph.size_hints import GivenHints, SizeHints
 from ..plans.membership import Units
 from ..reports.compile import CompileReport
 from ..scheduling.machine import Machine
-from ..scheduling.model import peak_bytes
 from ..scheduling.policy import Policy
 from ..tagging.tag_graph import FqnOf
 from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
@@ -182,17 +183,28 @@ class Compilation:
     baseline: Baseline = field(default_factory=Baseline)
     _forward_inputs: dict[str, int] = field(default_factory=dict)
     _warned: set[type[Warning]] = field(default_factory=set)
+    _analysis: GraphAnalysis | None = None
+
+    def analysis(self, graph: GraphLike) -> GraphAnalysis:
+        """What is known of the graph at hand as it is: one object for all who ask before the next
+        pass has run."""
+        g = graph_of(graph)
+        if self._analysis is None or self._analysis.graph is not g:
+            self._analysis = GraphAnalysis(
+                g, self.size_hints, external_live_bytes=self.baseline.external_live_bytes
+            )
+        return self._analysis
+
+    def changed(self) -> None:
+        """Forget the analysis: a pass has run, and it may not hold any more."""
+        self._analysis = None
 
     def measure(self, graph: fx.Graph) -> None:
         """Set :attr:`baseline` for a graph."""
-        hints = self.size_hints
-        external = self._external_live_bytes(graph)
-        try:
-            peak = peak_bytes(graph, size_hints=hints, beside_bytes=external)
-        except Exception:  # ``schedule`` will meet the same and say so
-            self.baseline = Baseline(None, external)
-        else:
-            self.baseline = Baseline(peak, external)
+        self.changed()
+        self.baseline = Baseline(None, self._external_live_bytes(graph))
+        with contextlib.suppress(Exception):  # ``schedule`` will meet the same and say so
+            self.baseline = replace(self.baseline, peak_bytes=self.analysis(graph).peak_bytes)
 
     def _external_live_bytes(self, graph: fx.Graph) -> int:
         mine = kept_inputs(graph, SizeHints.of(self.size_hints))
@@ -280,6 +292,7 @@ class GraphPass(CustomGraphPass):
         if Baseline in self.needs:
             compilation.measure(g)
         self.run(graph, compilation)
+        compilation.changed()
         if alone:
             warn_of_silence(g, compilation.report.graphs, compilation)
         if isinstance(graph, fx.GraphModule):

@@ -68,7 +68,7 @@ class BucketUnits(GraphPass):
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
-        plan = plan_units(g, self._units, self.kinds)
+        plan = plan_units(compilation.analysis(g), self._units, self.kinds)
         self.last_report = apply_and_report(g, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(self.last_report)
         if plan.uncovered:
@@ -95,7 +95,6 @@ class BucketByCap(GraphPass):
         kinds: the kinds to bucket.
         eligible: see :func:`.plan_by_cap`.
         group_filter: see :func:`.plan_by_cap`; :data:`.primary_group` is one.
-        max_node_span: see :func:`.plan_by_cap`.
         non_adjacent: see :func:`.plan_by_cap`.
         payload_order: the order of a bucket's members in its payload: ascending by the key that
             this gives for a start node, such as an ``FSDPParamOrder``; None: graph order.
@@ -116,7 +115,6 @@ class BucketByCap(GraphPass):
         kinds: Collection[Kind] = KINDS,
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
-        max_node_span: int | None = None,
         non_adjacent: bool = True,
         payload_order: PayloadKey | None = None,
     ) -> None:
@@ -126,7 +124,6 @@ class BucketByCap(GraphPass):
             "kinds": check_kinds(kinds),
             "eligible": eligible,
             "group_filter": group_filter,
-            "max_node_span": max_node_span,
             "non_adjacent": non_adjacent,
         }
         check_options(**self.options)
@@ -135,7 +132,7 @@ class BucketByCap(GraphPass):
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
-        plan = plan_by_cap(g, **self.options)
+        plan = plan_by_cap(compilation.analysis(g), **self.options)
         self.last_report = apply_and_report(g, plan, self.payload_order, self.options["kinds"])
         compilation.report.graphs.append(self.last_report)
 

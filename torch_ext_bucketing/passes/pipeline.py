@@ -107,10 +107,12 @@ class Pipeline:
         if stage == "forward_backward":
             for p in self.joint:
                 p.finish(graph, compilation)
+                compilation.changed()
         for i, p in enumerate(passes):
             _show(g, f"{name}_{i}_{p.name}_before")
             with _timed(seconds, i):
                 p.run(graph, compilation)
+            compilation.changed()
             _show(g, f"{name}_{i}_{p.name}_after")
             compilation.report.passes.append(PassTime(name, p.name, seconds[i]))
         warn_of_silence(g, compilation.report.graphs[done:], compilation)

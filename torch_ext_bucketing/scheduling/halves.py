@@ -26,6 +26,7 @@ import torch.fx as fx
 from .._torch import aot as _aot
 from ..bucketing.members import unmergeable
 from ..bucketing.plan import Bucket
+from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import (
     KINDS,
     Kind,
@@ -96,7 +97,8 @@ class Halves:
     def __init__(
         self, graph: fx.Graph, costs: Costs, unit_of: UnitOf, kinds: Collection[Kind] = KINDS[:2]
     ) -> None:
-        joint = model_of(graph, costs, donated=lambda node: False)
+        analysis = GraphAnalysis(graph, costs.hints, donated=lambda node: False)
+        joint = model_of(analysis, costs)
         units = _units(graph, unit_of)
         split = _Split(graph, joint, {n for u in units for n in u.chains})
         both = split.forward_model(), split.backward_model()

@@ -29,7 +29,6 @@ from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.keep import KeepReport, KeptUnit
 from ..reports.text import size_text
 from .cost import H100, Costs, Machine
-from .floors import Floors
 from .halves import Halves, UnitOf
 from .memory import within
 from .model import Model
@@ -54,15 +53,14 @@ _NODES = 12_000
 _SMALL_NODES = 20_000
 """How many nodes may be scheduled, over all choices looked at, and how many of small graphs."""
 _FEW = 2
-"""At least so many choices are scheduled, and no more of a large graph, each in few ways."""
+"""At least so many choices are scheduled, and no more of a large graph, in few orders each."""
 _FAR = 1.1
 """Where an order that misses the bound is so many times as fast as the best that keeps it, orders
 are made under a lower one."""
 _SCHEDULED = 80
 """At most so many choices are scheduled."""
 _SMALL = 500
-"""Up to so many nodes choices are scheduled in more ways, and ruled out by their floors, which take
-the square of them."""
+"""Up to so many nodes choices are scheduled in more orders."""
 _NEAR = 10_000
 """How many segments of sketches may be walked through for the neighbours of one choice."""
 _LOOKS = 4
@@ -101,15 +99,15 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Ways(Policy):
-    """A policy that has some of its ways tried alone: those of some names, or the first two."""
+class _Fewer(Policy):
+    """A policy of which only some candidates are tried: those of some names, or the first two."""
 
     policy: Policy
     names: tuple[str, ...] | None
 
-    def ways(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
-        ways = list(self.policy.ways(case, quick))
-        return ways[:2] if self.names is None else [w for w in ways if w[0] in self.names]
+    def candidates(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
+        found = list(self.policy.candidates(case, quick))
+        return found[:2] if self.names is None else [c for c in found if c[0] in self.names]
 
     def ask(self, case: Case, options: Options) -> Options:
         return self.policy.ask(case, options)
@@ -165,14 +163,13 @@ class KeepPlanner:
         self._size = sum(
             len(h) - sum(n in h.shard_side.nodes for n in h.dependencies.nodes) for h in halves
         )
-        self._ways: dict[int, tuple[str, ...]] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
         self._outcomes: dict[tuple[_Set, int], Outcome] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._steps: dict[tuple[_Set, int], float] = {}
         self._peaks: dict[_Set, int] = {}
         self._nothing_bytes = self._sketch.peak_bytes(())
         self._at_start = self.halves.backward.liveness.at_start
-        self._floors: Floors | None = None
         self._short: set[tuple[int, int]] = set()
         self.tried = 0
         self.seconds = time.perf_counter() - clock
@@ -215,9 +212,9 @@ class KeepPlanner:
     def _schedule(self, half: int, model: Model, limit: int) -> tuple[float, int, float]:
         reference = model.liveness.peak(range(len(model)))
         policies: Sequence[Policy] = within(self._policies, limit, reference)
-        known = self._ways.get(half)
+        known = self._names.get(half)
         if self._size > _SMALL:
-            policies = [_Ways(p, known) if isinstance(p, Overlap) else p for p in policies]
+            policies = [_Fewer(p, known) if isinstance(p, Overlap) else p for p in policies]
         lower = within(policies, limit - 2 * self._largest, reference)
         short = (half, limit) in self._short
         report, order = schedule_model(model, lower if short else policies, reference, quick=True)
@@ -232,7 +229,7 @@ class KeepPlanner:
             tried = [a for a in report.alternatives[1:] if ", limit" not in a[0]]
             taken = [name for name, _, _ in tried if report.chosen.startswith(name)]
             fastest = [name for name, _, _ in sorted(tried, key=lambda a: a[1])]
-            self._ways[half] = tuple(dict.fromkeys([*taken[:1], *fastest[:1]]))
+            self._names[half] = tuple(dict.fromkeys([*taken[:1], *fastest[:1]]))
         above = max(0, report.peak_bytes[1] - bound) / max(1, bound)
         misses = max(0.0, report.misses - above)
         if half == 0 and self._forward is None and report.peak_bytes[1] <= limit:
@@ -267,7 +264,7 @@ class KeepPlanner:
             else:
                 kept = min(expected, key=lambda s: _order(s, expected[s]))
             del expected[kept]
-            if kept in seen or self._is_ruled_out(kept, limit, best):
+            if kept in seen:
                 continue
             left -= 1
             seen[kept] = self.scheduled(kept, limit)
@@ -289,16 +286,6 @@ class KeepPlanner:
             if self.fits(kept, limit + self._largest):
                 step = self.step(kept, limit) + off
                 expected[kept] = min(step, expected.get(kept, step))
-
-    def _is_ruled_out(self, kept: _Set, limit: int, best: Outcome) -> bool:
-        """Whether a choice can't be better than ``best`` in any order."""
-        if self._size > _SMALL:
-            return False
-        if self._floors is None:
-            self._floors = Floors(self.halves)
-        if self._floors.peak_bytes(kept) > limit:
-            return not best.above
-        return not best.above and self._floors.step_ms(kept) >= best.step_ms
 
     def step(self, kept: _Set, limit: int) -> float:
         """Time of both halves on the sketch."""

@@ -24,9 +24,8 @@ Nodes are of three sorts:
 Under a limit on memory, gathers and overtaking kernels must leave room for what the graph's order
 has before them, and where a kernel would go above it, collectives under way are waited for first.
 
-A policy whose bound has to be kept node by node gives a :class:`.Gate`. Time is that of
-:mod:`.timeline`. Nothing depends on hash order: the same graph gives the same order in every
-process and on every rank.
+Time is that of :mod:`.timeline`. Nothing depends on hash order: the same graph gives the same order
+in every process and on every rank.
 """
 
 from __future__ import annotations
@@ -118,8 +117,6 @@ class ListScheduler:
         self.under: dict[int, list[int]] = {}
         for gather, kernel in options.under.items():
             self.under.setdefault(kernel, []).append(gather)
-        self.gates = [make(model) for make in options.gates]
-        self.asking = False  # a gate's nodes are being placed
 
     def run(self) -> list[int] | None:
         """The order; None if it was given up."""
@@ -140,7 +137,7 @@ class ListScheduler:
             if self._launch_held(kernels[chosen]) or self._fill(kernels[chosen]):
                 continue
             for gather in self.under.pop(kernels[chosen], ()):
-                if self._fits(gather) and self._allowed(gather):
+                if self._fits(gather):
                     self._emit(gather)
             self._make_room(kernels[chosen])
             self._emit(kernels[chosen])
@@ -171,8 +168,7 @@ class ListScheduler:
             and (mine.deadlines == other.deadlines or (mine.deadlines and not self.hurried))
             and (mine.limit_bytes == other.limit_bytes or roomier)
             and (mine.max_run == other.max_run or longer)
-            and (mine.max_prefetch, mine.under, mine.gates)
-            == (other.max_prefetch, other.under, other.gates)
+            and (mine.max_prefetch, mine.under) == (other.max_prefetch, other.under)
         )
 
     # --- emission --------------------------------------------------------------------------------
@@ -193,32 +189,12 @@ class ListScheduler:
             if len(stack) > size:
                 continue
             stack.pop()
-            if self.gates:
-                self._place_for_gates(node)
-                if done[node]:
-                    continue
             self._place(node)
-
-    def _allowed(self, start: int) -> bool:
-        return all(gate.may_launch(start) for gate in self.gates)
-
-    def _place_for_gates(self, node: int) -> None:
-        """Place what gates want before ``node``, as far as it needs nothing that is still open."""
-        if self.asking:  # one thing after the other: what they want must not call for more
-            return
-        self.asking = True
-        for gate in self.gates:
-            for other in gate.before(node):
-                if self.available[other] or not self.missing[other]:
-                    self._emit(other)
-        self.asking = False
 
     def _place(self, i: int) -> None:
         model, shape = self.model, self.shape
         self.order.append(i)
         self.done[i] = True
-        for gate in self.gates:
-            gate.placed(i)
         self.live.run(i)
         if model.group[i] is not None:
             self._launch(i)
@@ -292,7 +268,7 @@ class ListScheduler:
             for i in starts:
                 if self.done[i]:
                     continue
-                if self._allowed(i) and self._stall(i) <= _NO_STALL_MS:
+                if self._stall(i) <= _NO_STALL_MS:
                     self._emit(i)
                 else:
                     self.held.append(i)
@@ -307,7 +283,7 @@ class ListScheduler:
         for start in self.held:
             stall = self._stall(start)
             late = ms[kernel] + tail[start] > stall + max(tail[kernel], self.left_ms)
-            if (late or stall <= self._stall(kernel)) and self._allowed(start):
+            if late or stall <= self._stall(kernel):
                 self._emit(start)
                 return True
         return False
@@ -377,8 +353,6 @@ class ListScheduler:
             if not late:
                 self.too_deep = True
                 return False
-        if not self._allowed(gather):
-            return False
         return use <= head or self._fits(gather)
 
     def _fits(self, node: int) -> bool:

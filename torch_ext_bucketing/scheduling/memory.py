@@ -1,13 +1,12 @@
 """Policies that bound what an order may do to memory.
 
 A bound that can't be kept is never silent: the report and one warning say by how much it is missed
-and what stands in the way. The third bound, on the span of a bucket, prevents instead:
-``max_node_span`` of :func:`.plan_by_cap`.
+and what stands in the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .model import Model
@@ -76,9 +75,9 @@ class CapComputeRun(Policy):
         )
         return PolicyReport(repr(self), figures, warning=warning)
 
-    def bucket_bounds(self) -> Mapping[str, int]:
+    def max_bucket_run(self) -> int:
         """Buckets of reduce-scatters that leave no longer run."""
-        return {"max_compute_run": self.max_consecutive}
+        return self.max_consecutive
 
 
 @dataclass(frozen=True)
