@@ -249,9 +249,9 @@ _TRACED_WITH = (
     "_torch.descriptors",
     "fqns",
     "graph.collectives",
-    "plans.simple_fsdp",
-    "tagging.tag_graph",
-    "tagging.tags",
+    "fsdp.simple_fsdp",
+    "fsdp.tag_graph",
+    "fsdp.tags",
 )
 """Modules of the package that decide what a traced graph looks like."""
 

@@ -40,10 +40,10 @@ from benchmarks.parity_ranks import (
     eager_model,
     reshard,
 )
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.graph.collectives import count_collectives
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
-from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.testing.compare import count_collectives as count_calls
 from torch_ext_bucketing.testing.compare import digest
 from torch_ext_bucketing.testing.demo.results import Payload

@@ -40,12 +40,12 @@ from benchmarks.parity_models import (
     unit_names,
 )
 from torch_ext_bucketing.fqns import canonical_fqn
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph.collectives import KINDS
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
 from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst

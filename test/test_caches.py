@@ -34,7 +34,7 @@ LIMIT_S = 400
 HOOKS = """
 from torch._inductor.custom_graph_pass import CustomPassBase, get_hash_for_files
 from torch_ext_bucketing import BucketUnits
-from torch_ext_bucketing.tagging.tags import tag_of
+from torch_ext_bucketing.fsdp.tags import tag_of
 
 def by_name(start):
     return 1 * ord(tag_of(start).fqns[0][0])

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.bucketing.groups import primary_group
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByCap
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)

@@ -45,9 +45,9 @@ from torch_ext_bucketing.bucketing.groups import chosen_groups, primary_group
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.plan import Bucket, BucketingPlan
 from torch_ext_bucketing.bucketing.structure import fsdp_starts
+from torch_ext_bucketing.fsdp.tags import Tag, set_tag
 from torch_ext_bucketing.graph.collectives import KINDS, bucket_key, group_name, kind_of, wire_bytes
 from torch_ext_bucketing.graph.writes import unordered_writes
-from torch_ext_bucketing.tagging.tags import Tag, set_tag
 
 MIB = 2**20
 SOAK = int(os.environ.get("BUCKETING_SOAK", "0"))

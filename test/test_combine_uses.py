@@ -454,6 +454,6 @@ def grids(fake_world):
 
 
 def collectives_of(gm, fqn):
-    from torch_ext_bucketing.tagging.tags import tag_of
+    from torch_ext_bucketing.fsdp.tags import tag_of
 
     return [t.kind for n in gm.graph.nodes if (t := tag_of(n)) is not None and t.fqns == (fqn,)]

@@ -19,12 +19,13 @@ import torch_ext_bucketing as teb
 from benchmarks.keep_all import least_ms
 from benchmarks.keep_models import random_joint, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute, stage_of
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.tags import member_tags
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.passes.backends import _run_each, backend
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.rewrites.keep import NothingKeptWarning, unit_name
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.cost import Costs
@@ -35,7 +36,6 @@ from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning
 from torch_ext_bucketing.scheduling.sketch import Sketch, _Gather, _Half
 from torch_ext_bucketing.scheduling.timeline import Timeline
-from torch_ext_bucketing.tagging.tags import member_tags
 from torch_ext_bucketing.testing.ring import on_ranks
 
 GIB = 2**30

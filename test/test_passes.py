@@ -25,6 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import UncoveredParametersWarning, plan_units
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.tags import Tag, member_tags, set_tag, tag_of
+from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.collectives import count_collectives
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import GraphPass, Order
@@ -33,12 +37,8 @@ from torch_ext_bucketing.passes.diagnostics import NotBucketedWarning, PayloadOr
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.passes.tagging import TagParameters
-from torch_ext_bucketing.plans.membership import Units
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.overlap import Overlap
-from torch_ext_bucketing.tagging.tags import Tag, member_tags, set_tag, tag_of
 
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 TOKENS = torch.zeros(2, 3, dtype=torch.long)

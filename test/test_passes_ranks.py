@@ -53,14 +53,14 @@ def mesh(mode):
 
 
 def shard(mode, **dtypes):
-    from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+    from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 
     return data_parallel(model(), mesh(mode), mode, **dtypes)
 
 
 def bucketing_passes(reshard):
+    from torch_ext_bucketing.fsdp.order import FSDPParamOrder
     from torch_ext_bucketing.passes.bucketing import BucketUnits
-    from torch_ext_bucketing.plans.order import FSDPParamOrder
     from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 
     order = FSDPParamOrder.from_model(TwoBlocks(), ["layers.0", "layers.1", ""])
@@ -116,7 +116,7 @@ def _reductions_on_their_own_groups(rank, mode):
     from torch_ext_bucketing.rewrites.separate_groups import SeparateGroups
 
     where, module = mesh(mode), model()
-    from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+    from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 
     module = data_parallel(module, where, mode, reduce_dtype=torch.float32)
     expected = gradients(module, module, rank)

@@ -7,10 +7,10 @@ What most programs need is here; a module of its own has each of the rest:
 
 - ``passes.whole_step.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
 - ``passes.diagnostics`` and ``rewrites.keep``: the other warnings of a compile;
-- ``plans.simple_fsdp.ReduceOnce``: several backwards, one reduction;
+- ``fsdp.simple_fsdp.ReduceOnce``: several backwards, one reduction;
 - ``scheduling.machine.Level``, ``H100``: networks and machines for the cost model;
 - ``scheduling.scheduler.schedule``, ``scheduling.model.peak_bytes``,
-  ``bucketing.caps.plan_by_cap``, ``agreement.before_run.agree``, ``tagging``: what the passes do,
+  ``bucketing.caps.plan_by_cap``, ``agreement.before_run.agree``, ``fsdp.tags``: what the passes do,
   as functions of one graph;
 - ``bucketing.groups.primary_group``: a filter of process groups;
 - ``testing``: for testing a model of your own on CPU ranks, bit for bit against eager FSDP2.
@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import hooks as hooks
     from .agreement.exchange import PlanMismatchError, RankMissingError
+    from .fsdp.blocks import transformer_block_plan
+    from .fsdp.manual import manual_plan
+    from .fsdp.order import FSDPParamOrder
+    from .fsdp.simple_fsdp import data_parallel
     from .passes.backends import backend
     from .passes.base import GraphPass
     from .passes.bucketing import BucketByCap, BucketUnits
     from .passes.diagnostics import NotBucketedWarning
     from .passes.scheduling import BucketAndSchedule, Schedule
     from .passes.tagging import TagParameters
-    from .plans.blocks import transformer_block_plan
-    from .plans.manual import manual_plan
-    from .plans.order import FSDPParamOrder
-    from .plans.simple_fsdp import data_parallel
     from .recipes import recipe
     from .reports.compile import CompileReport
     from .rewrites.combine_uses import CombineUses
@@ -90,10 +90,10 @@ _HOME = {
     "passes.scheduling": ("BucketAndSchedule", "Schedule"),
     "rewrites.separate_groups": ("SeparateGroups",),
     "passes.tagging": ("TagParameters",),
-    "plans.blocks": ("transformer_block_plan",),
-    "plans.manual": ("manual_plan",),
-    "plans.order": ("FSDPParamOrder",),
-    "plans.simple_fsdp": ("data_parallel",),
+    "fsdp.blocks": ("transformer_block_plan",),
+    "fsdp.manual": ("manual_plan",),
+    "fsdp.order": ("FSDPParamOrder",),
+    "fsdp.simple_fsdp": ("data_parallel",),
     "reports.compile": ("CompileReport",),
     "scheduling.machine": ("Machine",),
     "scheduling.memory": ("CapComputeRun", "PeakMemory"),

@@ -311,7 +311,7 @@ def _demo_model() -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from .plans.simple_fsdp import data_parallel
+    from .fsdp.simple_fsdp import data_parallel
     from .testing.model import ModelConfig, Transformer
 
     config = ModelConfig()
@@ -358,10 +358,10 @@ def _passes(
     machine: Machine,
 ) -> list[GraphPass]:
     from .bucketing.groups import primary_group
+    from .fsdp.blocks import transformer_block_plan
+    from .fsdp.order import FSDPParamOrder
     from .graph.collectives import KINDS
     from .passes.bucketing import BucketByCap, BucketUnits
-    from .plans.blocks import transformer_block_plan
-    from .plans.order import FSDPParamOrder
     from .rewrites.resharding import ReshardAfterForward
     from .scheduling.memory import PeakMemory
 

@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from ._torch.fsdp2 import is_wrapped
 from .fqns import format_names
+from .fsdp.blocks import transformer_block_plan
+from .fsdp.order import FSDPParamOrder
+from .fsdp.unit_spec import UnitSpec
 from .graph.collectives import KINDS, Kind
 from .passes.base import GraphPass
 from .passes.bucketing import BucketUnits
 from .passes.diagnostics import NotBucketedWarning
 from .passes.scheduling import BucketAndSchedule, Schedule
-from .plans.blocks import transformer_block_plan
-from .plans.order import FSDPParamOrder
-from .plans.plan import UnitSpec
 from .rewrites.combine_uses import CombineUses
 from .rewrites.reduce_scatter_first import ReduceScatterFirst
 from .rewrites.resharding import ReshardAfterForward

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ..fsdp.tags import is_bucket, member_tags, tag_of
 from ..graph.collectives import argument, collective_group, kind_of, reduce_op
 from ..reports.buckets import BucketReport
-from ..tagging.tags import is_bucket, member_tags, tag_of
 
 __all__ = [
     "GraphLaunches",

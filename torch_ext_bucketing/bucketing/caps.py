@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeAlias
 import torch.fx as fx
 
 from .._torch.estimates import default_cap_mb
+from ..fsdp.tags import home_group, is_bucket, member_count, tag_of
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import (
     KINDS,
@@ -43,7 +44,6 @@ from ..graph.collectives import (
 )
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
-from ..tagging.tags import home_group, is_bucket, member_count, tag_of
 from .contraction import Contraction
 from .groups import Counts, GroupFilter, chosen_groups
 from .hook_guard import reading_only

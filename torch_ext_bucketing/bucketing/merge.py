@@ -17,10 +17,10 @@ import torch.fx as fx
 from .._gc import paused_gc
 from .._torch.estimates import size_hint
 from .._torch.sorting import sort_topologically
+from ..fsdp.tags import set_member_tags, tag_of
 from ..graph.collectives import group_name, group_size, kind_of, reduce_op
 from ..graph.snapshot import unchanged_on_error
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
-from ..tagging.tags import set_member_tags, tag_of
 from .hook_guard import reading_only
 from .pack import pack, packed_value
 from .plan import Bucket, BucketingPlan

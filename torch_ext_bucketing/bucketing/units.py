@@ -8,13 +8,13 @@ from typing import Any
 import torch.fx as fx
 
 from .._torch.aot import in_backward
+from ..fsdp.tags import Tag, tag_of
+from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind, bucket_key, group_name, kind_of
 from ..graph.regions import Structures, cuts_behind, positions
-from ..plans.membership import Units
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy
-from ..tagging.tags import Tag, tag_of
 from .contraction import Contraction
 from .members import UNTAGGED, left_alone, unmergeable
 from .plan import Bucket, BucketingPlan

@@ -22,16 +22,16 @@ from .._torch.aot import stage_of
 from .._torch.inductor import CustomGraphPass
 from .._torch.process_groups import group_places
 from ..bucketing.units import UncoveredParametersWarning
+from ..fsdp.tag_graph import FqnOf
+from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import kept_inputs
 from ..graph.size_hints import GivenHints, SizeHints
-from ..plans.membership import Units
 from ..reports.compile import CompileReport
 from ..scheduling.machine import Machine
 from ..scheduling.policy import Policy
-from ..tagging.tag_graph import FqnOf
 from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
 from .diagnostics import warn_of_silence
 

@@ -13,8 +13,8 @@ from ..bucketing.groups import GroupFilter
 from ..bucketing.merge import PayloadKey, apply_plan
 from ..bucketing.plan import BucketingPlan
 from ..bucketing.units import plan_units
+from ..fsdp.units import HasUnits, Units
 from ..graph.collectives import KINDS, Kind, check_kinds, count_collectives
-from ..plans.membership import HasUnits, Units
 from ..reports.graph import GraphReport, emit
 from .base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, Tags, graph_of
 from .code import call, code_of

@@ -41,11 +41,11 @@ from .._torch.dynamo_inputs import model_of
 from .._torch.process_groups import default_group
 from ..bucketing.members import UNTAGGED
 from ..fqns import format_names, parameter_names
+from ..fsdp.tags import member_tags, tag_of
+from ..fsdp.units import Units
 from ..graph.collectives import Kind, kind_of
-from ..plans.membership import Units
 from ..reports.buckets import NO_KEY
 from ..reports.graph import GraphReport
-from ..tagging.tags import member_tags, tag_of
 
 if TYPE_CHECKING:
     from .base import Compilation

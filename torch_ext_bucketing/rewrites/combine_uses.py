@@ -34,6 +34,7 @@ from .._torch import descriptors as _descriptors
 from .._torch.aot import in_backward
 from .._torch.sorting import sort_topologically
 from .._torch.symbols import same_shape
+from ..fsdp.tags import tag_of
 from ..graph.collectives import (
     group_name,
     group_size,
@@ -52,7 +53,6 @@ from ..passes.code import call
 from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
 from ..scheduling.memory import PeakMemory
 from ..scheduling.model import peak_bytes
-from ..tagging.tags import tag_of
 
 __all__ = ["CombineUses", "combine_uses"]
 

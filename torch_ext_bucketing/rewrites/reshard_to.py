@@ -41,11 +41,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.aot import mark_recompute, mark_save, read_in_backward
 from .._torch.process_groups import default_group, group_by_name, new_groups, ranks_of
+from ..fsdp.tag_graph import parameter_chains
+from ..fsdp.tags import Tag, is_bucket, moved_from, set_home_group, set_tag, tag_of
 from ..graph.collectives import group_name, group_size, is_wait, kind_of
 from ..graph.snapshot import unchanged_on_error
 from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
-from ..tagging.tag_graph import parameter_chains
-from ..tagging.tags import Tag, is_bucket, moved_from, set_home_group, set_tag, tag_of
 
 __all__ = ["SmallerGroup", "make_smaller_group", "read_first_gathers", "reshard_to"]
 

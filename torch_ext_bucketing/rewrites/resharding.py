@@ -10,6 +10,9 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import aot as _aot
+from ..fsdp.tag_graph import parameter_chains
+from ..fsdp.tags import Tag, tag_of
+from ..fsdp.units import HasUnits, Units
 from ..passes.base import (
     Choice,
     Compilation,
@@ -21,14 +24,11 @@ from ..passes.base import (
     graph_of,
 )
 from ..passes.code import call
-from ..plans.membership import HasUnits, Units
 from ..reports.keep import KeepReport
 from ..reports.rewrites import ReshardReport
 from ..scheduling.cost import Machine, check_machine
 from ..scheduling.memory import PeakMemory
 from ..scheduling.scheduler import BoundNotKeptWarning
-from ..tagging.tag_graph import parameter_chains
-from ..tagging.tags import Tag, tag_of
 from .keep import choose_for
 from .reshard_to import make_smaller_group, read_first_gathers, reshard_to
 

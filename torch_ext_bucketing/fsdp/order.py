@@ -24,9 +24,8 @@ from .._source import package_digest
 from .._torch.dynamo_inputs import names_are_relative_to
 from .._torch.inductor import CustomPassBase
 from ..fqns import canonical_fqn, nearest_names, parameter_names
-from ..tagging import tag_graph as tags
-from .abbreviate import abbreviated
-from .units import find_units, unit_names
+from . import tag_graph as tags
+from .unit_spec import abbreviated, find_units, unit_names
 
 __all__ = ["FSDPParamOrder", "GroupKey"]
 

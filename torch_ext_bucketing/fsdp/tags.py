@@ -1,6 +1,6 @@
 """A collective's tag: its kind and the parameters (FQNs) whose bytes it moves.
 
-Tags are made on the joint forward+backward graph (:mod:`.tagging.tag_graph`) and stored in
+Tags are made on the joint forward+backward graph (:mod:`.fsdp.tag_graph`) and stored in
 ``node.meta["custom"]``. That dictionary is copied by the partitioners, by recomputation and by
 Inductor's passes, and torch's bucketing collects it from every member of a bucket, so a tag can be
 read at every later stage with :func:`tag_of` and :func:`member_tags`.

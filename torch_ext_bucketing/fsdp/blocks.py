@@ -8,9 +8,8 @@ import torch.nn as nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..fqns import canonical_fqn
-from .plan import UnitSpec
 from .tree import ModuleTree, has_parameters, is_plain_container, unwrapped
-from .units import spec_of_units
+from .unit_spec import UnitSpec, spec_of_units
 
 __all__ = ["transformer_block_plan"]
 
