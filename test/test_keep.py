@@ -253,7 +253,7 @@ def test_the_choice_is_part_of_what_ranks_compare(fake_world):
         compilation = Compilation()
         manager = Pipeline([auto(PeakMemory(gib=gib), machine=machine)])
         manager.run("joint", graph, compilation)
-        bases.append(_run_each(Pipeline(), graph, compilation)().basis)
+        bases.append(_run_each(Pipeline(), graph, compilation)().planned_with)
     assert bases[0].startswith("keeps 0 of 3 units (nothing) under 1073 bytes")
     assert bases[1].startswith("keeps 3 of 3 units")
     assert len(set(bases)) == 3

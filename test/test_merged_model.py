@@ -18,7 +18,7 @@ from torch_features import packs_in_parts
 
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import merge_buckets
-from torch_ext_bucketing.bucketing.plan import Bucket, BucketingPlan
+from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
 from torch_ext_bucketing.fsdp.tags import tag_of
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.liveness import LiveBytes
@@ -44,7 +44,7 @@ def world():
     dist.destroy_process_group()
 
 
-def both(graph: fx.Graph, plan: BucketingPlan) -> tuple[Model, Model]:
+def both(graph: fx.Graph, plan: MergePlan) -> tuple[Model, Model]:
     """The planned model, and that of the merged graph, which this leaves behind."""
     costs = Costs(SLOW)
     planned = merged_model(model_of(graph, costs), plan.buckets, costs)

@@ -171,7 +171,7 @@ class _Agreed:
             group = groups.group_by_name(of_group.group)
             if not groups.has_peers(group):
                 continue
-            version = Version(environment, launches.stage, of_group, launches.basis)
+            version = Version(environment, launches.stage, of_group, launches.planned_with)
             with self.lock:
                 known = self.versions.setdefault(of_group.group, set())
                 if fresh and launches.stage == "backward":

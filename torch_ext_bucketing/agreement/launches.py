@@ -125,26 +125,26 @@ class GraphLaunches:
     Args:
         stage: ``"forward"``, ``"backward"``, ``"inference"`` or ``"joint"``.
         groups: those of each process group, in the order of their first collectives.
-        basis: the times and the size hints that the order was planned with, in short; empty where
+        planned_with: the times and the size hints that the order was planned with, in short; empty where
             nothing was planned.
     """
 
     stage: str
     groups: tuple[GroupLaunches, ...]
-    basis: str = ""
+    planned_with: str = ""
 
     def encode(self) -> str:
         """As a short text without spaces or quotes, to travel in a graph."""
-        content = [self.stage, [[g.group, g.to_json()] for g in self.groups], self.basis]
+        content = [self.stage, [[g.group, g.to_json()] for g in self.groups], self.planned_with]
         packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
         return base64.urlsafe_b64encode(packed).decode()
 
     @classmethod
     def decode(cls, text: str) -> GraphLaunches:
         """The reverse of :meth:`encode`."""
-        stage, groups, basis = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
+        stage, groups, planned_with = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
         launches = (GroupLaunches.from_json(name, content) for name, content in groups)
-        return cls(stage, tuple(launches), basis)
+        return cls(stage, tuple(launches), planned_with)
 
     def digest(self) -> str:
         """SHA-256 (hex) of all of it."""
@@ -152,7 +152,7 @@ class GraphLaunches:
 
 
 def launches_of(
-    graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = (), basis: str = ""
+    graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = (), planned_with: str = ""
 ) -> GraphLaunches:
     """What a graph launches as it stands.
 
@@ -161,7 +161,7 @@ def launches_of(
         stage: see :class:`GraphLaunches`.
         buckets: what merged them knows of the buckets, found by the names of their nodes. Buckets
             that are not among these have their members' names alone.
-        basis: see :class:`GraphLaunches`.
+        planned_with: see :class:`GraphLaunches`.
     """
     known = {bucket.node: bucket for bucket in buckets}
     groups: dict[str, list[Launch]] = {}
@@ -170,7 +170,7 @@ def launches_of(
         if group is not None and _op_name(node) not in _POINT_TO_POINT:
             groups.setdefault(group, []).append(_launch_of(node, known))
     return GraphLaunches(
-        stage, tuple(GroupLaunches(g, tuple(found)) for g, found in groups.items()), basis
+        stage, tuple(GroupLaunches(g, tuple(found)) for g, found in groups.items()), planned_with
     )
 
 

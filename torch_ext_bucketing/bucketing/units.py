@@ -17,7 +17,7 @@ from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy
 from .contraction import Contraction
 from .members import UNTAGGED, left_alone, unmergeable
-from .plan import Bucket, BucketingPlan
+from .plan import Bucket, MergePlan
 
 __all__ = [
     "UncoveredParametersWarning",
@@ -33,7 +33,7 @@ def plan_units(
     graph: fx.Graph | GraphAnalysis,
     units: Units,
     kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
-) -> BucketingPlan:
+) -> MergePlan:
     """One bucket per unit and bucket key. Reads the graph only.
 
     Args:
@@ -107,7 +107,7 @@ def plan_units(
                 why = "nothing can be merged with it without a cycle"
                 left.append(left_alone(members[0], why))
     buckets.sort(key=lambda b: position[b.members[0]])
-    return BucketingPlan(
+    return MergePlan(
         tuple(buckets), tuple(duplicates), tuple(uncovered), tuple(left), tuple(splits)
     )
 

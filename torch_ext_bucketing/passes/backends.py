@@ -245,8 +245,8 @@ def _run_each(
     buckets = [b for report in compilation.report.graphs[done:] for b in report.buckets]
     planned = passes.cost_model_fingerprint(compilation.size_hints)
     chosen = "" if compilation.choice is None else compilation.choice.text
-    basis = ", ".join(filter(None, [planned, chosen]))
-    return lambda: launches_of(g, _aot.stage_of(g), buckets, basis)
+    planned_with = ", ".join(filter(None, [planned, chosen]))
+    return lambda: launches_of(g, _aot.stage_of(g), buckets, planned_with)
 
 
 def backend(

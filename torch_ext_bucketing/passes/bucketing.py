@@ -11,7 +11,7 @@ from .._torch import aot as _aot
 from ..bucketing.caps import CapMb, Eligible, check_options, plan_by_cap
 from ..bucketing.groups import GroupFilter
 from ..bucketing.merge import PayloadKey, apply_plan
-from ..bucketing.plan import BucketingPlan
+from ..bucketing.plan import MergePlan
 from ..bucketing.units import plan_units
 from ..fsdp.units import HasUnits, Units
 from ..graph.collectives import KINDS, Kind, check_kinds, count_collectives
@@ -165,7 +165,7 @@ def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
 
 def apply_and_report(
     graph: fx.Graph,
-    plan: BucketingPlan,
+    plan: MergePlan,
     payload_order: PayloadKey | None,
     kinds: Collection[Kind],
 ) -> GraphReport:
