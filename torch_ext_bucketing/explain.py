@@ -39,7 +39,7 @@ meshes. It returns the sharded model and its inputs: (model, tensor), (model, (t
 
 
 class ExplainError(Exception):
-    """What was named can't be explained; the message says why and what to do."""
+    """The target can't be explained; the message says why and what to do."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -114,7 +114,7 @@ def recipe(
 
 
 def _kinds(model: nn.Module) -> tuple[Kind, ...]:
-    """What the collectives of the parameters are, told by their placements.
+    """The kinds of collectives that the parameters' placements make.
 
     Raises:
         ValueError: it has no ``DTensor`` parameters, or is wrapped by ``fully_shard``.

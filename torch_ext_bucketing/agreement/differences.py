@@ -1,4 +1,4 @@
-"""What a mismatch between ranks says: the first difference, in each version."""
+"""The message about a mismatch between ranks: the first difference, in each version."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _launches_text(versions: Sequence[tuple[list[int], Version]], at: int) -> li
 
 
 def _first_member(members: Sequence[tuple[Member, ...]]) -> int | None:
-    """Where lists of members differ first, from 0; None where one is empty."""
+    """The first place, from 0, at which lists of members differ; None where one is empty."""
     if not all(members):
         return None
     for place in range(max(map(len, members))):

@@ -1,1 +1,1 @@
-"""As eager FSDP2 has it: units, the order of their bytes, sharding, whom a collective serves."""
+"""Eager FSDP2's units, the order of their bytes, sharding, and tags: whom a collective serves."""

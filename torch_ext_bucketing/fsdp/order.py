@@ -45,7 +45,7 @@ Units = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, repr=False)
 class FSDPParamOrder(CustomPassBase):
-    """Which parameters eager FSDP2 packs together, and in which order: a hashable, picklable value.
+    """The parameters that eager FSDP2 packs together, in its order: a hashable, picklable value.
 
     Payloads are in the order of the ``fully_shard`` calls that they stand for. A call that splits
     its parameters over several meshes makes several payloads, in the order in which FSDP2 first
@@ -276,7 +276,7 @@ class FSDPParamOrder(CustomPassBase):
         return min(positions[canonical_fqn(fqn)] for fqn in tag.fqns)
 
     def unknown(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """Those of ``fqns`` that are in no payload, in the order given."""
+        """The names among ``fqns`` that are in no payload, in the order given."""
         positions = self._gather_positions
         return tuple(fqn for fqn in fqns if canonical_fqn(fqn) not in positions)
 

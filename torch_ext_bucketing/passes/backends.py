@@ -166,7 +166,7 @@ class BucketingBackend:
 
 @dataclass(frozen=True)
 class _Agreement:
-    """That ranks compare what they launch, and how long they wait for each other."""
+    """Present where ranks compare what they launch; says how long they wait for each other."""
 
     timeout: timedelta | None
 

@@ -1,4 +1,4 @@
-"""What a pass is, what it may say of itself, and what the passes of one compile share.
+"""Passes, the facts that they give, and what the passes of one compile share.
 
 A pass composes with any backend: it knows nothing of what compiles the graph afterwards. It says
 which facts about a graph it needs, gives and undoes; :class:`.Pipeline` checks a list of passes by
@@ -112,7 +112,7 @@ class Order(Fact):
 
 @dataclass(frozen=True)
 class Baseline(Fact):
-    """What a graph took before the first pass of its stage changed it. No pass gives it: the
+    """The memory of a graph before the first pass of its stage changed it. No pass gives it: the
     pipeline measures it where a pass needs it.
 
     Args:
@@ -145,7 +145,7 @@ def last_fact(facts: Iterable[Fact], kind: type[F]) -> F | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a pass chose on the joint graph for the graphs after the partitioner.
+    """A pass's choice on the joint graph for the graphs after the partitioner.
 
     Args:
         text: what was chosen, in short; ranks compare it.
@@ -186,7 +186,7 @@ class Compilation:
     _analysis: GraphAnalysis | None = None
 
     def analysis(self, graph: GraphLike) -> GraphAnalysis:
-        """What is known of the graph at hand as it is: one object for all who ask before the next
+        """The analysis of the graph at hand as it is: one object for all who ask before the next
         pass has run."""
         g = graph_of(graph)
         if self._analysis is None or self._analysis.graph is not g:
@@ -276,8 +276,8 @@ class GraphPass(CustomGraphPass):
         """Run on a graph of the pass's stage."""
 
     def finish(self, graph: GraphLike, compilation: Compilation) -> None:
-        """For a pass on the joint graph: finish what it began there on each graph after the
-        partitioner, before the passes of that stage run."""
+        """Finish on each graph after the partitioner what the pass began on the joint graph, before
+        the passes of that stage run."""
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
         """Run on one graph without any other pass, in place; a ``GraphModule`` is recompiled.
@@ -328,6 +328,6 @@ class GraphPass(CustomGraphPass):
         return digest(name, package_digest(), *sources, settings, groups)
 
     def settings(self) -> tuple[Any, ...]:
-        """What decides the pass's result: plain values, containers and dataclasses of them, and
-        objects with a ``uuid()``. A subclass adds what it adds."""
+        """The settings that decide the pass's result: plain values, containers and dataclasses of
+        them, and objects with a ``uuid()``. A subclass adds its own."""
         return ()

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class BucketUnits(GraphPass):
-    """One collective per unit, kind, group and dtype.
+    """Merge into one collective per unit, kind, group and dtype.
 
     Args:
         units: an ``FSDPParamOrder``, a ``UnitSpec``, or a sequence of units, each a sequence of
@@ -88,7 +88,7 @@ class BucketUnits(GraphPass):
 
 
 class BucketByCap(GraphPass):
-    """As few collectives as a byte cap allows; see :func:`.plan_by_cap` for the rules.
+    """Merge into as few collectives as a byte cap allows; see :func:`.plan_by_cap` for the rules.
 
     Args:
         cap_mb: in MiB, see :func:`.plan_by_cap`; None takes torch's estimate for each group.

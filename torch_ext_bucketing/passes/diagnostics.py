@@ -264,7 +264,7 @@ class _Calls:
 
 @dataclass
 class _Known:
-    """What is known of one model.
+    """The state of the watch over one model.
 
     Args:
         compiled: the parameters that some compiled graph has.
@@ -294,7 +294,8 @@ class RunWatch:
         self._model = model
 
     def watch(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
-        """``compiled``, whose first calls are looked at; ``compilation`` takes the warnings."""
+        """Return ``compiled`` wrapped to look at its first calls; ``compilation`` takes the
+        warnings."""
         fqns: Any = compilation.input_fqns or {}
         planned = {i: f for i, f in fqns.items() if self._units.unit_of(f) is not None}
         if not planned:

@@ -81,7 +81,7 @@ class Pipeline:
 
     @property
     def ahead(self) -> tuple[Fact, ...]:
-        """What the passes after the partitioner give, in the order in which they run."""
+        """The facts that the passes after the partitioner give, in the order in which they run."""
         return tuple(fact for p in self.forward_backward for fact in p.gives)
 
     def compilation(self, **known: Any) -> Compilation:

@@ -1,4 +1,4 @@
-"""All graphs of one compile."""
+"""The report of all graphs of one compile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CompileReport", "PassTime"]
 
 @dataclass(frozen=True)
 class PassTime:
-    """How long one pass took on one graph.
+    """The time that one pass took on one graph.
 
     Args:
         stage: ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``.
@@ -34,7 +34,7 @@ class PassTime:
 
 @dataclass
 class CompileReport:
-    """All graphs of one compile. The backward graph appears once it is compiled.
+    """The report of one compile. The backward graph appears once it is compiled.
 
     Args:
         graphs: in the order in which they were compiled.
@@ -94,7 +94,7 @@ class CompileReport:
         return next((g for g in reversed(self.graphs) if g.stage == stage), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields, and the totals."""
+        """The fields and the totals, for JSON."""
         return {
             "collectives_before": self.collectives_before,
             "collectives_after": self.collectives_after,

@@ -148,7 +148,8 @@ def combine_uses(
 
 
 def _repeated(graph: fx.Graph) -> list[Fqns]:
-    """What is gathered more than once, or reduced more than once over one group, in graph order."""
+    """Gathers or reductions over one group that a parameter has more than one of, in graph
+    order."""
     count: dict[tuple[Any, ...], int] = {}
     for node in graph.nodes:
         tag = tag_of(node)
@@ -209,7 +210,7 @@ def _serves(node: fx.Node, fqns: Fqns) -> bool:
 
 
 class _Place:
-    """What is read off the whole graph before one parameter is looked at."""
+    """Facts about the whole graph, read before one parameter is looked at."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -228,11 +229,11 @@ class _Place:
             ]
 
     def is_written(self, node: fx.Node) -> bool:
-        """Whether a node, later or earlier, writes to the memory of ``node``."""
+        """True where a node, later or earlier, writes to the memory of ``node``."""
         return any(root in self.written for root in self.roots.get(node, (node,)))
 
     def epoch(self, source: fx.Node, node: fx.Node) -> int:
-        """How many writes to ``source`` stand before ``node``."""
+        """The number of writes to ``source`` before ``node``."""
         at = self.position[node]
         return sum(source in roots and self.position[w] < at for w, roots in self.writes)
 
@@ -275,7 +276,7 @@ def _same_gathers(
 
 
 def _is_read(node: fx.Node) -> bool:
-    """Whether something is computed from a result, or it is returned."""
+    """True where something is computed from a result, or it is returned."""
     return any(u.op == "output" or not is_view(u) or _is_read(u) for u in node.users)
 
 
@@ -382,7 +383,7 @@ def _leaves(add: fx.Node, adds: list[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _plan_reduction(tree: _Tree, gathers: Sequence[fx.Node], place: _Place) -> _Reduction | str:
-    """Where the gradients of a parameter are to be added, or why they can't be."""
+    """The places at which the gradients of a parameter are to be added, or why they can't be."""
     if len(dict.fromkeys(tree.leaves)) != len(tree.leaves):
         return "one gradient is added to itself after its reduction"
     dtypes = dict.fromkeys(g.meta["val"].dtype for g in gathers) or _kept_dtype(tree, place)
@@ -411,8 +412,8 @@ def _plan_reduction(tree: _Tree, gathers: Sequence[fx.Node], place: _Place) -> _
 
 
 def _full(cuts: Sequence[Cut], reductions: int, dtype: torch.dtype) -> Cut | None:
-    """Where the gradient is full and has the dtype of the parameter: as near to its reduction as
-    can be, but before it is padded or copied for it."""
+    """The place where the gradient is full and has the dtype of the parameter: as near to its
+    reduction as can be, but before it is padded or copied for it."""
     for i, cut in enumerate(cuts):
         value = cut.node.meta.get("val")
         if len(cut.reductions) != reductions or not isinstance(value, torch.Tensor):
@@ -467,7 +468,7 @@ def _used_in(node: fx.Node) -> dict[torch.dtype, None]:
 
 
 def _unsafe(cuts: dict[fx.Node, Cut], tree: _Tree, place: _Place) -> str:
-    """Why the gradients must stay as they are; empty if they need not."""
+    """The reason why the gradients must stay as they are; empty if they need not."""
     adds = dict.fromkeys(tree.adds)
     for leaf, cut in cuts.items():
         reader = outside_reader(cut, leaf) or next((u for u in leaf.users if u not in adds), None)
@@ -549,7 +550,7 @@ def _laid_out_as(graph: fx.Graph, value: fx.Node, model: fx.Node) -> fx.Node:
 
 
 def _evaluate(node: fx.Node) -> Any:
-    """What ``node`` gives for the fake values of its inputs."""
+    """The value of ``node`` for the fake values of its inputs."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     mode = next((m for a in args if (m := getattr(a, "fake_mode", None)) is not None), None)
     target: Any = node.target

@@ -1,4 +1,4 @@
-"""What :class:`.ReshardAfterForward` keeps with ``keep="auto"``, in a backend with other passes."""
+"""Chooses what :class:`.ReshardAfterForward` keeps with ``keep="auto"``, among other passes."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _between(reduce: fx.Node, scatter: fx.Node, position: dict[fx.Node, int]) ->
 
 
 def _why_not(reduce: fx.Node, scatter: fx.Node, cut: Cut | None, written: set[fx.Node]) -> str:
-    """Why the two can't be swapped; empty if they can."""
+    """The reason why the two can't be swapped; empty if they can."""
     if reduce.target is not _c10d.all_reduce.default:
         return f"{reduce.name} works in place"
     for start in (reduce, scatter):
@@ -161,7 +161,7 @@ def _why_not(reduce: fx.Node, scatter: fx.Node, cut: Cut | None, written: set[fx
 
 
 def on_one_grid(replicas: Sequence[int], shards: Sequence[int]) -> bool:
-    """Whether a rank's two groups are a row and a column of one regular grid of ranks.
+    """True where a rank's two groups are a row and a column of one regular grid of ranks.
 
     Then all ranks of its replica group are at the same place in their shard groups, and get the
     same part of a reduce-scatter; else a swap would add different parts up. Every rank checks its
@@ -193,7 +193,8 @@ def on_one_grid(replicas: Sequence[int], shards: Sequence[int]) -> bool:
 
 
 def is_inside(ranks: Sequence[int], shards: Sequence[int]) -> bool:
-    """Whether a group is an inner dimension of the grid that the shards' group is a dimension of.
+    """True for a group that is an inner dimension of the grid that the shards' group is a dimension
+    of.
 
     Replicas are outside of the shards in a mesh, tensor parallelism is inside, and its partial
     gradients (of a norm under sequence parallelism) are added up first, in eager FSDP2 as well::

@@ -163,8 +163,8 @@ def reshard_to(
 
 
 def _misfit(group: str, smaller: SmallerGroup) -> str:
-    """Why parameters that are sharded over ``group`` can't be gathered in the smaller one; empty if
-    they can."""
+    """The reason why parameters that are sharded over ``group`` can't be gathered in the smaller
+    one; empty if they can."""
     ranks = ranks_of(group_by_name(group))
     if set(smaller.ranks) <= set(ranks) and len(ranks) % len(smaller.ranks) == 0:
         return ""
@@ -180,7 +180,7 @@ def _short(ranks: tuple[int, ...]) -> str:
 
 
 def _cannot_cut(start: fx.Node, smaller: SmallerGroup) -> str:
-    """Why the result of a gather is left as it is; empty if it can be cut up."""
+    """The reason why the result of a gather is left as it is; empty if it can be cut up."""
     users = list(start.users)
     if start.kwargs or is_bucket(start) or len(users) != 1 or not is_wait(users[0]):
         return f"{start.name} is no plain gather with one wait"
@@ -236,7 +236,7 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def read_first_gathers(graph: fx.Graph) -> int:
-    """In a forward graph, let what reads a second gather read the first again, whose copy it is.
+    """Let readers of a second gather, in a forward graph, read the first again, whose copy it is.
 
     Returns:
         How many gathers that saves. None are left where the copies are inputs, as in backward.

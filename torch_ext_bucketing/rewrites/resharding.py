@@ -193,7 +193,8 @@ class ReshardAfterForward(GraphPass):
         )
 
     def settings(self) -> tuple[Any, ...]:
-        """What is kept, or what it is chosen by; the smaller group with this rank's place in it."""
+        """The names that are kept, or what they are chosen by; the smaller group with this rank's
+        place."""
         units = None if self.units is None else (self.units.units, self.units.aliases)
         chosen_by = (self.auto, self.memory, units, self.machine, self.curve)
         return (self.keep, *chosen_by, self.to is None, self._smaller)

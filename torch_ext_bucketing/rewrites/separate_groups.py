@@ -88,7 +88,7 @@ class SeparateGroups(GraphPass):
         return call("SeparateGroups", self._mesh, kinds=self.kinds, dims=self._dims)
 
     def settings(self) -> tuple[Any, ...]:
-        """What moves, and where to."""
+        """The kinds that move, and the groups that they move to."""
         return (self.kinds, tuple(self.second.items()))
 
 
