@@ -191,7 +191,7 @@ def _compare(rank: Rank, models: Sequence[str], steps: int) -> list[dict[str, An
     from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES
     from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
-    topology = RingTopology(RANKS // NODES, nodes=NODES, channels=CHANNELS, chunk_bytes=CHUNK_BYTES)
+    topology = RingTopology(RANKS // NODES, CHANNELS, CHUNK_BYTES, NODES)
     with ring_rank(rank, topology):
         return _compare_in_group(rank, models, steps)
 

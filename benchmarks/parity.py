@@ -5,11 +5,13 @@
     python benchmarks/parity.py --only 'moe/4x2/*/hsdp/*' --json moe.json
     python benchmarks/parity.py --virtual-ranks 64,128,256
     python benchmarks/parity.py --rows 'torchtitan/*' --json torchtitan.json
+    python benchmarks/parity.py --device cuda --topologies 1x2,2x2,4x2 --parallelism fsdp,hsdp
 
-Reductions add in the order of NCCL's rings over the simulated nodes (``torch_ext_bucketing.ring``).
-Every cell runs the compiled step with buckets in FSDP2's payload order, and as a control in graph
-order. Cells of the Inductor backend run a third time with every operator on ATen's kernels: where
-Inductor's own kernels round differently from eager's, that run shows that nothing else differs.
+Reductions add in the order of NCCL's rings over the simulated nodes, or are NCCL's own on GPUs,
+with wider models (see ``benchmarks/devices.py`` for ranks that share one). Every cell runs the compiled
+step with buckets in FSDP2's payload order, and as a control in graph order. Cells of the Inductor
+backend run a third time with every operator on ATen's kernels: where Inductor's own kernels round
+differently from eager's, that run shows that nothing else differs.
 
 Exit status: 0 if every cell passes, 1 if one does not (weights differ without a proven cause, the
 layout differs, or the control matches where it must not), 2 for bad options.
@@ -52,8 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.rows:
         return rows(args, command)
     cells = select(
-        args.models, args.topologies, args.backends, args.parallelism, args.reduce_dtype, args.only
+        args.models,
+        args.topologies,
+        args.backends,
+        args.parallelism,
+        args.reduce_dtype,
+        args.only,
+        args.device,
     )
+    if args.device == "cuda":
+        from benchmarks.devices import why_no_nccl
+
+        if why := why_no_nccl():
+            parser.error(why)
     if not cells:
         parser.error(
             "no cell is left by these options; names look like llama/2x2/aot_eager/fsdp/bf16"
@@ -395,7 +408,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def choice(name: str, values: Sequence[str], text: str) -> None:
+    def choice(
+        name: str, values: Sequence[str], text: str, default: Sequence[str] | None = None
+    ) -> None:
         def parse(given: str) -> list[str]:
             names = [part.strip() for part in given.split(",")]
             for part in names:
@@ -406,16 +421,18 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{name}",
             type=parse,
-            default=list(values),
+            default=list(default or values),
             metavar="LIST",
-            help=f"{text}, separated by commas (default: {','.join(values)})",
+            help=f"{text}, separated by commas (default: {','.join(default or values)})",
         )
 
     choice("models", (*cells_.MODELS, *cells_.REUSE_MODELS), "models")
-    choice("topologies", cells_.TOPOLOGIES, "nodes x ranks per node")
+    topologies = (*cells_.TOPOLOGIES, *cells_.MORE_TOPOLOGIES)
+    choice("topologies", topologies, "nodes x ranks per node", cells_.TOPOLOGIES)
     choice("backends", cells_.BACKENDS, "backends of torch.compile")
     choice("parallelism", (*cells_.PARALLELISM, *cells_.MORE_PARALLELISM), "parallelism")
     choice("reduce-dtype", cells_.REDUCE_DTYPES, "dtypes that gradients are reduced in")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="cells whose name matches")
     parser.add_argument("--steps", type=int, default=25, metavar="N", help="default: 25")
     parser.add_argument("--layers", type=int, default=1, metavar="N", help="blocks (default: 1)")

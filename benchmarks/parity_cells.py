@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,6 +19,8 @@ REUSE_MODELS = (
 )
 """Those that use a parameter more than once: run as they are, on ``aot_eager``."""
 TOPOLOGIES = ("2x2", "4x2")
+MORE_TOPOLOGIES = ("1x2",)
+"""For GPUs: one pair of ranks, of which HSDP would have no replicas."""
 BACKENDS = ("aot_eager", "inductor")
 PARALLELISM = ("fsdp", "hsdp", "fsdp+chunked_loss")
 MORE_PARALLELISM = ("fsdp+tp",)
@@ -41,6 +43,7 @@ class Reference:
     ranks: int
     parallelism: str
     reduce_dtype: str
+    device: str = "cpu"
 
     @property
     def ranks_per_node(self) -> int:
@@ -68,12 +71,14 @@ class Reference:
         """Why payload order can't change a bit here, or "" where it can."""
         if max(self.shard_size, self.replicas) == 2:
             return "groups of two ranks: a + b is b + a"
+        if self.device == "cuda":
+            return "whether NCCL's order depends on the place in a buffer is up to the machine"
         return ""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination. ``ranks`` counts all ranks, on all nodes."""
+    """One combination. ``ranks`` counts all ranks, on all nodes; those on GPUs talk by NCCL."""
 
     model: str
     nodes: int
@@ -81,10 +86,13 @@ class Cell:
     backend: str
     parallelism: str
     reduce_dtype: str
+    device: str = "cpu"
 
     @property
     def reference(self) -> Reference:
-        return Reference(self.model, self.nodes, self.ranks, self.parallelism, self.reduce_dtype)
+        return Reference(
+            self.model, self.nodes, self.ranks, self.parallelism, self.reduce_dtype, self.device
+        )
 
     @property
     def name(self) -> str:
@@ -160,7 +168,7 @@ class CellResult:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CellResult:
         """The result that :meth:`as_dict` was made from."""
-        cell = Cell(**{f.name: data[f.name] for f in fields(Cell)})
+        cell = Cell(**{f.name: data[f.name] for f in fields(Cell) if f.name in data})
         return cls(cell, **{f.name: data[f.name] for f in fields(cls) if f.name != "cell"})
 
     def as_dict(self) -> dict[str, Any]:
@@ -176,15 +184,17 @@ def select(
     parallelism: Sequence[str],
     reduce_dtypes: Sequence[str],
     only: str = "*",
+    device: str = "cpu",
 ) -> list[Cell]:
     """The cells asked for, those of one eager run next to each other."""
     return [
-        cell
+        replace(cell, device=device)
         for cell in _all(topologies)
         if cell.model in models
         and cell.backend in backends
         and cell.parallelism in parallelism
         and cell.reduce_dtype in reduce_dtypes
+        and (cell.nodes > 1 or cell.parallelism != "hsdp")
         and fnmatchcase(cell.name, only)
     ]
 

@@ -22,6 +22,7 @@ from torch._inductor import decomposition
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from benchmarks.devices import start
 from benchmarks.parity_cells import (
     CHANNELS,
     CHUNK_BYTES,
@@ -114,6 +115,11 @@ class GraphOrderTwin(GraphPass):
         return run
 
 
+DIMS = {"cpu": None, "cuda": 1024}
+"""Width of the models by device; None for their own."""
+BATCHES = {"cpu": 2, "cuda": 16}
+"""Sequences per rank and step."""
+
 INDUCTOR_RUNS = {
     "fsdp_order": (True, False),
     "aten_kernels": (True, True),
@@ -124,14 +130,7 @@ INDUCTOR_RUNS = {
 
 def run_cells(rank: Rank, cells: Sequence[Cell], steps: int, layers: int) -> None:
     """Entry point of a rank: run ``cells``, all of one topology, and send a report of each."""
-    first = cells[0].reference
-    topology = RingTopology(
-        ranks_per_node=first.ranks_per_node,
-        nodes=first.nodes,
-        channels=CHANNELS,
-        chunk_bytes=CHUNK_BYTES,
-    )
-    with ring_rank(rank, topology):
+    with _in_group(rank, cells[0].reference):
         meshes: dict[tuple[int, ...], DeviceMesh] = {}
         eager: tuple[Reference, RunReport, list[Payload]] | None = None
         for cell in cells:
@@ -139,7 +138,7 @@ def run_cells(rank: Rank, cells: Sequence[Cell], steps: int, layers: int) -> Non
             shape = reference.mesh_shape
             if shape not in meshes:
                 names = ("dp",) if len(shape) == 1 else ("dp", "inner")
-                meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+                meshes[shape] = init_device_mesh(reference.device, shape, mesh_dim_names=names)
             if eager is None or eager[0] != reference:
                 rank.send(("run", f"{cell.name}: eager"))
                 eager = (reference, *_eager(reference, meshes[shape], steps, layers))
@@ -154,6 +153,21 @@ def run_cells(rank: Rank, cells: Sequence[Cell], steps: int, layers: int) -> Non
                 rank.send(("run", f"{cell.name}: fsdp_order and control"))
                 runs = _aot_eager(job)
             rank.send(("cell", CellReport(cell, eager[1], runs, torch.__version__)))
+
+
+@contextlib.contextmanager
+def _in_group(rank: Rank, reference: Reference) -> Iterator[None]:
+    """A ring group of the reference's nodes; on GPUs NCCL's."""
+    if reference.device == "cpu":
+        per_node = reference.ranks_per_node
+        with ring_rank(rank, RingTopology(per_node, CHANNELS, CHUNK_BYTES, reference.nodes)):
+            yield
+        return
+    start(rank, "nccl")
+    yield
+    # Not in a finally: to destroy NCCL's communicators can wait for ranks that never answer, and
+    # a rank that failed must say so at once.
+    dist.destroy_process_group()
 
 
 def _model(
@@ -198,9 +212,9 @@ def eager_model(
         reference: says which model, in which parallelism.
         mesh: of the shape that ``reference`` asks for.
         layers: number of blocks.
-        dim: width of the model; None for its own.
+        dim: width of the model; None for that of its device.
     """
-    model, mesh = _model(reference, layers, mesh, dim)
+    model, mesh = _model(reference, layers, mesh, dim or DIMS[reference.device])
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[reference.reduce_dtype],
         reduce_dtype=DTYPES[reference.reduce_dtype],
@@ -218,7 +232,7 @@ def compilable_model(
 ) -> tuple[ParityModel, FSDPParamOrder]:
     """SimpleFSDP, one collective per parameter, and FSDP2's order; arguments as of
     :func:`eager_model`."""
-    model, mesh = _model(reference, layers, mesh, dim)
+    model, mesh = _model(reference, layers, mesh, dim or DIMS[reference.device])
     order = FSDPParamOrder.from_model(model, units=unit_names(reference.model, model))
     data_parallel(
         model,
@@ -329,6 +343,7 @@ def _train(
     shard: int,
     stop_unlike: Sequence[str] | None = None,
 ) -> None:
+    device = next(model.parameters()).device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     for step in range(steps):
         # What a later step compiled would be neither in the report nor under the run's options.
@@ -336,14 +351,15 @@ def _train(
         if step and forward is not model:
             stance = torch.compiler.set_stance("fail_on_recompile")
         with stance:
-            loss = forward(*batch_of(step, shard))
+            loss = forward(*(t.to(device) for t in batch_of(step, shard, size=BATCHES[device])))
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         report.loss.append(loss.item())
         report.digests.append(digest(model))
         if stop_unlike is not None:
-            differs = torch.tensor([int(report.digests[-1] != stop_unlike[step])])
+            unlike = int(report.digests[-1] != stop_unlike[step])
+            differs = torch.tensor([unlike], device=device)
             dist.all_reduce(differs, op=dist.ReduceOp.MAX)
             if differs.item():
                 break

@@ -25,7 +25,7 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.nccl_ranks import start, synchronize
+from benchmarks.devices import start, synchronize
 from benchmarks.train_ways import WARMUP_STEPS, RankReport, Training, WayReport
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
@@ -43,11 +43,11 @@ from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.testing import text
+from torch_ext_bucketing.testing.compare import digest
 from torch_ext_bucketing.testing.demo.settings import Settings
 from torch_ext_bucketing.testing.demo.train import (
     PARAM_DTYPE,
     REDUCE_DTYPES,
-    digest,
     eager_run,
     model_config,
 )

@@ -1,4 +1,4 @@
-"""Shared fixtures. Importing the package here gives torch the hooks before any test needs them."""
+"""Shared fixtures, the order of files, and the two parts of a run: without the hooks and with them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import pytest
 # CPU says of itself is enough here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-import torch_ext_bucketing
+from torch_ext_bucketing import hooks
 from torch_ext_bucketing.testing import ranks
-
-torch_ext_bucketing.hooks.install()
 
 # All ranks of a run come from one server. What is about a process's start or its end, its environment
 # at import or its hash seed needs a process started otherwise.
@@ -29,18 +27,33 @@ LONG = (
     "test_explain.py",
     "test_passes_ranks.py",
     "test_caches.py",
-    "test_patching_imports.py",
+    "test_hooks_imports.py",
     "test_graphs.py",
     "test_torchtitan.py",
-    "test_nccl_script.py",
     "test_agreement.py",
     "test_fuzz.py",
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--hooks", action="store_true", help="only what is about the hooks, with them")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--hooks"):
+        hooks.install()  # before any test file imports torch's bucketing
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is about the hooks runs in processes that have them, and nothing else does."""
+    parts: dict[bool, list[pytest.Item]] = {False: [], True: []}
+    for item in items:
+        named = item.path.name.startswith(("test_patch", "test_code_cache"))
+        parts[named or item.get_closest_marker("hooks") is not None].append(item)
+    given = config.getoption("--hooks")
+    config.hook.pytest_deselected(items=parts[not given])
     rank = {name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    items[:] = sorted(parts[given], key=lambda item: rank.get(item.path.name, len(rank)))
 
 
 @pytest.fixture

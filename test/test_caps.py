@@ -149,6 +149,7 @@ def test_plans_are_sound(seed, size, caps, tagged):
     check_plan(gm, plan, caps)
 
 
+@pytest.mark.hooks
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS, adjacent=st.booleans())
 @examples(500)
 def test_same_buckets_as_torch(seed, size, caps, adjacent):
@@ -201,6 +202,7 @@ def test_merging_computes_the_same(seed, size, cap, writes):
     assert not {r.node for r in reports} & {m.name for b in again.buckets for m in b.members}
 
 
+@pytest.mark.hooks
 @needs_pre_bucketing
 @pytest.mark.parametrize("cap", [300, 1000, 10**6])
 def test_torchs_pass_with_the_hooks_merges_the_same(cap):
@@ -408,6 +410,7 @@ def test_primary_group_has_the_most_gathers():
     assert not again.buckets
 
 
+@pytest.mark.hooks
 @needs_pre_bucketing
 def test_primary_group_works_as_torchs_hook():
     gm = gathers_on("1", "0", "0")

@@ -18,11 +18,10 @@ from torch.nn.utils import parametrize
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from torch_ext_bucketing.plans import simple_fsdp
-
 from benchmarks import everyday
 from benchmarks.everyday_ranks import CASES, UNLIKE_EAGER, run_cases
 from torch_ext_bucketing._torch import inductor
+from torch_ext_bucketing.fsdp import simple_fsdp
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import backend

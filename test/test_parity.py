@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import parity
+from benchmarks.devices import nccl_environment
 from benchmarks.parity_cells import Cell, CellReport, CellResult, RunReport, select
+from torch_ext_bucketing.testing.ranks import Rank
+
+ROOT = Path(__file__).resolve().parent.parent
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 
 ALL = (("llama", "moe", "vit", "uneven"), ("2x2", "4x2"), ("aot_eager", "inductor"))
 
@@ -40,6 +50,9 @@ def _combine(cell: Cell, eager: RunReport, **runs: RunReport) -> CellResult:
 def test_the_matrix_has_every_combination_once():
     cells = select(*ALL, ("fsdp", "hsdp", "fsdp+chunked_loss"), ("bf16", "fp32"))
     assert len(cells) == len(dict.fromkeys(cells)) == 4 * 2 * 2 * 3 * 2
+    on_gpus = select(*ALL, ("fsdp",), ("bf16",), device="cuda")
+    assert {c.reference.mesh_shape for c in on_gpus} == {(4,), (8,)}
+    assert all("up to the machine" in c.reference.why_no_control for c in on_gpus)
     (only,) = select(*ALL, ("fsdp", "hsdp"), ("bf16",), only="moe/4x2/inductor/hsdp/*")
     assert only == _cell(model="moe", nodes=4, ranks=8, backend="inductor", parallelism="hsdp")
 
@@ -139,13 +152,105 @@ def test_virtual_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert result["layout_equal"]
 
 
-def test_bad_options_are_usage_errors(capsys: pytest.CaptureFixture[str]):
-    for options, says in (
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
         (["--models", "gpt"], "'gpt' is none of llama"),
         (["--only", "nothing/*"], "no cell is left"),
+        (["--topologies", "1x2", "--parallelism", "hsdp"], "no cell is left"),
         (["--virtual-ranks", "12"], "multiples of 8"),
-    ):
-        with pytest.raises(SystemExit) as caught:
-            parity.main(options)
-        assert caught.value.code == 2
-        assert says in capsys.readouterr().err
+        pytest.param(["--device", "cuda"], "sees no CUDA device", marks=no_gpu),
+    ],
+)
+def test_bad_options_are_usage_errors_before_any_rank_starts(options, says, monkeypatch, capsys):
+    def no_ranks(*_args, **_more):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(parity, "run_ranks", no_ranks)
+    with pytest.raises(SystemExit) as caught:
+        parity.main(options)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def fails_on_one(rank: Rank, cells: list[Cell], steps: int, layers: int) -> None:
+    run = RunReport(["a"], [1.0])
+    rank.send(("cell", CellReport(cells[0], run, {"fsdp_order": run, "control": RunReport(["x"])})))
+    time.sleep(0.5)
+    if rank.rank == 1:
+        raise LookupError("this rank has no such weight")
+    time.sleep(600)  # as in a collective that the failed rank never joins
+
+
+def test_a_failing_rank_ends_all_and_loses_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(parity, "_run_cells", fails_on_one)
+    path = tmp_path / "cells.json"
+    options = ["--only", "uneven/2x2/aot_eager/fsdp*/bf16", "--steps", "1", "--json", str(path)]
+    assert parity.main(options) == 1
+    printed = capsys.readouterr()
+    assert "time limit" not in printed.err  # the other ranks, which would go on, were ended before
+    assert "2 nodes x 2 ranks: rank 1 failed" in printed.err
+    assert 'raise LookupError("this rank has no such weight")' in printed.err
+    assert "1 of 2 cells did not finish" in printed.out
+    (cell,) = json.loads(path.read_text())
+    assert (cell["parallelism"], cell["passed"]) == ("fsdp", True)
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own():
+    shared = [nccl_environment(rank, 8, 1) for rank in range(8)]
+    assert len({e["NCCL_HOSTID"] for e in shared}) == 8
+    for environment in shared:
+        assert environment["NCCL_SOCKET_IFNAME"] == "lo"
+        for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
+            assert environment[name] == "1"
+    for devices in (4, 8):
+        alone = nccl_environment(1, 4, devices)
+        assert not [name for name in alone if name.startswith("NCCL")]
+    with pytest.raises(ValueError, match="8 ranks can't be spread evenly over 3 GPUs"):
+        nccl_environment(0, 8, 3)
+
+
+START = """
+import os, types
+from datetime import timedelta
+import torch, torch.distributed as dist
+import torch_ext_bucketing
+import torch._inductor.config as inductor_config
+from benchmarks import devices
+
+calls = []
+torch.cuda.set_device = lambda device: calls.append((str(device), os.environ.get("NCCL_HOSTID")))
+dist.init_process_group = lambda name, **more: calls.append((name, more["rank"], more["world_size"]))
+rank = types.SimpleNamespace(rank=3, world_size=4, store_path="store", timeout=timedelta(seconds=60))
+for count, device, host in (
+    (4, "cuda:3", None), (1, "cuda:0", "simulated-host-3"), (2, "cuda:1", "simulated-host-3")
+):
+    torch.cuda.device_count = lambda: count
+    assert str(devices.start(rank, "nccl")) == device
+    # The environment before the first CUDA call, the device before the first communicator.
+    assert calls == [(device, host), ("nccl", 3, 4)], calls
+    calls.clear()
+assert torch.backends.cuda.math_sdp_enabled()
+assert not torch.backends.cuda.flash_sdp_enabled()
+assert not torch.backends.cuda.mem_efficient_sdp_enabled()
+assert not torch.backends.cuda.cudnn_sdp_enabled()
+assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+assert not inductor_config.fx_graph_cache and inductor_config.compile_threads >= 1
+"""
+
+
+@pytest.mark.once
+def test_a_rank_up_to_its_first_cuda_call(tmp_path):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL", "CUBLAS"))}
+    done = subprocess.run(
+        [sys.executable, "-c", START],
+        cwd=tmp_path,
+        env=clean | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

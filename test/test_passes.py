@@ -341,6 +341,7 @@ class Shuffled:
         return self._uuid
 
 
+@pytest.mark.hooks
 def test_an_order_packs_by_itself_unless_told_otherwise(fake_world):
     """That it has to be asked to is what a new user does not expect."""
     o = order()
@@ -355,6 +356,7 @@ def test_an_order_packs_by_itself_unless_told_otherwise(fake_world):
     assert packed_by([BucketByCap(1.0, payload_order=o)])[0] == {"FSDPParamOrder"}
 
 
+@pytest.mark.hooks
 def test_what_has_no_key_is_said_once_per_compile(fake_world):
     """An order of another model: its units are found, its keys are not."""
     other = FSDPParamOrder.from_fqns([["embedding.weight", "layers.0.w1.weight"]])

@@ -80,6 +80,7 @@ def test_passes_written_out(scope: dict[str, Any], name: str):
         assert schedule.max_run == (8 if name == "speed" else None)
 
 
+@pytest.mark.hooks
 @pytest.mark.slow
 def test_config_example(scope: dict[str, Any]):
     teb.data_parallel(scope["model"], scope["mesh"], param_dtype=torch.bfloat16)

@@ -363,6 +363,7 @@ def test_only_starts_have_tags(fake_world):
     assert member_tags(wait) == ()
 
 
+@pytest.mark.hooks
 @pytest.mark.parametrize("payload_hook", [False, True])
 def test_bucket_has_its_members_tags(fake_world, payload_hook):
     from torch._inductor import config

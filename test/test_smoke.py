@@ -1,0 +1,101 @@
+"""What must work on every torch that is supported: the demo, and each pass once in a training step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from test_passes_ranks import assert_equal, gradients, mesh, shard
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing.testing.ring import on_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def lists(order, mesh, model):
+    """Lists of passes by the name of the one that they are about."""
+    return {
+        "TagParameters": [teb.TagParameters(model)],
+        "CombineUses": [teb.CombineUses()],
+        "ReduceScatterFirst": [teb.ReduceScatterFirst()],
+        "ReshardAfterForward": [teb.ReshardAfterForward(), teb.BucketUnits(order)],
+        "BucketUnits": [teb.BucketUnits(order)],
+        "BucketByCap": [teb.BucketByCap(1.0)],
+        "Schedule": [teb.Schedule(teb.Overlap())],
+        "BucketAndSchedule": [teb.BucketAndSchedule(teb.Overlap())],
+        "SeparateGroups": [teb.SeparateGroups(mesh)],
+    }
+
+
+def _each_pass(rank):
+    where = mesh("fully_shard")
+    model = shard("fully_shard")
+    expected = gradients(model, model, rank)
+    order = teb.FSDPParamOrder.from_model(model, ["layers.0", "layers.1", ""])
+    found = {}
+    for name, passes in lists(order, where, model).items():
+        torch._dynamo.reset()
+        backend = teb.backend("aot_eager", passes)
+        assert_equal(gradients(torch.compile(model, backend=backend), model, rank), expected)
+        report = backend.last_report()
+        assert not report.unnamed
+        found[name] = dict(report.collectives_after)
+    return found
+
+
+def test_each_pass_once():
+    first, second = on_ranks(_each_pass)
+    assert first == second
+    units, one = {"all_gather": 3, "reduce_scatter": 3}, {"all_gather": 1, "reduce_scatter": 1}
+    assert first["BucketUnits"] == units
+    assert first["ReshardAfterForward"] == {**units, "all_gather": 6}
+    assert first["BucketByCap"] == first["BucketAndSchedule"] == one
+
+
+def test_no_pass_is_left_out(fake_world):
+    flat = init_device_mesh("cpu", (fake_world,))
+    order = teb.FSDPParamOrder.from_fqns([["a"]])
+    classes = [getattr(teb, name) for name in teb.__all__]
+    passes = {c for c in classes if isinstance(c, type) and issubclass(c, teb.GraphPass)}
+    made = lists(order, flat, torch.nn.Linear(1, 1))
+    assert {c.__name__ for c in passes - {teb.GraphPass}} == set(made)
+
+
+def test_the_demo_matches_eager_bit_for_bit(tmp_path):
+    path = tmp_path / "demo.json"
+    options = [
+        "--ranks",
+        "2",
+        "--nodes",
+        "2",
+        "--steps",
+        "4",
+        "--dim",
+        "64",
+        "--layers",
+        "1",
+        "--reduce-dtype",
+        "fp32",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_ext_bucketing", "demo", *options, "--json", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 4 of 4" in done.stderr
+    assert "PASS" in done.stdout
+    assert "a + b is b + a" in done.stdout
+    result = json.loads(path.read_text())
+    ours = result["runs"]["fsdp_order"]
+    assert (ours["steps_equal_to_eager"], ours["first_different_step"]) == (4, None)
+    assert (ours["collectives_before"], ours["collectives_after"]) == (42, 5)
+    assert result["layout_differences"]["fsdp_order"] == []
+    assert result["layout_differences"]["graph_order"]
