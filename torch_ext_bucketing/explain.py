@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None and not estimates:
             name = option.replace("_", "-")
             args.parser.error(
-                f"--{name}: nothing is estimated without --goal, --overlap, --keep-gib, --trace "
+                f"--{name}: nothing is estimated without --overlap, --goal, --keep-gib, --trace "
                 "or --plot"
             )
     if args.size_hint is not None and args.size_hint < 0:
