@@ -104,7 +104,7 @@ def test_prefetch_depth_is_set_where_the_scheduler_takes_it(
 
     seen = {}
 
-    def compile_fx(gm, inputs, config_patches):
+    def compile_fx(gm, inputs, config_patches, **_):
         seen.update(config_patches)
         with inductor_config.patch(config_patches):
             depth = inductor_config.aten_distributed_optimizations.max_compute_pre_fetch

@@ -285,7 +285,7 @@ def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
     manager = Pipeline([teb.Schedule(teb.Overlap())])
 
     def key(hints):
-        return _InductorPass(manager, "joint", Compilation(size_hints=hints)).uuid()
+        return _InductorPass(manager, "joint", Compilation(size_hints=hints), ()).uuid()
 
     assert len({key(None), key(1), key(2)}) == 3
     assert key(lambda symbol: 1) is None
