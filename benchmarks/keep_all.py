@@ -85,10 +85,10 @@ def against_all(models: int, most: int, least: int = 2, first: int = 0) -> dict[
 def _fitting(planner: KeepPlanner, limit: int) -> Iterator[tuple[float, tuple[int, ...]]]:
     """Choices with the least time that they can take. What is kept is there when backward begins,
     so those that are above the bound with that alone are left out."""
-    forward_ms = least_ms(planner.halves.forward)
+    forward_ms = least_ms(planner.partitioned.forward)
     for bits in range(2 ** len(planner.candidates)):
         kept = tuple(k for i, k in enumerate(planner.candidates) if bits >> i & 1)
-        backward = planner.halves.models(kept)[1]
+        backward = planner.partitioned.models(kept)[1]
         if backward.liveness.at_start <= limit:
             yield forward_ms + least_ms(backward), kept
 

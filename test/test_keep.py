@@ -28,13 +28,13 @@ from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.rewrites.keep import NothingKeptWarning, unit_name
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
+from torch_ext_bucketing.scheduling.coarse import CoarseSimulator, _CoarseHalf, _Gather
 from torch_ext_bucketing.scheduling.cost import Costs
-from torch_ext_bucketing.scheduling.halves import Halves
 from torch_ext_bucketing.scheduling.keep import KeepPlanner, block_units
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.model import model_of
+from torch_ext_bucketing.scheduling.partitioned import PartitionedModel
 from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning
-from torch_ext_bucketing.scheduling.sketch import Sketch, _Gather, _Half
 from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.testing.ring import on_ranks
 
@@ -110,10 +110,10 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
     found = {}
 
     def look(graph):
-        halves = Halves(graph, Costs(), MODULES, kinds=())
-        chosen = [k for k, u in enumerate(halves.units) if u.name.startswith(kept or ("-",))]
-        found["models"] = halves.models(chosen)
-        found["sketch"] = Sketch(halves).peak_bytes(chosen)
+        partitioned = PartitionedModel(graph, Costs(), MODULES, kinds=())
+        chosen = [k for k, u in enumerate(partitioned.units) if u.name.startswith(kept or ("-",))]
+        found["models"] = partitioned.models(chosen)
+        found["coarse"] = CoarseSimulator(partitioned).peak_bytes(chosen)
 
     graphs, _ = compiled(Look(look), ReshardAfterForward(keep=kept))
     for model, stage in zip(found["models"], ("forward", "backward"), strict=True):
@@ -124,7 +124,7 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
         unread = model.liveness.at_start - graph.liveness.at_start
         assert unread == 0 if stage == "forward" else unread >= 0
         assert ours.peak_bytes - unread == real.peak_bytes
-    assert found["sketch"] == max(m.liveness.peak(range(len(m))) for m in found["models"])
+    assert found["coarse"] == max(m.liveness.peak(range(len(m))) for m in found["models"])
 
 
 def test_schedules_count_what_only_forward_reads(fake_world):
@@ -132,14 +132,14 @@ def test_schedules_count_what_only_forward_reads(fake_world):
     kept, found = ("layers.1", "head"), {}
 
     def look(graph):
-        halves = Halves(graph, Costs(), MODULES, kinds=())
-        found["halves"] = halves
-        found["chosen"] = [k for k, u in enumerate(halves.units) if u.name.startswith(kept)]
+        partitioned = PartitionedModel(graph, Costs(), MODULES, kinds=())
+        found["partitioned"] = partitioned
+        found["chosen"] = [k for k, u in enumerate(partitioned.units) if u.name.startswith(kept)]
 
     graphs, report = compiled(
         Look(look), ReshardAfterForward(keep=kept), teb.Schedule(teb.PeakMemory(ratio=1.0))
     )
-    models = found["halves"].models(found["chosen"])
+    models = found["partitioned"].models(found["chosen"])
     for model, scheduled in zip(models, report.schedules, strict=True):
         assert scheduled.peak_bytes[0] == scheduled.reference_bytes == Timeline.of(model).peak_bytes
     alone = model_of(graphs["backward"].graph).liveness.at_start
@@ -150,7 +150,7 @@ def test_what_an_activation_checkpoint_computes_again_is_computed_in_backward(fa
     found = {}
 
     def look(graph):
-        found["backward"] = Halves(graph, Costs(), MODULES, kinds=()).models(())[1]
+        found["backward"] = PartitionedModel(graph, Costs(), MODULES, kinds=()).models(())[1]
 
     graphs, _ = compiled(Look(look), ReshardAfterForward(), checkpointed=True)
     real = model_of(graphs["backward"].graph)
@@ -361,9 +361,9 @@ def test_choices_are_near_the_best_of_all(fake_world):
             for bits in range(2 ** len(planner.candidates))
         ]
         best = min(choices, key=lambda o: o.rank)
-        forward_ms = least_ms(planner.halves.forward)
+        forward_ms = least_ms(planner.partitioned.forward)
         for o in choices:  # what rules choices out there rules out none that is better
-            backward = planner.halves.models(o.kept)[1]
+            backward = planner.partitioned.models(o.kept)[1]
             assert backward.liveness.at_start <= o.peak_bytes
             assert forward_ms + least_ms(backward) <= o.step_ms + 1e-9
         assert not chosen.above or best.above
@@ -395,7 +395,7 @@ def test_groups_on_one_network_level_take_turns():
 
     def half(stream):
         gathers = [[_Gather(None, 1, 3.0, 0.0, 0)] for _ in stream]
-        return _Half([1.0, 1.0], [0, 0], gathers, [[], []], [[], []], [], stream)
+        return _CoarseHalf([1.0, 1.0], [0, 0], gathers, [[], []], [[], []], [], stream)
 
     assert half([0, 1]).step_ms((), [0, 0], 0) == 4.0
     assert half([0, 0]).step_ms((), [0, 0], 0) == 7.0

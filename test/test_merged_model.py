@@ -30,8 +30,7 @@ from torch_ext_bucketing.scheduling.merged_model import merged_model
 from torch_ext_bucketing.scheduling.model import Model, model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
-from torch_ext_bucketing.scheduling.shape import first_uses
-from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound, path_bound
+from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound
 
 # Kernels that take longer the more they move, however little that is.
 SLOW = Machine(bandwidth=1e6, kernel_ms=1e-9)
@@ -91,7 +90,7 @@ def test_times_are_those_of_the_merged_graph(seed, size, cap):
     assert ours.step_ms == pytest.approx(theirs.step_ms)
     assert ours.compute_ms == pytest.approx(theirs.compute_ms)
     assert ours.longest_run == theirs.longest_run
-    assert path_bound(planned) == pytest.approx(path_bound(merged))
+    assert planned.analysis.bound_ms == pytest.approx(merged.analysis.bound_ms)
     # Of several longest paths, each takes its own.
     assert max(map(lower_bound, (planned, merged))) <= ours.step_ms * (1 + 1e-9)
     launched = [
@@ -155,7 +154,7 @@ def test_a_bucket_is_found_by_the_parameters_of_all_its_members(traced):
     model = merged_model(model_of(graph, costs), plan.buckets, costs)
     assert model is not None
     assert set(model.members.values()) == {b.members for b in plan.buckets}
-    uses = first_uses(model)
+    uses = model.analysis.first_uses()
     assert all(start in uses for start in model.members)
     late, early = (tag_of(b.members[-1]).fqns[0] for b in (plan.buckets[-1], plan.buckets[0]))
     overlap = Overlap(prefetch_under={late: early})

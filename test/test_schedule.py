@@ -39,6 +39,7 @@ from torch_ext_bucketing.graph.collectives import is_collective, is_compute, kin
 from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.scheduling import Schedule
+from torch_ext_bucketing.reports.text import sizes_text
 from torch_ext_bucketing.scheduling.cap_search import _Search, choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
 from torch_ext_bucketing.scheduling.list_schedule import ListScheduler, list_schedule
@@ -368,7 +369,9 @@ def test_a_run_that_dependencies_force_is_said_once():
 def test_a_memory_bound_below_the_inputs_is_said_with_the_number():
     gm = forward_graph()
     before = order_of(gm)
-    with pytest.warns(BoundNotKeptWarning, match=r"PeakMemory: .* GiB live at .* above the bound"):
+    with pytest.warns(
+        BoundNotKeptWarning, match=r"PeakMemory: (\S+ \S+) live at .* above the bound of (?!\1;)"
+    ):
         report = schedule(gm, PeakMemory(gib=1e-9))
     assert report.misses > 0
     assert sorted(order_of(gm).split()) == sorted(before.split())
@@ -615,6 +618,14 @@ def test_a_graph_that_is_not_sorted_is_an_error():
     second.append(first)
     with pytest.raises(ValueError, match="stands before its input"):
         _ = GraphAnalysis(gm.graph).dependencies
+
+
+def test_sizes_are_told_in_units_that_show_the_difference():
+    assert sizes_text(72 * 2**30, 70 * 2**30) == ["72.000 GiB", "70.000 GiB"]
+    assert sizes_text(2**20 + 2**15, 2**20, 0) == ["1.031 MiB", "1.000 MiB", "0.000 MiB"]
+    assert sizes_text(2**30 + 2**15, 2**30) == ["1.00003 GiB", "1.00000 GiB"]
+    assert sizes_text(2**30 + 1, 2**30) == [f"{2**30 + 1} B", f"{2**30} B"]
+    assert sizes_text(900, 880) == ["900 B", "880 B"]
 
 
 # --- memory: the estimate against a run ----------------------------------------------------------

@@ -190,7 +190,7 @@ def measure(
     machine = Machine(ranks_per_node=per_node)
     table: dict[Any, list[tuple[int, float]]] = {}
     for group in groups:
-        shape = machine.shape_of(ranks_of(group))
+        shape = machine.layout_of(ranks_of(group))
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
             for size in sorted(set(kib)):
                 nbytes, launch = _launcher(kind, size * 1024, group, device)

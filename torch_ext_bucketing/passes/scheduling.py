@@ -158,7 +158,7 @@ class BucketAndSchedule(Schedule):
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
         plan, found = choose_caps(
-            g if compilation is None else compilation.analysis(g),
+            compilation.analysis(g),
             self._bounded(compilation),
             caps_mb=self.caps_mb,
             machine=self.machine,

@@ -69,7 +69,7 @@ class GraphReport(Report):
         """
         lines = [self.summary()]
         if self.buckets:
-            table = aligned([_COLUMNS, *map(_bucket_row, self.buckets)], right=(2, 3, 4, 5, 6))
+            table = aligned([_COLUMNS, *map(_bucket_row, self.buckets)], right=(2, 3, 4, 5))
             lines += ["", table[0]]
             for bucket, line in zip(self.buckets, table[1:], strict=True):
                 lines.append(line)

@@ -15,10 +15,10 @@ from ..passes.base import Buckets, Choice, Compilation, Order, last_fact
 from ..passes.cache_key import digest
 from ..reports.keep import KeepReport
 from ..scheduling.cost import H100, Machine
-from ..scheduling.halves import UnitOf
 from ..scheduling.keep import KeepPlanner, block_units
 from ..scheduling.memory import PeakMemory
 from ..scheduling.overlap import Overlap
+from ..scheduling.partitioned import UnitOf
 
 __all__ = ["NothingKeptWarning", "choose_for"]
 
@@ -74,7 +74,7 @@ def choose_for(
     )
     if report.warning:
         compilation.warn(report.warning, NothingKeptWarning)
-    kept = {f for k in outcome.kept for f in planner.halves.units[k].fqns}
+    kept = {f for k in outcome.kept for f in planner.partitioned.units[k].fqns}
     nodes: dict[fx.Node, None] = {}
     for start, chain in parameter_chains(graph).items():
         tag = tag_of(start)

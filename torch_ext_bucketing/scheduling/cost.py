@@ -111,7 +111,7 @@ class Costs:
         for group in dict.fromkeys(groups):
             ranks = self._ranks_of(group)
             if len(ranks) > 1:
-                _, nodes = self.machine.shape_of(ranks)
+                _, nodes = self.machine.layout_of(ranks)
                 found.setdefault("inside nodes" if nodes == 1 else "between nodes", []).append(
                     group
                 )

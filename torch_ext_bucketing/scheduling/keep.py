@@ -5,7 +5,7 @@ its first in backward. What it saves depends on all others: a gather that runs u
 saves nothing, until so many of the others are kept that the stream is free anyway; and what is kept
 takes the room in which other gathers are prefetched. So units are taken one by one, each time the
 one that saves the most exposed time for the bytes and the time that it holds them, on a sketch of
-both halves (:mod:`.scheduling.sketch`). Dropping units from all of them, each time the one that
+both halves (:mod:`.scheduling.coarse`). Dropping units from all of them, each time the one that
 costs least, is the other way to go; then single units are exchanged. The best choices are looked at
 with a real schedule of both halves, then, as far as the size of the graph allows, their neighbours;
 and the fastest that keeps the bound is taken.
@@ -28,15 +28,15 @@ from ..graph.collectives import KINDS, Kind
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.keep import KeepReport, KeptUnit
 from ..reports.text import size_text
+from .coarse import CoarseSimulator
 from .cost import H100, Costs, Machine
-from .halves import Halves, UnitOf
 from .memory import within
 from .model import Model
 from .options import Options
 from .overlap import Overlap
+from .partitioned import PartitionedModel, UnitOf
 from .policy import Case, Policy, policies_of
 from .scheduler import schedule_model
-from .sketch import Sketch
 from .timeline import Timeline
 
 __all__ = [
@@ -154,12 +154,12 @@ class KeepPlanner:
         self.machine = machine
         self._policies = policies_of(policies)
         with paused_gc():
-            self.halves = Halves(graph, Costs(machine, self.hints), unit_of, kinds)
-            self._sketch = Sketch(self.halves)
-        self.candidates = [k for k, unit in enumerate(self.halves.units) if unit.held]
-        self._largest = max((self.halves.units[k].nbytes for k in self.candidates), default=0)
+            self.partitioned = PartitionedModel(graph, Costs(machine, self.hints), unit_of, kinds)
+            self._coarse = CoarseSimulator(self.partitioned)
+        self.candidates = [k for k, unit in enumerate(self.partitioned.units) if unit.held]
+        self._largest = max((self.partitioned.units[k].nbytes for k in self.candidates), default=0)
         # Ranks may differ in what pads and cuts their shards.
-        halves = (self.halves.forward, self.halves.backward)
+        halves = (self.partitioned.forward, self.partitioned.backward)
         self._size = sum(
             len(h) - sum(n in h.shard_side.nodes for n in h.dependencies.nodes) for h in halves
         )
@@ -168,8 +168,8 @@ class KeepPlanner:
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._steps: dict[tuple[_Set, int], float] = {}
         self._peaks: dict[_Set, int] = {}
-        self._nothing_bytes = self._sketch.peak_bytes(())
-        self._at_start = self.halves.backward.liveness.at_start
+        self._nothing_bytes = self._coarse.peak_bytes(())
+        self._at_start = self.partitioned.backward.liveness.at_start
         self._short: set[tuple[int, int]] = set()
         self.tried = 0
         self.seconds = time.perf_counter() - clock
@@ -194,7 +194,7 @@ class KeepPlanner:
 
     def _scheduled(self, kept: _Set, limit: int) -> Outcome:
         self.tried += 1
-        forward, backward = self.halves.models(kept)
+        forward, backward = self.partitioned.models(kept)
         first = self._known_forward(forward, limit) or self._schedule(0, forward, limit)
         second = self._schedule(1, backward, limit)
         peak = max(first[1], second[1])
@@ -277,7 +277,7 @@ class KeepPlanner:
         out = [k for k in self.candidates if k not in kept]
         near = [kept ^ {k} for k in self.candidates]
         near += [kept - {k} | {o} for k in sorted(kept) for o in out]
-        return near[: max(len(self.candidates), _NEAR // self._sketch.segments)]
+        return near[: max(len(self.candidates), _NEAR // self._coarse.segments)]
 
     def _expect(self, outcome: Outcome, limit: int, expected: dict[_Set, float]) -> None:
         """Note the steps to expect near to ``outcome``: the sketch's, as far off as it is there."""
@@ -291,7 +291,7 @@ class KeepPlanner:
         """Time of both halves on the sketch."""
         key = (kept, limit)
         if key not in self._steps:
-            self._steps[key] = self._sketch.step_ms(kept, limit)
+            self._steps[key] = self._coarse.step_ms(kept, limit)
         return self._steps[key]
 
     def fits(self, kept: Collection[int], room: int) -> bool:
@@ -299,12 +299,12 @@ class KeepPlanner:
         kept = frozenset(kept)
         peak = self._peaks.get(kept)
         if peak is None:
-            more = sum(self.halves.units[k].nbytes for k in kept)
+            more = sum(self.partitioned.units[k].nbytes for k in kept)
             if self._at_start + more > room:
                 return False  # backward begins with as much
             if self._nothing_bytes + more <= room:
                 return True
-            peak = self._peaks[kept] = self._sketch.peak_bytes(kept)
+            peak = self._peaks[kept] = self._coarse.peak_bytes(kept)
         return peak <= room
 
     def _search(self, limit: int) -> list[dict[_Set, float]]:
@@ -327,7 +327,7 @@ class KeepPlanner:
 
     def _cost(self, k: int) -> float:
         """Bytes and milliseconds that a unit holds them."""
-        return self.halves.units[k].nbytes * max(self._sketch.held_ms[k], 1e-6)
+        return self.partitioned.units[k].nbytes * max(self._coarse.held_ms[k], 1e-6)
 
     def _added(self, kept: _Set, room: int, limit: int) -> _Set:
         """Add units, each time the one that saves most for the bytes and time that it holds."""
@@ -336,7 +336,7 @@ class KeepPlanner:
         def value(k: int) -> tuple[float, float]:
             saved = round(now - self.step(kept | {k}, limit), 6)
             # Of those that save nothing yet the one that keeps the network busiest.
-            return saved / self._cost(k), self._sketch.gather_ms(k) / self._cost(k)
+            return saved / self._cost(k), self._coarse.gather_ms(k) / self._cost(k)
 
         out = (k for k in self.candidates if k not in kept)
         values = {k: value(k) for k in out if self.fits(kept | {k}, room)}
@@ -361,8 +361,8 @@ class KeepPlanner:
 
             def loss(k: int, kept: _Set = kept, now: float = now) -> tuple[float, float]:
                 lost = round(self.step(kept - {k}, limit) - now, 6)
-                nbytes = self.halves.units[k].nbytes
-                return lost / nbytes, self._sketch.gather_ms(k) / self._cost(k)
+                nbytes = self.partitioned.units[k].nbytes
+                return lost / nbytes, self._coarse.gather_ms(k) / self._cost(k)
 
             if not losses:
                 losses = {k: loss(k) for k in kept}
@@ -383,7 +383,7 @@ class KeepPlanner:
         if not self.fits(kept, room):
             return {}
         looked = {kept: self.step(kept, limit)}
-        left = _SEGMENTS // self._sketch.segments
+        left = _SEGMENTS // self._coarse.segments
         if left < len(self.candidates):  # not enough to see which ones to exchange
             return looked
 
@@ -443,7 +443,7 @@ class KeepPlanner:
             next_kept = self._added(kept, larger, larger)
             next_ms = max(0.0, self.step(kept, limit) - self.step(next_kept, larger))
             units = self._units(kept, limit)
-        named = self.halves.units
+        named = self.partitioned.units
         if next_ms <= 0.0:
             next_kept = kept
         drawn = self.curve() if curve else ()
@@ -452,7 +452,7 @@ class KeepPlanner:
             units=units,
             step_ms=(nothing.step_ms, chosen.step_ms),
             peak_bytes=(nothing.peak_bytes, chosen.peak_bytes),
-            all_peak_bytes=self._sketch.peak_bytes(self.candidates),
+            all_peak_bytes=self._coarse.peak_bytes(self.candidates),
             unread=tuple(u.name for u in named if not u.held),
             next_ms=next_ms,
             next_units=tuple(named[k].name for k in sorted(next_kept - kept)),
@@ -485,13 +485,13 @@ class KeepPlanner:
         found = []
         for k in self.candidates:
             other = self.step(kept ^ {k}, limit)
-            unit = self.halves.units[k]
+            unit = self.partitioned.units[k]
             found.append(
                 KeptUnit(
                     unit.name,
                     k in kept,
                     unit.nbytes,
-                    self._sketch.gather_ms(k),
+                    self._coarse.gather_ms(k),
                     other - now if k in kept else now - other,
                     len(unit.fqns),
                 )
@@ -507,9 +507,9 @@ class KeepPlanner:
             )
         if chosen.kept or not self.candidates:
             return ""
-        peaks = {k: self._sketch.peak_bytes((k,)) for k in self.candidates}
+        peaks = {k: self._coarse.peak_bytes((k,)) for k in self.candidates}
         k = min(peaks, key=lambda k: (peaks[k], k))
-        unit = self.halves.units[k]
+        unit = self.partitioned.units[k]
         if peaks[k] > limit:
             return (
                 f"nothing is kept: the cheapest unit, {unit.name}, needs a peak of "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..reports.text import sizes_text
 from .model import Model
 from .policy import Case, Options, Policy, PolicyReport
 from .timeline import Timeline
@@ -133,11 +134,11 @@ class PeakMemory(Policy):
         nodes = case.model.dependencies.nodes
         at = timeline.live.index(timeline.peak_bytes) if timeline.live else 0
         where = nodes[timeline.order[at]].name if timeline.live else "the inputs"
+        reached, bound, given = sizes_text(timeline.peak_bytes, limit, case.model.liveness.at_start)
         warning = (
-            f"PeakMemory: {timeline.peak_bytes / _GIB:.3f} GiB live at {where}, above the bound "
-            f"of {limit / _GIB:.3f} GiB; inputs, saved values and constants are "
-            f"{case.model.liveness.at_start / _GIB:.3f} GiB of it, and no order tried needs less. "
-            "Smaller buckets and more recomputation need less."
+            f"PeakMemory: {reached} live at {where}, above the bound of {bound}; inputs, saved "
+            f"values and constants are {given} of it, and no order tried needs less. Smaller "
+            "buckets and more recomputation need less."
         )
         return PolicyReport(repr(self), figures, warning=warning)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch.fx as fx
 
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import is_compute, is_view, kind_of, started_by
+from ..graph.collectives import Kind, is_compute, is_view, kind_of, started_by
 from ..graph.dependencies import Precedence, unused
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import Storages
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.uneven import ShardSide
 from .cost import H100, Costs, Machine
+from .model_analysis import ModelAnalysis
 
 __all__ = [
     "Model",
@@ -117,6 +119,46 @@ class Model:
 
     def __len__(self) -> int:
         return len(self.ms)
+
+    @cached_property
+    def analysis(self) -> ModelAnalysis:
+        """What every order of it has in common."""
+        return ModelAnalysis(self)
+
+    def part(self, places: Sequence[int], liveness: Storages) -> Model:
+        """The model of some of the nodes.
+
+        Args:
+            places: of the nodes, in their new order. Collectives of one group and kind are launched
+                in this order; of the other dependencies those among these nodes stay.
+            liveness: of these nodes.
+        """
+        nodes = self.dependencies.nodes
+        at = [-1] * len(self)
+        needs: list[set[int]] = []
+        last: dict[tuple[str, Kind | None], int] = {}
+        for new, i in enumerate(places):
+            at[i] = new
+            mine = self.dependencies.needs[i]
+            needs.append({at[j] for j in mine if at[j] >= 0 and not self.only_ordered(j, i)})
+            group = self.group[i]
+            if group is not None:
+                key = group, kind_of(nodes[i])
+                if key in last:
+                    needs[new].add(last[key])
+                last[key] = new
+        return replace(
+            self,
+            dependencies=Precedence([nodes[i] for i in places], needs),
+            liveness=liveness,
+            ms=[self.ms[i] for i in places],
+            group=[self.group[i] for i in places],
+            start_of=[-1 if self.start_of[i] < 0 else at[self.start_of[i]] for i in places],
+            compute=[self.compute[i] for i in places],
+            reduces=[self.reduces[i] for i in places],
+            view=[self.view[i] for i in places],
+            members={at[i]: m for i, m in self.members.items() if at[i] >= 0},
+        )
 
     def only_ordered(self, before: int, after: int) -> bool:
         """Whether the two are starts: then ``after`` needs ``before`` for the launch order alone,

@@ -12,7 +12,6 @@ from ..graph.collectives import kind_of
 from .model import Model
 from .options import Options
 from .policy import Case, Policy
-from .shape import first_uses
 
 __all__ = [
     "Overlap",
@@ -96,7 +95,7 @@ class Overlap(Policy):
         before."""
         if not self.prefetch_under:
             return {}, []
-        uses = first_uses(model)
+        uses = model.analysis.first_uses()
         nodes = model.dependencies.nodes
         gathers = {
             i: _fqns(model.members.get(i, (nodes[i],)))

@@ -31,7 +31,6 @@ from .list_schedule import ROUNDING, ListScheduler, list_schedule
 from .model import Model, model_of
 from .options import Options
 from .policy import Case, Policy, policies_of
-from .shape import shape_of
 from .timeline import Timeline, lower_bound
 
 __all__ = [
@@ -174,7 +173,7 @@ def schedule_model(
 
     wanted = [c for p in policies for c in p.candidates(case, quick)]
     passes = list[tuple[ListScheduler, Timeline | None]]()
-    bound = shape_of(model).bound_ms
+    bound = model.analysis.bound_ms
 
     def tried(name: str, options: Options, free: Options) -> _Try | None:
         """What comes of a pass, unless it is known to be no better than what was tried."""
