@@ -16,6 +16,7 @@ __all__ = [
     "ReducedShard",
     "ReshardReport",
     "Resharded",
+    "RewriteReport",
     "ScatterReport",
 ]
 
