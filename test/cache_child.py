@@ -3,9 +3,9 @@
     python cache_child.py NAME [NAME ...]
 
 Prints a line of JSON for each name: hits, misses and bypasses of both caches, digests of the code
-that ran (forward, backward) and what was logged; for the name --workers what the processes of
-Inductor's compile workers have. Under torchrun the ranks form a gloo group of
-two, otherwise the process is rank 0 of a fake group of two.
+that ran (forward, backward) and what was logged. Names of config entries need the hooks, which are
+installed where one is asked for. Under torchrun the ranks form a gloo group of two, otherwise the
+process is rank 0 of a fake group of two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from sharded_models import shard_by_parametrization
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.bucketing.groups import primary_group
 
 AB = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
 BA = teb.FSDPParamOrder.from_fqns([["b.weight", "a.weight"]])
@@ -52,8 +51,27 @@ def by_backend(make, **settings):
     return lambda: (Pair(), teb.backend("inductor", [make()]), settings)
 
 
-def by_config(key, turned=False, tags=True, custom_ops=False, **entries):
-    """torch's own bucketing, under config hooks alone."""
+class WriteOrder(teb.TagParameters):
+    """Writes the place of each parameter's bytes where the config entry says."""
+
+    def __init__(self, model, order) -> None:
+        super().__init__(model)
+        self.order = order
+
+    def run(self, graph, compilation) -> None:
+        super().run(graph, compilation)
+        tagged = dict(self.last_report.tagged)
+        for node in graph.nodes:
+            if node.name in tagged:
+                node.meta["payload_order"] = self.order(node)
+
+    def settings(self):
+        return *super().settings(), self.order.uuid()
+
+
+def by_config(order, turned=False, own_pass=False, custom_ops=False, **entries):
+    """torch's own bucketing, under config hooks alone; ``own_pass``: its order is from a pass of the
+    module that the test edits."""
 
     def setup():
         model = Pair(turned)
@@ -63,13 +81,13 @@ def by_config(key, turned=False, tags=True, custom_ops=False, **entries):
             ENTRIES + "bucket_non_adjacent": True,
             **{ENTRIES + name: value for name, value in entries.items()},
         }
-        if tags:
-            settings["joint_custom_post_pass"] = teb.TagParameters(model)
+        if order is not None or own_pass:
+            write = from_hooks("OwnOrder", model) if own_pass else WriteOrder(model, order)
+            settings["joint_custom_post_pass"] = write
+            settings[ENTRIES + "bucket_payload_order_key"] = "payload_order"
         if custom_ops:
             settings |= custom_ops_of("bucket_all_gathers_bucket_mode")
             settings |= custom_ops_of("bucket_reduce_scatters_bucket_mode")
-        if key is not None:
-            settings[ENTRIES + "bucket_payload_order_key"] = key()
         return model, "inductor", settings
 
     return setup
@@ -103,20 +121,14 @@ SETUPS = {
     "backend, custom ops": by_backend(
         lambda: teb.BucketUnits(AB), **custom_ops_of(ENTRIES + "bucket_mode")
     ),
-    "config": by_config(lambda: AB),
-    "config, custom ops": by_config(lambda: AB, custom_ops=True),
-    "config, custom ops, filter only": by_config(
-        None, tags=False, fsdp_group_filter=primary_group, custom_ops=True
-    ),
-    "config, other order": by_config(lambda: BA),
-    "config, model turned": by_config(lambda: AB, turned=True),
-    "config, span": by_config(lambda: AB, bucket_max_node_span=100),
-    "config, filter": by_config(lambda: AB, fsdp_group_filter=primary_group),
-    "config, lambda": by_config(lambda: lambda start: 0),
-    "config, lambda filter": by_config(lambda: AB, fsdp_group_filter=lambda counts: list(counts)),
-    "config, values only": by_config(None, tags=False),
-    "config, function": by_config(lambda: from_hooks("by_name")),
-    "config, own uuid": by_config(lambda: from_hooks("ByName")),
+    "config": by_config(AB),
+    "config, custom ops": by_config(AB, custom_ops=True),
+    "config, custom ops, filter only": by_config(None, fsdp_group_filter=["0"], custom_ops=True),
+    "config, other order": by_config(BA),
+    "config, model turned": by_config(AB, turned=True),
+    "config, filter": by_config(AB, fsdp_group_filter=["0"]),
+    "config, values only": by_config(None),
+    "config, own pass": by_config(None, own_pass=True),
 }
 
 
@@ -191,20 +203,9 @@ def run(name: str, mesh) -> dict[str, object]:
     }
 
 
-def worker_hooks() -> dict[str, str]:
-    """What a process of each kind of compile worker has."""
-    from torch._inductor import async_compile, config
-
-    found = {}
-    for method in ("subprocess", "fork", "spawn"):
-        with config.patch(worker_start_method=method, compile_threads=2):
-            pool = async_compile.AsyncCompile.process_pool()
-            found[method] = str(pool.submit(teb.hooks.status).result(timeout=120))
-            async_compile.shutdown_compile_workers()
-    return found
-
-
 def main(names: list[str]) -> None:
+    if any(name.startswith("config") for name in names):
+        teb.hooks.install()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
@@ -213,10 +214,7 @@ def main(names: list[str]) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     for name in names:
-        if name == "--workers":
-            result = {"name": name, "workers": worker_hooks(), "hooks": str(teb.hooks.status())}
-        else:
-            result = run(name, mesh)
+        result = run(name, mesh)
         # One write, so that lines of two ranks don't mix.
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
