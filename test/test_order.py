@@ -722,7 +722,7 @@ class TestIdentity:
 
         here = FSDPParamOrder.from_fqns([["a", "b"], ["c"]], aliases={"y": "c", "x": "a"}).uuid()
         assert uuid("1") == here
-        source = copied / "plans" / "order.py"
+        source = copied / "fsdp" / "order.py"
         edited = source.read_text().replace("return min(", "return max(")
         assert edited != source.read_text()
         source.write_text(edited)

@@ -232,6 +232,8 @@ def test_units_by_module_names_take_the_longest():
         units.unit_of(f) for f in ("layers.0.mlp.w", "layers.0.wq", "norm.w", "head", "tied")
     ] == [0, 1, 1, 2, 1]
     assert Units([("layers.1",)]).unit_of("layers.10.w") is None
+    assert units.place_of("norm.w") == units.place_of("_orig_mod.norm.w") == (1, 1)
+    assert units.place_of("tied") == (1, 1)
 
 
 # -- compiled models ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ._torch.fsdp2 import is_wrapped
-from .fqns import format_names
+from .fqns import format_names, parameter_names
 from .fsdp.blocks import transformer_block_plan
 from .fsdp.order import FSDPParamOrder
 from .fsdp.unit_spec import UnitSpec
@@ -149,7 +149,8 @@ def _order(
     """The order, and the names of what stays gathered between forward and backward."""
     if reference is not None:
         order = FSDPParamOrder.from_fsdp(reference)
-        missing = FSDPParamOrder.from_model(model).unknown(f for u in order.units for f in u)
+        names = {fqn for fqns in parameter_names(model).values() for fqn in fqns}
+        missing = [fqn for unit in order.units for fqn in unit if fqn not in names]
         if missing:
             raise ValueError(
                 f"the reference has parameters that the model has not: {', '.join(missing[:8])}. "
