@@ -41,16 +41,16 @@ from benchmarks.parity_models import (
     unit_names,
 )
 from torch_ext_bucketing.fqns import canonical_fqn
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph.collectives import KINDS
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
 from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.reports.compile import CompileReport
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.testing.compare import digest
 from torch_ext_bucketing.testing.demo.results import Member, Payload, RunRecord, layout_differences
 from torch_ext_bucketing.testing.ranks import Rank

@@ -34,7 +34,7 @@ LIMIT_S = 400
 
 HOOKS = """
 from torch_ext_bucketing import BucketUnits, TagParameters
-from torch_ext_bucketing.tagging.tags import tag_of
+from torch_ext_bucketing.fsdp.tags import tag_of
 
 class OwnOrder(TagParameters):
     def run(self, graph, compilation):

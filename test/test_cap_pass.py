@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.bucketing.groups import primary_group
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByCap
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 PREFIX = "aten_distributed_optimizations."
@@ -104,7 +104,7 @@ def test_prefetch_depth_is_set_where_the_scheduler_takes_it(
 
     seen = {}
 
-    def compile_fx(gm, inputs, inner_compile, config_patches):
+    def compile_fx(gm, inputs, config_patches, **_):
         seen.update(config_patches)
         with inductor_config.patch(config_patches):
             depth = inductor_config.aten_distributed_optimizations.max_compute_pre_fetch

@@ -43,11 +43,11 @@ from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
 from torch_ext_bucketing.bucketing.contraction import Contraction
 from torch_ext_bucketing.bucketing.groups import chosen_groups, primary_group
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.plan import Bucket, BucketingPlan
+from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
 from torch_ext_bucketing.bucketing.structure import fsdp_starts
+from torch_ext_bucketing.fsdp.tags import Tag, set_tag
 from torch_ext_bucketing.graph.collectives import KINDS, bucket_key, group_name, kind_of, wire_bytes
 from torch_ext_bucketing.graph.writes import unordered_writes
-from torch_ext_bucketing.tagging.tags import Tag, set_tag
 
 MIB = 2**20
 SOAK = int(os.environ.get("BUCKETING_SOAK", "0"))
@@ -84,7 +84,7 @@ def cap_of(sizes: list[int]):
     return lambda i: sizes[min(i, len(sizes) - 1)] / MIB
 
 
-def names(plan: BucketingPlan) -> list[tuple[str, list[str]]]:
+def names(plan: MergePlan) -> list[tuple[str, list[str]]]:
     return [(b.kind, [m.name for m in b.members]) for b in plan.buckets]
 
 
@@ -117,7 +117,7 @@ def is_acyclic(graph: fx.Graph, buckets: list[Bucket]) -> bool:
     return done == len(needs)
 
 
-def check_plan(gm: fx.GraphModule, plan: BucketingPlan, sizes: list[int]) -> None:
+def check_plan(gm: fx.GraphModule, plan: MergePlan, sizes: list[int]) -> None:
     position = {n: i for i, n in enumerate(gm.graph.nodes)}
     writes = [position[w] for w in unordered_writes(list(gm.graph.nodes))]
     seen: set[fx.Node] = set()
@@ -377,7 +377,7 @@ def test_the_writes_of_a_bucket_are_no_barrier():
     )
     plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
     some = Bucket("all_gather", None, plan.buckets[0].members[2:4])
-    apply_plan(gm.graph, BucketingPlan((some,)))
+    apply_plan(gm.graph, MergePlan((some,)))
     assert any(n.target is C10D.all_gather_into_tensor_out.default for n in gm.graph.nodes)
     assert unordered_writes(list(gm.graph.nodes)) == []
     assert [len(b.members) for b in plan_by_cap(gm.graph, 1.0, eligible=everything).buckets] == [4]

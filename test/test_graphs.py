@@ -29,6 +29,7 @@ from benchmarks.models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
 from benchmarks.serialize import from_data, to_data
 from benchmarks.symbols import Symbols, symbols_to_data
 from torch_ext_bucketing._torch.symbols import symbol_facts
+from torch_ext_bucketing.fsdp.tags import tag_of
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_assertion, kind_of, started_by
 from torch_ext_bucketing.graph.size_hints import SizeHints
@@ -36,7 +37,6 @@ from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.overlap import Overlap
-from torch_ext_bucketing.tagging.tags import tag_of
 
 ROOT = Path(__file__).parent.parent
 C10D = torch.ops._c10d_functional

@@ -19,14 +19,15 @@ import torch_ext_bucketing as teb
 from benchmarks.keep_all import least_ms
 from benchmarks.keep_models import random_joint, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute, stage_of
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.tags import member_tags
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.passes.backends import _run_each, backend
 from torch_ext_bucketing.passes.base import Compilation
-from torch_ext_bucketing.passes.keep import NothingKeptWarning, unit_name
 from torch_ext_bucketing.passes.pipeline import Pipeline
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.rewrites.keep import NothingKeptWarning, unit_name
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.coarse import CoarseSimulator, _CoarseHalf, _Gather
 from torch_ext_bucketing.scheduling.cost import Costs
 from torch_ext_bucketing.scheduling.keep import KeepPlanner, block_units
@@ -35,7 +36,6 @@ from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.partitioned import PartitionedModel
 from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning
 from torch_ext_bucketing.scheduling.timeline import Timeline
-from torch_ext_bucketing.tagging.tags import member_tags
 from torch_ext_bucketing.testing.ring import on_ranks
 
 GIB = 2**30
@@ -222,7 +222,7 @@ def test_an_estimate_that_fails_keeps_nothing(fake_world, monkeypatch):
     def broken(*_args, **_options):
         raise ZeroDivisionError("no times")
 
-    monkeypatch.setattr("torch_ext_bucketing.passes.keep.KeepPlanner", broken)
+    monkeypatch.setattr("torch_ext_bucketing.rewrites.keep.KeepPlanner", broken)
     graph, _ = random_joint(1, 3)
     compilation = Compilation()
     with pytest.warns(BoundNotKeptWarning, match="nothing is kept.*ZeroDivisionError: no times"):
@@ -231,7 +231,7 @@ def test_an_estimate_that_fails_keeps_nothing(fake_world, monkeypatch):
     assert any("no times" in text for text in compilation.report.warnings)
 
 
-@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.passes.keep.NothingKeptWarning")
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.rewrites.keep.NothingKeptWarning")
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
 @pytest.mark.parametrize("trained", [True, False], ids=["no work in backward", "inference"])
 def test_what_a_graph_break_leaves_may_have_nothing_to_choose(fake_world, trained):
@@ -253,7 +253,7 @@ def test_the_choice_is_part_of_what_ranks_compare(fake_world):
         compilation = Compilation()
         manager = Pipeline([auto(PeakMemory(gib=gib), machine=machine)])
         manager.run("joint", graph, compilation)
-        bases.append(_run_each(Pipeline(), graph, compilation)().basis)
+        bases.append(_run_each(Pipeline(), graph, compilation)().planned_with)
     assert bases[0].startswith("keeps 0 of 3 units (nothing) under 1073 bytes")
     assert bases[1].startswith("keeps 3 of 3 units")
     assert len(set(bases)) == 3

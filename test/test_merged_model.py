@@ -18,7 +18,8 @@ from torch_features import packs_in_parts
 
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import merge_buckets
-from torch_ext_bucketing.bucketing.plan import Bucket, BucketingPlan
+from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
+from torch_ext_bucketing.fsdp.tags import tag_of
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.liveness import LiveBytes
 from torch_ext_bucketing.scheduling import cap_search as auto_cap
@@ -30,7 +31,6 @@ from torch_ext_bucketing.scheduling.model import Model, model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
 from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound
-from torch_ext_bucketing.tagging.tags import tag_of
 
 # Kernels that take longer the more they move, however little that is.
 SLOW = Machine(bandwidth=1e6, kernel_ms=1e-9)
@@ -43,7 +43,7 @@ def world():
     dist.destroy_process_group()
 
 
-def both(graph: fx.Graph, plan: BucketingPlan) -> tuple[Model, Model]:
+def both(graph: fx.Graph, plan: MergePlan) -> tuple[Model, Model]:
     """The planned model, and that of the merged graph, which this leaves behind."""
     costs = Costs(SLOW)
     planned = merged_model(model_of(graph, costs), plan.buckets, costs)

@@ -32,12 +32,13 @@ from torch_ext_bucketing._gc import paused_gc
 from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import apply_plan
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.tags import Tag, set_tag, tag_of
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute, kind_of, started_by
 from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.scheduling import Schedule
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.reports.text import sizes_text
 from torch_ext_bucketing.scheduling.cap_search import _Search, choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
@@ -49,7 +50,6 @@ from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.pin_order import pin_order
 from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning, schedule, schedule_model
 from torch_ext_bucketing.scheduling.timeline import Timeline, longest_compute_run, lower_bound
-from torch_ext_bucketing.tagging.tags import Tag, set_tag, tag_of
 
 _aten = torch.ops.aten
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
@@ -713,9 +713,9 @@ def demo_graphs() -> dict[str, fx.GraphModule]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from torch_ext_bucketing._torch.aot import stage_of
+    from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
     from torch_ext_bucketing.passes.backends import backend
-    from torch_ext_bucketing.passes.resharding import ReshardAfterForward
-    from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+    from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
     from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
     found: dict[str, fx.GraphModule] = {}

@@ -39,7 +39,7 @@ meshes. It returns the sharded model and its inputs: (model, tensor), (model, (t
 
 
 class ExplainError(Exception):
-    """What was named can't be explained; the message says why and what to do."""
+    """The target can't be explained; the message says why and what to do."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None and not estimates:
             name = option.replace("_", "-")
             args.parser.error(
-                f"--{name}: nothing is estimated without --goal, --overlap, --keep-gib, --trace "
+                f"--{name}: nothing is estimated without --overlap, --goal, --keep-gib, --trace "
                 "or --plot"
             )
     if args.size_hint is not None and args.size_hint < 0:
@@ -311,7 +311,7 @@ def _demo_model() -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from .plans.simple_fsdp import data_parallel
+    from .fsdp.simple_fsdp import data_parallel
     from .testing.model import ModelConfig, Transformer
 
     config = ModelConfig()
@@ -341,7 +341,7 @@ def _made(name: str, make: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, A
 
 
 def _recipe(model: nn.Module, goal: str, machine: Machine) -> list[GraphPass]:
-    from .passes.recipe import recipe
+    from .recipes import recipe
 
     try:
         return recipe(model, goal, machine=machine)  # type: ignore[arg-type]
@@ -358,11 +358,11 @@ def _passes(
     machine: Machine,
 ) -> list[GraphPass]:
     from .bucketing.groups import primary_group
+    from .fsdp.blocks import transformer_block_plan
+    from .fsdp.order import FSDPParamOrder
     from .graph.collectives import KINDS
     from .passes.bucketing import BucketByCap, BucketUnits
-    from .passes.resharding import ReshardAfterForward
-    from .plans.blocks import transformer_block_plan
-    from .plans.order import FSDPParamOrder
+    from .rewrites.resharding import ReshardAfterForward
     from .scheduling.memory import PeakMemory
 
     reshard = ReshardAfterForward()

@@ -42,7 +42,7 @@ _COPY_MIB = {"cuda": 1024, "cpu": 16}
 
 
 class MeasureError(Exception):
-    """What was asked for can't be measured; the message says why and what to do."""
+    """The machine can't be measured as asked; the message says why and what to do."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeAlias
 import torch.fx as fx
 
 from .._torch.estimates import default_cap_mb
+from ..fsdp.tags import home_group, is_bucket, member_count, tag_of
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import (
     KINDS,
@@ -43,12 +44,11 @@ from ..graph.collectives import (
 )
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
-from ..tagging.tags import home_group, is_bucket, member_count, tag_of
 from .contraction import Contraction
 from .groups import Counts, GroupFilter, chosen_groups
 from .hook_guard import reading_only
 from .members import UNTAGGED, left_alone, unmergeable
-from .plan import Bucket, BucketingPlan
+from .plan import Bucket, MergePlan
 from .structure import fsdp_starts
 
 __all__ = [
@@ -78,7 +78,7 @@ def plan_by_cap(
     group_filter: GroupFilter | None = None,
     max_compute_run: int | None = None,
     non_adjacent: bool = True,
-) -> BucketingPlan:
+) -> MergePlan:
     """Buckets filled in wait order up to a byte cap. Reads the graph only.
 
     Args:
@@ -146,7 +146,7 @@ class CapPlanner:
         *,
         max_compute_run: int | None = None,
         non_adjacent: bool = True,
-    ) -> BucketingPlan:
+    ) -> MergePlan:
         """The plan under one cap."""
         check_options(cap_mb, max_compute_run=max_compute_run)
         caps = list(cap_mb.values()) if isinstance(cap_mb, Mapping) else [cap_mb]
@@ -174,7 +174,7 @@ def _plan(
     scopes: list[tuple[str, ...] | None],
     planner: _Planner,
     non_adjacent: bool,
-) -> BucketingPlan:
+) -> MergePlan:
     for groups in scopes:
         for kind in KINDS:
             members = [
@@ -193,7 +193,7 @@ def _plan(
             if candidates.group[s] not in chosen
         ]
     place = planner.contracted.position
-    return BucketingPlan(
+    return MergePlan(
         buckets=tuple(sorted(planner.buckets, key=lambda b: place(b.members[0]))),
         ineligible=tuple(left),
         unmerged=tuple(u for _, u in sorted(planner.unmerged, key=lambda item: item[0])),

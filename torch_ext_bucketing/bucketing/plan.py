@@ -1,4 +1,4 @@
-"""The bucketing plan of one graph: which collectives are merged, and why the others are not.
+"""Merge plans: which collectives become one, and why the others do not.
 
 Plans are made by :mod:`.bucketing.units` (one bucket per unit) and :mod:`.bucketing.caps` (up to a
 byte cap), and carried out by :mod:`.bucketing.merge`.
@@ -16,7 +16,7 @@ from ..reports.buckets import ClosedBy, Unmerged
 
 __all__ = [
     "Bucket",
-    "BucketingPlan",
+    "MergePlan",
 ]
 
 
@@ -44,7 +44,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class BucketingPlan:
+class MergePlan:
     """The buckets of one graph, and why the other collectives are in none.
 
     Args:

@@ -8,16 +8,16 @@ from typing import Any
 import torch.fx as fx
 
 from .._torch.aot import in_backward
+from ..fsdp.tags import Tag, tag_of
+from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind, bucket_key, group_name, kind_of
 from ..graph.regions import Structures, cuts_behind, positions
-from ..plans.membership import Units
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy
-from ..tagging.tags import Tag, tag_of
 from .contraction import Contraction
 from .members import UNTAGGED, left_alone, unmergeable
-from .plan import Bucket, BucketingPlan
+from .plan import Bucket, MergePlan
 
 __all__ = [
     "UncoveredParametersWarning",
@@ -33,7 +33,7 @@ def plan_units(
     graph: fx.Graph | GraphAnalysis,
     units: Units,
     kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
-) -> BucketingPlan:
+) -> MergePlan:
     """One bucket per unit and bucket key. Reads the graph only.
 
     Args:
@@ -107,7 +107,7 @@ def plan_units(
                 why = "nothing can be merged with it without a cycle"
                 left.append(left_alone(members[0], why))
     buckets.sort(key=lambda b: position[b.members[0]])
-    return BucketingPlan(
+    return MergePlan(
         tuple(buckets), tuple(duplicates), tuple(uncovered), tuple(left), tuple(splits)
     )
 

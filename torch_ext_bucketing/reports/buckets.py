@@ -1,4 +1,4 @@
-"""What became of each collective: a member of a bucket, or not merged."""
+"""One record for each collective: a member of a bucket, or not merged."""
 
 from __future__ import annotations
 

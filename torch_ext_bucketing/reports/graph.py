@@ -1,4 +1,4 @@
-"""What bucketing did to one graph, and where that is logged."""
+"""The report of bucketing on one graph, and where it is logged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("torch_ext_bucketing")
 
 @dataclass(frozen=True)
 class GraphReport(Report):
-    """What bucketing did to one graph.
+    """The result of bucketing on one graph.
 
     Args:
         stage: ``"forward"``, ``"backward"`` or ``"inference"``.
@@ -57,7 +57,7 @@ class GraphReport(Report):
         return {k: n for k, n in self.collectives_before.items() if k not in self.kinds}
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields, for JSON."""
         buckets = [{**asdict(b), "nbytes": b.nbytes} for b in self.buckets]
         return {**asdict(self), "buckets": buckets}
 

@@ -1,4 +1,4 @@
-"""How numbers, shapes and tables are printed in reports."""
+"""Prints numbers, shapes and tables in reports."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ import torch.fx as fx
 from .._gc import paused_gc
 from ..bucketing.caps import CapPlanner, check_cap
 from ..bucketing.merge import merge_buckets
-from ..bucketing.plan import BucketingPlan
+from ..bucketing.plan import MergePlan
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind, group_name, is_collective
 from ..reports.caps import CapsReport, TriedCaps
@@ -63,7 +63,7 @@ def choose_caps(
     machine: Machine = H100,
     reference_bytes: int | None = None,
     **options: Any,
-) -> tuple[BucketingPlan, CapsReport]:
+) -> tuple[MergePlan, CapsReport]:
     """The plan with the caps that give the fastest step within the policies' bounds. The graph is
     only read.
 
@@ -146,10 +146,10 @@ class _Search:
         self._groups = {n: group_name(n) for n in analysis.nodes if is_collective(n)}
         self._reference_bytes = reference_bytes
         self._planner = CapPlanner(analysis, kinds=kinds, **options)
-        self._plans: dict[tuple[str, int | None], BucketingPlan] = {}
+        self._plans: dict[tuple[str, int | None], MergePlan] = {}
         self._known: dict[tuple[Any, ...], ScheduleReport | None] = {}
 
-    def run(self, ladder: list[float], largest: float) -> BucketingPlan:
+    def run(self, ladder: list[float], largest: float) -> MergePlan:
         """Try caps of ``ladder``, in MiB ascending, and others near the best, up to ``largest``.
 
         Returns:
@@ -174,7 +174,7 @@ class _Search:
         chosen = self.best()
         return self.plan(dict(chosen) or ladder[0], self.runs[chosen])
 
-    def plan(self, caps: Any, max_run: int | None = None) -> BucketingPlan:
+    def plan(self, caps: Any, max_run: int | None = None) -> MergePlan:
         """The plan for the graph itself, with buckets that leave no longer runs."""
         name = (repr(caps), max_run)
         if name not in self._plans:
@@ -201,7 +201,7 @@ class _Search:
         """The time that the collectives of the busiest process group take: no step is faster."""
         return self._busiest_ms(self.plan(caps, self._max_run))
 
-    def _busiest_ms(self, plan: BucketingPlan) -> float:
+    def _busiest_ms(self, plan: MergePlan) -> float:
         busy = dict.fromkeys(self._groups.values(), 0.0)
         merged = {m for b in plan.buckets for m in b.members}
         for start, group in self._groups.items():
@@ -213,7 +213,7 @@ class _Search:
             busy[self._groups[first]] += self._costs.collective(first, nbytes)
         return max(busy.values(), default=0.0)
 
-    def _too_slow(self, plan: BucketingPlan) -> bool:
+    def _too_slow(self, plan: MergePlan) -> bool:
         return self._busiest_ms(plan) >= self._best_ms()
 
     def _best_ms(self) -> float:
@@ -221,7 +221,7 @@ class _Search:
         best = self.tried[self.best()] if self.tried else None
         return math.inf if best is None or best.misses else best.step_ms[1]
 
-    def _outcome(self, plan: BucketingPlan) -> ScheduleReport | None:
+    def _outcome(self, plan: MergePlan) -> ScheduleReport | None:
         """The schedule of a plan; None if it is known to be slower than the best so far."""
         members = tuple(b.members for b in plan.buckets)
         if members not in self._known:
@@ -246,7 +246,7 @@ class _Search:
         """The model of the graph before any merging."""
         return model_of(self._analysis, self._costs)
 
-    def _merged(self, plan: BucketingPlan) -> Model:
+    def _merged(self, plan: MergePlan) -> Model:
         merged = merged_model(self._model, plan.buckets, self._costs)
         if merged is not None:
             return merged
@@ -269,13 +269,13 @@ def _rank(report: ScheduleReport) -> tuple[float, float]:
     return report.misses, report.step_ms[1]
 
 
-def _keys(plan: BucketingPlan) -> Iterable[tuple[str, str]]:
+def _keys(plan: MergePlan) -> Iterable[tuple[str, str]]:
     """Groups and kinds of which something could be merged."""
     merged = [(group_name(b.members[0]), b.kind) for b in plan.buckets]
     return dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.unmerged)])
 
 
-def _copied(graph: fx.Graph, plan: BucketingPlan) -> tuple[fx.Graph, BucketingPlan]:
+def _copied(graph: fx.Graph, plan: MergePlan) -> tuple[fx.Graph, MergePlan]:
     """A copy of the graph that shares its fake tensors, and the plan for it."""
     copy = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}

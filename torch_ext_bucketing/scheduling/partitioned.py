@@ -26,6 +26,8 @@ import torch.fx as fx
 from .._torch import aot as _aot
 from ..bucketing.members import unmergeable
 from ..bucketing.plan import Bucket
+from ..fsdp.tag_graph import parameter_chains
+from ..fsdp.tags import tag_of
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import (
     KINDS,
@@ -37,8 +39,6 @@ from ..graph.collectives import (
     kind_of,
 )
 from ..graph.liveness import Liveness, Storages
-from ..tagging.tag_graph import parameter_chains
-from ..tagging.tags import tag_of
 from .cost import Costs
 from .merged_model import merged_model
 from .model import Model, model_of
