@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from benchmarks.parity_cells import on_messages
-from torch_ext_bucketing.testing.demo.results import whole_digest
 from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.testing.payloads import whole_digest
 from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 
 __all__ = ["ROWS", "Row", "RowReport", "RowResult", "Traffic", "render_rows", "run_table"]

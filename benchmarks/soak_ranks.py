@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from benchmarks.soak_cases import Case, coarser, random_case
 from benchmarks.soak_models import DTYPES, batch, build, tied
 from torch_ext_bucketing._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
-from torch_ext_bucketing.fqns import canonical_fqn
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
@@ -42,7 +41,7 @@ from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.testing.compare import digest
-from torch_ext_bucketing.testing.demo.results import Member, Payload
+from torch_ext_bucketing.testing.payloads import fsdp_payloads
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
@@ -306,27 +305,15 @@ class _Layout:
         reduce_dtype: torch.dtype,
         ranks: int,
     ) -> None:
-        parameters = {canonical_fqn(name): p for name, p in eager.named_parameters()}
-        self.payloads: list[Payload] = []
+        self.payloads = fsdp_payloads(
+            eager, order, shards=ranks, param_dtype=gather_dtype, reduce_dtype=reduce_dtype
+        )
         self.aliases = dict(order.aliases)
         self.position: dict[tuple[str, str], int] = {}
         reduced = order.reduce_units or order.units
-        for kind, units, dtype in (
-            ("all_gather", order.units, gather_dtype),
-            ("reduce_scatter", reduced, reduce_dtype),
-        ):
-            for unit in units:
-                members, offset = [], 0
-                for fqn in unit:
-                    self.position[kind, fqn] = len(self.position)
-                    parameter = parameters[fqn]
-                    if kind == "reduce_scatter" and not parameter.requires_grad:
-                        continue
-                    rows = -(-parameter.shape[0] // ranks)
-                    nbytes = rows * parameter.shape[1:].numel() * dtype.itemsize
-                    members.append(Member(fqn, offset, nbytes))
-                    offset += nbytes
-                self.payloads.append(Payload(kind, tuple(members)))
+        for kind, units in (("all_gather", order.units), ("reduce_scatter", reduced)):
+            for fqn in (fqn for unit in units for fqn in unit):
+                self.position[kind, fqn] = len(self.position)
 
 
 def _layout_mismatches(

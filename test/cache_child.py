@@ -3,9 +3,8 @@
     python cache_child.py NAME [NAME ...]
 
 Prints a line of JSON for each name: hits, misses and bypasses of both caches, digests of the code
-that ran (forward, backward) and what was logged; for the name --workers what the processes of
-Inductor's compile workers have. Under torchrun the ranks form a gloo group of
-two, otherwise the process is rank 0 of a fake group of two.
+that ran (forward, backward) and what was logged. Under torchrun the ranks form a gloo group of two,
+otherwise the process is rank 0 of a fake group of two.
 """
 
 from __future__ import annotations
@@ -27,66 +26,33 @@ import torch_ext_bucketing as teb
 
 AB = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
 BA = teb.FSDPParamOrder.from_fqns([["b.weight", "a.weight"]])
-ENTRIES = "aten_distributed_optimizations."
 
 
 class Pair(nn.Module):
-    """Two layers of one size: turned round, its graphs are the same but for the names."""
+    """Two layers of one size."""
 
-    def __init__(self, turned: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(8, 8, bias=False)
         self.b = nn.Linear(8, 8, bias=False)
-        self.turned = turned
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(self.b(x)) if self.turned else self.b(self.a(x))
+        return self.b(self.a(x))
 
 
 class PassOfAScript(teb.BucketUnits):
     """Adds nothing, and is defined where no import finds it."""
 
 
-def by_backend(make, **settings):
-    return lambda: (Pair(), teb.backend("inductor", [make()]), settings)
+def by_backend(make):
+    return lambda: teb.backend("inductor", [make()])
 
 
-def by_config(key, turned=False, tags=True, custom_ops=False, **entries):
-    """torch's own bucketing, under config hooks alone."""
-
-    def setup():
-        model = Pair(turned)
-        settings = {
-            "bucket_all_gathers_fx": "fsdp",
-            "bucket_reduce_scatters_fx": "fsdp",
-            ENTRIES + "bucket_non_adjacent": True,
-            **{ENTRIES + name: value for name, value in entries.items()},
-        }
-        if tags:
-            settings["joint_custom_post_pass"] = teb.TagParameters(model)
-        if custom_ops:
-            settings |= custom_ops_of("bucket_all_gathers_bucket_mode")
-            settings |= custom_ops_of("bucket_reduce_scatters_bucket_mode")
-        if key is not None:
-            settings[ENTRIES + "bucket_payload_order_key"] = key()
-        return model, "inductor", settings
-
-    return setup
-
-
-def custom_ops_of(entry):
-    """Let torch pack with its own operators, where it can be told."""
-    from torch._inductor import config
-
-    return {entry: "custom_ops"} if hasattr(config, entry) else {}
-
-
-def from_hooks(name, *args):
-    """An object of the module that the test edits."""
+def own_pass():
+    """Of the module that the test edits."""
     import hooks
 
-    value = getattr(hooks, name)
-    return value(*args) if isinstance(value, type) else value
+    return hooks.OwnPass(AB)
 
 
 SETUPS = {
@@ -98,24 +64,7 @@ SETUPS = {
     "backend, other depth": by_backend(lambda: teb.BucketAndSchedule(teb.Overlap(depth=2))),
     "backend, lambda": by_backend(lambda: teb.BucketUnits(AB, payload_order=lambda start: 0)),
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB, payload_order=True)),
-    "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
-    "backend, custom ops": by_backend(
-        lambda: teb.BucketUnits(AB, payload_order=True), **custom_ops_of(ENTRIES + "bucket_mode")
-    ),
-    "config": by_config(lambda: AB),
-    "config, custom ops": by_config(lambda: AB, custom_ops=True),
-    "config, custom ops, filter only": by_config(
-        None, tags=False, fsdp_group_filter=teb.primary_group, custom_ops=True
-    ),
-    "config, other order": by_config(lambda: BA),
-    "config, model turned": by_config(lambda: AB, turned=True),
-    "config, span": by_config(lambda: AB, bucket_max_node_span=100),
-    "config, filter": by_config(lambda: AB, fsdp_group_filter=teb.primary_group),
-    "config, lambda": by_config(lambda: lambda start: 0),
-    "config, lambda filter": by_config(lambda: AB, fsdp_group_filter=lambda counts: list(counts)),
-    "config, values only": by_config(None, tags=False),
-    "config, function": by_config(lambda: from_hooks("by_name")),
-    "config, own uuid": by_config(lambda: from_hooks("ByName")),
+    "backend, own pass": by_backend(own_pass),
 }
 
 
@@ -155,7 +104,6 @@ class Log(logging.Handler):
 
 def run(name: str, mesh) -> dict[str, object]:
     from torch._dynamo.utils import counters
-    from torch._inductor import config
 
     torch._dynamo.reset()
     counters.clear()
@@ -166,10 +114,10 @@ def run(name: str, mesh) -> dict[str, object]:
         logger.addHandler(log)
         if logger.level in (logging.NOTSET, logging.WARNING):
             logger.setLevel(logging.INFO)
-    model, compiler, settings = SETUPS[name]()
+    model, compiler = Pair(), SETUPS[name]()
     shard_by_parametrization(model, mesh)
     error = ""
-    with config.patch(settings), codes_run() as codes:
+    with codes_run() as codes:
         try:
             torch.compile(model, backend=compiler)(torch.ones(4, 8)).sum().backward()
         except torch._dynamo.exc.BackendCompilerFailed as failed:
@@ -185,22 +133,8 @@ def run(name: str, mesh) -> dict[str, object]:
         "codes": codes,
         "log": log.messages,
         "error": error,
-        "hooks": str(teb.hooks.status()),
         "file": teb.__file__,
     }
-
-
-def worker_hooks() -> dict[str, str]:
-    """What a process of each kind of compile worker has."""
-    from torch._inductor import async_compile, config
-
-    found = {}
-    for method in ("subprocess", "fork", "spawn"):
-        with config.patch(worker_start_method=method, compile_threads=2):
-            pool = async_compile.AsyncCompile.process_pool()
-            found[method] = str(pool.submit(teb.hooks.status).result(timeout=120))
-            async_compile.shutdown_compile_workers()
-    return found
 
 
 def main(names: list[str]) -> None:
@@ -212,10 +146,7 @@ def main(names: list[str]) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     for name in names:
-        if name == "--workers":
-            result = {"name": name, "workers": worker_hooks(), "hooks": str(teb.hooks.status())}
-        else:
-            result = run(name, mesh)
+        result = run(name, mesh)
         # One write, so that lines of two ranks don't mix.
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()

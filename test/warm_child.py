@@ -98,7 +98,7 @@ def compile_step(way: str) -> dict[str, Any]:
     codes = run_and_get_code(lambda: found.extend(step(compiled)))[1]
     # The place of this rank's shards in the buffer, in elements.
     places = re.findall(
-        takes + r"\.default\(reinterpret_tensor\(\w+, \(\d+, \), \(1, \), (\d+)\)", "".join(codes)
+        r"agree\.default\(reinterpret_tensor\(\w+, \(\d+, \), \(1, \), (\d+)\)", "".join(codes)
     )
     return {
         **states(),
