@@ -49,7 +49,7 @@ from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
-from torch_ext_bucketing.testing.compare import digest
+from torch_ext_bucketing.testing.compare import train
 from torch_ext_bucketing.testing.payloads import (
     Payload,
     bucket_payloads,
@@ -357,25 +357,14 @@ def _train(
     stop_unlike: Sequence[str] | None = None,
 ) -> None:
     device = next(model.parameters()).device.type
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    for step in range(steps):
-        # What a later step compiled would be neither in the report nor under the run's options.
-        stance: Any = contextlib.nullcontext()
-        if step and forward is not model:
-            stance = torch.compiler.set_stance("fail_on_recompile")
-        with stance:
-            loss = forward(*(t.to(device) for t in batch_of(step, shard, size=BATCHES[device])))
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        report.loss.append(loss.item())
-        report.digests.append(digest(model))
-        if stop_unlike is not None:
-            unlike = int(report.digests[-1] != stop_unlike[step])
-            differs = torch.tensor([unlike], device=device)
-            dist.all_reduce(differs, op=dist.ReduceOp.MAX)
-            if differs.item():
-                break
+
+    def step(number: int) -> torch.Tensor:
+        loss = forward(*(t.to(device) for t in batch_of(number, shard, size=BATCHES[device])))
+        loss.backward()
+        return loss
+
+    done = train(model, step, steps, stop_unlike=stop_unlike)
+    report.loss, report.digests = done.loss, done.digests
 
 
 def compare_layout(compiler: BucketingBackend, eager: Sequence[Payload]) -> list[str]:

@@ -40,7 +40,7 @@ from torch_ext_bucketing.reports.buckets import BucketReport
 from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.scheduling.overlap import Overlap
-from torch_ext_bucketing.testing.compare import digest
+from torch_ext_bucketing.testing.compare import Trained, train
 from torch_ext_bucketing.testing.payloads import fsdp_payloads
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
@@ -254,36 +254,23 @@ def _passes(case: Case, order: FSDPParamOrder, key: Any) -> list[GraphPass]:
     return [*passes, Schedule(bounds)] if bounds else passes
 
 
-@dataclass
-class _Run:
-    loss: list[float]
-    digests: list[str]
-
-
 def _train(
     case: Case,
     model: nn.Module,
     forward: Callable[[torch.Tensor], torch.Tensor],
     steps: int,
     rank: int,
-) -> _Run:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-    run = _Run([], [])
-    for step in range(steps):
-        tokens, targets = batch(case, step, rank)
-        stance = "default" if step == 0 or forward is model else "fail_on_recompile"
-        with torch.compiler.set_stance(stance):
-            logits = forward(tokens)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.loss.append(loss.item())
-        run.digests.append(digest(model))
-    return run
+) -> Trained:
+    def step(number: int) -> torch.Tensor:
+        tokens, targets = batch(case, number, rank)
+        loss = F.cross_entropy(forward(tokens).float().flatten(0, 1), targets.flatten())
+        loss.backward()
+        return loss
+
+    return train(model, step, steps, lr=1e-2)
 
 
-def _compare(report: CaseReport, what: str, mine: _Run, theirs: _Run, exact: bool) -> None:
+def _compare(report: CaseReport, what: str, mine: Trained, theirs: Trained, exact: bool) -> None:
     for step, (a, b) in enumerate(zip(mine.digests, theirs.digests, strict=True), 1):
         if exact and a != b:
             report.mismatches.append(f"{what}: weights differ after step {step}")

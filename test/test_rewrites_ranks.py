@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import parity
 from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES, Cell
+from torch_ext_bucketing.testing.compare import train
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import ring_rank
 
@@ -57,16 +58,13 @@ def test_per_use_reductions_have_other_bits():
 
 def _digests(model, run, rank):
     from benchmarks.parity_models import batch_of
-    from torch_ext_bucketing.testing.compare import digest
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    digests = []
-    for step in range(STEPS):
-        run(*batch_of(step, rank.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        digests.append(digest(model))
-    return digests
+    def step(number):
+        loss = run(*batch_of(number, rank.rank))
+        loss.backward()
+        return loss
+
+    return train(model, step, STEPS).digests
 
 
 def _hybrid(rank: Rank) -> dict[str, tuple[int, dict[str, int]]]:
