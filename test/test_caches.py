@@ -178,6 +178,7 @@ def test_edited_sources_do_not_get_the_old_graph(checkout, cold):
     assert now["backend"]["codes"] == cold["backend"]["codes"]
 
 
+@pytest.mark.slow
 def test_ranks_under_torchrun_have_code_of_their_own(checkout, cold):
     run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = checkout.command(*run, str(CHILD), "backend")

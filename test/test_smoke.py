@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from test_passes_ranks import assert_equal, gradients, mesh, shard
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,6 +49,7 @@ def _each_pass(rank):
     return found
 
 
+@pytest.mark.slow
 def test_each_pass_once():
     first, second = on_ranks(_each_pass)
     assert first == second
