@@ -144,7 +144,7 @@ def run_ours(graph: Graph, cap_mb: float) -> dict[str, Any]:
     planned = time.process_time()
     apply_plan(graph.gm.graph, plan)
     done = time.process_time()
-    closed = Counter([*(b.closed_by for b in plan.buckets), *(u.closed_by for u in plan.alone)])
+    closed = Counter([*(b.closed_by for b in plan.buckets), *(u.closed_by for u in plan.unmerged)])
     return {"plan_s": planned - started, "pass_s": done - started, "closed": dict(closed)}
 
 

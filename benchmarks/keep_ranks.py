@@ -40,6 +40,7 @@ from benchmarks.devices import start
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
+from torch_ext_bucketing.testing.ring import init_ring_process_group
 
 Backend = Literal["aot_eager", "inductor"]
 WORLD = 4
@@ -133,7 +134,7 @@ def _rank(rank: Rank, backend: Backend, ratio: float, device: str) -> dict[str, 
     else:
         torch.set_num_threads(1)
         store = f"file://{rank.store_path}"
-        teb.init_ring_process_group(rank.rank, rank.world_size, init_method=store)
+        init_ring_process_group(rank.rank, rank.world_size, init_method=store)
     try:
         return _compare(rank.rank, backend, ratio, device)
     finally:

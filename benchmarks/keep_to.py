@@ -34,6 +34,7 @@ import torch.fx as fx
 import torch.nn as nn
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.tagging.tags import tag_of
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
@@ -128,7 +129,7 @@ def _gather_sizes(gm: fx.GraphModule) -> Iterator[int]:
     from torch_ext_bucketing.graph.collectives import group_size, kind_of
 
     for node in gm.graph.nodes:
-        if kind_of(node) == "all_gather" and teb.tag_of(node) is not None:
+        if kind_of(node) == "all_gather" and tag_of(node) is not None:
             yield group_size(node)
 
 

@@ -100,9 +100,7 @@ class GraphOrderTwin(GraphPass):
         self._bucket = bucket
         self._twin: fx.GraphModule | None = None
 
-    def __call__(
-        self, graph: fx.GraphModule | fx.Graph, compilation: Compilation | None = None
-    ) -> None:
+    def run(self, graph: fx.GraphModule | fx.Graph, compilation: Compilation) -> None:
         """Copy ``graph`` and bucket the copy."""
         assert isinstance(graph, fx.GraphModule)
         self._twin = fx.GraphModule(graph, copy.deepcopy(graph.graph))
@@ -299,7 +297,7 @@ class _Job:
 def bucket_units(order: FSDPParamOrder, ordered: bool) -> BucketUnits:
     """One collective per unit, kind and group, its payload in FSDP2's order if ``ordered``."""
     # All kinds: HSDP's all-reduces run over the same buffers as its reduce-scatters.
-    return BucketUnits(order, kinds=KINDS, payload_order=ordered)
+    return BucketUnits(order, kinds=KINDS, payload_order="units" if ordered else None)
 
 
 def rewrites() -> list[GraphPass]:

@@ -85,7 +85,7 @@ class AsTraced(GraphPass):
         self.per_node = per_node
         self.sent: Sent = []
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         self.sent = collectives_of(graph_of(graph).nodes, self.per_node)
 
 
@@ -170,7 +170,7 @@ class Runs:
         passes = self.passes(model, eager)
         at, kinds = next((i, p.kinds) for i, p in enumerate(passes) if isinstance(p, BucketUnits))
         order = FSDPParamOrder.from_fsdp(eager)
-        twin = GraphOrderTwin(BucketUnits(order, kinds=kinds, payload_order=False))
+        twin = GraphOrderTwin(BucketUnits(order, kinds=kinds, payload_order=None))
         tally = Tally(self.per_node, twin)
         passes = [tally.as_traced, *passes[:at], twin, *passes[at:]]
         compiler = backend(tally.compile, passes=passes, model=model)

@@ -63,7 +63,7 @@ class TrainerRuns(TitanRuns):
             passes = recipe(model, reference=eager)
             if name == "control":
                 kinds = next(p.kinds for p in passes if isinstance(p, BucketUnits))
-                control = BucketUnits(order, kinds=kinds, payload_order=False)
+                control = BucketUnits(order, kinds=kinds, payload_order=None)
                 passes = [control if isinstance(p, BucketUnits) else p for p in passes]
             compilation = Compilation()
             traced, graph = self.traced(model, passes, compilation)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -79,8 +80,8 @@ def run_virtual(model: str, ranks: int, steps: int, layers: int) -> VirtualResul
     nodes = topology.nodes_of(ranks)
     with _fake_world(ranks) as mesh:
         units = eager_units(model, layers, mesh)
-        ours = compiled_buckets(model, layers, mesh, payload_order=True)
-        graph_order = compiled_buckets(model, layers, mesh, payload_order=False)
+        ours = compiled_buckets(model, layers, mesh, payload_order="units")
+        graph_order = compiled_buckets(model, layers, mesh, payload_order=None)
 
     def by_eager(grads: Grads) -> Grads:
         return reduce_by_copy_in(grads, units, topology)
@@ -163,7 +164,7 @@ def eager_units(model: str, layers: int, mesh: DeviceMesh) -> list[tuple[str, ..
 
 
 def compiled_buckets(
-    model: str, layers: int, mesh: DeviceMesh, *, payload_order: bool
+    model: str, layers: int, mesh: DeviceMesh, *, payload_order: Literal["units"] | None
 ) -> list[BucketReport]:
     """The reduce-scatters of the compiled backward graph, by unit."""
     torch._dynamo.reset()

@@ -168,8 +168,7 @@ def partitioner(
                 one(graph)
             forward, backward = default_partition(graph, inputs, **kwargs)
             for one in passes:
-                for follow_up in one.follow_ups():
-                    follow_up(forward)
+                one.finish(forward, Compilation())
             graphs["forward", way] = forward
             graphs["backward", way] = backward
         return forward, backward

@@ -65,7 +65,7 @@ class TorchBuckets(GraphPass):
 
     stage: Stage = "forward_backward"
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         """Bucket ``graph``, a ``GraphModule``."""
         from torch._inductor.fx_passes.fsdp import (
             bucket_fsdp_all_gather,
@@ -87,7 +87,7 @@ class InTurn(GraphPass):
     def __init__(self, *passes: GraphPass) -> None:
         self.passes = passes
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         """Run each."""
         for p in self.passes:
             p(graph)
@@ -105,7 +105,7 @@ class Predict(GraphPass):
     def __init__(self) -> None:
         self.graphs: list[fx.Graph] = []
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         """Keep ``graph``."""
         self.graphs.append(graph_of(graph))
 
@@ -243,7 +243,7 @@ def make_way(
     passes: Mapping[str, list[GraphPass]] = {
         "unbucketed": [],
         "torch": [TorchBuckets()],
-        "units": [BucketUnits(order, payload_order=True), Schedule([Overlap()], machine)],
+        "units": [BucketUnits(order), Schedule([Overlap()], machine)],
         "cap": [
             BucketByCap(CAP_MB, kinds=kinds, payload_order=order),
             Schedule([Overlap()], machine),

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.agreement import exchange as agreement
+from torch_ext_bucketing.agreement.before_run import agree
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 SOON = timedelta(seconds=60)
@@ -54,7 +55,7 @@ class Die(teb.GraphPass):
 
     stage = "forward_backward"
 
-    def __call__(self, graph, compilation=None):
+    def run(self, graph, compilation):
         os._exit(7)
 
 
@@ -142,7 +143,7 @@ def disagree(rank):
         return module, compiled, backend
 
     before = agreement.groups.default_store().num_keys()
-    same = [teb.BucketUnits(order, payload_order=True), teb.ReshardAfterForward()]
+    same = [teb.BucketUnits(order), teb.ReshardAfterForward()]
     module, compiled, backend = case("same", same)
     expected = gradients(module)
     dist.barrier()
@@ -197,13 +198,13 @@ def dies(rank):
     graph.output(graph.call_function(C10D.all_reduce.default, (x, "sum", "0")))
     if rank == 0:
         os._exit(7)
-    results["agree"] = outcome(lambda: teb.agree(graph, timeout=SOON))
+    results["agree"] = outcome(lambda: agree(graph, timeout=SOON))
     return results
 
 
 def same_model(rank):
     """For ranks whose packages differ."""
-    passes = [teb.BucketUnits(fsdp_order(), payload_order=True)]
+    passes = [teb.BucketUnits(fsdp_order())]
     compiled = torch.compile(
         two_blocks(), backend=teb.backend("aot_eager", passes, agree_timeout=SOON)
     )

@@ -56,14 +56,14 @@ def own_pass():
 
 
 SETUPS = {
-    "backend": by_backend(lambda: teb.BucketUnits(AB, payload_order=True)),
-    "backend, other order": by_backend(lambda: teb.BucketUnits(BA, payload_order=True)),
+    "backend": by_backend(lambda: teb.BucketUnits(AB)),
+    "backend, other order": by_backend(lambda: teb.BucketUnits(BA)),
     "backend, by cap": by_backend(lambda: teb.BucketByCap(1.0, payload_order=AB)),
     "backend, other cap": by_backend(lambda: teb.BucketByCap(1.5, payload_order=AB)),
     "backend, scheduled": by_backend(lambda: teb.BucketAndSchedule(teb.Overlap())),
     "backend, other depth": by_backend(lambda: teb.BucketAndSchedule(teb.Overlap(depth=2))),
     "backend, lambda": by_backend(lambda: teb.BucketUnits(AB, payload_order=lambda start: 0)),
-    "backend, pass of a script": by_backend(lambda: PassOfAScript(AB, payload_order=True)),
+    "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
     "backend, own pass": by_backend(own_pass),
 }
 

@@ -27,7 +27,7 @@ LONG = (
     "test_explain.py",
     "test_passes_ranks.py",
     "test_caches.py",
-    "test_patching_imports.py",
+    "test_hooks_imports.py",
     "test_graphs.py",
     "test_torchtitan.py",
     "test_agreement.py",
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What is about the hooks runs in processes that have them, and nothing else does."""
     parts: dict[bool, list[pytest.Item]] = {False: [], True: []}
     for item in items:
-        named = item.path.name.startswith(("test_patch", "test_code_cache"))
+        named = item.path.name.startswith(("test_patch", "test_hooks"))
         parts[named or item.get_closest_marker("hooks") is not None].append(item)
     given = config.getoption("--hooks")
     config.hook.pytest_deselected(items=parts[not given])

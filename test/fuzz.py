@@ -31,9 +31,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.agreement.before_run import agree
+from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.bucketing.plan import BucketingPlan
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
-from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.whole_step import whole_step_pass
+from torch_ext_bucketing.plans.plan import UnitSpec
+from torch_ext_bucketing.plans.simple_fsdp import ReduceOnce
+from torch_ext_bucketing.reports.graph import GraphReport
+from torch_ext_bucketing.reports.schedule import ScheduleReport
+from torch_ext_bucketing.scheduling.machine import Level
+from torch_ext_bucketing.scheduling.model import peak_bytes
+from torch_ext_bucketing.scheduling.overlap import PrefetchDepth
+from torch_ext_bucketing.scheduling.scheduler import schedule
+from torch_ext_bucketing.tagging.tag_graph import tag_joint_graph
+from torch_ext_bucketing.tagging.tags import Tag, set_tag, tag_of
+from torch_ext_bucketing.testing.ring import init_ring_process_group, register_ring_backend
+from torch_ext_bucketing.testing.sums import RingTopology
 
 GROUPS = ("0", "1")
 _aten = torch.ops.aten
@@ -123,7 +138,7 @@ def odd_graph(rng: random.Random) -> tuple[fx.GraphModule, bool]:
         kind = kind_of(node)
         if kind is not None and rng.random() < 0.8:
             fqns = tuple(f"m.{rng.choice('abc')}.w{rng.randrange(4)}" for _ in range(1))
-            teb.set_tag(node, teb.Tag(kind, fqns))
+            set_tag(node, Tag(kind, fqns))
     if rng.random() < 0.95 or not any(n.op == "call_function" for n in b.graph.nodes):
         b.graph.output(outputs)
     else:
@@ -240,7 +255,7 @@ class Values:
     def group_filter(self) -> Any:
         return self.pick(
             None,
-            teb.primary_group,
+            primary_group,
             list,
             lambda c: c.clear(),
             lambda c: ["7"],
@@ -293,8 +308,8 @@ class Values:
 
     def network(self) -> dict[str, Any]:
         levels = {
-            "intra": teb.Level(self.pick(1.0, 1e11, 1e308), self.pick(0.0, 0.01)),
-            "inter": teb.Level(1e10, 0.02),
+            "intra": Level(self.pick(1.0, 1e11, 1e308), self.pick(0.0, 0.01)),
+            "inter": Level(1e10, 0.02),
         }
         return self.pick({}, {"ranks_per_node": 1}, {"ranks_per_node": 8, **levels})
 
@@ -325,11 +340,8 @@ class Example:
 
 
 def _run_pass(e: Example, p: Any) -> Any:
-    compilation = Compilation()
     p.uuid()
-    p.prepare(e.gm, compilation)
-    p(e.gm, compilation)
-    return compilation.report
+    return p(e.gm)
 
 
 def _payload(e: Example) -> dict[str, Any]:
@@ -349,7 +361,7 @@ def _bucket_and_schedule(e: Example) -> Any:
 def _bucket_units(e: Example) -> Any:
     order = e.v.junk(lambda: teb.FSDPParamOrder.from_fqns([["m.b.w1", "m.a.w0"], ["m.c.w2"]]))
     units = e.rng.choice((order, e.v.names(), [["m.a", "m.b"], ["m.c"]], [["m"]]))
-    payload = e.rng.choice((False, True, e.v.key()))
+    payload = e.rng.choice((None, "units", e.v.key()))
     return _run_pass(e, teb.BucketUnits(units, e.v.kinds(), payload))
 
 
@@ -360,7 +372,7 @@ def _combine_uses(e: Example) -> Any:
 
 def _tag_joint_graph(e: Example) -> Any:
     fqn_of = e.v.pick(None, lambda d: f"m.{d}", {0: "m.a"}, lambda d: None)
-    return teb.tag_joint_graph(e.gm, fqn_of, grad_fqns=e.v.pick(None, None, ["m.a"]))
+    return tag_joint_graph(e.gm, fqn_of, grad_fqns=e.v.pick(None, None, ["m.a"]))
 
 
 def _order(e: Example) -> Any:
@@ -380,45 +392,33 @@ def _order(e: Example) -> Any:
 def _plan(e: Example) -> Any:
     plan = e.rng.choice(
         (
-            lambda: teb.manual_plan(e.v.names(), e.model, kinds=e.v.kinds()),
+            lambda: teb.manual_plan(e.v.names(), e.model),
             lambda: teb.transformer_block_plan(
-                e.model, moe_experts=e.v.pick(False, True, "experts"), kinds=e.v.kinds()
+                e.model, moe_experts=e.v.pick(False, True, "experts")
             ),
-            lambda: teb.make_plan(
-                e.v.pick("none", "auto", "manual", "transformer_block", "x"),
-                e.rng.choice((None, e.model)),
-                modules=e.rng.choice((None, e.v.names())),
-                kinds=e.v.kinds(),
-            ),
-            lambda: teb.BucketPlan(
-                e.v.pick("manual", "auto"), e.v.names(), e.v.kinds(), e.v.pick(None, "head")
-            ),
+            lambda: UnitSpec(e.v.names()),
         )
     )()
-    plan.uuid()
-    plan.module_bucket_plans(e.v.pick(True, False))
     return plan.uncovered(e.model)
 
 
 def _set_tag(e: Example) -> Any:
     nodes = list(e.gm.graph.nodes)
-    tag = teb.Tag(e.v.pick(*KINDS), e.v.pick(("m.a",), ("m.a", "m.b"), ("",)))
+    tag = Tag(e.v.pick(*KINDS), e.v.pick(("m.a",), ("m.a", "m.b"), ("",)))
     nodes = [n for n in nodes if kind_of(n) == tag.kind or e.rng.random() < 0.1]
     if nodes:
         node = e.rng.choice(nodes)
-        teb.set_tag(node, tag)
-        assert teb.tag_of(node) == tag
+        set_tag(node, tag)
+        assert tag_of(node) == tag
     return tag
 
 
 def _reports(e: Example) -> Any:
     """Reports that say nothing, and ring topologies."""
-    report = teb.CompileReport([teb.GraphReport("forward", {}, {})], schedules=[])
+    report = teb.CompileReport([GraphReport("forward", {}, {})], schedules=[])
     json.loads(report.to_json())
-    teb.ScheduleReport(policies=()).to_text()
-    return (
-        teb.RingTopology(e.v.pick(1, 2, 8), e.v.pick(1, 2, 4)) if e.rng.random() < 0.7 else report
-    )
+    ScheduleReport(policies=()).to_text()
+    return RingTopology(e.v.pick(1, 2, 8), e.v.pick(1, 2, 4)) if e.rng.random() < 0.7 else report
 
 
 def _backend(e: Example) -> Any:
@@ -441,7 +441,7 @@ def _backend(e: Example) -> Any:
         passes,
         prefetch=e.rng.choice((None, 0))
         if e.rng.random() < 0.5
-        else teb.PrefetchDepth(e.v.pick(1, 50)),
+        else PrefetchDepth(e.v.pick(1, 50)),
     )
     return made.last_report() if e.rng.random() < 0.1 else made.passes.uuid()
 
@@ -450,12 +450,12 @@ def _groups(e: Example) -> Any:
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     groups = e.rng.sample(GROUPS, e.rng.randint(0, 2))
     counts = {g: {kind: e.rng.randrange(5) for kind in kinds} for g in groups}
-    chosen = teb.primary_group(counts)
+    chosen = primary_group(counts)
     assert len(chosen) == bool(counts)
     return e.rng.choice(
         (
-            lambda: teb.register_ring_backend(),
-            lambda: teb.init_ring_process_group(0, 2, timeout=timedelta(seconds=1)),
+            lambda: register_ring_backend(),
+            lambda: init_ring_process_group(0, 2, timeout=timedelta(seconds=1)),
         )
     )()
 
@@ -476,7 +476,7 @@ def _data_parallel(e: Example) -> Any:
     except ERRORS:
         assert [n for n, _ in e.model.named_parameters()] == names
         raise
-    with teb.ReduceOnce(sharded):
+    with ReduceOnce(sharded):
         return sharded
 
 
@@ -490,7 +490,7 @@ def _recipe(e: Example) -> Any:
         units=e.rng.choice((None, e.v.names(), ["layers.0", "layers.1", ""])),
         reference=e.rng.choice((None, None, None, e.model)),
     )
-    teb.whole_step_pass(e.model, passes)
+    whole_step_pass(e.model, passes)
     return passes
 
 
@@ -503,18 +503,14 @@ def _separate_groups(e: Example) -> None:
 CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
     "BucketAndSchedule": (8, _bucket_and_schedule),
     "BucketByCap": (
-        8,
+        20,
         lambda e: _run_pass(e, teb.BucketByCap(e.v.cap(), **e.v.options(), **_payload(e))),
     ),
     "BucketUnits": (12, _bucket_units),
-    "bucket_graph": (
-        12,
-        lambda e: teb.bucket_graph(e.gm, e.v.cap(), **e.v.options(), **_payload(e)),
-    ),
-    "plan_by_cap": (8, lambda e: teb.plan_by_cap(e.gm.graph, e.v.cap(), **e.v.options())),
+    "plan_by_cap": (8, lambda e: plan_by_cap(e.gm.graph, e.v.cap(), **e.v.options())),
     "schedule": (
         12,
-        lambda e: teb.schedule(
+        lambda e: schedule(
             e.gm,
             e.v.policies(),
             machine=e.v.machine(),
@@ -522,7 +518,7 @@ CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
         ),
     ),
     "Schedule": (4, lambda e: _run_pass(e, teb.Schedule(e.v.policies(), e.v.machine()))),
-    "peak_bytes": (4, lambda e: teb.peak_bytes(e.gm, e.rng.choice((None, lambda n: True)))),
+    "peak_bytes": (4, lambda e: peak_bytes(e.gm, e.rng.choice((None, lambda n: True)))),
     "CombineUses": (4, _combine_uses),
     "ReduceScatterFirst": (4, lambda e: _run_pass(e, teb.ReduceScatterFirst())),
     "ReshardAfterForward": (
@@ -539,7 +535,7 @@ CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
     "groups": (1, _groups),
     "data_parallel": (2, _data_parallel),
     "recipe": (3, _recipe),
-    "agree": (2, lambda e: teb.agree(e.gm)),
+    "agree": (2, lambda e: agree(e.gm)),
     "SeparateGroups": (2, _separate_groups),
 }
 # May leave an order or tags behind: what they do is told by the graph's values.

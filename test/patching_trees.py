@@ -1,4 +1,4 @@
-"""Torch trees and patch series for the patching tests."""
+"""Torch trees and patch series for the tests of the hooks."""
 
 from __future__ import annotations
 
@@ -16,25 +16,23 @@ import torch
 from torch_ext_bucketing import hooks
 
 needs_unpatched_torch = pytest.mark.skipif(
-    hooks.status().state != "in memory",
+    hooks.status().state in ("native", "on disk"),
     reason=f"the installed torch has the hooks {hooks.status().state}",
 )
 
 TORCH_DIR = Path(torch.__file__).resolve().parent
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "torch/_inductor/config.py"
-CODECACHE = "torch/_inductor/codecache.py"
 BUCKETING = "torch/_inductor/fx_passes/bucketing.py"
 FSDP = "torch/_inductor/fx_passes/fsdp.py"
-TOUCHED = (CONFIG, CODECACHE, BUCKETING, FSDP)
+TOUCHED = (CONFIG, BUCKETING, FSDP)
 MINOR = ".".join(torch.__version__.split(".")[:2])
 
 ENTRIES = """\
 class aten_distributed_optimizations:
-    bucket_payload_order_key: Any = None
-    fsdp_group_filter: Any = None
+    bucket_payload_order_key: str | None = None
+    fsdp_group_filter: list[str] | None = None
     bucket_non_adjacent: bool = False
-    bucket_max_node_span: int | None = None
 """
 
 
@@ -47,25 +45,11 @@ def small_edits() -> dict[str, str]:
     """An edited version of each touched file, small enough to fit every supported torch."""
     text = {path: (TORCH_DIR.parent / path).read_text() for path in TOUCHED}
     config = edit(text[CONFIG], "class aten_distributed_optimizations:\n", ENTRIES)
-    marker = "_save_config_ignore: list[str] = [\n"
-    config = edit(
-        config, marker, f'{marker}    "aten_distributed_optimizations.fsdp_group_filter",\n'
-    )
-    codecache = edit(
-        text[CODECACHE],
-        "def build_code_hash(",
-        "def _hook_note() -> str:\n    return 'new'\n\n\ndef build_code_hash(",
-    )
-    codecache = edit(
-        codecache, "def get_path(\n", "def _another() -> None:\n    pass\n\n\ndef get_path(\n"
-    )
-    head = "def sha256_hash(data: bytes) -> str:\n"
-    codecache = edit(
-        codecache, head, f"{head}    if data == b'patched?':\n        return _hook_note()\n"
-    )
-    bucketing = text[BUCKETING] + "\n\ndef boom() -> None:\n    raise KeyError('a patched line')\n"
+    # In the middle, where the file on disk has another line of that number.
+    boom = "\n\n\ndef boom() -> None:\n    raise KeyError('a patched line')\n\n\ndef "
+    bucketing = text[BUCKETING].replace("\n\n\ndef ", boom, 1)
     fsdp = text[FSDP] + "\n\nfrom torch._inductor.fx_passes.bucketing import boom  # noqa\n"
-    return {CONFIG: config, CODECACHE: codecache, BUCKETING: bucketing, FSDP: fsdp}
+    return {CONFIG: config, BUCKETING: bucketing, FSDP: fsdp}
 
 
 def git_diff(path: str, old: str | None, new: str) -> str:
@@ -98,8 +82,8 @@ def write_small_series(folder: Path, minor: str = MINOR) -> dict[str, str]:
     """A series of two patches with ``small_edits``, and a test file that only checkouts have."""
     edited = small_edits()
     old = {path: (TORCH_DIR.parent / path).read_text() for path in TOUCHED}
-    first = {path: (old[path], edited[path]) for path in TOUCHED[:2]}
-    second = {path: (old[path], edited[path]) for path in TOUCHED[2:]}
+    first = {CONFIG: (old[CONFIG], edited[CONFIG])}
+    second = {path: (old[path], edited[path]) for path in TOUCHED[1:]}
     second["test/inductor/test_small.py"] = (None, "import torch\n")
     write_series(folder, minor, first, second)
     return edited
@@ -137,7 +121,6 @@ TINY = {
     CONFIG: "class aten_distributed_optimizations:\n    old = 1\n",
     FSDP: "from .bucketing import merge\n",
     BUCKETING: "def merge():\n    from .fsdp import merge as other\n",
-    CODECACHE: "import os\n",
 }
 
 

@@ -18,6 +18,7 @@ from collective_graphs import all_gather, all_reduce, trace
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.agreement import exchange as agreement
+from torch_ext_bucketing.agreement.before_run import agree
 from torch_ext_bucketing.agreement.differences import Version, mismatch_text
 from torch_ext_bucketing.agreement.launches import (
     GraphLaunches,
@@ -245,7 +246,7 @@ def test_without_other_ranks_nothing_is_exchanged(fake_world, monkeypatch):
 
     monkeypatch.setattr(agreement.groups, "default_store", no_store)
     group = torch.distributed.group.WORLD
-    teb.agree(trace(lambda x: all_gather(x, group), torch.zeros(2, 2)))
+    agree(trace(lambda x: all_gather(x, group), torch.zeros(2, 2)))
 
 
 def test_a_message_shows_no_more_of_a_large_bucket_than_differs():

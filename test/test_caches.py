@@ -22,8 +22,10 @@ from patching_trees import copy_package
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.passes import cache_key as _cache_key
-from torch_ext_bucketing.passes.backends import PassManager
+from torch_ext_bucketing.passes.pipeline import Pipeline
+from torch_ext_bucketing.scheduling.machine import Level
 
 CHILD = Path(__file__).parent / "cache_child.py"
 LIMIT_S = 400
@@ -232,8 +234,8 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
         {"keep": ("a",), **dict.fromkeys(("memory", "units", "machine", "curve"), AUTO), "to": 1},
     ),
     teb.BucketUnits: (
-        {"order_or_plan": ORDER, "kinds": ("all_gather",), "payload_order": True},
-        {"order_or_plan": OTHER, "kinds": ("reduce_scatter",), "payload_order": False},
+        {"units": ORDER, "kinds": ("all_gather",), "payload_order": "units"},
+        {"units": OTHER, "kinds": ("reduce_scatter",), "payload_order": None},
     ),
     teb.BucketByCap: (
         {
@@ -249,7 +251,7 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "cap_mb": {("g", "all_gather"): 1.5, "h": 2.0},
             "kinds": ("all_reduce",),
             "eligible": "structure",
-            "group_filter": teb.primary_group,
+            "group_filter": primary_group,
             "max_node_span": 3,
             "non_adjacent": False,
             "payload_order": OTHER,
@@ -266,7 +268,9 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "kinds": ("all_gather",),
             "payload_order": None,
             "machine": _machine(),
-            "options": {"max_node_span": None},
+            "eligible": "tag",
+            "group_filter": None,
+            "max_node_span": None,
         },
         {
             "policies": teb.Overlap(depth=3),
@@ -274,16 +278,12 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "kinds": ("reduce_scatter",),
             "payload_order": ORDER,
             "machine": _machine(kernel_ms=1.0),
-            "options": {"max_node_span": 4},
+            "eligible": "structure",
+            "group_filter": primary_group,
+            "max_node_span": 4,
         },
     ),
 }
-
-
-def _made(cls: type, values: dict[str, Any]) -> Any:
-    values = {**values, **values.get("options", {})}
-    values.pop("options", None)
-    return cls(**values)
 
 
 def test_every_parameter_of_every_pass_is_listed():
@@ -300,12 +300,12 @@ def test_every_parameter_of_every_pass_is_listed():
 @pytest.mark.parametrize("cls", PARAMETERS)
 def test_every_parameter_counts(cls):
     first, second = PARAMETERS[cls]
-    uuid = _made(cls, first).uuid()
+    uuid = cls(**first).uuid()
     assert uuid
-    assert uuid == _made(cls, first).uuid()
+    assert uuid == cls(**first).uuid()
     for name, value in second.items():
         other = value if isinstance(value, Together) else {name: value}
-        assert _made(cls, {**first, **other}).uuid() not in (None, uuid), name
+        assert cls(**{**first, **other}).uuid() not in (None, uuid), name
 
 
 def test_the_groups_that_reductions_move_to_count(fake_world):
@@ -346,8 +346,8 @@ POLICIES = [
             "kernel_ms": 1.0,
             "collectives": {("all_gather", 2): [(1, 0.5)]},
             "ranks_per_node": 4,
-            "intra": teb.Level(2e9),
-            "inter": teb.Level(2e8),
+            "intra": Level(2e9),
+            "inter": Level(2e8),
             "estimate": Estimate(),
         },
     ),
@@ -360,7 +360,7 @@ def test_every_field_of_a_policy_counts(cls, values):
 
     def uuid(**changes):
         if cls is teb.Machine:  # one level alone is no network
-            network = {"ranks_per_node": 8, "intra": teb.Level(1e9), "inter": teb.Level(1e8)}
+            network = {"ranks_per_node": 8, "intra": Level(1e9), "inter": Level(1e8)}
             return teb.Schedule((), cls(**{**network, **changes})).uuid()
         return teb.Schedule(cls(**changes)).uuid()
 
@@ -394,7 +394,7 @@ def test_what_has_no_uuid(caplog):
     with caplog.at_level(logging.WARNING, "torch_ext_bucketing"):
         assert teb.BucketUnits(ORDER, payload_order=NoUuid()).uuid() is None
         assert "NoUuid.uuid() returned None" in caplog.messages[-1]
-        assert PassManager([Foreign()]).uuid() is None
+        assert Pipeline([Foreign()]).uuid() is None
         assert "Foreign: its uuid() returned None" in caplog.messages[-1]
         assert OfANotebook().uuid() is None
         assert (

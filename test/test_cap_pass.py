@@ -12,7 +12,7 @@ from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.bucketing import BucketByCap, bucket_graph
+from torch_ext_bucketing.passes.bucketing import BucketByCap
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
@@ -69,7 +69,7 @@ def test_bad_options_are_known_at_once():
     with pytest.raises(TypeError, match="payload_order must be a callable"):
         BucketByCap(1.0, payload_order=True)
     with pytest.raises(TypeError, match="max_spam"):
-        bucket_graph(torch.fx.Graph(), 1.0, max_spam=3)
+        BucketByCap(1.0, max_spam=3)
 
 
 def test_uuids():

@@ -136,7 +136,7 @@ def check_plan(gm: fx.GraphModule, plan: BucketingPlan, sizes: list[int], span: 
         assert not any(at[0] < w < at[-1] for w in writes), "merged across a write"
         assert bool(bucket.detail) == (bucket.closed_by != "end")
     assert is_acyclic(gm.graph, list(plan.buckets)), "the buckets form a cycle"
-    said = [a.node for a in plan.alone] + [name for name, _ in plan.left_alone]
+    said = [a.node for a in plan.unmerged] + [left.node for left in plan.ineligible]
     starts = [n.name for n in gm.graph.nodes if kind_of(n) is not None]
     assert sorted(said + [m.name for m in seen]) == sorted(starts)
 
@@ -237,12 +237,12 @@ def test_planning_again_changes_nothing():
     first = plan_by_cap(gm.graph, cap, eligible=everything)
     assert [len(b.members) for b in first.buckets] == [2, 2, 2]
     assert [b.closed_by for b in first.buckets] == ["bytes", "bytes", "bytes"]
-    assert [(a.closed_by, a.wire_bytes) for a in first.alone] == [("end", 8 * 4 * WORLD)]
+    assert [(a.closed_by, a.wire_bytes) for a in first.unmerged] == [("end", 8 * 4 * WORLD)]
     apply_plan(gm.graph, first)
     code = str(gm.graph)
     second = plan_by_cap(gm.graph, cap, eligible=everything)
     assert not second.buckets
-    assert {reason for _, reason in second.left_alone} == {"it is a bucket already"}
+    assert {left.reason for left in second.ineligible} == {"it is a bucket already"}
     apply_plan(gm.graph, second)
     assert str(gm.graph) == code
 
@@ -258,8 +258,8 @@ def test_four_collectives_of_two_kinds_that_can_only_half_merge():
     gm = builder.finish([b1, a2])
     plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
     assert [b.kind for b in plan.buckets] == ["all_gather"]
-    assert [a.closed_by for a in plan.alone] == ["dependency", "end"]
-    assert "by way of other buckets" in plan.alone[0].detail
+    assert [a.closed_by for a in plan.unmerged] == ["dependency", "end"]
+    assert "by way of other buckets" in plan.unmerged[0].reason
 
 
 def test_a_dependent_member_is_named():
@@ -269,7 +269,7 @@ def test_a_dependent_member_is_named():
     gm = builder.finish([second])
     plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
     names = [n.name for n in gm.graph.nodes if kind_of(n)]
-    assert plan.alone[0].detail == f"{names[1]} needs the result of {names[0]}"
+    assert plan.unmerged[0].reason == f"{names[1]} needs the result of {names[0]}"
 
 
 def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
@@ -286,7 +286,7 @@ def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
 
     def planned(run: int | None) -> tuple[list[int], list[str]]:
         plan = plan_by_cap(gm.graph, 1.0, eligible=everything, max_compute_run=run)
-        closed = [*(b.closed_by for b in plan.buckets), *(a.closed_by for a in plan.alone)]
+        closed = [*(b.closed_by for b in plan.buckets), *(a.closed_by for a in plan.unmerged)]
         assert all("compute nodes" in b.detail for b in plan.buckets if b.closed_by == "run")
         return [len(b.members) for b in plan.buckets], closed
 
@@ -316,10 +316,10 @@ def test_a_write_between_members_keeps_them_apart(kind):
     expected = run_all_ranks(gm, inputs)
     plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
     assert [len(b.members) for b in plan.buckets] == [2]
-    (alone,) = plan.alone
+    (alone,) = plan.unmerged
     assert alone.closed_by == "dependency"
     write = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default)
-    assert alone.detail == f"{write.name} between them writes to a tensor that others read"
+    assert alone.reason == f"{write.name} between them writes to a tensor that others read"
     apply_plan(gm.graph, plan)
     for got, want in zip(run_all_ranks(gm, inputs), expected, strict=True):
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
@@ -357,7 +357,7 @@ def test_a_bucket_does_not_read_what_was_written_since_its_members_did(fn):
         assert not plan.buckets
         copy = torch.ops.aten.copy_.default
         (write,) = gm.graph.find_nodes(op="call_function", target=copy)
-        assert write.name in plan.alone[0].detail
+        assert write.name in plan.unmerged[0].reason
 
 
 @pytest.mark.parametrize("marked", [(True, True), (True, False), (False, False)])
@@ -401,7 +401,7 @@ def test_primary_group_has_the_most_gathers():
     gm = gathers_on("1", "0", "0", "1", "0")
     plan = plan_by_cap(gm.graph, 1.0, eligible="structure", group_filter=primary_group)
     assert [{group_name(m) for m in b.members} for b in plan.buckets] == [{"0"}]
-    assert {why for _, why in plan.left_alone} == {"the group filter leaves out group 1"}
+    assert {left.reason for left in plan.ineligible} == {"the group filter leaves out group 1"}
 
     def counts(*found: int) -> dict[str, int]:
         return dict(zip(("all_gather", "reduce_scatter", "all_reduce"), found, strict=True))
@@ -562,7 +562,7 @@ def test_sizes_that_depend_on_data_are_left_alone():
     before = str(gm.graph)
     plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
     assert plan.buckets == ()
-    assert {reason for _, reason in plan.left_alone} == {"its size depends on data"}
+    assert {left.reason for left in plan.ineligible} == {"its size depends on data"}
     assert str(gm.graph) == before
 
 
@@ -581,7 +581,7 @@ plans = []
 for seed in range(40):
     gm = t.random_graph(seed, 20, t.GROUPS)
     plan = t.plan_by_cap(gm.graph, 400 / t.MIB, eligible=t.everything, max_node_span=80)
-    plans.append([t.names(plan), [str(a) for a in plan.alone], [b.detail for b in plan.buckets]])
+    plans.append([t.names(plan), [str(a) for a in plan.unmerged], [b.detail for b in plan.buckets]])
 print(json.dumps(plans))
 """
 
@@ -646,8 +646,8 @@ def test_a_plan_in_words():
         f"span {b.span}, closed by {b.closed_by}: {b.detail}"
         for b in plan.buckets
     ]
-    lines += [f"alone: {u.node}; closed by {u.closed_by}: {u.detail}" for u in plan.alone]
-    lines += [f"left: {name}; {why}" for name, why in plan.left_alone]
+    lines += [f"alone: {u.node}; closed by {u.closed_by}: {u.reason}" for u in plan.unmerged]
+    lines += [f"left: {x.node}; {x.reason}" for x in plan.ineligible]
     assert_expected_inline(
         "\n".join(lines),
         """\
@@ -700,4 +700,5 @@ def test_tags_decide_by_default():
         set_tag(start, Tag("all_gather", (start.name,)))
     plan = plan_by_cap(gm.graph, 1.0)
     assert names(plan) == [("all_gather", [s.name for s in starts[:2]])]
-    assert plan.left_alone == ((starts[2].name, "it serves no known parameter"),)
+    (left,) = plan.ineligible
+    assert (left.node, left.reason) == (starts[2].name, "it serves no known parameter")

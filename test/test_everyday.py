@@ -24,10 +24,9 @@ from torch_ext_bucketing._torch import inductor
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.divided import DividedUnitWarning
+from torch_ext_bucketing.passes.diagnostics import DividedUnitWarning, NotBucketedWarning
 from torch_ext_bucketing.passes.recipe import recipe
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.passes.silence import NotBucketedWarning
 from torch_ext_bucketing.plans import simple_fsdp
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel

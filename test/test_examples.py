@@ -9,19 +9,19 @@ import signal
 import pytest
 
 from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
+from torch_ext_bucketing.testing.ring import init_ring_process_group
 
 OPTIONS = ("--steps", "3", "--save-every", "2", "--layers", "1", "--compiler", "aot_eager")
 
 
-def train(rank: Rank, folder: str, killed_in: int, *options: str) -> str:
+def train_on(rank: Rank, folder: str, killed_in: int, *options: str) -> str:
     """As under ``torchrun``; rank 1 dies when it asks for the batch of the step ``killed_in``."""
-    import torch_ext_bucketing as teb
-    from torch_ext_bucketing.examples.train import main
+    from torch_ext_bucketing.examples import train
     from torch_ext_bucketing.testing import text
 
     os.environ.update(RANK=str(rank.rank), WORLD_SIZE=str(rank.world_size), LOCAL_RANK="0")
-    teb.init_ring_process_group = functools.partial(  # needs no free port
-        teb.init_ring_process_group, init_method=f"file://{rank.store_path}"
+    train.init_ring_process_group = functools.partial(  # needs no free port
+        init_ring_process_group, init_method=f"file://{rank.store_path}"
     )
     batch = text.batch
 
@@ -31,11 +31,11 @@ def train(rank: Rank, folder: str, killed_in: int, *options: str) -> str:
         return batch(step, number, **sizes)
 
     text.batch = dying
-    return main(["--folder", folder, *OPTIONS, *options])
+    return train.main(["--folder", folder, *OPTIONS, *options])
 
 
 def on_two_ranks(*args: object) -> list[str]:
-    return run_ranks(train, 2, *args, timeout_s=240)
+    return run_ranks(train_on, 2, *args, timeout_s=240)
 
 
 @pytest.mark.slow

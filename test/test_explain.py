@@ -42,6 +42,11 @@ def two_blocks_on_replicas():
     return data_parallel(TwoBlocks(), mesh, "hybrid_shard"), (TOKENS,)
 
 
+def one_layer():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return data_parallel(torch.nn.Linear(4, 4), mesh), torch.zeros(1, 4)
+
+
 def no_pair():
     return TwoBlocks()
 
@@ -66,6 +71,45 @@ def test_whole_model_fits_one_bucket():
         assert bucket.closed_by == "end"
         assert bucket.nbytes == sum(m.nbytes for m in bucket.members)
         assert all(m.fqns for m in bucket.members)
+
+
+PARITY = """\
+recipe(model, 'parity'):
+  CombineUses()
+  ReshardAfterForward(keep=['norm', 'output'])
+  BucketUnits(FSDPParamOrder.from_model(model, units=manual_plan(\
+['embed', 'blocks.[0-3]', 'norm+output'], model)))
+  Schedule([Overlap()], machine=Machine("""
+
+
+def test_a_goal_shows_what_its_recipe_does(capsys, tmp_path):
+    file = tmp_path / "machine.json"
+    Machine(name="mine", flops={"bfloat16": 1e12}).save(file)
+    assert main(["explain", "--goal", "parity", "--brief", "--machine", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(PARITY)
+    assert "name='mine'" in said
+    assert "FSDPParamOrder  all_gather" in said
+    assert "Schedule" in said.split("time per pass")[1]
+
+
+def test_the_goal_speed():
+    taken = []
+    report = explain(f"{HERE}:two_blocks", goal="speed", world_size=4, taken=taken)
+    names = [type(p).__name__ for p in taken]
+    assert names == ["CombineUses", "ReshardAfterForward", "BucketAndSchedule"]
+    assert len(report.schedules) == 2
+    with pytest.raises(ExplainError, match=r"recipe\(model, 'parity'\): no repeated blocks"):
+        explain(f"{HERE}:one_layer", goal="parity", world_size=4)
+
+
+@pytest.mark.parametrize(
+    "options", [["--mode", "none"], ["--overlap"], ["--cap-mb", "3"], ["--keep-gib", "1"]]
+)
+def test_a_goal_takes_no_options_of_modes(capsys, options):
+    with pytest.raises(SystemExit):
+        main(["explain", "--goal", "speed", *options])
+    assert "goal" in capsys.readouterr().err
 
 
 def test_modes():

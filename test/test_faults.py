@@ -24,11 +24,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing import merge as merging
+from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.units import UnitIndex, plan_units
+from torch_ext_bucketing.bucketing.units import plan_units
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
 from torch_ext_bucketing.graph.snapshot import Snapshot, unchanged_on_error
-from torch_ext_bucketing.passes.base import Compilation, GraphPass
+from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.plans.membership import Units
+from torch_ext_bucketing.plans.plan import UnitSpec
+from torch_ext_bucketing.scheduling.model import peak_bytes
+from torch_ext_bucketing.scheduling.scheduler import schedule
+from torch_ext_bucketing.tagging.tag_graph import tag_joint_graph
+from torch_ext_bucketing.tagging.tags import Tag, set_tag
 
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
 KIND_NAMES = tuple(KINDS)
@@ -49,16 +57,17 @@ def described(gm: fx.GraphModule) -> list[Any]:
 
 
 def run_pass(p: GraphPass, gm: fx.GraphModule) -> Any:
-    compilation = Compilation()
-    p.prepare(gm, compilation)
-    p(gm, compilation)
+    p(gm)
     return getattr(p, "last_buckets", getattr(p, "last_report", None))
+
+
+def by_cap(gm: fx.GraphModule, cap_mb: Any = 1.0, **options: Any) -> Any:
+    return run_pass(teb.BucketByCap(cap_mb, **options), gm)
 
 
 BUCKETERS: dict[str, Callable[..., Any]] = {
     "BucketUnits": lambda gm, **k: run_pass(teb.BucketUnits([["m"]], KIND_NAMES, **k), gm),
-    "BucketByCap": lambda gm, **k: run_pass(teb.BucketByCap(1.0, **k), gm),
-    "bucket_graph": lambda gm, **k: teb.bucket_graph(gm, **{"cap_mb": 1.0, **k}),
+    "BucketByCap": by_cap,
     "BucketAndSchedule": lambda gm, **k: run_pass(
         teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(gib=1)], **{"kinds": KIND_NAMES, **k}),
         gm,
@@ -66,15 +75,15 @@ BUCKETERS: dict[str, Callable[..., Any]] = {
 }
 FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
     **BUCKETERS,
-    "by structure": lambda gm: teb.bucket_graph(
-        gm, eligible="structure", group_filter=teb.primary_group, non_adjacent=False
+    "by structure": lambda gm: by_cap(
+        gm, None, eligible="structure", group_filter=primary_group, non_adjacent=False
     ),
-    "Overlap": lambda gm: teb.schedule(gm, teb.Overlap()),
-    "CapComputeRun": lambda gm: teb.schedule(gm, teb.CapComputeRun(1)),
-    "PeakMemory": lambda gm: teb.schedule(gm, teb.PeakMemory(ratio=0.5)),
+    "Overlap": lambda gm: schedule(gm, teb.Overlap()),
+    "CapComputeRun": lambda gm: schedule(gm, teb.CapComputeRun(1)),
+    "PeakMemory": lambda gm: schedule(gm, teb.PeakMemory(ratio=0.5)),
     "Schedule": lambda gm: run_pass(teb.Schedule(teb.Overlap()), gm),
-    "peak_bytes": teb.peak_bytes,
-    "tag_joint_graph": teb.tag_joint_graph,
+    "peak_bytes": peak_bytes,
+    "tag_joint_graph": tag_joint_graph,
     "TagParameters": lambda gm: run_pass(teb.TagParameters(), gm),
     "ReshardAfterForward": lambda gm: run_pass(teb.ReshardAfterForward(), gm),
 }
@@ -140,8 +149,8 @@ def test_odd_graphs(name, function):
 
 
 def why_left(name: str) -> set[str]:
-    report = teb.bucket_graph(tagged(ODD[name]()), 1.0)
-    return {reason for _, reason in report.left_alone}
+    report = by_cap(tagged(ODD[name]()))
+    return {left.reason for left in report.ineligible}
 
 
 def test_odd_collectives_are_left_alone_with_a_reason():
@@ -165,14 +174,14 @@ def test_odd_collectives_are_left_alone_with_a_reason():
 
 def test_a_gather_whose_result_is_written_to_is_not_shared():
     gm = tagged(ODD["gathered_value_written"]())
-    plan = plan_units(gm.graph, UnitIndex([["m"]]))
+    plan = plan_units(gm.graph, Units([["m"]]))
     assert plan.duplicates == ()
 
 
 def test_a_graph_without_output_can_be_scheduled():
     gm = tagged(ODD["no_output"]())
     names = sorted(n.name for n in gm.graph.nodes)
-    report = teb.schedule(gm, teb.Overlap(depth=2))
+    report = schedule(gm, teb.Overlap(depth=2))
     assert report.order
     assert sorted(n.name for n in gm.graph.nodes) == names
     gm.graph.lint()
@@ -180,7 +189,7 @@ def test_a_graph_without_output_can_be_scheduled():
 
 def test_one_gather_that_can_not_be_merged_costs_no_other_bucket():
     """torch's merging fails at scalars; the gathers of a dimension merge all the same."""
-    report = teb.bucket_graph(tagged(ODD["scalars_gathered"]()), 1.0)
+    report = by_cap(tagged(ODD["scalars_gathered"]()))
     assert [len(b.members) for b in report.buckets] == [2]
 
 
@@ -199,7 +208,7 @@ def gathers_and_scatters() -> fx.GraphModule:
         kind = kind_of(start)
         if kind is not None:
             unit = "ab"[start.all_input_nodes[0].meta["val"].numel() > (4 if "gat" in kind else 8)]
-            teb.set_tag(start, teb.Tag(kind, (f"m.{unit}.{start.name}",)))
+            set_tag(start, Tag(kind, (f"m.{unit}.{start.name}",)))
     return gm
 
 
@@ -209,7 +218,7 @@ UNITS = [["m.a"], ["m.b"]]
 def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     gm = gathers_and_scatters()
     before, nodes = described(gm), list(gm.graph.nodes)
-    plan = plan_units(gm.graph, UnitIndex(UNITS))
+    plan = plan_units(gm.graph, Units(UNITS))
     assert len(plan.buckets) == 4
     pack, calls = merging.pack, []
 
@@ -228,7 +237,7 @@ def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     gm.recompile()
     monkeypatch.undo()
     # Nothing is lost: the same again, and now it works.
-    assert len(apply_plan(gm.graph, plan_units(gm.graph, UnitIndex(UNITS)))) == 4
+    assert len(apply_plan(gm.graph, plan_units(gm.graph, Units(UNITS)))) == 4
     gm.graph.lint()
 
 
@@ -474,16 +483,16 @@ def test_bad_caps(bad):
     gm = gathers_and_scatters()
     before, nodes = described(gm), list(gm.graph.nodes)
     with pytest.raises(error, match=match):
-        teb.bucket_graph(gm, cap)
+        by_cap(gm, cap)
     with pytest.raises(error, match=match):
-        teb.plan_by_cap(gm.graph, cap)
+        plan_by_cap(gm.graph, cap)
     assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
 
 
 @pytest.mark.parametrize("cap", [1e308, 10**400, 1e-300, {"unheard of": 1.0}, {}])
 def test_caps_of_any_size(cap):
     gm = gathers_and_scatters()
-    report = teb.bucket_graph(gm, cap)
+    report = by_cap(gm, cap)
     assert bool(report.buckets) == (cap != 1e-300)
     gm.graph.lint()
 
@@ -540,13 +549,13 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "'layers.1' lies inside 'layers', which comes earlier",
     ),
-    "BucketPlan, twice": (
-        lambda: teb.BucketPlan("manual", (("a",), ("a", "b"))),
+    "UnitSpec, twice": (
+        lambda: UnitSpec((("a",), ("a", "b"))),
         ValueError,
-        "'a' is in two buckets",
+        "'a' is in two units",
     ),
-    "BucketPlan of another model": (
-        lambda: teb.BucketPlan("manual", (("head",),)).uncovered(Blocks()),
+    "UnitSpec of another model": (
+        lambda: UnitSpec((("head",),)).uncovered(Blocks()),
         ValueError,
         "no module is named 'head'",
     ),
@@ -605,9 +614,9 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "payload_order": (
         lambda: teb.BucketUnits([["a"]], payload_order="name"),
         TypeError,
-        "True, False or a callable",
+        "payload_order must be a callable",
     ),
-    "tag without names": (lambda: teb.Tag("all_gather", (None,)), ValueError, "tuple of names"),
+    "tag without names": (lambda: Tag("all_gather", (None,)), ValueError, "tuple of names"),
     "prefetch under": (
         lambda: teb.Overlap(prefetch_under=["a"]),
         TypeError,
@@ -690,10 +699,10 @@ def test_caps_by_group_and_by_kind_can_be_mixed():
 @pytest.mark.parametrize("policy", [teb.PeakMemory(gib=1e308), teb.PeakMemory(ratio=1e308)])
 def test_memory_bounds_of_any_size(policy):
     gm = gathers_and_scatters()
-    assert teb.schedule(gm, policy).misses == 0
+    assert schedule(gm, policy).misses == 0
     small = teb.PeakMemory(gib=1e-300)
     with pytest.warns(teb.BoundNotKeptWarning, match="PeakMemory: .* above the bound"):
-        assert teb.schedule(gm, small).misses > 0
+        assert schedule(gm, small).misses > 0
 
 
 @pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard"])

@@ -15,23 +15,12 @@ EXAMPLES, SEED = 600, 20_000
 
 # What an example calls by another name than its own, and what only describes results.
 ELSEWHERE = {
-    "reports": {"CompileReport", "GraphReport", "ScheduleReport", "RingTopology"},
-    "plans": {"BucketPlan", "make_plan", "manual_plan", "transformer_block_plan"},
-    "backend": {"PrefetchDepth"},
-    "groups": {
-        "primary_group",
-        "register_ring_backend",
-        "init_ring_process_group",
-    },
-    "set_tag": {"Tag", "tag_of"},
-    "data_parallel": {"ReduceOnce"},
-    "recipe": {"whole_step_pass"},
-    "schedule": {"Overlap", "CapComputeRun", "PeakMemory", "Policy", "Machine", "Level"},
+    "reports": {"CompileReport"},
+    "plans": {"manual_plan", "transformer_block_plan"},
+    "schedule": {"Overlap", "CapComputeRun", "PeakMemory", "Policy", "Machine"},
 }
-NOT_CALLED = {"BoundNotKeptWarning", "GraphPass", "H100"}
-NOT_CALLED |= {"DividedUnitWarning", "NotBucketedWarning", "PayloadOrderWarning"}
-NOT_CALLED |= {"NothingKeptWarning"}
-NOT_CALLED |= {"AgreementError", "PlanMismatchError", "RankMissingError"}
+NOT_CALLED = {"BoundNotKeptWarning", "GraphPass", "NotBucketedWarning"}
+NOT_CALLED |= {"PlanMismatchError", "RankMissingError"}
 
 
 @pytest.fixture

@@ -21,9 +21,10 @@ from benchmarks.keep_models import random_joint, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute, stage_of
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.graph_of import graph_of
-from torch_ext_bucketing.passes.backends import PassManager, _run_each, backend
+from torch_ext_bucketing.passes.backends import _run_each, backend
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.keep import NothingKeptWarning, unit_name
+from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.scheduling.cost import Costs
@@ -60,7 +61,7 @@ class Look(teb.GraphPass):
     def __init__(self, function):
         self.function = function
 
-    def __call__(self, graph, compilation=None):
+    def run(self, graph, compilation):
         self.function(graph_of(graph))
 
 
@@ -251,9 +252,9 @@ def test_the_choice_is_part_of_what_ranks_compare(fake_world):
     for gib in (1e-6, 70, 71):
         graph, machine = random_joint(1, 3)
         compilation = Compilation()
-        manager = PassManager([auto(PeakMemory(gib=gib), machine=machine)])
+        manager = Pipeline([auto(PeakMemory(gib=gib), machine=machine)])
         manager.run("joint", graph, compilation)
-        bases.append(_run_each(PassManager(), graph, compilation)().basis)
+        bases.append(_run_each(Pipeline(), graph, compilation)().basis)
     assert bases[0].startswith("keeps 0 of 3 units (nothing) under 1073 bytes")
     assert bases[1].startswith("keeps 3 of 3 units")
     assert len(set(bases)) == 3

@@ -18,6 +18,7 @@ from torch_ext_bucketing.measure import MeasureError, measure
 from torch_ext_bucketing.passes.cache_key import brief
 from torch_ext_bucketing.scheduling.cost import Costs
 from torch_ext_bucketing.scheduling.machine import Level, Machine
+from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.testing.ring import on_ranks
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -159,7 +160,7 @@ def test_an_own_estimate_is_asked_first_and_may_leave_it_to_the_model(fake_world
         with pytest.raises(ValueError, match=f"estimate returned .* for {start.name}"):
             Costs(bad)(start)
         with pytest.warns(teb.BoundNotKeptWarning, match="the graph keeps its order.*estimate"):
-            teb.schedule(gm, teb.Overlap(), machine=bad)
+            schedule(gm, teb.Overlap(), machine=bad)
 
 
 def test_a_file_holds_a_machine(tmp_path):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import (
     C10D,
-    PAYLOAD_ORDER,
     all_gather,
     reduce_scatter,
     run_all_ranks,
@@ -25,14 +24,17 @@ from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.units import UncoveredParametersWarning, UnitIndex, plan_units
+from torch_ext_bucketing.bucketing.units import UncoveredParametersWarning, plan_units
 from torch_ext_bucketing.graph.collectives import count_collectives
-from torch_ext_bucketing.passes.backends import PassManager, backend
+from torch_ext_bucketing.passes.backends import backend
+from torch_ext_bucketing.passes.base import GraphPass, Order
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
+from torch_ext_bucketing.passes.diagnostics import NotBucketedWarning, PayloadOrderWarning
+from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
-from torch_ext_bucketing.passes.silence import NotBucketedWarning, PayloadOrderWarning
 from torch_ext_bucketing.passes.tagging import TagParameters
+from torch_ext_bucketing.plans.membership import Units
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.scheduling.overlap import Overlap
@@ -89,7 +91,7 @@ def test_buckets_of_a_unit_in_payload_order(fake_world):
         return tuple(reduce_scatter(x, group()) for x in (a, b, c, d))
 
     gm = tagged(trace(grads, *(torch.ones(8, n) for n in (1, 2, 3, 4))), *"abcd")
-    units = UnitIndex([("d", "a"), ("c", "b")])
+    units = Units([("d", "a"), ("c", "b")])
     plan = plan_units(gm.graph, units)
     rank = {"d": 0, "a": 1, "c": 2, "b": 3}
     reports = apply_plan(gm.graph, plan, lambda n: rank[tag_of(n).fqns[0]])
@@ -126,7 +128,7 @@ def test_values_are_unchanged(fake_world):
     inputs = [[torch.randn(2, n) for n in (1, 2, 3)] for _ in range(4)]
     gm = tagged(trace(model, *inputs[0]), *"abcabc")
     expected = run_all_ranks(gm, inputs)
-    plan = plan_units(gm.graph, UnitIndex([("c", "a", "b")]))
+    plan = plan_units(gm.graph, Units([("c", "a", "b")]))
     apply_plan(gm.graph, plan, lambda n: "cab".index(tag_of(n).fqns[0]))
     assert count_collectives(gm.graph) == {"all_gather": 1, "reduce_scatter": 1}
     for got, want in zip(run_all_ranks(gm, inputs), expected, strict=True):
@@ -149,9 +151,9 @@ def test_two_buckets_that_make_a_cycle_together(fake_world):
     for node, name in zip(reductions, ["a1", "b1", "b2", "a2"], strict=True):
         set_tag(node, Tag("reduce_scatter", (name,)))
     expected = run_all_ranks(gm, inputs)
-    plan = plan_units(gm.graph, UnitIndex([("a1", "a2"), ("b1", "b2")]), ("reduce_scatter",))
+    plan = plan_units(gm.graph, Units([("a1", "a2"), ("b1", "b2")]), ("reduce_scatter",))
     assert [[tag_of(m).fqns[0] for m in b.members] for b in plan.buckets] == [["a1", "a2"]]
-    assert len(plan.left_alone) == 2
+    assert len(plan.ineligible) == 2
     apply_plan(gm.graph, plan)
     got = run_all_ranks(gm, inputs)
     assert all(
@@ -168,7 +170,7 @@ def test_dependent_member_starts_a_bucket_of_its_own(fake_world):
         return dependent, reduce_scatter(y, group()), reduce_scatter(z, group())
 
     gm = tagged(trace(chain, *torch.ones(3, 8)), *"abcd")
-    plan = plan_units(gm.graph, UnitIndex([tuple("abcd")]))
+    plan = plan_units(gm.graph, Units([tuple("abcd")]))
     (bucket,) = plan.buckets
     assert [tag_of(m).fqns[0] for m in bucket.members] == ["a", "c", "d"]
     assert plan.splits
@@ -183,7 +185,7 @@ def test_same_gather_twice_is_one(fake_world):
     inputs = [[torch.randn(2), torch.randn(3)] for _ in range(4)]
     gm = tagged(trace(twice, *inputs[0]), "a", "b", "a")
     expected = run_all_ranks(gm, inputs)
-    apply_plan(gm.graph, plan_units(gm.graph, UnitIndex([("a", "b")])))
+    apply_plan(gm.graph, plan_units(gm.graph, Units([("a", "b")])))
     (bucket,) = collectives(gm)
     assert [t.fqns for t in member_tags(bucket)] == [("a",), ("b",)]
     got = run_all_ranks(gm, inputs)
@@ -207,7 +209,7 @@ def test_a_bad_key_leaves_the_graph_alone(fake_world, key, match):
 
     gm = tagged(trace(grads, *torch.ones(3, 8)), *"abc")
     before = str(gm.graph)
-    plan = plan_units(gm.graph, UnitIndex([("a", "b", "c")]))
+    plan = plan_units(gm.graph, Units([("a", "b", "c")]))
     with pytest.raises(RuntimeError, match=match):
         apply_plan(gm.graph, plan, key)
     assert str(gm.graph) == before
@@ -219,19 +221,17 @@ def test_a_missing_key_keeps_the_bucket_in_graph_order(fake_world):
 
     gm = tagged(trace(grads, *torch.ones(3, 8)), *"abc")
     key = {"a": 3, "b": None, "c": 1}
-    plan = plan_units(gm.graph, UnitIndex([("a", "b", "c")]))
+    plan = plan_units(gm.graph, Units([("a", "b", "c")]))
     (report,) = apply_plan(gm.graph, plan, lambda n: key[tag_of(n).fqns[0]])
     assert [m.fqns[0] for m in report.members] == ["a", "b", "c"]
 
 
 def test_units_by_module_names_take_the_longest():
-    units = UnitIndex(
-        [("layers.0.mlp",), ("layers.0", "norm"), ("",)], aliases=[("tied", "norm.w")]
-    )
+    units = Units([("layers.0.mlp",), ("layers.0", "norm"), ("",)], aliases=[("tied", "norm.w")])
     assert [
         units.unit_of(f) for f in ("layers.0.mlp.w", "layers.0.wq", "norm.w", "head", "tied")
     ] == [0, 1, 1, 2, 1]
-    assert UnitIndex([("layers.1",)]).unit_of("layers.10.w") is None
+    assert Units([("layers.1",)]).unit_of("layers.10.w") is None
 
 
 # -- compiled models ------------------------------------------------------------------------------
@@ -239,9 +239,7 @@ def test_units_by_module_names_take_the_longest():
 
 def test_bucketed_graphs(fake_world):
     keep = Keep()
-    b = backend(
-        keep, [BucketUnits(order(), payload_order=True), ReshardAfterForward(keep=["head"])]
-    )
+    b = backend(keep, [BucketUnits(order()), ReshardAfterForward(keep=["head"])])
     step(
         torch.compile(sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), backend=b),
         TOKENS,
@@ -310,7 +308,7 @@ def summary(gm):
 
 def test_payload_is_laid_out_as_the_order_says(fake_world):
     o = order()
-    b = backend("aot_eager", [BucketUnits(o, payload_order=True)])
+    b = backend("aot_eager", [BucketUnits(o)])
     step(torch.compile(sharded(), backend=b), TOKENS)
     for bucket in b.last_report().buckets:
         fqns = [f for m in bucket.members for f in m.fqns]
@@ -322,12 +320,11 @@ def test_payload_is_laid_out_as_the_order_says(fake_world):
         assert bucket.nbytes == offset
 
 
-def packed_by(passes, hook=None, model=None):
+def packed_by(passes):
     """What packed each bucket of a step, and the report."""
     torch._dynamo.reset()
     b = backend("aot_eager", passes)
-    with inductor_config.patch({PAYLOAD_ORDER: hook}):
-        step(torch.compile(model or sharded(), backend=b), TOKENS)
+    step(torch.compile(sharded(), backend=b), TOKENS)
     return {bucket.packed_by for bucket in b.last_report().buckets}, b.last_report()
 
 
@@ -353,7 +350,7 @@ def test_an_order_packs_by_itself_unless_told_otherwise(fake_world):
     assert [[f for m in b.members for f in m.fqns] for b in by_order.buckets if b.unit == 0] == [
         list(o.units[0])
     ] * 2
-    assert packed_by([BucketUnits(o, payload_order=False)])[0] == {"graph order"}
+    assert packed_by([BucketUnits(o, payload_order=None)])[0] == {"graph order"}
     assert packed_by([BucketUnits(UNITS)])[0] == {"graph order"}
     assert packed_by([BucketUnits(o, payload_order=Shuffled())])[0] == {"Shuffled"}
     assert packed_by([BucketByCap(1.0, payload_order=o)])[0] == {"FSDPParamOrder"}
@@ -497,7 +494,7 @@ def test_chunked_loss_stays_in_the_heads_unit(fake_world):
             )
 
     model = data_parallel(Chunked(), init_device_mesh("cpu", (4,)))
-    b = backend("aot_eager", [BucketUnits(order(), payload_order=True)])
+    b = backend("aot_eager", [BucketUnits(order())])
     step(torch.compile(model, backend=b), TOKENS)
     last = [b for b in b.last_report().buckets if b.unit == 2]
     assert [[f for m in b.members for f in m.fqns] for b in last] == [
@@ -516,7 +513,7 @@ def test_inductor_config_is_left_as_it_was(fake_world):
         else inductor_config.shallow_copy_dict()
     )
     model = sharded()
-    b = backend("inductor", [BucketUnits(order(), payload_order=True)])
+    b = backend("inductor", [BucketUnits(order())])
     with inductor_config.patch(
         post_grad_custom_post_pass=lambda g: seen.append(inductor_config.allow_buffer_reuse)
     ):
@@ -533,7 +530,7 @@ def test_inductor_config_is_left_as_it_was(fake_world):
 
 @pytest.mark.slow
 def test_config_hooks_alone(fake_world):
-    bucket = BucketUnits(order(), payload_order=True)
+    bucket = BucketUnits(order())
     hooks = {"joint_custom_post_pass": TagParameters(), "post_grad_custom_post_pass": bucket}
     hooks["force_disable_caches"] = True  # a graph from a cache has no report
     model = sharded()
@@ -580,11 +577,11 @@ def test_torchs_own_bucketing_does_not_merge_our_buckets(fake_world):
 
 def test_manager_orders_the_passes():
     bucket, reshard = BucketUnits(UNITS), ReshardAfterForward()
-    manager = PassManager([bucket, reshard])
+    manager = Pipeline([bucket, reshard])
     assert [type(p) for p in manager.joint] == [TagParameters, ReshardAfterForward]
     assert manager.forward_backward == (bucket,)
     mine = TagParameters()
-    assert PassManager([reshard, mine]).joint == (mine, reshard)
+    assert Pipeline([reshard, mine]).joint == (mine, reshard)
 
 
 def test_foreign_pass(fake_world):
@@ -612,7 +609,7 @@ def test_foreign_pass(fake_world):
         (lambda: backend("aot"), ValueError, "must be 'aot_eager', 'inductor' or a callable"),
         (lambda: backend("aot_eager", [print]), TypeError, "is no pass"),
         (lambda: BucketUnits(UNITS, kinds=("gather",)), ValueError, "kinds must be some of"),
-        (lambda: BucketUnits(UNITS, payload_order=True), TypeError, "payload_order=True needs"),
+        (lambda: BucketUnits(UNITS, payload_order=True), TypeError, "payload_order must be"),
         (lambda: backend("aot_eager").last_report(), RuntimeError, "nothing has been compiled"),
     ],
 )
@@ -623,14 +620,14 @@ def test_bad_arguments(make, error, match):
 
 def test_passes_are_switched_off_by_name(fake_world, monkeypatch):
     passes = [ReshardAfterForward(), BucketUnits(order()), BucketAndSchedule([Overlap()])]
-    key = PassManager(passes).uuid()
+    key = Pipeline(passes).uuid()
     monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "")
-    assert PassManager(passes).uuid() == key
+    assert Pipeline(passes).uuid() == key
     # Schedule is a pass, but none of these; its subclass is another one.
     monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "Schedule, BucketUnits")
-    without = PassManager(passes)
+    without = Pipeline(passes)
     assert without.disabled == ("BucketUnits",)
-    assert without.uuid() not in (key, PassManager([passes[0], passes[2]]).uuid(), None)
+    assert without.uuid() not in (key, Pipeline([passes[0], passes[2]]).uuid(), None)
     monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "BucketAndSchedule,BucketUnits")
     b = backend("aot_eager", passes)
     step(torch.compile(sharded(), backend=b), TOKENS)
@@ -655,7 +652,7 @@ def test_an_unknown_name_to_switch_off_is_an_error(monkeypatch, name):
         pass
 
     if name == "Own":
-        assert PassManager([Own(UNITS)]).disabled == ("Own",)
+        assert Pipeline([Own(UNITS)]).disabled == ("Own",)
 
 
 def test_every_passs_time_is_in_the_report(fake_world):
@@ -679,11 +676,11 @@ def test_every_passs_time_is_in_the_report(fake_world):
 
 UUIDS = """
 from torch_ext_bucketing import BucketUnits, FSDPParamOrder, ReshardAfterForward, TagParameters
-from torch_ext_bucketing.passes.backends import PassManager
+from torch_ext_bucketing.passes.pipeline import Pipeline
 o = FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
-passes = [TagParameters(), ReshardAfterForward(), ReshardAfterForward(["a"]), BucketUnits(o),
-          BucketUnits(o, payload_order=False), BucketUnits(o, kinds=("all_gather",)), BucketUnits([["a"]])]
-print(*[p.uuid() for p in passes], PassManager(passes).uuid())
+passes = [ReshardAfterForward(["a"]), TagParameters(), ReshardAfterForward(), BucketUnits(o),
+          BucketUnits(o, payload_order=None), BucketUnits(o, kinds=("all_gather",)), BucketUnits([["a"]])]
+print(*[p.uuid() for p in passes], Pipeline(passes[1:]).uuid())
 """
 
 
@@ -706,7 +703,7 @@ def test_uuids_differ_by_settings_and_not_by_process():
 
 def test_plain_function_is_not_cached():
     assert BucketUnits(UNITS, payload_order=lambda n: 0).uuid() is None
-    assert PassManager([BucketUnits(UNITS, payload_order=lambda n: 0)]).uuid() is None
+    assert Pipeline([BucketUnits(UNITS, payload_order=lambda n: 0)]).uuid() is None
     assert TagParameters(fqn_of=lambda d: None).uuid() is None
 
 
@@ -716,3 +713,79 @@ def test_capture_names(fake_world):
     assert sorted({f for _, t in capture.reports[0].tagged for f in t.fqns}) == sorted(
         TWO_BLOCKS_FQNS
     )
+
+
+# -- what a list of passes may be -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (
+            lambda: [Schedule(Overlap()), BucketByCap(), BucketUnits(UNITS)],
+            r"BucketByCap comes after Schedule and would undo what that decides, the order of the "
+            r"nodes\. The right order: \[BucketByCap, BucketUnits, Schedule\]",
+        ),
+        (
+            lambda: [Schedule(Overlap()), ReshardAfterForward(), Schedule([])],
+            "Schedule and Schedule both decide the order of the nodes: give one of them",
+        ),
+        (
+            lambda: [BucketAndSchedule(Overlap()), Schedule(Overlap())],
+            "BucketAndSchedule and Schedule both decide the order",
+        ),
+        (
+            lambda: [ReshardAfterForward(), ReshardAfterForward(keep=["head"])],
+            "both decide which parameters backward gathers again",
+        ),
+        (lambda: [TagParameters(), TagParameters()], "both decide the tags of collectives"),
+    ],
+)
+def test_a_list_in_which_passes_undo_each_others_work_is_refused(make, match):
+    with pytest.raises(ValueError, match=match):
+        backend("aot_eager", make())
+
+
+def test_the_right_order_is_taken():
+    passes = [BucketByCap(), BucketUnits(UNITS), Schedule(Overlap())]
+    assert Pipeline(passes).forward_backward == tuple(passes)
+
+
+def test_a_pass_that_misses_what_it_needs_is_refused():
+    class Needs(GraphPass):
+        stage = "forward_backward"
+        needs = (Order,)
+
+        def run(self, graph, compilation):
+            pass
+
+    with pytest.raises(ValueError, match="Needs needs the order of the nodes: no pass before"):
+        Pipeline([Needs(), Schedule(Overlap())])
+    assert len(Pipeline([Schedule(Overlap()), Needs()]).forward_backward) == 2
+
+
+def test_a_backend_reads_as_code():
+    made = backend("aot_eager", [BucketUnits(UNITS, payload_order=None), Schedule(Overlap())])
+    assert repr(made) == (
+        "backend('aot_eager', [BucketUnits([['layers.0'], ['layers.1'], ['embedding', 'head']], "
+        "payload_order=None), Schedule([Overlap()])])"
+    )
+    off = backend("inductor", prefetch=None, agree=False, model=TwoBlocks())
+    assert repr(off) == "backend('inductor', [], model=TwoBlocks, prefetch=None, agree=False)"
+
+
+KNOWN = """
+import os
+os.environ["TORCH_EXT_BUCKETING_DISABLE"] = "CombineUses, SeparateGroups"
+from torch_ext_bucketing import backend
+print(backend("aot_eager").passes.disabled)
+"""
+
+
+@pytest.mark.once
+def test_all_passes_can_be_switched_off_by_name():
+    """In a process that has imported none of them."""
+    run = subprocess.run(
+        [sys.executable, "-c", KNOWN], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert run.stdout == "()\n"

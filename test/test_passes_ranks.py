@@ -64,7 +64,7 @@ def bucketing_passes(reshard):
     from torch_ext_bucketing.plans.order import FSDPParamOrder
 
     order = FSDPParamOrder.from_model(TwoBlocks(), ["layers.0", "layers.1", ""])
-    passes = [BucketUnits(order, KINDS, payload_order=True)]
+    passes = [BucketUnits(order, KINDS)]
     return [*passes, ReshardAfterForward()] if reshard else passes
 
 

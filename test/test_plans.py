@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_ext_bucketing.plans.blocks import transformer_block_plan
-from torch_ext_bucketing.plans.make import make_plan
 from torch_ext_bucketing.plans.manual import manual_plan
 from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.plan import BucketPlan
+from torch_ext_bucketing.plans.plan import UnitSpec
 
 DIM, VOCAB = 4, 12
 
@@ -137,9 +136,6 @@ class TestBlocks:
     def test_decoder(self, container):
         plan = transformer_block_plan(llama(container))
         assert plan.units == LLAMA_UNITS
-        assert plan.head == "output"
-        assert plan.mode == "transformer_block"
-        assert plan.kinds == ("all_gather", "reduce_scatter")
 
     def test_any_name(self):
         model = model_of(
@@ -213,13 +209,6 @@ class TestBlocks:
             ("layers.1",),
             ("layers.2",),
         )
-        # The bucket of the head, not the last one.
-        assert plan.module_bucket_plans(chunked_loss=True)[0] == [
-            "tok_embeddings",
-            "norm",
-            "output",
-            "loss",
-        ]
 
     def test_head_and_norm_registered_before_the_blocks(self):
         model = model_of(
@@ -467,22 +456,6 @@ class TestExperts:
         with pytest.raises(ValueError, match="named 'ffn_experts'"):
             transformer_block_plan(llama(), moe_experts="ffn_experts")
 
-    def test_export_spells_nested_units_out(self):
-        model = llama(n=2, block=lambda: MoEBlock("routed"))
-        plan = transformer_block_plan(model, moe_experts=True)
-        exported = plan.module_bucket_plans(chunked_loss=True)
-        assert exported[:3] == [
-            "tok_embeddings",
-            "layers.0.moe.routed_experts.inner_experts",
-            [
-                "layers.0.attn",
-                "layers.0.moe.router",
-                "layers.0.moe.shared_experts",
-                "layers.0.norm",
-            ],
-        ]
-        assert exported[-1] == ["norm", "output", "loss"]
-
 
 class TestManual:
     def test_the_documented_example(self):
@@ -493,7 +466,6 @@ class TestManual:
             *((f"layers.{i}",) for i in range(6)),
             ("norm", "output"),
         )
-        assert plan.mode == "manual"
 
     @pytest.mark.parametrize(
         ("entry", "expected"),
@@ -524,11 +496,6 @@ class TestManual:
         model = llama()
         plan = manual_plan(["layers.0.attn", "layers.0", ""], model)
         assert plan.units == (("layers.0.attn",), ("layers.0",), ("",))
-        assert plan.module_bucket_plans() == [
-            "layers.0.attn",
-            ["layers.0.mlp", "layers.0.norm"],
-            ["tok_embeddings", "layers.1", "layers.2", "norm", "output"],
-        ]
 
     def test_uncovered(self):
         plan = manual_plan(["layers.*", "tok_embeddings"], llama())
@@ -591,124 +558,26 @@ class TestManual:
 
 
 class TestPlan:
-    def test_modes(self):
-        model = llama()
-        assert make_plan("none").units == ()
-        assert make_plan("auto", model).units == ()
-        assert make_plan("transformer_block", model).units == LLAMA_UNITS
-        assert make_plan("manual", model, modules=["norm"]).units == (("norm",),)
-        assert make_plan("none").module_bucket_plans() == []
-        assert make_plan("none").uncovered(model) == tuple(n for n, _ in model.named_parameters())
-        assert make_plan("auto").uncovered(model) == ()
-
-    @pytest.mark.parametrize(
-        ("args", "kwargs", "message"),
-        [
-            (
-                ("transformer",),
-                {},
-                "no bucketing mode is named 'transformer'; the modes are 'none', ",
-            ),
-            (("manual",), {}, "needs the model"),
-            (("transformer_block",), {}, "needs the model"),
-            (("auto",), {"modules": ["norm"]}, 'the mode is "auto"'),
-            (("none",), {"moe_experts": True}, 'the mode is "none"'),
-            (("auto",), {"kinds": ()}, "kinds is empty"),
-            (
-                ("auto",),
-                {"kinds": ("allgather",)},
-                "kinds must be some of all_gather, reduce_scatter, all_reduce, got .'allgather'",
-            ),
-        ],
-    )
-    def test_mode_errors(self, args, kwargs, message):
-        with pytest.raises(ValueError, match=message):
-            make_plan(*args, **kwargs)
-
-    def test_manual_without_modules(self):
-        with pytest.raises(ValueError, match="needs modules="):
-            make_plan("manual", llama())
-
-    def test_kinds(self):
-        assert make_plan("auto", kinds=["all_reduce", "all_gather"]).kinds == (
-            "all_gather",
-            "all_reduce",
-        )
-        assert manual_plan(["norm"], llama(), kinds={"all_reduce"}).kinds == ("all_reduce",)
-        assert make_plan("auto", kinds="all_reduce").kinds == ("all_reduce",)
-
-    def test_auto_has_no_modules_to_export(self):
-        with pytest.raises(ValueError, match="buckets by size"):
-            make_plan("auto").module_bucket_plans()
-
     @pytest.mark.parametrize(
         ("kwargs", "message"),
         [
-            ({"mode": "manual"}, "the plan is empty"),
-            ({"mode": "auto", "units": (("a",),)}, "names no modules"),
-            ({"mode": "manual", "units": ((),)}, "unit 0 of the plan is empty"),
-            (
-                {"mode": "manual", "units": (("a",), ("b", "a"))},
-                "'a' is in two buckets, unit 0 .* and unit 1",
-            ),
-            ({"mode": "manual", "units": (("a",),), "head": "b"}, "head: module 'b' is in no unit"),
-            (
-                {"mode": "manual", "units": (("a",),), "cover": (("a",), ("b",))},
-                "2 entries for 1 units",
-            ),
+            ({"units": ()}, "there are no units"),
+            ({"units": ((),)}, "unit 0 is empty"),
+            ({"units": (("a",), ("b", "a"))}, "'a' is in two units, unit 0 .* and unit 1"),
         ],
     )
     def test_constructor_errors(self, kwargs, message):
         with pytest.raises(ValueError, match=message):
-            BucketPlan(**kwargs)
-
-    def test_export(self):
-        plan = transformer_block_plan(llama())
-        assert plan.module_bucket_plans() == [
-            "tok_embeddings",
-            "layers.0",
-            "layers.1",
-            "layers.2",
-            ["norm", "output"],
-        ]
-        assert plan.module_bucket_plans(chunked_loss=True)[-1] == ["norm", "output", "loss"]
-        assert plan.module_bucket_plans()[-1] == ["norm", "output"]
-
-    def test_loss_goes_to_the_last_bucket_before_the_root(self):
-        plan = manual_plan(["tok_embeddings", "output", ""], llama())
-        exported = plan.module_bucket_plans(chunked_loss=True)
-        assert exported[1] == ["output", "loss"]
-        assert exported[2] == ["layers", "norm"]
-
-    def test_export_is_what_torch_takes(self):
-        """Disjoint for torch's bucketer, which looks modules up by path."""
-        from torch._inductor.fx_passes.graph_view import get_subgraph_by_path, make_graph_view
-
-        model = llama(n=2, block=lambda: MoEBlock("list"))
-        graph = torch.fx.Graph()
-        fqn_of = {}
-        for name, module in model.named_modules():
-            if name and not any(True for _ in module.children()):
-                fqn_of[graph.placeholder("n_" + name.replace(".", "_"))] = name
-        view = make_graph_view(graph, lambda node: [(fqn_of[node], nn.Module)])
-        for experts in (False, True):
-            plan = transformer_block_plan(model, moe_experts=experts)
-            found = [
-                n for path in plan.module_bucket_plans() for n in get_subgraph_by_path(view, path)
-            ]
-            assert len(found) == len(set(found)) == len(fqn_of)
+            UnitSpec(**kwargs)
 
     def test_value(self):
         plan = transformer_block_plan(llama())
         again = pickle.loads(pickle.dumps(plan))
         assert again == plan
         assert hash(again) == hash(plan)
-        assert again.uuid() == plan.uuid()
         assert tuple(plan) == plan.units
-        assert plan.uuid() != transformer_block_plan(llama(), kinds=["all_gather"]).uuid()
-        assert plan.uuid() != make_plan("auto").uuid()
         with pytest.raises(AttributeError):
-            plan.mode = "none"
+            plan.units = ()
 
     def test_is_what_from_model_takes(self):
         model = llama()
@@ -717,4 +586,4 @@ class TestPlan:
             model, units=list(plan)
         )
         with pytest.raises(ValueError, match="there are no units"):
-            FSDPParamOrder.from_model(model, units=make_plan("auto"))
+            FSDPParamOrder.from_model(model, units=[])

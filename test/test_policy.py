@@ -26,6 +26,7 @@ from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.model import Model, model_of
 from torch_ext_bucketing.scheduling.policy import Case, Options, Policy, PolicyReport
+from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.scheduling.timeline import Timeline
 
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
@@ -114,7 +115,7 @@ def reached(gm: fx.GraphModule) -> int:
 def test_it_bounds_and_reports(most: int):
     gm = all_at_once()
     assert reached(gm) == 5
-    report = teb.schedule(gm, [teb.Overlap(depth=4), InFlight(most)], machine=machine(2.0))
+    report = schedule(gm, [teb.Overlap(depth=4), InFlight(most)], machine=machine(2.0))
     assert reached(gm) == most
     assert report.misses == 0
     assert not report.warnings
@@ -129,15 +130,15 @@ def test_it_bounds_and_reports(most: int):
 def test_alone_it_changes_only_what_misses_it():
     gm = all_at_once()
     before = order_of(gm)
-    assert teb.schedule(gm, InFlight(5)).chosen == "as given"
+    assert schedule(gm, InFlight(5)).chosen == "as given"
     assert order_of(gm) == before
-    assert teb.schedule(gm, InFlight(2)).chosen.startswith("gathers at their use")
+    assert schedule(gm, InFlight(2)).chosen.startswith("gathers at their use")
     assert reached(gm) <= 2
 
 
 def test_produced_collectives_are_held_back():
     gm = backward_graph(layers=6, products=1)
-    teb.schedule(gm, [teb.Overlap(), InFlight(1)], machine=machine(20.0))
+    schedule(gm, [teb.Overlap(), InFlight(1)], machine=machine(20.0))
     assert reached(gm) == 1
 
 
@@ -153,7 +154,7 @@ def test_a_bound_that_cannot_be_kept_is_a_warning():
         unknown.append(wait)
     assert reached(gm) == 3
     with pytest.warns(teb.BoundNotKeptWarning, match="InFlight: 3 collectives .* above 2"):
-        report = teb.schedule(gm, [teb.Overlap(), InFlight(2)], machine=machine())
+        report = schedule(gm, [teb.Overlap(), InFlight(2)], machine=machine())
     assert report.misses == 0.5
     assert report.warnings == ("InFlight: 3 collectives are under way at once, above 2",)
 
@@ -168,7 +169,7 @@ def test_it_goes_with_the_others(seed: int, size: int, most: int):
     policies = [teb.Overlap(depth=3), InFlight(most), teb.CapComputeRun(1), teb.PeakMemory(ratio=1)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", teb.BoundNotKeptWarning)
-        report = teb.schedule(gm, policies)
+        report = schedule(gm, policies)
     assert report.order, report.warnings
     figures = report.figure("in_flight")
     assert figures[1] == reached(gm)

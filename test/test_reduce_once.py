@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.plans.simple_fsdp import ReduceOnce
+from torch_ext_bucketing.testing.ring import init_ring_process_group
 
 UNITS = ["blocks.0", "blocks.1", ""]
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -51,7 +53,7 @@ def compiled(model):
 @pytest.fixture
 def one_rank(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    teb.init_ring_process_group(0, 1, store=store, timeout=timedelta(seconds=30))
+    init_ring_process_group(0, 1, store=store, timeout=timedelta(seconds=30))
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
@@ -68,7 +70,7 @@ def test_gradients_are_those_of_fsdp2_without_sync(one_rank, reduce_dtype):
         eager.set_requires_gradient_sync(i == 2)
         eager(x).backward()
     b, run = compiled(model)
-    with teb.ReduceOnce(model, b):
+    with ReduceOnce(model, b):
         for x in batches():
             run(x).backward()
     for (name, one), other in zip(eager.named_parameters(), model.parameters(), strict=True):
@@ -89,7 +91,7 @@ def test_nothing_is_reduced_but_at_the_end_and_in_buckets(fake_world):
     mesh = init_device_mesh("cpu", (fake_world,))
     model = teb.data_parallel(Tied(), mesh, param_dtype=BF16, reduce_dtype=FP32)
     b, run = compiled(model)
-    once = teb.ReduceOnce(model, b)
+    once = ReduceOnce(model, b)
     for _ in range(2):
         with once:
             for x in batches():
@@ -110,7 +112,7 @@ def test_nothing_is_reduced_but_at_the_end_and_in_buckets(fake_world):
 def test_a_step_that_fails_leaves_no_gradients(fake_world):
     mesh = init_device_mesh("cpu", (fake_world,))
     model = teb.data_parallel(Tied(), mesh)
-    once = teb.ReduceOnce(model)
+    once = ReduceOnce(model)
     with pytest.raises(RuntimeError, match="entered already"), once, once:
         pass
 
@@ -128,4 +130,4 @@ def test_a_step_that_fails_leaves_no_gradients(fake_world):
 
 def test_it_needs_a_model_that_is_sharded_here():
     with pytest.raises(ValueError, match="data_parallel"):
-        teb.ReduceOnce(Tied())
+        ReduceOnce(Tied())

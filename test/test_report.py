@@ -19,7 +19,7 @@ from expecttest import assert_expected_inline
 from random_graphs import Builder
 
 from torch_ext_bucketing.graph.collectives import kind_of
-from torch_ext_bucketing.passes.bucketing import BucketByCap, bucket_graph
+from torch_ext_bucketing.passes.bucketing import BucketByCap
 from torch_ext_bucketing.reports.buckets import ClosedBy
 from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.reports.graph import ARTIFACT
@@ -43,9 +43,14 @@ def small_graph():
     return gm
 
 
+def bucketed():
+    (report,) = BucketByCap(CAP)(small_graph()).graphs
+    return report
+
+
 @pytest.fixture
 def report(fake_world):
-    return bucket_graph(small_graph(), CAP)
+    return bucketed()
 
 
 def test_text(report):
@@ -100,7 +105,7 @@ def test_json_holds_all_of_it(report):
     assert (first["nbytes"], first["wire_bytes"], first["cap_bytes"]) == (96, 192, 200)
     assert first["closed_by"] == "bytes"
     assert (first["packed_by"], first["no_key"]) == ("graph order", [])
-    assert [a["closed_by"] for a in data["alone"]] == ["bytes", "dependency", "end", "end"]
+    assert [a["closed_by"] for a in data["unmerged"]] == ["bytes", "dependency", "end", "end"]
     whole = CompileReport(graphs=[report, report])
     assert json.loads(whole.to_json())["collectives_before"]["all_gather"] == 12
     assert whole.to_text().count(report.summary()) == 2
@@ -109,7 +114,7 @@ def test_json_holds_all_of_it(report):
 
 def test_a_line_is_logged_for_every_graph(fake_world, caplog):
     with caplog.at_level(logging.INFO, logger="torch_ext_bucketing"):
-        report = bucket_graph(small_graph(), CAP)
+        report = bucketed()
     lines = [r.getMessage() for r in caplog.records if r.name == "torch_ext_bucketing"]
     assert lines == [report.summary()]
 
@@ -172,7 +177,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 import test_report as t
-print(t.bucket_graph(t.small_graph(), t.CAP).summary())
+print(t.bucketed().summary())
 """
 
 

@@ -17,12 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.graph.collectives import group_name, group_size, kind_of
+from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.rewrites.reshard_to import (
     SmallerGroup,
     read_first_gathers,
     reshard_to,
 )
+from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.testing.compare import train
 from torch_ext_bucketing.testing.ring import on_ranks
 
@@ -219,7 +222,7 @@ def test_backward_gathers_in_the_smaller_group(fake_world):
     ]
 
     # No kernel waits for a copy, but what it is made of stays until then: it comes first.
-    teb.schedule(forward, [teb.Overlap()])
+    schedule(forward, [teb.Overlap()])
     place = {n: i for i, n in enumerate(forward.graph.nodes)}
     for copy in saved_copies(forward):
         (whole,) = copy.all_input_nodes
@@ -228,11 +231,11 @@ def test_backward_gathers_in_the_smaller_group(fake_world):
 
 def check_the_primary_group(backward):
     """It has its smaller one: gathers and reductions are of one group, for who chooses."""
-    for group_filter in (None, teb.primary_group):
+    for group_filter in (None, primary_group):
         plan = plan_by_cap(backward.graph, 2.0**20, group_filter=group_filter)
         members = Counter((b.kind, group_size(b.members[0]), len(b.members)) for b in plan.buckets)
         assert members == {("all_gather", 2, READ): 1, ("reduce_scatter", 4, ALL): 1}
-        assert not plan.left_alone
+        assert not plan.ineligible
     asked = []
     plan_by_cap(backward.graph, group_filter=lambda counts: asked.append(dict(counts)) or counts)
     (counts,) = asked
@@ -248,8 +251,7 @@ def test_what_is_computed_again_reads_it_too(fake_world, partitioner):
     step(torch.compile(model, backend=capture, fullgraph=True), TOKENS)
     forward, backward = capture.graphs
     assert gathers(forward)[4] == 10
-    for p in reshard.follow_ups():
-        p(forward)
+    reshard.finish(forward, Compilation())
     assert gathers(forward) == Counter({4: 10})
     backward.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
     # The first block's, its bias among them, and the head's; the second's are kept.

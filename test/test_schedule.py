@@ -561,7 +561,8 @@ import json, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 from random_graphs import layered_graph
-from torch_ext_bucketing import Overlap, schedule
+from torch_ext_bucketing import Overlap
+from torch_ext_bucketing.scheduling.scheduler import schedule
 gm = layered_graph(2000, 100, ["0", "0"], share=False)
 print(json.dumps(schedule(gm, Overlap()).order))
 """

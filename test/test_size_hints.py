@@ -22,11 +22,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.graph.collectives import is_collective
 from torch_ext_bucketing.graph.size_hints import DEFAULT, SizeHints
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
+from torch_ext_bucketing.scheduling.model import peak_bytes
+from torch_ext_bucketing.scheduling.scheduler import schedule
+from torch_ext_bucketing.tagging.tags import Tag, set_tag
 from torch_ext_bucketing.testing.ring import on_ranks
 
 _aten = torch.ops.aten
@@ -102,10 +106,10 @@ def test_a_dropless_mixture_of_experts_is_bucketed_and_scheduled(passes, fake_wo
         torch.compile(model, backend=backend, fullgraph=True)(torch.arange(12)).sum().backward()
     report = backend.last_report()
     assert len(report.schedules) == 2
-    for schedule in report.schedules:
-        assert schedule.order
-        assert schedule.size_hints == ("sizes that depend on data, as given: 5 for u0, u1")
-        assert schedule.size_hints in schedule.to_text()
+    for scheduled in report.schedules:
+        assert scheduled.order
+        assert scheduled.size_hints == ("sizes that depend on data, as given: 5 for u0, u1")
+        assert scheduled.size_hints in scheduled.to_text()
     assert report.collectives_after["all_gather"] < report.collectives_before["all_gather"]
 
 
@@ -227,11 +231,11 @@ def test_flops_of_sizes_that_depend_on_data(product):
 
 def test_memory_follows_the_hint_and_the_report_names_it(product):
     graph = product.graph
-    assert teb.peak_bytes(graph, size_hints=100) == 4 * (100 * 1024 + 1024 * 512 + 100 * 512)
-    report = teb.schedule(graph, teb.Overlap(), size_hints=lambda symbol: 100)
-    assert report.peak_bytes[1] == teb.peak_bytes(graph, size_hints=100)
+    assert peak_bytes(graph, size_hints=100) == 4 * (100 * 1024 + 1024 * 512 + 100 * 512)
+    report = schedule(graph, teb.Overlap(), size_hints=lambda symbol: 100)
+    assert report.peak_bytes[1] == peak_bytes(graph, size_hints=100)
     assert report.size_hints == "sizes that depend on data, as given: 100 for u0"
-    default = teb.schedule(graph, teb.Overlap())
+    default = schedule(graph, teb.Overlap())
     assert default.size_hints == f"sizes that depend on data, by default: {DEFAULT} for u0"
     assert default.size_hints in default.to_text()
 
@@ -255,9 +259,9 @@ def test_a_collective_whose_size_depends_on_data_is_in_no_bucket(fake_world, env
     value = start.meta["val"]
     with FakeTensorMode(shape_env=env):
         start.meta["val"] = torch.empty(unbacked(env, 0, 100), *value.shape[1:], dtype=value.dtype)
-    plan = teb.plan_by_cap(gm.graph, 100.0, eligible="structure")
+    plan = plan_by_cap(gm.graph, 100.0, eligible="structure")
     assert start not in [m for b in plan.buckets for m in b.members]
-    assert any("depends on data" in str(left) for left in plan.left_alone)
+    assert any("depends on data" in str(left) for left in plan.ineligible)
 
 
 def test_an_estimate_that_fails_leaves_the_caps_to_torch(fake_world):
@@ -268,16 +272,17 @@ def test_an_estimate_that_fails_leaves_the_caps_to_torch(fake_world):
     graph = gathers().graph
     with pytest.warns(teb.BoundNotKeptWarning, match="caps are torch's own.*no such time"):
         plan, report = choose_caps(graph, Broken(), eligible="structure")
-    assert plan.buckets == teb.plan_by_cap(graph, eligible="structure").buckets != ()
+    assert plan.buckets == plan_by_cap(graph, eligible="structure").buckets != ()
     assert "no such time" in report.warning
 
 
 def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
     from torch_ext_bucketing.agreement.differences import Version, mismatch_text
     from torch_ext_bucketing.agreement.launches import GraphLaunches, GroupLaunches
-    from torch_ext_bucketing.passes.backends import Compilation, PassManager, _InductorPass
+    from torch_ext_bucketing.passes.backends import Compilation, _InductorPass
+    from torch_ext_bucketing.passes.pipeline import Pipeline
 
-    manager = PassManager([teb.Schedule(teb.Overlap())])
+    manager = Pipeline([teb.Schedule(teb.Overlap())])
 
     def key(hints):
         return _InductorPass(manager, "joint", Compilation(size_hints=hints)).uuid()
@@ -285,10 +290,10 @@ def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
     assert len({key(None), key(1), key(2)}) == 3
     assert key(lambda symbol: 1) is None
 
-    bases = [manager.basis(hints) for hints in (None, 64)]
+    bases = [manager.cost_model_fingerprint(hints) for hints in (None, 64)]
     assert bases[0].startswith("machine H100 ")
     assert bases[1].endswith("size hints 64")
-    assert PassManager([teb.BucketByCap()]).basis(64) == ""
+    assert Pipeline([teb.BucketByCap()]).cost_model_fingerprint(64) == ""
     of_group = GroupLaunches("0", ())
     launches = GraphLaunches("forward", (of_group,), bases[1])
     assert GraphLaunches.decode(launches.encode()) == launches
@@ -332,7 +337,7 @@ def _data_dependent_graph(seed: int) -> fx.GraphModule:
                 start = op(C10D.reduce_scatter_tensor.default, whole, "sum", 2, "0")
             if rng.random() < 0.8:
                 kind = "all_gather" if "gather" in str(start.target) else "reduce_scatter"
-                teb.set_tag(start, teb.Tag(kind, (f"w{i}",)))
+                set_tag(start, Tag(kind, (f"w{i}",)))
             wait = op(C10D.wait_tensor.default, start)
             vectors.append(op(_aten.slice.Tensor, wait, 0, 0, 4))
             outputs.append(vectors[-1])
@@ -385,7 +390,6 @@ def _merged(seed, hints):
     scheduler = teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(ratio=2)], caps_mb=(1e-5, 1.0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scheduler.prepare(gm, compilation)
         scheduler(gm, compilation)
     gm.graph.lint()
     left = Counter(str(n.target) for n in gm.graph.nodes)

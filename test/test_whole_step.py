@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.whole_step import whole_step_pass
 
 UNITS = ["blocks.0", "blocks.1", ""]
 
@@ -82,7 +83,7 @@ def model(fake_world):
 def test_one_collective_per_unit_and_kind(model):
     gm = traced(model)
     compilation = Compilation()
-    run = teb.whole_step_pass(model, teb.recipe(model, units=UNITS), compilation)
+    run = whole_step_pass(model, teb.recipe(model, units=UNITS), compilation)
     assert run(gm, None) is gm
     report = compilation.report
     assert not report.unnamed
@@ -114,9 +115,9 @@ def test_what_is_gathered_again_in_backward_stays_so(model):
         node.meta["autograd_backward"] = True
     reader.replace_input_with(wait, again_wait)
     before = copy.deepcopy(gm)
-    teb.whole_step_pass(model, teb.recipe(model, units=UNITS))(gm)
+    whole_step_pass(model, teb.recipe(model, units=UNITS))(gm)
     assert len(gathers(gm.graph)) == 4
-    teb.whole_step_pass(model, [teb.CombineUses()])(before)
+    whole_step_pass(model, [teb.CombineUses()])(before)
     assert len(gathers(before.graph)) == 8
 
 
@@ -124,5 +125,5 @@ def test_a_graph_of_another_model_is_left(model):
     gm = traced(model)
     code = gm.code
     with pytest.raises(ValueError, match="this is no step of ModuleList, whose parameters are"):
-        teb.whole_step_pass(nn.ModuleList([model, Model(), Model()]), [])(gm)
+        whole_step_pass(nn.ModuleList([model, Model(), Model()]), [])(gm)
     assert gm.code == code

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ExplainError", "add_parser", "explain"]
 
 MODES = ("auto", "transformer_block", "none")
+GOALS = ("parity", "speed")
 
 _DESCRIPTION = """\
 Compile a model's forward and backward on this process, with a fake process group of any number of
@@ -52,7 +53,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "target", nargs="?", metavar="MODULE:FUNCTION", help="makes the model (default: the demo's)"
     )
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--goal",
+        choices=GOALS,
+        help="run the passes of recipe() for that goal, and print them as code",
+    )
+    what.add_argument(
         "--mode",
         choices=MODES,
         default="auto",
@@ -91,8 +98,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--machine",
         type=Path,
         metavar="FILE",
-        help="times of --overlap, --keep-gib, --trace and --plot: a file that measure wrote "
-        "(default: an H100)",
+        help="times of --goal, --overlap, --keep-gib, --trace and --plot: a file that measure "
+        "wrote (default: an H100)",
     )
     parser.add_argument(
         "--size-hint",
@@ -123,12 +130,17 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--keep-gib: must be a positive number, got {args.keep_gib}")
     if args.mode != "auto" and (args.cap_mb is not None or args.max_span is not None):
         args.parser.error(f"--cap-mb and --max-span belong to --mode auto, not to {args.mode}")
-    estimates = args.overlap or args.keep_gib is not None or args.trace or args.plot
+    if args.goal and (args.overlap or args.primary_group or args.keep_gib is not None):
+        args.parser.error("--goal takes recipe()'s passes, without options of their own")
+    if args.goal and (args.cap_mb is not None or args.max_span is not None):
+        args.parser.error("--cap-mb and --max-span belong to --mode auto, not to a goal")
+    estimates = args.goal or args.overlap or args.keep_gib is not None or args.trace or args.plot
     for option in ("machine", "size_hint"):
         if getattr(args, option) is not None and not estimates:
             name = option.replace("_", "-")
             args.parser.error(
-                f"--{name}: nothing is estimated without --overlap, --keep-gib, --trace or --plot"
+                f"--{name}: nothing is estimated without --goal, --overlap, --keep-gib, --trace "
+                "or --plot"
             )
     if args.size_hint is not None and args.size_hint < 0:
         args.parser.error(f"--size-hint: must be at least 0, got {args.size_hint}")
@@ -139,9 +151,11 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         args.parser.error("--plot: matplotlib is not installed: pip install matplotlib")
     drawn: list[Drawn] | None = [] if args.trace or args.plot else None
+    taken: list[GraphPass] = []
     try:
         report = explain(
             args.target,
+            goal=args.goal,
             mode=args.mode,
             cap_mb=args.cap_mb,
             max_node_span=args.max_span,
@@ -149,10 +163,13 @@ def run(args: argparse.Namespace) -> int:
             world_size=args.world_size,
             overlap=args.overlap,
             keep_gib=args.keep_gib,
+            taken=taken,
             drawn=drawn,
             machine=None if args.machine is None else _machine(args.machine),
             size_hints=args.size_hint,
         )
+        if args.goal:
+            print(f"recipe(model, {args.goal!r}):", *taken, sep="\n  ", end="\n\n")
         print(report.to_text(members=not args.brief), end="")
         if args.json is not None:
             args.json.write_text(report.to_json() + "\n", encoding="utf-8")
@@ -178,6 +195,7 @@ def run(args: argparse.Namespace) -> int:
 def explain(
     target: str | None = None,
     *,
+    goal: str | None = None,
     mode: str = "auto",
     cap_mb: float | None = None,
     max_node_span: int | None = None,
@@ -185,6 +203,7 @@ def explain(
     world_size: int = 8,
     overlap: bool = False,
     keep_gib: float | None = None,
+    taken: list[GraphPass] | None = None,
     drawn: list[Drawn] | None = None,
     machine: Machine | None = None,
     size_hints: GivenHints = None,
@@ -194,6 +213,7 @@ def explain(
     Args:
         target: ``"module:function"``, which returns the model and its inputs; None takes the demo's
             model, sharded over all ranks.
+        goal: one of ``GOALS``, for the passes of :func:`.recipe`; None takes those of ``mode``.
         mode: one of ``MODES``.
         cap_mb: byte cap in MiB, see :func:`.plan_by_cap`.
         max_node_span: see :func:`.plan_by_cap`.
@@ -202,6 +222,7 @@ def explain(
         overlap: also schedule the graphs, with :class:`.Overlap`.
         keep_gib: a bound in GiB, under which units stay gathered from forward to backward, see
             :class:`.ReshardAfterForward`.
+        taken: gets the passes.
         drawn: gets the timelines of each graph, as compiled and as it became.
         machine: what nodes are timed for; None: an H100.
         size_hints: as of :func:`.backend`.
@@ -227,14 +248,19 @@ def explain(
         from .scheduling.machine import H100
 
         on = H100 if machine is None else machine
-        passes = _passes(model, mode, cap_mb, max_node_span, primary, keep_gib, on)
+        if goal is not None:
+            passes = _recipe(model, goal, on)
+        else:
+            passes = _passes(model, mode, cap_mb, max_node_span, primary, keep_gib, on)
         if overlap:
             from .passes.scheduling import Schedule
             from .scheduling.overlap import Overlap
 
             passes.append(Schedule(Overlap(), on))
+        if taken is not None:
+            taken += passes
         if drawn is not None:
-            passes.append(_recorder(drawn, on))
+            passes = [_drawing(drawn, "before", on), *passes, _drawing(drawn, "after", on)]
         return _compile(model, arguments, keywords, passes, size_hints)
     finally:
         if dist.is_initialized():
@@ -320,6 +346,15 @@ def _made(name: str, make: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, A
     return model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
 
 
+def _recipe(model: nn.Module, goal: str, machine: Machine) -> list[GraphPass]:
+    from .passes.recipe import recipe
+
+    try:
+        return recipe(model, goal, machine=machine)  # type: ignore[arg-type]
+    except (ValueError, TypeError) as error:
+        raise ExplainError(f"recipe(model, {goal!r}): {error}") from error
+
+
 def _passes(
     model: nn.Module,
     mode: str,
@@ -358,32 +393,30 @@ def _passes(
         raise ExplainError(str(error)) from error
 
 
-def _recorder(drawn: list[Drawn], machine: Machine) -> GraphPass:
-    """A last pass that keeps the timelines of each graph before the first pass and now."""
+def _drawing(drawn: list[Drawn], version: str, machine: Machine) -> GraphPass:
+    """A pass that keeps the timeline of each graph as it is."""
     from ._torch.aot import stage_of
     from .graph.size_hints import SizeHints
-    from .passes.base import Compilation, GraphPass
+    from .passes.base import Baseline, Compilation, GraphPass
     from .scheduling.model import model_of
     from .scheduling.timeline import Timeline
     from .scheduling.trace import Drawn
 
-    class Record(GraphPass):
+    class Draw(GraphPass):
         stage = "forward_backward"
+        needs = (Baseline,)
 
-        def _keep(self, graph: Any, version: str, compilation: Compilation) -> None:
+        def run(self, graph: Any, compilation: Compilation) -> None:
             graph = getattr(graph, "graph", graph)
-            hints, beside = SizeHints.of(compilation.size_hints), compilation.beside_bytes
-            model = model_of(graph, machine, hints=hints, beside_bytes=beside)
+            model = model_of(
+                graph,
+                machine,
+                hints=SizeHints.of(compilation.size_hints),
+                beside_bytes=compilation.baseline.external_live_bytes,
+            )
             drawn.append(Drawn(stage_of(graph), version, model, Timeline.of(model)))
 
-        def prepare(self, graph: Any, compilation: Any) -> None:
-            compilation.beside(graph)
-            self._keep(graph, "before", compilation)
-
-        def __call__(self, graph: Any, compilation: Any = None) -> None:
-            self._keep(graph, "after", compilation)
-
-    return Record()
+    return Draw()
 
 
 def _compile(

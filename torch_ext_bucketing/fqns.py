@@ -10,7 +10,8 @@ wrapped.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Collection, Iterable, Iterator
 
 import torch.nn as nn
 
@@ -79,6 +80,16 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter
+
+
+def format_names(names: Collection[str], shown: int = 4) -> str:
+    """The first of some names, and how many more there are.
+
+    >>> format_names(["a", "b", "c"], shown=2)
+    'a, b and 1 more'
+    """
+    first = ", ".join(itertools.islice(names, shown))
+    return first + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def nearest_names(name: str, known: Iterable[str]) -> str:

@@ -41,12 +41,13 @@ from ..graph.collectives import (
     waited_for,
     wire_bytes,
 )
+from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 from ..tagging.tags import home_group, is_bucket, member_count, tag_of
 from .contraction import Contraction
 from .groups import Counts, GroupFilter, chosen_groups
 from .hook_guard import reading_only
-from .members import UNTAGGED, unmergeable
+from .members import UNTAGGED, left_alone, unmergeable
 from .plan import Bucket, BucketingPlan
 from .structure import fsdp_starts
 
@@ -56,6 +57,7 @@ __all__ = [
     "CapPlanner",
     "Eligible",
     "check_cap",
+    "check_options",
     "plan_by_cap",
 ]
 
@@ -105,7 +107,7 @@ def plan_by_cap(
             waits of one kind; the bucket index then starts at 0 at each such run.
 
     Returns:
-        A plan whose ``buckets`` and ``alone`` say why they were closed.
+        A plan whose ``buckets`` and ``unmerged`` say why they were closed.
 
     Raises:
         TypeError: ``group_filter`` is no callable.
@@ -137,9 +139,7 @@ class CapPlanner:
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
     ) -> None:
-        kinds = check_kinds(kinds)
-        if group_filter is not None and not callable(group_filter):
-            raise TypeError(f"group_filter must be a callable or None, got {group_filter!r}")
+        check_options(kinds=kinds, eligible=eligible, group_filter=group_filter)
         self._graph = graph
         with _reading_only(graph, eligible=eligible, group_filter=group_filter):
             self._contracted = Contraction(graph)
@@ -156,7 +156,7 @@ class CapPlanner:
         non_adjacent: bool = True,
     ) -> BucketingPlan:
         """The plan under one cap."""
-        _check_bounds(cap_mb, max_node_span, max_compute_run)
+        check_options(cap_mb, max_node_span=max_node_span, max_compute_run=max_compute_run)
         caps = list(cap_mb.values()) if isinstance(cap_mb, Mapping) else [cap_mb]
         self._contracted.reset()
         planner = _Planner(
@@ -198,15 +198,15 @@ def _plan(
     if scopes != [None]:
         chosen = dict.fromkeys(g for groups in scopes for g in groups or ())
         left += [
-            (s.name, f"the group filter leaves out group {candidates.group[s]}")
+            left_alone(s, f"the group filter leaves out group {candidates.group[s]}")
             for s in candidates.starts
             if candidates.group[s] not in chosen
         ]
     place = planner.contracted.position
     return BucketingPlan(
         buckets=tuple(sorted(planner.buckets, key=lambda b: place(b.members[0]))),
-        left_alone=tuple(left),
-        alone=tuple(u for _, u in sorted(planner.alone, key=lambda item: item[0])),
+        ineligible=tuple(left),
+        unmerged=tuple(u for _, u in sorted(planner.unmerged, key=lambda item: item[0])),
     )
 
 
@@ -216,7 +216,7 @@ class _Candidates:
     group: dict[fx.Node, str] = field(default_factory=dict)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)  # eligible, group and kind
     in_wait_order: dict[Kind, list[fx.Node]] = field(default_factory=lambda: {k: [] for k in KINDS})
-    left: list[tuple[str, str]] = field(default_factory=list)
+    left: list[LeftAlone] = field(default_factory=list)
 
 
 def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) -> _Candidates:
@@ -227,11 +227,9 @@ def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) ->
     elif eligible == "structure":
         is_eligible = fsdp_starts(graph).__contains__
         otherwise = "it is no collective of FSDP by its place in the graph"
-    elif callable(eligible):
+    else:
         is_eligible = _asking(eligible)
         otherwise = "it is not eligible"
-    else:
-        raise ValueError(f"eligible must be 'tag', 'structure' or a callable, got {eligible!r}")
 
     ours: dict[fx.Node, Kind] = {}
     for node in graph.nodes:
@@ -248,7 +246,7 @@ def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) ->
                 continue
             why = unmergeable(node) or ("" if wanted else otherwise)
             if why:
-                found.left.append((node.name, why))
+                found.left.append(left_alone(node, why))
             else:
                 ours[node] = kind
                 found.starts.append(node)
@@ -328,7 +326,7 @@ class _Planner:
     ) -> None:
         self.contracted = contracted
         self.buckets: list[Bucket] = []
-        self.alone: list[tuple[int, Unmerged]] = []
+        self.unmerged: list[tuple[int, Unmerged]] = []
         self._cap_mb = cap_mb
         self._max_span = max_span
         self._run_bound = run_bound
@@ -396,15 +394,15 @@ class _Planner:
         if closed_by == "end":
             detail = "no other collective of its bucket key follows"
         unmerged = Unmerged(
+            () if tag is None else tag.fqns,
+            detail,
             start.name,
             kind,
             group_name(start),
-            () if tag is None else tag.fqns,
             filled,
             closed_by,
-            detail,
         )
-        self.alone.append((position(start), unmerged))
+        self.unmerged.append((position(start), unmerged))
 
     def _cap_of(self, start: fx.Node) -> Callable[[int], int]:
         cap: Any = self._cap_mb
@@ -431,17 +429,33 @@ class _Planner:
         return cap_bytes
 
 
-def _check_bounds(cap_mb: CapMb, max_node_span: int | None, max_run: int | None) -> None:
+def check_options(
+    cap_mb: CapMb = None,
+    *,
+    kinds: Collection[Kind] = KINDS,
+    eligible: Eligible = "tag",
+    group_filter: GroupFilter | None = None,
+    max_node_span: int | None = None,
+    max_compute_run: int | None = None,
+    non_adjacent: bool = True,
+) -> None:
+    """Check options of :func:`plan_by_cap` without a graph; errors are those of that function."""
+    check_kinds(kinds)
+    if eligible not in ("tag", "structure") and not callable(eligible):
+        raise ValueError(f"eligible must be 'tag', 'structure' or a callable, got {eligible!r}")
+    if group_filter is not None and not callable(group_filter):
+        raise TypeError(f"group_filter must be a callable or None, got {group_filter!r}")
     if max_node_span is not None and (
         not isinstance(max_node_span, int) or isinstance(max_node_span, bool) or max_node_span < 0
     ):
         raise ValueError(
             f"max_node_span must be a number of nodes of at least 0, or None, got {max_node_span!r}"
         )
-    if max_run is not None and (not isinstance(max_run, int) or isinstance(max_run, bool)):
-        raise ValueError(f"max_compute_run must be a number of nodes, got {max_run!r}")
-    if max_run is not None and max_run < 1:
-        raise ValueError(f"max_compute_run must be at least 1, got {max_run!r}")
+    most = max_compute_run
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool)):
+        raise ValueError(f"max_compute_run must be a number of nodes, got {most!r}")
+    if most is not None and most < 1:
+        raise ValueError(f"max_compute_run must be at least 1, got {most!r}")
     caps: list[tuple[Any, Any]] = (
         list(cap_mb.items()) if isinstance(cap_mb, Mapping) else [("", cap_mb)]
     )

@@ -7,15 +7,23 @@ import torch.fx as fx
 
 from .._torch.symbols import depends_on_data
 from ..graph.collectives import group_size, is_wait, kind_of
-from ..tagging.tags import is_bucket
+from ..reports.base import LeftAlone
+from ..tagging.tags import is_bucket, tag_of
 
 __all__ = [
     "UNTAGGED",
+    "left_alone",
     "unmergeable",
 ]
 
 UNTAGGED = "it serves no known parameter"
 """Why a collective without a tag is in no bucket."""
+
+
+def left_alone(start: fx.Node, reason: str) -> LeftAlone:
+    """The record of a collective that is not merged."""
+    tag = tag_of(start)
+    return LeftAlone(() if tag is None else tag.fqns, reason, start.name)
 
 
 def unmergeable(start: fx.Node) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from ..graph.collectives import Kind
+from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 
 __all__ = [
@@ -53,14 +54,14 @@ class BucketingPlan:
         duplicates: ``(start, earlier start)``: a gather of the same value as an earlier one, whose
             result it can use.
         uncovered: FQNs in no unit, sorted as met in the graph.
-        left_alone: ``(node name, reason)``.
+        ineligible: what can't be in a bucket.
         splits: members that had to leave their bucket for a further one, in words.
-        alone: what could have been in a bucket and is in none, in graph order.
+        unmerged: what could have been in a bucket and is in none, in graph order.
     """
 
     buckets: tuple[Bucket, ...] = ()
     duplicates: tuple[tuple[fx.Node, fx.Node], ...] = ()
     uncovered: tuple[str, ...] = ()
-    left_alone: tuple[tuple[str, str], ...] = ()
+    ineligible: tuple[LeftAlone, ...] = ()
     splits: tuple[str, ...] = ()
-    alone: tuple[Unmerged, ...] = ()
+    unmerged: tuple[Unmerged, ...] = ()

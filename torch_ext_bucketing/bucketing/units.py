@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch.fx as fx
 
@@ -11,15 +11,16 @@ from .._torch.aot import in_backward
 from ..graph.collectives import Kind, bucket_key, group_name, kind_of
 from ..graph.regions import Structures, cuts_behind, positions
 from ..graph.writes import written_roots
+from ..plans.membership import Units
+from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy
 from ..tagging.tags import Tag, tag_of
 from .contraction import Contraction
-from .members import UNTAGGED, unmergeable
+from .members import UNTAGGED, left_alone, unmergeable
 from .plan import Bucket, BucketingPlan
 
 __all__ = [
     "UncoveredParametersWarning",
-    "UnitIndex",
     "plan_units",
 ]
 
@@ -28,60 +29,8 @@ class UncoveredParametersWarning(UserWarning):
     """Some parameters' collectives are in no unit and stay one collective each."""
 
 
-@runtime_checkable
-class HasUnits(Protocol):
-    """An order: units as tuples of parameter FQNs, in payload order."""
-
-    @property
-    def units(self) -> Sequence[Sequence[str]]: ...
-
-
-class UnitIndex:
-    """Finds the unit of a parameter.
-
-    Args:
-        order_or_plan: an object with ``units`` (tuples of parameter or of module FQNs), or the
-            tuples themselves. A module's name covers the parameters below it that no longer name
-            covers; ``""`` is the root. A name that no parameter has covers none.
-        aliases: ``(other FQN, FQN in units)`` of shared parameters.
-
-    Raises:
-        TypeError: the units are a string, or a name is none.
-        ValueError: one name in two units.
-    """
-
-    def __init__(
-        self,
-        order_or_plan: HasUnits | Iterable[Sequence[str]],
-        aliases: Iterable[tuple[str, str]] = (),
-    ) -> None:
-        units = order_or_plan.units if isinstance(order_or_plan, HasUnits) else order_or_plan
-        if isinstance(units, str):
-            raise TypeError(f"units must be a sequence of sequences of FQNs, got {units!r}")
-        self._unit: dict[str, int] = {}
-        for index, unit in enumerate(units):
-            for fqn in (unit,) if isinstance(unit, str) else unit:
-                if not isinstance(fqn, str):
-                    raise TypeError(f"unit {index}: an FQN must be a string, got {fqn!r}")
-                if self._unit.setdefault(fqn, index) != index:
-                    raise ValueError(
-                        f"{fqn!r} is in two units, {self._unit[fqn]} and {index}: name it in one"
-                    )
-        self._aliases = dict(aliases or getattr(order_or_plan, "aliases", ()))
-
-    def unit_of(self, fqn: str) -> int | None:
-        """Index of the unit of a parameter, or None."""
-        name = self._aliases.get(fqn, fqn)
-        while True:
-            if name in self._unit:
-                return self._unit[name]
-            if not name:
-                return None
-            name = name.rpartition(".")[0]
-
-
 def plan_units(
-    graph: fx.Graph, units: UnitIndex, kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+    graph: fx.Graph, units: Units, kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
 ) -> BucketingPlan:
     """One bucket per unit and bucket key. Reads the graph only.
 
@@ -94,7 +43,7 @@ def plan_units(
         ValueError: the graph is not in topological order.
     """
     uncovered: dict[str, None] = {}
-    left: list[tuple[str, str]] = []
+    left: list[LeftAlone] = []
     groups: dict[tuple[int, Any, bool], list[fx.Node]] = {}
     duplicates: list[tuple[fx.Node, fx.Node]] = []
     first_gather: dict[tuple[Any, ...], fx.Node] = {}
@@ -108,16 +57,16 @@ def plan_units(
             continue
         tag = tag_of(start)
         if tag is None:
-            left.append((start.name, UNTAGGED))
+            left.append(left_alone(start, UNTAGGED))
             continue
         unit, why = _unit_of(tag, units)
         if unit is None:
             uncovered.update(dict.fromkeys(f for f in tag.fqns if units.unit_of(f) is None))
-            left.append((start.name, why))
+            left.append(left_alone(start, why))
             continue
         why = unmergeable(start)
         if why:
-            left.append((start.name, why))
+            left.append(left_alone(start, why))
             continue
         # In a trace of a whole step, a gather in backward is there to free memory in between.
         again = kind == "all_gather" and in_backward(start)
@@ -153,7 +102,8 @@ def plan_units(
                 closed_by: ClosedBy = "dependency" if starts else "end"
                 buckets.append(Bucket(kind, unit, tuple(members), span, closed_by, detail))
             else:
-                left.append((members[0].name, "nothing can be merged with it without a cycle"))
+                why = "nothing can be merged with it without a cycle"
+                left.append(left_alone(members[0], why))
     buckets.sort(key=lambda b: position[b.members[0]])
     return BucketingPlan(
         tuple(buckets), tuple(duplicates), tuple(uncovered), tuple(left), tuple(splits)
@@ -177,7 +127,7 @@ def _fill(
     return members, rest, detail, span
 
 
-def _unit_of(tag: Tag, units: UnitIndex) -> tuple[int | None, str]:
+def _unit_of(tag: Tag, units: Units) -> tuple[int | None, str]:
     found = {fqn: units.unit_of(fqn) for fqn in tag.fqns}
     missing = [fqn for fqn, unit in found.items() if unit is None]
     if missing:

@@ -26,6 +26,7 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.compare import digest
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.testing.ring import init_ring_process_group
 
 BF16 = torch.bfloat16
 HELD_OUT = 1_000_000
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> str:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl")
     else:
-        teb.init_ring_process_group(rank, world)
+        init_ring_process_group(rank, world)
     mesh = init_device_mesh(device, (world,))
 
     # Shard, then compile; the optimizer takes the shards.

@@ -1,39 +1,21 @@
 """Getting the hooks into a torch: in memory with ``install()``, or on disk with ``patch apply``.
 
-The hooks are config entries for torch's own bucketing passes. This package's own passes need none
-of them: nothing else imports this folder, and it imports nothing else.
+The hooks are config entries for torch's *own* bucketing passes. This package's own passes need none
+of them: nothing of the package imports this folder, and it imports nothing of the package.
 """
 
 from __future__ import annotations
 
-from .errors import (
-    BusyError,
-    EditedFileError,
-    HooksError,
-    HooksWarning,
-    ImportedTooEarlyError,
-    NotAppliedError,
-    PatchDoesNotApplyError,
-    SeriesError,
-    UnsupportedTorchError,
-    WriteError,
-)
-from .imports import HooksStatus, install, status
+from .errors import HooksError, ImportedTooEarlyError, PatchDoesNotApplyError
+from .imports import Status, install, status
 from .series import HOOK_ENTRIES
 
 __all__ = [
     "HOOK_ENTRIES",
-    "BusyError",
-    "EditedFileError",
     "HooksError",
-    "HooksStatus",
-    "HooksWarning",
     "ImportedTooEarlyError",
-    "NotAppliedError",
     "PatchDoesNotApplyError",
-    "SeriesError",
-    "UnsupportedTorchError",
-    "WriteError",
+    "Status",
     "install",
     "status",
 ]

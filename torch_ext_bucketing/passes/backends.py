@@ -11,8 +11,6 @@ passes know nothing of what compiles the graph afterwards.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,130 +24,23 @@ from .._torch import caches as _caches
 from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import CustomGraphPass, compile_inductor
 from .._torch.process_groups import default_group
-from .._torch.trace import readable, trace_artifact
 from ..agreement import op as _agree_op
 from ..agreement.before_run import as_fresh_frame, before_first_run
 from ..agreement.launches import GraphLaunches, launches_of
 from ..graph.size_hints import GivenHints, check_size_hints
-from ..reports.compile import CompileReport, PassTime
+from ..reports.compile import CompileReport
 from ..scheduling.overlap import DEFAULT_PREFETCH, PrefetchDepth
 from ..scheduling.pin_order import pin_order
-from .as_run import AsRun
-from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
-from .bucketing import BucketUnits
-from .cache_key import NoUuidError, brief, describe, digest, log_no_uuid
-from .silence import warn_of_silence
-from .switches import switched_off
-from .tagging import TagParameters
+from .base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, graph_of, last_fact
+from .cache_key import NoUuidError, describe, digest, log_no_uuid
+from .code import code_of
+from .diagnostics import RunWatch
+from .pipeline import Pipeline
 
 __all__ = [
     "BucketingBackend",
-    "PassManager",
     "backend",
 ]
-
-log = logging.getLogger("torch_ext_bucketing")
-
-
-class PassManager:
-    """Owns the passes of a backend and their order:
-
-    1. ``TagParameters``, first: everything else reads tags, and only the joint graph has the
-       descriptors that they are made from. Added when missing.
-    2. the other joint passes, in the order given: what they decide (recomputation) is carried out
-       by the partitioner that follows.
-    3. the forward/backward passes, in the order given, on each graph after the partitioner: what a
-       bucket may hold is known only once it is known which graph a collective is in, and a bucket
-       made earlier could not be split between forward and backward again.
-
-    ``TORCH_EXT_BUCKETING_DISABLE``, as it is when this is made, switches passes off by the names of
-    their classes.
-
-    Raises:
-        TypeError: something is no pass.
-        ValueError: a pass with an unknown stage; ``TORCH_EXT_BUCKETING_DISABLE`` has an unknown
-            name.
-    """
-
-    def __init__(
-        self, passes: Iterable[GraphPass] = (), model: torch.nn.Module | None = None
-    ) -> None:
-        given = list(passes)
-        for p in given:
-            if not callable(p) or not callable(getattr(p, "uuid", None)):
-                raise TypeError(f"{p!r} is no pass: it needs __call__(graph) and uuid()")
-            if getattr(p, "stage", None) not in ("joint", "forward_backward"):
-                raise ValueError(
-                    f"{type(p).__name__}.stage must be 'joint' or 'forward_backward', "
-                    f"got {getattr(p, 'stage', None)!r}"
-                )
-        given = [*(q for p in given if isinstance(p, GraphPass) for q in p.follow_ups()), *given]
-        tagging = [p for p in given if isinstance(p, TagParameters)] or [TagParameters(model)]
-        self.disabled = switched_off([*tagging, *given])
-        tagging = [p for p in tagging if type(p).__name__ not in self.disabled]
-        rest = [
-            p
-            for p in given
-            if not isinstance(p, TagParameters) and type(p).__name__ not in self.disabled
-        ]
-        self.joint = (*tagging, *(p for p in rest if p.stage == "joint"))
-        self.forward_backward = tuple(p for p in rest if p.stage == "forward_backward")
-
-    def run(self, stage: Stage, graph: GraphLike, compilation: Compilation) -> None:
-        """Run the passes of one stage. Those of other authors get the graph alone.
-
-        The report gets each one's time. The graph before and after each goes to ``TORCH_TRACE``,
-        and to the package's logger at DEBUG.
-        """
-        passes = self.joint if stage == "joint" else self.forward_backward
-        name = stage if stage == "joint" else _aot.stage_of(graph_of(graph))
-        seconds = [0.0] * len(passes)
-        for i, p in enumerate(passes):
-            if isinstance(p, GraphPass):
-                clock = time.perf_counter()
-                p.prepare(graph, compilation)
-                seconds[i] += time.perf_counter() - clock
-        for i, p in enumerate(passes):
-            _show(graph, f"{name}_{i}_{type(p).__name__}_before")
-            clock = time.perf_counter()
-            if isinstance(p, GraphPass):
-                p(graph, compilation)
-            else:
-                p(graph)
-            seconds[i] += time.perf_counter() - clock
-            _show(graph, f"{name}_{i}_{type(p).__name__}_after")
-            compilation.report.passes.append(PassTime(name, type(p).__name__, seconds[i]))
-
-    @property
-    def orders(self) -> bool:
-        """Whether a pass decides an order that the compiler has to keep."""
-        return any(isinstance(p, GraphPass) and p.orders for p in self.forward_backward)
-
-    def basis(self, size_hints: GivenHints) -> str:
-        """What orders are planned with, which ranks compare; empty where no pass plans one."""
-        passes = (p for p in self.forward_backward if isinstance(p, GraphPass))
-        found = [basis for p in passes if (basis := p.basis())]
-        hints = (
-            str(size_hints) if size_hints is None or not callable(size_hints) else brief(size_hints)
-        )
-        return ", ".join([*found, f"size hints {hints}"]) if found else ""
-
-    def uuid(self) -> str | None:
-        """Of all passes in order, and of what is switched off; None where a pass has none."""
-        passes = (*self.joint, *self.forward_backward)
-        uuids = [p.uuid() for p in passes]
-        for p, uuid in zip(passes, uuids, strict=True):
-            if not uuid and not isinstance(p, GraphPass):  # ours have said why themselves
-                reason = NoUuidError(f"its uuid() returned {uuid!r}")
-                log_no_uuid(f"{type(p).__module__}.{type(p).__qualname__}", reason)
-        return digest(*map(str, uuids), *self.disabled) if all(uuids) else None
-
-
-def _show(graph: GraphLike, name: str) -> None:
-    """Log a graph and trace it as an artifact, where somebody looks."""
-    trace_artifact(f"torch_ext_bucketing_{name}", lambda: readable(graph_of(graph)))
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("%s\n%s", name, readable(graph_of(graph)))
 
 
 class BucketingBackend:
@@ -180,28 +71,24 @@ class BucketingBackend:
         self.prefetch = prefetch
         self.agree = agree
         self.agree_timeout = agree_timeout
-        self.passes = PassManager(passes, model)
+        self.passes = Pipeline(passes, model)
         self.reports: list[CompileReport] = []
-        units = (p for p in self.passes.forward_backward if isinstance(p, BucketUnits))
-        self._as_run = [AsRun(p, model) for p in units]
+        merged = (fact for fact in self.passes.ahead if isinstance(fact, Buckets))
+        self._watches = [RunWatch(f.units, model) for f in merged if f.units is not None]
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[..., Any]:
         """Compile ``gm``, as Dynamo asks for it."""
-        compilation = Compilation(
-            _dynamo_inputs.input_fqns(gm, example_inputs, self.model),
+        compilation = self.passes.compilation(
+            input_fqns=_dynamo_inputs.input_fqns(gm, example_inputs, self.model),
             frame=_dynamo_inputs.frame_number(),
-        )
-        compilation.size_hints = self.size_hints
-        compilation.report.disabled = self.passes.disabled
-        compilation.following = tuple(
-            p for p in self.passes.forward_backward if isinstance(p, GraphPass)
+            size_hints=self.size_hints,
         )
         self.reports.append(compilation.report)
         compiled = self._compile(gm, example_inputs, compilation, **kwargs)
-        for as_run in self._as_run:
-            compiled = as_run.watch(compiled, compilation)
+        for watch in self._watches:
+            compiled = watch.watch(compiled, compilation)
         return compiled
 
     def _compile(
@@ -245,6 +132,19 @@ class BucketingBackend:
             compiler=None if self.compiler == "aot_eager" else self.compiler,  # type: ignore[arg-type]
         )
 
+    def __repr__(self) -> str:
+        defaults = {"prefetch": DEFAULT_PREFETCH, "agree": True}
+        options = {
+            "model": None if self.model is None else type(self.model),
+            "prefetch": self.prefetch,
+            "agree": self.agree,
+            "agree_timeout": self.agree_timeout,
+            "size_hints": self.size_hints,
+        }
+        parts = [code_of(self.compiler), code_of(self.passes.given)]
+        parts += [f"{k}={code_of(v)}" for k, v in options.items() if v != defaults.get(k)]
+        return f"backend({', '.join(parts)})"
+
     def last_report(self) -> CompileReport:
         """The report of the last compile; its backward graph is added when that is compiled.
 
@@ -271,7 +171,7 @@ class _InductorPass(CustomGraphPass):
 
     def __init__(
         self,
-        passes: PassManager,
+        passes: Pipeline,
         stage: Stage,
         compilation: Compilation,
         meshes: Sequence[Any],
@@ -300,7 +200,7 @@ class _InductorPass(CustomGraphPass):
         )
         if self._agreement is not None:
             _agree_op.insert(graph, launches_after(), self._agreement.timeout)
-        if self._passes.orders:
+        if last_fact(self._passes.ahead, Order) is not None:
             pin_order(graph)
 
     def graph_ready(self, key: str | None) -> None:
@@ -332,16 +232,15 @@ class _InductorPass(CustomGraphPass):
 
 
 def _run_each(
-    passes: PassManager, graph: GraphLike, compilation: Compilation
+    passes: Pipeline, graph: GraphLike, compilation: Compilation
 ) -> Callable[[], GraphLaunches]:
     """Run the forward/backward passes; returns what tells the graph's launches after them."""
     g, done = graph_of(graph), len(compilation.report.graphs)
     passes.run("forward_backward", graph, compilation)
-    reports = compilation.report.graphs[done:]
-    warn_of_silence(g, reports, compilation)
-    buckets = [b for report in reports for b in report.buckets]
-    planned = passes.basis(compilation.size_hints)
-    basis = ", ".join([*([planned] if planned else []), *compilation.decided])
+    buckets = [b for report in compilation.report.graphs[done:] for b in report.buckets]
+    planned = passes.cost_model_fingerprint(compilation.size_hints)
+    chosen = "" if compilation.choice is None else compilation.choice.text
+    basis = ", ".join(filter(None, [planned, chosen]))
     return lambda: launches_of(g, _aot.stage_of(g), buckets, basis)
 
 
@@ -363,7 +262,7 @@ def backend(
 
     Args:
         compiler: what compiles the graphs.
-        passes: see :class:`PassManager` for the order in which they run.
+        passes: see :class:`.Pipeline` for the order in which they run, and for what it refuses.
         model: the module that FQNs are relative to. None takes the one that the latest order or
             plan with the parameter was made from, whatever part of it is compiled, and without any
             the compiled one.
@@ -384,7 +283,8 @@ def backend(
     Raises:
         TypeError: something in ``passes`` is no pass; ``agree_timeout`` is no ``timedelta``;
             ``size_hints`` is no whole number and no callable.
-        ValueError: an unknown ``compiler``; ``agree_timeout`` is not positive; ``size_hints`` is
+        ValueError: an unknown ``compiler``; passes in an order in which one undoes another's work,
+            or two that decide the same; ``agree_timeout`` is not positive; ``size_hints`` is
             negative.
 
     What is compiled raises, on every rank:

@@ -1,6 +1,8 @@
-"""What a pass is: an object with a ``stage``, ``__call__`` and ``uuid``.
+"""What a pass is, what it may say of itself, and what the passes of one compile share.
 
-A pass composes with any backend: it knows nothing of what compiles the graph afterwards.
+A pass composes with any backend: it knows nothing of what compiles the graph afterwards. It says
+which facts about a graph it needs, gives and undoes; :class:`.Pipeline` checks a list of passes by
+these before anything is compiled.
 """
 
 from __future__ import annotations
@@ -10,96 +12,215 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch.fx as fx
 
 from .._source import note_sources, package_digest
 from .._torch.aot import stage_of
 from .._torch.inductor import CustomGraphPass
 from .._torch.process_groups import group_places
 from ..bucketing.units import UncoveredParametersWarning
+from ..graph.collectives import Kind
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import kept_inputs
 from ..graph.size_hints import GivenHints, SizeHints
+from ..plans.membership import Units
 from ..reports.compile import CompileReport
+from ..scheduling.machine import Machine
+from ..scheduling.model import peak_bytes
+from ..scheduling.policy import Policy
 from ..tagging.tag_graph import FqnOf
 from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
+from .diagnostics import warn_of_silence
 
 __all__ = [
+    "Baseline",
+    "Buckets",
+    "Choice",
     "Compilation",
+    "Fact",
     "GraphLike",
     "GraphPass",
+    "Order",
+    "Regathers",
     "Stage",
+    "Tags",
     "graph_of",
+    "last_fact",
 ]
 
 Stage = Literal["joint", "forward_backward"]
 
 
-@dataclass
-class Compilation:
-    """What the passes of one compile share.
+# ---------------------------------------------------------------- facts
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that holds of a graph once a pass has run."""
+
+    text: ClassVar[str] = ""
+    """The fact in messages, such as "the order of the nodes"."""
+    once: ClassVar[bool] = True
+    """Whether one pass alone may give it."""
+
+
+@dataclass(frozen=True)
+class Tags(Fact):
+    """Collectives carry a tag: the parameters that they serve."""
+
+    text = "the tags of collectives"
+
+
+@dataclass(frozen=True)
+class Regathers(Fact):
+    """It is decided which parameters backward gathers again."""
+
+    text = "which parameters backward gathers again"
+
+
+@dataclass(frozen=True)
+class Buckets(Fact):
+    """Collectives are merged.
 
     Args:
-        input_fqns: FQN of each graph input that is a parameter, by position.
-        report: filled by the passes.
-        tagged: number of collectives of the joint graph that carry a tag.
-        uncovered: FQNs that a warning has listed as being in no unit.
+        kinds: which.
+        units: one bucket per unit; None: by size.
+    """
+
+    text = "which collectives are merged"
+    once = False
+    kinds: tuple[Kind, ...] = ()
+    units: Units | None = None
+
+
+@dataclass(frozen=True)
+class Order(Fact):
+    """The nodes stand in the order in which they are to run, and the compiler has to keep it.
+
+    Args:
+        policies: what the order is judged by.
+        machine: what its nodes were timed for.
+    """
+
+    text = "the order of the nodes"
+    policies: tuple[Policy, ...] = ()
+    machine: Machine | None = None
+
+
+@dataclass(frozen=True)
+class Baseline(Fact):
+    """What a graph took before the first pass of its stage changed it. No pass gives it: the
+    pipeline measures it where a pass needs it.
+
+    Args:
+        peak_bytes: estimated peak of live bytes; None where no estimate can be made.
+        external_live_bytes: bytes in memory while the graph runs that are none of its inputs: the
+            forward graph's inputs that its backward graph does not read, such as the shards of
+            parameters that were saved gathered. 0 for other graphs than backward ones, and where
+            the forward graph came from a cache.
+    """
+
+    text = "what the graph took as it was"
+    peak_bytes: int | None = None
+    external_live_bytes: int = 0
+
+
+F = TypeVar("F", bound=Fact)
+
+
+def last_fact(facts: Iterable[Fact], kind: type[F]) -> F | None:
+    """The last fact of a class; None where there is none."""
+    found = None
+    for fact in facts:
+        if isinstance(fact, kind):
+            found = fact
+    return found
+
+
+# ---------------------------------------------------------------- one compile
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a pass chose on the joint graph for the graphs after the partitioner.
+
+    Args:
+        text: what was chosen, in short; ranks compare it.
+        limit_bytes: the bound on the peak of live bytes that it was chosen under, which schedules
+            keep, too; None: there is none.
+    """
+
+    text: str
+    limit_bytes: int | None = None
+
+
+@dataclass
+class Compilation:
+    """One compile.
+
+    Args:
+        input_fqns: FQN of each graph input that is a parameter, by position. Like the next three
+            it is known before the first pass runs.
         frame: number of the code that is compiled, the same when it is compiled again.
-        reference_bytes: the peak of live bytes of the graph at hand before any pass changed it,
-            where a pass asked for it.
         size_hints: as given to :func:`.backend`.
-        following: the passes that run on the graphs after the partitioner.
-        memory_bytes: a bound on the peak of live bytes that a pass chose under, and that schedules
-            keep, too.
-        decided: what passes chose on the joint graph, in short, which ranks compare.
-        beside_bytes: what is in memory while the graph at hand runs, beside its own inputs, where a
-            pass asked for it; see :meth:`beside`.
+        ahead: what the passes after the partitioner will give, in the order in which they run.
+        report: what the passes report.
+        tagged: number of collectives of the joint graph that carry a tag, by ``TagParameters``.
+        choice: by ``ReshardAfterForward(keep="auto")``; None where nothing was chosen.
+        baseline: of the graph at hand, by the pipeline.
     """
 
     input_fqns: FqnOf | None = None
+    frame: int | None = None
+    size_hints: GivenHints = None
+    ahead: tuple[Fact, ...] = ()
     report: CompileReport = field(default_factory=CompileReport)
     tagged: int = 0
-    uncovered: dict[str, None] = field(default_factory=dict)
-    frame: int | None = None
-    reference_bytes: int | None = None
-    size_hints: GivenHints = None
-    following: tuple[GraphPass, ...] = ()
-    memory_bytes: int | None = None
-    decided: list[str] = field(default_factory=list)
-    beside_bytes: int = 0
-    _given: set[type[Warning]] = field(default_factory=set)
-    _inputs: dict[str, int] = field(default_factory=dict)
+    choice: Choice | None = None
+    baseline: Baseline = field(default_factory=Baseline)
+    _forward_inputs: dict[str, int] = field(default_factory=dict)
+    _warned: set[type[Warning]] = field(default_factory=set)
 
-    def beside(self, graph: GraphLike) -> int:
-        """Bytes of the forward graph's inputs that its backward graph does not read: parameters
-        that were saved gathered, say. They are in memory all the same. 0 for other graphs, and
-        where the forward graph came from a cache. Sets :attr:`beside_bytes`, too."""
-        mine = kept_inputs(graph_of(graph), SizeHints.of(self.size_hints))
-        if stage_of(graph_of(graph)) == "backward":
-            # Of a shard that is uneven elsewhere, backward may show the shape alone: 0 bytes.
-            unseen = (n - mine.get(name, 0) for name, n in self._inputs.items())
-            self.beside_bytes = sum(n for n in unseen if n > 0)
+    def measure(self, graph: fx.Graph) -> None:
+        """Set :attr:`baseline` for a graph."""
+        hints = self.size_hints
+        external = self._external_live_bytes(graph)
+        try:
+            peak = peak_bytes(graph, size_hints=hints, beside_bytes=external)
+        except Exception:  # ``schedule`` will meet the same and say so
+            self.baseline = Baseline(None, external)
         else:
-            self._inputs, self.beside_bytes = mine, 0
-        return self.beside_bytes
+            self.baseline = Baseline(peak, external)
+
+    def _external_live_bytes(self, graph: fx.Graph) -> int:
+        mine = kept_inputs(graph, SizeHints.of(self.size_hints))
+        if stage_of(graph) != "backward":
+            self._forward_inputs = mine
+            return 0
+        # Of a shard that is uneven elsewhere, backward may show the shape alone: 0 bytes.
+        unseen = (n - mine.get(name, 0) for name, n in self._forward_inputs.items())
+        return sum(n for n in unseen if n > 0)
 
     def warn(self, text: str, category: type[Warning]) -> None:
         """Warn and put it into the report, unless this compile had a warning of that class."""
-        if category not in self._given:
-            self._given.add(category)
+        if category not in self._warned:
+            self._warned.add(category)
             self.report.warnings.append(text)
             warnings.warn(text, category, stacklevel=3)
 
-    def warn_uncovered(self, fqns: Sequence[str], units: Iterable[Sequence[str]] = ()) -> None:
+    def warn_uncovered(self, fqns: Sequence[str], units: Iterable[Sequence[str]]) -> None:
         """Warn about parameters that no unit covers, about each once per compile.
 
         Args:
-            fqns: the parameters.
+            fqns: the parameters of the graph whose report was added last.
             units: the units, of whose names the warning shows a few.
         """
-        new = [f for f in fqns if f not in self.uncovered]
+        before = (graph for graph in self.report.graphs[:-1] if not graph.from_cache)
+        known = {fqn for graph in before for fqn in graph.uncovered}
+        new = [fqn for fqn in fqns if fqn not in known]
         if new:
-            self.uncovered.update(dict.fromkeys(new))
             names = itertools.islice((repr(name) for unit in units for name in unit), 3)
             text = (
                 f"{len(new)} parameter(s) are in no unit; their collectives are not bucketed: "
@@ -111,29 +232,59 @@ class Compilation:
             warnings.warn(text, UncoveredParametersWarning, stacklevel=2)
 
 
+# ---------------------------------------------------------------- a pass
+
+
 class GraphPass(CustomGraphPass):
     """A pass over one graph.
 
     ``stage`` says on which graph it runs: ``"joint"``, forward and backward in one, before the
     partitioner; or ``"forward_backward"``, each of the two after it. An inference graph gets the
     passes of both stages. A pass changes nothing before it knows that it can do all of it.
+
+    Called with a graph alone, as Inductor calls a pass that is set in its config, it is a pipeline
+    of its own: see :meth:`__call__`.
     """
 
     stage: Stage
-    orders: bool = False
-    """Whether it decides an order that the compiler has to keep."""
+    needs: tuple[type[Fact], ...] = ()
+    """Facts that must hold before it runs."""
+    gives: tuple[Fact, ...] = ()
+    """Facts that hold after it."""
+    undoes: tuple[type[Fact], ...] = ()
+    """Facts that may not hold after it any more: passes that give them come later in a list."""
 
-    def prepare(self, graph: GraphLike, compilation: Compilation) -> None:
-        """Called on each graph of the pass's stage before the first pass of that stage."""
-
-    def follow_ups(self) -> tuple[GraphPass, ...]:
-        """Passes of the other stage that finish what this one has begun. A :class:`.PassManager`
-        runs them before those of their stage that were given to it."""
-        return ()
+    @property
+    def name(self) -> str:
+        """The name of the class, in reports and in ``TORCH_EXT_BUCKETING_DISABLE``."""
+        return type(self).__name__
 
     @abstractmethod
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
-        """Run on ``graph``. ``compilation`` is None where the pass was set as a config hook."""
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        """Run on a graph of the pass's stage."""
+
+    def finish(self, graph: GraphLike, compilation: Compilation) -> None:
+        """For a pass on the joint graph: finish what it began there on each graph after the
+        partitioner, before the passes of that stage run."""
+
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
+        """Run on one graph without any other pass, in place; a ``GraphModule`` is recompiled.
+
+        Args:
+            graph: of the pass's stage.
+            compilation: to go on with; None begins one, which warns where nothing was bucketed, as
+                :func:`.backend` does.
+        """
+        g, alone = graph_of(graph), compilation is None
+        compilation = compilation or Compilation()
+        if Baseline in self.needs:
+            compilation.measure(g)
+        self.run(graph, compilation)
+        if alone:
+            warn_of_silence(g, compilation.report.graphs, compilation)
+        if isinstance(graph, fx.GraphModule):
+            graph.recompile()
+        return compilation.report
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -162,10 +313,6 @@ class GraphPass(CustomGraphPass):
         # a mesh is an input torch's own keys have the rank, too, and no entry would be shared.
         groups = repr(group_places())
         return digest(name, package_digest(), *sources, settings, groups)
-
-    def basis(self) -> str:
-        """The times that it plans with, in short, which ranks compare; empty: with none."""
-        return ""
 
     def settings(self) -> tuple[Any, ...]:
         """What decides the pass's result: plain values, containers and dataclasses of them, and

@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["call", "code_of"]
 
 
-def call(name: str, *given: Any, **options: Any) -> str:
+def call(name: str, /, *given: Any, **options: Any) -> str:
     """``name(given, option=value)``. Options that are None are left out."""
     parts = [code_of(value) for value in given]
     parts += [f"{key}={code_of(value)}" for key, value in options.items() if value is not None]

@@ -7,7 +7,7 @@ from typing import Any
 from ..reports.rewrites import CombineReport
 from ..rewrites.combine_uses import combine_uses
 from ..scheduling.memory import PeakMemory
-from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from .base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from .code import call
 
 __all__ = ["CombineUses"]
@@ -30,6 +30,7 @@ class CombineUses(GraphPass):
     """
 
     stage: Stage = "joint"
+    needs = (Tags,)
 
     def __init__(self, peak: PeakMemory | None = None) -> None:
         if peak is not None and not isinstance(peak, PeakMemory):
@@ -37,11 +38,9 @@ class CombineUses(GraphPass):
         self.peak = peak
         self.last_report: CombineReport | None = None
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
-        hints = None if compilation is None else compilation.size_hints
-        self.last_report = combine_uses(graph_of(graph), self.peak, hints)
-        if compilation is not None:
-            compilation.report.rewrites.append(self.last_report)
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        self.last_report = combine_uses(graph_of(graph), self.peak, compilation.size_hints)
+        compilation.report.rewrites.append(self.last_report)
 
     def __repr__(self) -> str:
         return call("CombineUses", peak=self.peak)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch.fx as fx
 
 from .._torch import aot as _aot
-from ..bucketing.units import HasUnits, UnitIndex
-from ..graph.collectives import Kind
+from ..plans.membership import Units
 from ..reports.keep import KeepReport
 from ..scheduling.cost import H100, Machine
 from ..scheduling.halves import UnitOf
 from ..scheduling.keep import KeepPlanner, block_units
 from ..scheduling.memory import PeakMemory
 from ..scheduling.overlap import Overlap
-from ..scheduling.policy import Policy
 from ..tagging.tag_graph import parameter_chains
 from ..tagging.tags import tag_of
-from .base import Compilation, GraphPass
-from .bucketing import BucketByCap, BucketUnits
+from .base import Buckets, Choice, Compilation, Order, last_fact
 from .cache_key import digest
-from .scheduling import BucketAndSchedule, Schedule
 
 __all__ = ["NothingKeptWarning", "choose_for"]
 
@@ -34,7 +30,7 @@ class NothingKeptWarning(UserWarning):
 def choose_for(
     graph: fx.Graph,
     memory: PeakMemory,
-    units: Sequence[Sequence[str]] | None,
+    units: Units | None,
     machine: Machine | None,
     curve: bool,
     compilation: Compilation,
@@ -44,10 +40,11 @@ def choose_for(
     Args:
         graph: tagged. It is only read.
         memory: the bound.
-        units: as of ``BucketUnits``; None takes those of the backend's, and else modules.
-        machine: None takes that of the pass that schedules.
+        units: what is kept or not together; None takes the units that are bucketed after the
+            partitioner, and else modules.
+        machine: None takes that of the order that the graphs get after the partitioner.
         curve: as of :class:`.ReshardAfterForward`.
-        compilation: gets what ranks compare, and the bound that the halves are scheduled under.
+        compilation: gets the choice.
 
     Returns:
         The nodes between parameters and their uses that are not to be computed again, and the
@@ -58,25 +55,22 @@ def choose_for(
     inside = _aot.forward_nodes(graph)
     if all(n in inside or n.op == "output" for n in graph.nodes):
         return {}, None
-    after = compilation.following
-    scheduler = next((p for p in after if isinstance(p, Schedule)), None)
-    policies: tuple[Policy, ...] = (Overlap(),) if scheduler is None else scheduler.policies
-    if machine is None:
-        machine = H100 if scheduler is None else scheduler.machine
+    order = last_fact(compilation.ahead, Order) or Order((Overlap(),), H100)
+    merged = last_fact(compilation.ahead, Buckets) or Buckets()
     planner = KeepPlanner(
         graph,
-        _unit_of(graph, units, after),
-        policies,
-        machine,
+        _unit_of(graph, units or merged.units),
+        order.policies,
+        machine or order.machine or H100,
         compilation.size_hints,
-        _kinds(after),
+        merged.kinds,
     )
     limit = memory.limit_bytes(planner.reference_bytes)
     outcome, report = planner.report(limit, curve)
-    compilation.memory_bytes = limit
     names = digest(*report.kept)[:12] if report.kept else "nothing"
-    compilation.decided.append(
-        f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes"
+    compilation.choice = Choice(
+        f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes",
+        limit,
     )
     if report.warning:
         compilation.warn(report.warning, NothingKeptWarning)
@@ -89,32 +83,14 @@ def choose_for(
     return nodes, report
 
 
-def _kinds(after: Iterable[GraphPass]) -> tuple[Kind, ...]:
-    """What is bucketed."""
-    found: Collection[Kind] = ()
-    for p in after:
-        if isinstance(p, BucketUnits):
-            found = p.kinds
-        elif isinstance(p, BucketByCap | BucketAndSchedule):
-            found = p.options["kinds"]
-    return tuple(found)
-
-
-def _unit_of(
-    graph: fx.Graph, units: Sequence[Sequence[str]] | None, after: Iterable[GraphPass]
-) -> UnitOf:
-    aliases: tuple[tuple[str, str], ...] = ()
+def _unit_of(graph: fx.Graph, units: Units | None) -> UnitOf:
     if units is None:
-        bucketing = next((p for p in after if isinstance(p, BucketUnits)), None)
-        if bucketing is None:
-            tags = (tag_of(n) for n in graph.nodes)
-            return block_units(f for t in tags if t is not None for f in t.fqns)
-        units, aliases = bucketing.units, bucketing.aliases
-    index = UnitIndex(units, aliases)
-    names = [unit_name(unit) for unit in units]
+        tags = (tag_of(n) for n in graph.nodes)
+        return block_units(f for t in tags if t is not None for f in t.fqns)
+    names = [unit_name(unit) for unit in units.units]
 
     def unit_of(fqn: str) -> tuple[int, str] | None:
-        found = index.unit_of(fqn)
+        found = units.unit_of(fqn)
         return None if found is None else (found, names[found])
 
     return unit_of
@@ -130,18 +106,3 @@ def unit_name(fqns: Sequence[str]) -> str:
     modules = list(dict.fromkeys(f.split(".")[0] for f in fqns))
     named = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
     return named or "the root"
-
-
-def plain_units(units: HasUnits | Iterable[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Units as names, checked.
-
-    Raises:
-        TypeError: a string, or a name that is none.
-        ValueError: one name in two units.
-    """
-    given = units.units if isinstance(units, HasUnits) else units
-    if isinstance(given, str):
-        raise TypeError(f"units must be a sequence of units, got the string {given!r}")
-    found = tuple((u,) if isinstance(u, str) else tuple(u) for u in given)
-    UnitIndex(found)
-    return found

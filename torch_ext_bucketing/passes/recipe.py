@@ -10,20 +10,21 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._torch.fsdp2 import is_wrapped
+from ..fqns import format_names
 from ..graph.collectives import KINDS, Kind
 from ..plans.blocks import transformer_block_plan
 from ..plans.order import FSDPParamOrder
-from ..plans.plan import BucketPlan
+from ..plans.plan import UnitSpec
+from ..scheduling.machine import H100, Machine
 from ..scheduling.memory import CapComputeRun, PeakMemory
 from ..scheduling.overlap import Overlap
 from .base import GraphPass
 from .bucketing import BucketUnits
 from .combine_uses import CombineUses
-from .divided import some
+from .diagnostics import NotBucketedWarning
 from .reduce_scatter_first import ReduceScatterFirst
 from .resharding import ReshardAfterForward
 from .scheduling import BucketAndSchedule, Schedule
-from .silence import NotBucketedWarning
 
 __all__ = ["Goal", "recipe"]
 
@@ -34,8 +35,9 @@ def recipe(
     model: nn.Module,
     goal: Goal = "parity",
     *,
-    units: BucketPlan | Sequence[str | Sequence[str]] | None = None,
+    units: UnitSpec | Sequence[str | Sequence[str]] | None = None,
     reference: nn.Module | None = None,
+    machine: Machine = H100,
 ) -> list[GraphPass]:
     """The recommended passes for a sharded model, for :func:`.backend`.
 
@@ -64,9 +66,10 @@ def recipe(
             names or as a plan. None takes :func:`.transformer_block_plan`'s.
         reference: for ``"parity"``: the model as wrapped by ``fully_shard``, whose units and order
             are read instead.
+        machine: what the cost model times nodes for.
 
     Raises:
-        TypeError: ``model`` or ``reference`` is no module.
+        TypeError: ``model`` or ``reference`` is no module, or ``machine`` is no machine.
         ValueError: an unknown goal; a model without ``DTensor`` parameters, or wrapped by
             ``fully_shard``; no transformer blocks and no ``units``; ``units`` or ``reference`` that
             don't fit, or given together or for ``"speed"``.
@@ -83,8 +86,8 @@ def recipe(
         warnings.warn(
             f"{len(plain)} parameter(s) of {type(model).__name__} are trained and not sharded, so "
             "no collective reduces their gradients, and each rank trains its own: "
-            f"{some(plain)}. Shard the whole model, data_parallel(model, mesh), or reduce them "
-            "yourself",
+            f"{format_names(plain)}. Shard the whole model, data_parallel(model, mesh), or "
+            "reduce them yourself",
             NotBucketedWarning,
             stacklevel=2,
         )
@@ -97,14 +100,16 @@ def recipe(
             raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
         passes: list[GraphPass] = [
             BucketAndSchedule(
-                [Overlap(), PeakMemory(ratio=1.02), CapComputeRun(max_consecutive=8)], kinds=kinds
+                [Overlap(), PeakMemory(ratio=1.02), CapComputeRun(max_consecutive=8)],
+                kinds=kinds,
+                machine=machine,
             )
         ]
         return [*first, ReshardAfterForward(), *passes] if gathers else [*first, *passes]
     if units is not None and reference is not None:
         raise ValueError("give units= or reference=, not both: a reference has units of its own")
     order, keep = _order(model, units, reference)
-    passes = [BucketUnits(order, kinds=kinds), Schedule([Overlap()])]
+    passes = [BucketUnits(order, kinds=kinds), Schedule([Overlap()], machine)]
     return [*first, ReshardAfterForward(keep=keep), *passes] if gathers else [*first, *passes]
 
 
@@ -138,7 +143,7 @@ def _kinds(model: nn.Module) -> tuple[Kind, ...]:
 
 def _order(
     model: nn.Module,
-    units: BucketPlan | Sequence[str | Sequence[str]] | None,
+    units: UnitSpec | Sequence[str | Sequence[str]] | None,
     reference: nn.Module | None,
 ) -> tuple[FSDPParamOrder, tuple[str, ...]]:
     """The order, and the names of what stays gathered between forward and backward."""

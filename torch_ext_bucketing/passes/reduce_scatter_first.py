@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..reports.rewrites import ScatterReport
 from ..rewrites.reduce_scatter_first import reduce_scatter_first
-from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from .base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 
 __all__ = ["ReduceScatterFirst"]
 
@@ -19,14 +19,14 @@ class ReduceScatterFirst(GraphPass):
     """
 
     stage: Stage = "joint"
+    needs = (Tags,)
 
     def __init__(self) -> None:
         self.last_report: ScatterReport | None = None
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         self.last_report = reduce_scatter_first(graph_of(graph))
-        if compilation is not None:
-            compilation.report.rewrites.append(self.last_report)
+        compilation.report.rewrites.append(self.last_report)
 
     def __repr__(self) -> str:
         return "ReduceScatterFirst()"

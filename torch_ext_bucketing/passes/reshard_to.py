@@ -1,4 +1,4 @@
-"""The smaller group of ``ReshardAfterForward(to=...)``, and the pass that finishes its rewrite."""
+"""The smaller group of ``ReshardAfterForward(to=...)``."""
 
 from __future__ import annotations
 
@@ -8,23 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.process_groups import default_group, new_groups, ranks_of
-from ..rewrites.reshard_to import SmallerGroup, read_first_gathers
-from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from ..rewrites.reshard_to import SmallerGroup
 
-__all__ = ["ReadFirstGathers", "make_smaller_group"]
-
-
-class ReadFirstGathers(GraphPass):
-    """Takes the second gather of ``ReshardAfterForward(to=...)`` out of the forward graph.
-
-    A :class:`.PassManager` that has that pass runs this one, before all others of its stage. See
-    :mod:`.rewrites.reshard_to`.
-    """
-
-    stage: Stage = "forward_backward"
-
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
-        read_first_gathers(graph_of(graph))
+__all__ = ["make_smaller_group"]
 
 
 def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:

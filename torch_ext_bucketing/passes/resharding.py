@@ -10,19 +10,19 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import aot as _aot
-from ..bucketing.units import HasUnits, UnitIndex
+from ..plans.membership import HasUnits, Units
 from ..reports.keep import KeepReport
 from ..reports.rewrites import ReshardReport
-from ..rewrites.reshard_to import reshard_to
+from ..rewrites.reshard_to import read_first_gathers, reshard_to
 from ..scheduling.cost import Machine, check_machine
 from ..scheduling.memory import PeakMemory
 from ..scheduling.scheduler import BoundNotKeptWarning
 from ..tagging.tag_graph import parameter_chains
 from ..tagging.tags import Tag, tag_of
-from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from .base import Choice, Compilation, GraphLike, GraphPass, Regathers, Stage, Tags, graph_of
 from .code import call
-from .keep import choose_for, plain_units
-from .reshard_to import ReadFirstGathers, make_smaller_group
+from .keep import choose_for
+from .reshard_to import make_smaller_group
 
 __all__ = [
     "ReshardAfterForward",
@@ -92,6 +92,8 @@ class ReshardAfterForward(GraphPass):
     """
 
     stage: Stage = "joint"
+    needs = (Tags,)
+    gives = (Regathers(),)
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class ReshardAfterForward(GraphPass):
         if isinstance(keep, str) and not self.auto:
             raise TypeError(f"keep must be a list of FQNs or 'auto', got the string {keep!r}")
         self.keep = () if self.auto else tuple(keep)
-        UnitIndex([self.keep])
+        self._kept = Units([self.keep])
         if memory is not None and not isinstance(memory, PeakMemory):
             raise TypeError(f"memory must be a PeakMemory or None, got {memory!r}")
         if self.auto and memory is None:
@@ -119,7 +121,7 @@ class ReshardAfterForward(GraphPass):
         if machine is not None:
             check_machine(machine)
         self.memory = memory
-        self.units = None if units is None else plain_units(units)
+        self.units = None if units is None else Units.of(units)
         self.machine = machine
         self.curve = curve
         if self.auto and to is not None:
@@ -129,20 +131,17 @@ class ReshardAfterForward(GraphPass):
         self.last_choice: KeepReport | None = None
         self.last_report: ReshardReport | None = None
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
-        kept = UnitIndex([self.keep])
-
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         def is_freed(tag: Tag) -> bool:
-            return all(kept.unit_of(f) is None for f in tag.fqns)
+            return all(self._kept.unit_of(f) is None for f in tag.fqns)
 
         g = graph_of(graph)
         if self.to is not None:
             if self._smaller is not None and _aot.stage_of(g) != "inference":
                 self.last_report = reshard_to(g, self._smaller, is_freed)
-                if compilation is not None:
-                    compilation.report.rewrites.append(self.last_report)
+                compilation.report.rewrites.append(self.last_report)
             return
-        chosen = self._choose(g, compilation or Compilation()) if self.auto else {}
+        chosen = self._choose(g, compilation) if self.auto else {}
         for start, chain in parameter_chains(g).items():
             tag = tag_of(start)
             if tag is not None and is_freed(tag):
@@ -152,9 +151,10 @@ class ReshardAfterForward(GraphPass):
         for node in chosen:
             _aot.unmark_recompute(node)
 
-    def follow_ups(self) -> tuple[GraphPass, ...]:
-        """With ``to``, what takes the second gathers out of the forward graph."""
-        return () if self._smaller is None else (ReadFirstGathers(),)
+    def finish(self, graph: GraphLike, compilation: Compilation) -> None:
+        """With ``to``, take the second gathers out of the forward graph."""
+        if self._smaller is not None:
+            read_first_gathers(graph_of(graph))
 
     def _choose(self, graph: fx.Graph, compilation: Compilation) -> dict[fx.Node, None]:
         assert self.memory is not None
@@ -166,7 +166,7 @@ class ReshardAfterForward(GraphPass):
             text = f"nothing is kept, as an estimate failed: {type(error).__name__}: {error}"
             warnings.warn(text, BoundNotKeptWarning, stacklevel=3)
             compilation.report.warnings.append(text)
-            compilation.decided.append("keeps nothing, as an estimate failed")
+            compilation.choice = Choice("keeps nothing, as an estimate failed")
             return {}
         if report is not None:
             self.last_choice = report
@@ -178,7 +178,7 @@ class ReshardAfterForward(GraphPass):
             "ReshardAfterForward",
             keep="auto" if self.auto else self.keep or None,
             memory=self.memory,
-            units=self.units,
+            units=None if self.units is None else self.units.units,
             machine=self.machine,
             curve=self.curve or None,
             to=self.to,
@@ -186,5 +186,6 @@ class ReshardAfterForward(GraphPass):
 
     def settings(self) -> tuple[Any, ...]:
         """What is kept, or what it is chosen by; the smaller group with this rank's place in it."""
-        chosen_by = (self.auto, self.memory, self.units, self.machine, self.curve)
+        units = None if self.units is None else (self.units.units, self.units.aliases)
+        chosen_by = (self.auto, self.memory, units, self.machine, self.curve)
         return (self.keep, *chosen_by, self.to is None, self._smaller)

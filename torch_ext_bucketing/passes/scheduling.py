@@ -9,24 +9,33 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-import torch.fx as fx
-
+from ..bucketing.caps import Eligible, check_options
+from ..bucketing.groups import GroupFilter
 from ..bucketing.merge import PayloadKey
-from ..graph.collectives import KINDS, Kind
+from ..graph.collectives import KINDS, Kind, check_kinds
 from ..reports.caps import CapsReport
 from ..reports.graph import GraphReport
 from ..reports.schedule import ScheduleReport
-from ..scheduling.cap_search import choose_caps
+from ..scheduling.cap_search import check_caps, choose_caps
 from ..scheduling.cost import H100, Machine, check_machine
 from ..scheduling.memory import within
-from ..scheduling.model import peak_bytes
 from ..scheduling.policy import Policy, policies_of
 from ..scheduling.scheduler import schedule
-from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from .base import (
+    Baseline,
+    Buckets,
+    Compilation,
+    Fact,
+    GraphLike,
+    GraphPass,
+    Order,
+    Stage,
+    Tags,
+    graph_of,
+)
 from .bucketing import apply_and_report, check_payload_order
-from .cache_key import brief
 from .code import call
 
 __all__ = [
@@ -51,58 +60,41 @@ class Schedule(GraphPass):
     """
 
     stage: Stage = "forward_backward"
-    orders = True
+    needs: tuple[type[Fact], ...] = (Baseline,)
 
     def __init__(self, policies: Policy | Iterable[Policy], machine: Machine = H100) -> None:
         self.policies = policies_of(policies)
         self.machine = machine
-        self.last_report: ScheduleReport | None = None
         check_machine(machine)
+        self.gives = (Order(self.policies, machine),)
+        self.last_report: ScheduleReport | None = None
 
-    def prepare(self, graph: GraphLike, compilation: Compilation) -> None:
-        """Note the peak of the graph before it is bucketed."""
-        try:
-            compilation.reference_bytes = peak_bytes(
-                graph,
-                size_hints=compilation.size_hints,
-                beside_bytes=compilation.beside(graph),
-            )
-        except Exception:  # ``schedule`` will meet the same and say so
-            compilation.reference_bytes = None
-
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         self._schedule(graph, compilation)
 
     def _schedule(
         self,
         graph: GraphLike,
-        compilation: Compilation | None,
+        compilation: Compilation,
         caps: CapsReport | None = None,
     ) -> None:
-        reference = None if compilation is None else compilation.reference_bytes
         report = schedule(
             graph,
             self._bounded(compilation),
             machine=self.machine,
-            reference_bytes=reference,
-            size_hints=None if compilation is None else compilation.size_hints,
-            beside_bytes=0 if compilation is None else compilation.beside_bytes,
+            reference_bytes=compilation.baseline.peak_bytes,
+            size_hints=compilation.size_hints,
+            beside_bytes=compilation.baseline.external_live_bytes,
         )
         self.last_report = replace(report, caps=caps)
-        if compilation is not None:
-            compilation.report.schedules.append(self.last_report)
+        compilation.report.schedules.append(self.last_report)
 
-    def _bounded(self, compilation: Compilation | None) -> tuple[Policy, ...]:
+    def _bounded(self, compilation: Compilation) -> tuple[Policy, ...]:
         """The policies, and the bound that a pass before chose under."""
-        if compilation is None or compilation.memory_bytes is None:
+        if compilation.choice is None or compilation.choice.limit_bytes is None:
             return self.policies
-        return within(
-            self.policies, compilation.memory_bytes, compilation.reference_bytes or sys.maxsize
-        )
-
-    def basis(self) -> str:
-        """The machine, by name and digest."""
-        return f"machine {self.machine.name} {brief(self.machine)}"
+        reference = compilation.baseline.peak_bytes or sys.maxsize
+        return within(self.policies, compilation.choice.limit_bytes, reference)
 
     def __repr__(self) -> str:
         return call(
@@ -126,13 +118,18 @@ class BucketAndSchedule(Schedule):
         kinds: what is bucketed.
         payload_order: as of ``BucketByCap``.
         machine: as of :class:`Schedule`.
-        options: ``eligible``, ``group_filter`` and ``max_node_span`` of :func:`.plan_by_cap`.
+        eligible: see :func:`.plan_by_cap`.
+        group_filter: see :func:`.plan_by_cap`.
+        max_node_span: see :func:`.plan_by_cap`.
 
     Raises:
-        TypeError: as of :class:`Schedule`; ``payload_order`` is no callable; an unknown option.
+        TypeError: as of :class:`Schedule`; ``payload_order`` is no callable.
         ValueError: as of :class:`Schedule`; no cap, or one that is no positive number; or what an
             option may not be.
     """
+
+    needs = (Tags, Baseline)
+    undoes = (Order,)
 
     def __init__(
         self,
@@ -140,51 +137,55 @@ class BucketAndSchedule(Schedule):
         *,
         caps_mb: Collection[float] | None = None,
         kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
-        payload_order: PayloadKey | Literal[False] | None = None,
+        payload_order: PayloadKey | None = None,
         machine: Machine = H100,
-        **options: Any,
+        eligible: Eligible = "tag",
+        group_filter: GroupFilter | None = None,
+        max_node_span: int | None = None,
     ) -> None:
         super().__init__(policies, machine)
-        check_payload_order(payload_order)
+        self.payload_order = check_payload_order(payload_order)
         self.caps_mb = None if caps_mb is None else tuple(caps_mb)
-        empty = fx.Graph()
-        empty.output(())
-        # Bad options are known before anything is compiled.
-        choose_caps(
-            empty, self.policies, caps_mb=self.caps_mb, machine=machine, kinds=kinds, **options
-        )
-        self.options = {"kinds": tuple(kinds), **options}
-        self.payload_key = payload_order
+        if self.caps_mb is not None:
+            check_caps(self.caps_mb)
+        self.options: dict[str, Any] = {
+            "kinds": check_kinds(kinds),
+            "eligible": eligible,
+            "group_filter": group_filter,
+            "max_node_span": max_node_span,
+        }
+        check_options(**self.options)
+        self.gives = (Buckets(self.options["kinds"]), *self.gives)
         self.last_buckets: GraphReport | None = None
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
         plan, found = choose_caps(
             g,
             self._bounded(compilation),
             caps_mb=self.caps_mb,
             machine=self.machine,
-            reference_bytes=None if compilation is None else compilation.reference_bytes,
-            size_hints=None if compilation is None else compilation.size_hints,
-            beside_bytes=0 if compilation is None else compilation.beside_bytes,
+            reference_bytes=compilation.baseline.peak_bytes,
+            size_hints=compilation.size_hints,
+            beside_bytes=compilation.baseline.external_live_bytes,
             **self.options,
         )
-        self.last_buckets = apply_and_report(g, plan, self.payload_key, self.options["kinds"])
-        if compilation is not None:
-            compilation.report.graphs.append(self.last_buckets)
+        self.last_buckets = apply_and_report(g, plan, self.payload_order, self.options["kinds"])
+        compilation.report.graphs.append(self.last_buckets)
         self._schedule(graph, compilation, found)
 
     def __repr__(self) -> str:
-        changed = {k: v for k, v in self.options.items() if (k, v) != ("kinds", KINDS[:2])}
+        defaults = {"kinds": KINDS[:2], "eligible": "tag"}
+        changed = {k: v for k, v in self.options.items() if v != defaults.get(k)}
         return call(
             type(self).__name__,
             self.policies,
             caps_mb=self.caps_mb,
             **changed,
-            payload_order=self.payload_key,
+            payload_order=self.payload_order,
             machine=None if self.machine == H100 else self.machine,
         )
 
     def settings(self) -> tuple[Any, ...]:
         """Everything that was given."""
-        return (*super().settings(), self.caps_mb, self.options, self.payload_key)
+        return (*super().settings(), self.caps_mb, self.options, self.payload_order)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch.process_groups import new_groups
 from ..graph.collectives import Kind, check_kinds, group_name, kind_of, set_group_name
 from ..tagging.tags import tag_of
-from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from .base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, Tags, graph_of
 from .code import call
 
 __all__ = [
@@ -49,6 +49,8 @@ class SeparateGroups(GraphPass):
     """
 
     stage: Stage = "forward_backward"
+    needs = (Tags,)
+    undoes = (Buckets, Order)
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class SeparateGroups(GraphPass):
         self.second[mine.group_name] = second.group_name
         return second  # type: ignore[no-any-return]
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
         for node in g.nodes:
             if kind_of(node) in self.kinds and tag_of(node) is not None:

@@ -9,9 +9,10 @@ from torch._guards import TracingContext
 
 from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import check_passes_run_here
+from ..reports.compile import CompileReport
 from ..tagging.tag_graph import FqnOf, tag_joint_graph
 from ..tagging.tags import TagReport
-from .base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from .base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from .code import call
 
 __all__ = [
@@ -31,6 +32,7 @@ class TagParameters(GraphPass):
     """
 
     stage: Stage = "joint"
+    gives = (Tags(),)
 
     def __init__(
         self, model: torch.nn.Module | None = None, *, fqn_of: FqnOf | None = None
@@ -39,18 +41,20 @@ class TagParameters(GraphPass):
         self.fqn_of = fqn_of
         self.last_report = TagReport()
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> None:
-        fqn_of = self.fqn_of
-        if fqn_of is None and compilation is not None:
-            fqn_of = compilation.input_fqns
-        if compilation is None and TracingContext.try_get() is not None:
+    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
+        if TracingContext.try_get() is not None:
             check_passes_run_here()
+        return super().__call__(graph, compilation)
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        fqn_of = self.fqn_of
+        if fqn_of is None:
+            fqn_of = compilation.input_fqns
         if fqn_of is None:
             fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))
         self.last_report = tag_joint_graph(graph, fqn_of, model=self.model)
-        if compilation is not None:
-            compilation.tagged = len(self.last_report.tagged)
-            compilation.report.unnamed = tuple((u.node, u.reason) for u in self.last_report.unnamed)
+        compilation.tagged = len(self.last_report.tagged)
+        compilation.report.unnamed = tuple((u.node, u.reason) for u in self.last_report.unnamed)
 
     def __repr__(self) -> str:
         model = None if self.model is None else type(self.model)

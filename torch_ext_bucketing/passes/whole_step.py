@@ -11,9 +11,8 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..tagging.tag_graph import tag_joint_graph
-from .backends import PassManager
-from .base import Compilation, GraphPass
-from .resharding import ReshardAfterForward
+from .base import Compilation, GraphPass, Regathers, last_fact
+from .pipeline import Pipeline
 
 __all__ = ["whole_step_pass"]
 
@@ -30,7 +29,8 @@ def whole_step_pass(
     The graph is a function of the model's parameters and then its buffers, by name and shared ones
     once per name, and of the step's inputs; it returns the gradients of the parameters that
     require one, in the same order, behind other values. What is gathered again in backward stays
-    so: that is decided by the trainer, and ``ReshardAfterForward`` is left out.
+    so: that is decided by the trainer, and passes that decide it (``ReshardAfterForward``) are left
+    out.
 
     A ``DTensor`` stands for the plain tensors that it is made of, its shard first.
 
@@ -43,9 +43,10 @@ def whole_step_pass(
         ValueError: the graph has fewer inputs than the model has parameters, or fewer results than
             it has parameters to train. The graph is as it was.
     """
-    kept = [p for p in passes if not isinstance(p, ReshardAfterForward)]
-    manager = PassManager(kept, model)
-    shared = compilation or Compilation()
+    pipeline = Pipeline(
+        (p for p in passes if last_fact(getattr(p, "gives", ()), Regathers) is None), model
+    )
+    shared = compilation or pipeline.compilation()
 
     def torch_ext_bucketing_pass(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:
         parameters = list(model.named_parameters(remove_duplicate=False))
@@ -63,7 +64,7 @@ def whole_step_pass(
         fqns = {node: name for node, name in zip(inputs, names, strict=False) if name}
         tag_joint_graph(gm, fqns, grad_fqns=[*(None,) * others, *trained], model=model)
         for stage in ("joint", "forward_backward"):
-            manager.run(stage, gm, shared)  # type: ignore[arg-type]
+            pipeline.run(stage, gm, shared)  # type: ignore[arg-type]
         gm.graph.lint()
         gm.recompile()
         return gm

@@ -1,30 +1,21 @@
-"""Bucket plans found in the model itself: one unit per transformer block."""
+"""Units found in the model itself: one per transformer block."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 import torch.nn as nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..fqns import canonical_fqn
-from .plan import DEFAULT_KINDS, BucketPlan
+from .plan import UnitSpec
 from .tree import ModuleTree, has_parameters, is_plain_container, unwrapped
-from .units import plan_of_units
+from .units import spec_of_units
 
 __all__ = ["transformer_block_plan"]
 
-# ------------------------------------------------------------------------------
-# Plans by transformer block
 
-
-def transformer_block_plan(
-    model: nn.Module,
-    *,
-    moe_experts: bool | str = False,
-    kinds: Iterable[str] = DEFAULT_KINDS,
-) -> BucketPlan:
+def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False) -> UnitSpec:
     """The units that eager FSDP2 trainers make: one per repeated block, and the rest around them.
 
     **Blocks** are the children of block lists. A block list is a ``ModuleList``, ``ModuleDict`` or
@@ -72,7 +63,6 @@ def transformer_block_plan(
             block whose name has "experts" in it but not "shared", or that is called by the name
             given here; narrowed to the one child that holds all its parameters (torchtitan 0.3:
             ``moe.routed_experts.inner_experts``).
-        kinds: See ``BucketPlan.kinds``.
 
     Raises:
         ValueError: no parameters, no blocks, or ``moe_experts`` with no experts in any block.
@@ -85,7 +75,7 @@ def transformer_block_plan(
         raise ValueError(
             f"no repeated blocks found in {type(model).__name__}: there is no ModuleList, "
             "ModuleDict or Sequential with alike children that hold parameters. Name the units "
-            'with manual_plan, or take mode "auto"'
+            "with manual_plan, or bucket by size, with BucketByCap"
         )
     front, sections, tail = _around(tree, lists)
     blocks = [[name for name, _ in tree.children(path)] for path in lists]
@@ -113,12 +103,9 @@ def transformer_block_plan(
             "option out"
         )
     units = [unit for unit in units if unit]
-    plan = BucketPlan(mode="manual", units=tuple(units))
-    if plan.uncovered(model):
+    if UnitSpec(tuple(units)).uncovered(model):
         units.append(("",))
-    return plan_of_units(
-        "transformer_block", units, model, kinds=kinds, head=_head(tree, front, tail)
-    )
+    return spec_of_units(units, model)
 
 
 def _class_of(module: nn.Module) -> object:
@@ -268,12 +255,6 @@ def _merge_shared(units: list[list[str]], tree: ModuleTree) -> list[list[str]]:
     return result
 
 
-def _head(tree: ModuleTree, front: list[str], tail: list[str]) -> str | None:
-    """The last module after the blocks, unless that is a norm."""
-    names = [name for name in tail if not _is_norm(tree.modules[name])]
-    return names[-1] if names else None
-
-
 def _experts(block: str, tree: ModuleTree, moe_experts: bool | str) -> list[str]:
     found: list[str] = []
 
@@ -297,7 +278,3 @@ def _experts(block: str, tree: ModuleTree, moe_experts: bool | str) -> list[str]
 
     visit(block)
     return found
-
-
-# ------------------------------------------------------------------------------
-# Shared

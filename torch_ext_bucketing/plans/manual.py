@@ -1,32 +1,24 @@
-"""Bucket plans from module names that a person wrote."""
+"""Units from module names that a person wrote."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.nn as nn
 
 from ..fqns import canonical_fqn, canonical_modules, nearest_names
-from .plan import DEFAULT_KINDS, BucketPlan
+from .plan import UnitSpec
 from .tree import has_parameters
-from .units import plan_of_units
+from .units import spec_of_units
 
 __all__ = ["manual_plan"]
 
-# ------------------------------------------------------------------------------
-# Manual plans
 
+def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> UnitSpec:
+    """Units from names with abbreviations.
 
-def manual_plan(
-    modules: Sequence[str | Sequence[str]],
-    model: nn.Module,
-    *,
-    kinds: Iterable[str] = DEFAULT_KINDS,
-) -> BucketPlan:
-    """A plan from names with abbreviations.
-
-    Parameters outside the units are not bucketed (``BucketPlan.uncovered`` lists them).
+    Parameters outside the units are not bucketed (``UnitSpec.uncovered`` lists them).
     Grammar of an entry::
 
         entry     := names | [names, ...]      a list is one unit with all the modules named
@@ -78,8 +70,8 @@ def manual_plan(
             raise ValueError(f"plan: {entry!r} joins modules, but one of their names is empty")
         units.append(tuple(name for path in paths for name in _expand(path, known)))
     if not units:
-        raise ValueError('the plan is empty: name at least one module, or take mode "none"')
-    return plan_of_units("manual", units, model, kinds=kinds)
+        raise ValueError("the plan is empty: name at least one module")
+    return spec_of_units(units, model)
 
 
 _RANGE = re.compile(r"\[(\d+)-(\d+)\]")

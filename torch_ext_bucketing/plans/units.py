@@ -1,4 +1,4 @@
-"""Units that were named or found, checked against the model and made into a bucket plan."""
+"""Units that were named or found, checked against the model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch.nn as nn
 
 from .._torch.dynamo_inputs import names_are_relative_to
 from ..fqns import canonical_fqn, canonical_modules
-from .plan import BucketPlan, Units, checked_kinds, module_named
-from .tree import ModuleTree, has_parameters
+from .plan import UnitSpec, module_named
+from .tree import has_parameters
 
-__all__ = ["find_units", "plan_of_units", "unit_names"]
+__all__ = ["find_units", "spec_of_units", "unit_names"]
 
 
 def unit_names(units: Iterable[str | Sequence[str]]) -> list[tuple[str, ...]]:
-    """Units as tuples of module names: a list of names and lists of names, or a plan.
+    """Units as tuples of module names: a list of names and lists of names, or a ``UnitSpec``.
 
     Raises:
         TypeError: a string, or a unit that is neither a string nor a list of strings.
@@ -85,52 +85,15 @@ def find_units(
         yield names, modules
 
 
-def plan_of_units(
-    mode: str,
-    units: list[tuple[str, ...]],
-    model: nn.Module,
-    *,
-    kinds: Iterable[str],
-    head: str | None = None,
-) -> BucketPlan:
-    """The plan of units that fit the model, to which parameters' names are relative from now on.
+def spec_of_units(units: Iterable[tuple[str, ...]], model: nn.Module) -> UnitSpec:
+    """Units that fit the model, to which parameters' names are relative from now on.
 
     Raises:
         ValueError: as of :func:`find_units`; a unit without parameters.
     """
-    for unit, modules in find_units(model, units):
+    found = list(find_units(model, units))
+    for unit, modules in found:
         if not any(map(has_parameters, modules)):
             raise ValueError(f"units: {'+'.join(unit)!r} has no parameters: leave it out")
     names_are_relative_to(model)
-    return BucketPlan(
-        mode=mode,
-        units=tuple(units),
-        kinds=checked_kinds(kinds),
-        head=head,
-        cover=_covers(units, model),
-    )
-
-
-def _covers(units: list[tuple[str, ...]], model: nn.Module) -> Units:
-    """Per unit the outermost modules that hold nothing of another unit. See
-    ``BucketPlan.cover``."""
-    tree = ModuleTree(model)
-    names = {name for unit in units for name in unit}
-
-    def spell(path: str, unit: tuple[str, ...]) -> Iterator[str]:
-        prefix = f"{path}." if path else ""
-        if not any(n != path and n.startswith(prefix) and n not in unit for n in names):
-            yield path
-            return
-        for child, _ in tree.children(path):
-            if child not in names:
-                yield from spell(child, unit)
-
-    covers = []
-    for unit in units:
-        # A module inside another of the same unit is named by that one.
-        outer = [
-            n for n in unit if not any(o != n and n.startswith(f"{o}." if o else "") for o in unit)
-        ]
-        covers.append(tuple(piece for name in outer for piece in spell(name, unit)))
-    return tuple(covers)
+    return UnitSpec(tuple(unit for unit, _ in found))

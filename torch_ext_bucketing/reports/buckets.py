@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .base import LeftAlone
+
 __all__ = ["GRAPH_ORDER", "NO_KEY", "BucketReport", "ClosedBy", "PayloadMember", "Unmerged"]
 
 GRAPH_ORDER = "graph order"
@@ -83,23 +85,18 @@ class BucketReport:
 
 
 @dataclass(frozen=True)
-class Unmerged:
+class Unmerged(LeftAlone):
     """A collective that could have been in a bucket and is in none.
 
     Args:
-        node: name of its start.
         kind: as in :class:`BucketReport`.
         group: name of the process group.
-        fqns: the parameters that it serves; empty when it has no tag.
         wire_bytes: as in :class:`BucketReport`.
-        closed_by: what kept the next candidate of its bucket key out.
-        detail: which one, and why, in words.
+        closed_by: what kept the next candidate of its bucket key out; ``reason`` says which one,
+            and why.
     """
 
-    node: str
-    kind: str
-    group: str
-    fqns: tuple[str, ...]
-    wire_bytes: int
-    closed_by: ClosedBy
-    detail: str
+    kind: str = ""
+    group: str = ""
+    wire_bytes: int = 0
+    closed_by: ClosedBy = "end"

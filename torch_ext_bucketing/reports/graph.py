@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from .._torch.trace import trace_artifact
+from .base import LeftAlone, Report
 from .buckets import BucketReport, ClosedBy, Unmerged
 from .text import KIND_NAMES, aligned, change, shape_text, size_text
 
@@ -23,8 +23,8 @@ _log = logging.getLogger("torch_ext_bucketing")
 
 
 @dataclass(frozen=True)
-class GraphReport:
-    """One graph.
+class GraphReport(Report):
+    """What bucketing did to one graph.
 
     Args:
         stage: ``"forward"``, ``"backward"`` or ``"inference"``.
@@ -32,9 +32,9 @@ class GraphReport:
         collectives_after: the same after bucketing.
         buckets: those that were merged, in graph order.
         uncovered: FQNs of the parameters whose collectives are in no unit.
-        left_alone: ``(node, reason)`` of the collectives that can't be in a bucket.
+        ineligible: the collectives that can't be in a bucket.
         splits: what had to go into a bucket of its own to avoid a cycle, in words.
-        alone: what was eligible and not merged, and why.
+        unmerged: what was eligible and not merged.
         kinds: what was to be bucketed.
         from_cache: Inductor had the compiled graph in a cache; this is of the compile that filled
             it.
@@ -45,9 +45,9 @@ class GraphReport:
     collectives_after: Mapping[str, int]
     buckets: tuple[BucketReport, ...] = ()
     uncovered: tuple[str, ...] = ()
-    left_alone: tuple[tuple[str, str], ...] = ()
+    ineligible: tuple[LeftAlone, ...] = ()
     splits: tuple[str, ...] = ()
-    alone: tuple[Unmerged, ...] = ()
+    unmerged: tuple[Unmerged, ...] = ()
     kinds: tuple[str, ...] = tuple(KIND_NAMES)
     from_cache: bool = False
 
@@ -58,11 +58,8 @@ class GraphReport:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "buckets": [_bucket_dict(b) for b in self.buckets]}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`as_dict` as JSON."""
-        return json.dumps(self.as_dict(), indent=indent)
+        buckets = [{**asdict(b), "nbytes": b.nbytes} for b in self.buckets]
+        return {**asdict(self), "buckets": buckets}
 
     def to_text(self, members: bool = True) -> str:
         """An aligned table of the buckets, and what is in none.
@@ -70,11 +67,50 @@ class GraphReport:
         Args:
             members: list each bucket's members with their byte offsets.
         """
-        return _graph_text(self, members)
+        lines = [self.summary()]
+        if self.buckets:
+            table = aligned([_COLUMNS, *map(_bucket_row, self.buckets)], right=(2, 3, 4, 5, 6))
+            lines += ["", table[0]]
+            for bucket, line in zip(self.buckets, table[1:], strict=True):
+                lines.append(line)
+                if bucket.detail:
+                    lines.append(f"    {bucket.detail}")
+                if bucket.no_key:
+                    lines.append(f"    no key: {'; '.join(bucket.no_key)}")
+                if members:
+                    lines += [f"    {line}" for line in _member_lines(bucket)]
+        if self.unmerged:
+            names = ("kind", "group", "bytes", "closed by", "node", "parameters", "why")
+            rows = [names, *map(_unmerged_row, self.unmerged)]
+            lines += ["", f"eligible and not merged: {len(self.unmerged)}"]
+            lines += [f"  {line}" for line in aligned(rows, right=(2,))]
+        if self.ineligible:
+            lines += ["", f"not eligible: {len(self.ineligible)}"]
+            by_reason: dict[str, list[str]] = {}
+            for left in self.ineligible:
+                by_reason.setdefault(left.reason, []).append(left.node)
+            lines += [f"  {reason}: {', '.join(nodes)}" for reason, nodes in by_reason.items()]
+        if self.uncovered:
+            lines += ["", f"in no unit: {', '.join(self.uncovered)}"]
+        if self.splits:
+            lines += ["", *self.splits]
+        return "\n".join(lines) + "\n"
 
     def summary(self) -> str:
         """One line: collectives per kind before and after, and what closed the buckets."""
-        return _graph_summary(self)
+        closed: Counter[str] = Counter(b.closed_by for b in self.buckets)
+        stage = f"{self.stage}, from cache" if self.from_cache else self.stage
+        parts = [f"{stage}: {change(self.collectives_before, self.collectives_after)}"]
+        if closed:
+            reasons = ", ".join(f"{closed[r]} by {r}" for r in get_args(ClosedBy) if closed[r])
+            number = len(self.buckets)
+            parts.append(f"{number} bucket{'s' if number > 1 else ''}, closed {reasons}")
+        if self.unmerged:
+            parts.append(f"{len(self.unmerged)} eligible not merged")
+        if self.ineligible:
+            parts.append(f"{len(self.ineligible)} not eligible")
+        parts += [f"{kind} not asked for" for kind in self.not_asked]
+        return "; ".join(parts)
 
 
 def emit(report: GraphReport) -> None:
@@ -87,81 +123,18 @@ def emit(report: GraphReport) -> None:
     trace_artifact(ARTIFACT, report.to_json, "json")
 
 
-def _graph_summary(report: GraphReport) -> str:
-    """One line: collectives per kind before and after, and what closed the buckets."""
-    closed: Counter[str] = Counter(b.closed_by for b in report.buckets)
-    stage = f"{report.stage}, from cache" if report.from_cache else report.stage
-    parts = [f"{stage}: {change(report.collectives_before, report.collectives_after)}"]
-    if closed:
-        reasons = ", ".join(f"{closed[r]} by {r}" for r in get_args(ClosedBy) if closed[r])
-        number = len(report.buckets)
-        parts.append(f"{number} bucket{'s' if number > 1 else ''}, closed {reasons}")
-    if report.alone:
-        parts.append(f"{len(report.alone)} eligible not merged")
-    if report.left_alone:
-        parts.append(f"{len(report.left_alone)} not eligible")
-    parts += [f"{kind} not asked for" for kind in report.not_asked]
-    return "; ".join(parts)
-
-
-def _graph_text(report: GraphReport, members: bool = True) -> str:
-    """See :meth:`.GraphReport.to_text`."""
-    lines = [_graph_summary(report)]
-    if report.buckets:
-        rows: list[tuple[str, ...]] = [
-            (
-                "kind",
-                "group",
-                "ranks",
-                "members",
-                "bytes",
-                "of cap",
-                "span",
-                "closed by",
-                "packed by",
-                "node",
-            )
-        ]
-        rows += [_bucket_row(b) for b in report.buckets]
-        table = aligned(rows, right=(2, 3, 4, 5, 6))
-        lines += ["", table[0]]
-        for bucket, line in zip(report.buckets, table[1:], strict=True):
-            lines.append(line)
-            if bucket.detail:
-                lines.append(f"    {bucket.detail}")
-            if bucket.no_key:
-                lines.append(f"    no key: {'; '.join(bucket.no_key)}")
-            if members:
-                lines += [f"    {line}" for line in _member_lines(bucket)]
-    if report.alone:
-        lines += ["", f"eligible and not merged: {len(report.alone)}"]
-        unmerged: list[tuple[str, ...]] = [
-            ("kind", "group", "bytes", "closed by", "node", "parameters", "why")
-        ]
-        unmerged += [
-            (
-                KIND_NAMES.get(a.kind, a.kind),
-                a.group,
-                size_text(a.wire_bytes),
-                a.closed_by,
-                a.node,
-                ", ".join(a.fqns) or "-",
-                a.detail,
-            )
-            for a in report.alone
-        ]
-        lines += [f"  {line}" for line in aligned(unmerged, right=(2,))]
-    if report.left_alone:
-        lines += ["", f"not eligible: {len(report.left_alone)}"]
-        by_reason: dict[str, list[str]] = {}
-        for node, reason in report.left_alone:
-            by_reason.setdefault(reason, []).append(node)
-        lines += [f"  {reason}: {', '.join(nodes)}" for reason, nodes in by_reason.items()]
-    if report.uncovered:
-        lines += ["", f"in no unit: {', '.join(report.uncovered)}"]
-    if report.splits:
-        lines += ["", *report.splits]
-    return "\n".join(lines) + "\n"
+_COLUMNS = (
+    "kind",
+    "group",
+    "ranks",
+    "members",
+    "bytes",
+    "of cap",
+    "span",
+    "closed by",
+    "packed by",
+    "node",
+)
 
 
 def _bucket_row(bucket: BucketReport) -> tuple[str, ...]:
@@ -181,6 +154,18 @@ def _bucket_row(bucket: BucketReport) -> tuple[str, ...]:
     )
 
 
+def _unmerged_row(left: Unmerged) -> tuple[str, ...]:
+    return (
+        KIND_NAMES.get(left.kind, left.kind),
+        left.group,
+        size_text(left.wire_bytes),
+        left.closed_by,
+        left.node,
+        ", ".join(left.fqns) or "-",
+        left.reason,
+    )
+
+
 def _member_lines(bucket: BucketReport) -> list[str]:
     rows = [("offset", "bytes", "dtype", "shape", "parameters")]
     rows += [
@@ -188,7 +173,3 @@ def _member_lines(bucket: BucketReport) -> list[str]:
         for m in bucket.members
     ]
     return aligned(rows, right=(0, 1))
-
-
-def _bucket_dict(bucket: BucketReport) -> dict[str, Any]:
-    return {**asdict(bucket), "nbytes": bucket.nbytes}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from .base import LeftAlone, Report
 from .text import size_text
 
 __all__ = [
@@ -20,17 +20,32 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class LeftAlone:
-    """Something that a rewrite did not touch.
+class RewriteReport(Report):
+    """What a rewrite of the joint graph did.
 
-    Args:
-        fqns: the parameters that it serves.
-        reason: why, in words.
+    Subclasses are dataclasses with ``left``: what the rewrite did not touch.
     """
 
-    fqns: tuple[str, ...]
-    reason: str
+    name: ClassVar[str]
+    heading: ClassVar[str]
+    left: tuple[LeftAlone, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields, and which rewrite it was."""
+        return {"rewrite": self.name, **super().as_dict()}
+
+    def to_text(self) -> str:
+        """What was done, and a line for each left alone; empty where there is nothing to say."""
+        said = [*self._lines(), *(f"left alone: {_names(x)}: {x.reason}" for x in self.left)]
+        return "".join([f"{self.heading}:\n", *(f"  {line}\n" for line in said)]) if said else ""
+
+    @abstractmethod
+    def _lines(self) -> list[str]:
+        """What was done."""
+
+
+def _names(left: LeftAlone) -> str:
+    return ", ".join(left.fqns) or "-"
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,7 @@ class CombinedUses:
 
 
 @dataclass(frozen=True)
-class CombineReport:
+class CombineReport(RewriteReport):
     """What :class:`.CombineUses` did to one graph.
 
     Args:
@@ -65,20 +80,14 @@ class CombineReport:
         peak_bytes: estimated peak of live bytes before and after; None where no bound was given.
     """
 
+    name = "combine uses"
+    heading = "uses combined"
     combined: tuple[CombinedUses, ...] = ()
     left: tuple[LeftAlone, ...] = ()
     peak_bytes: tuple[int, int] | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"rewrite": "combine uses", **asdict(self)}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`as_dict` as JSON."""
-        return json.dumps(self.as_dict(), indent=indent)
-
-    def to_text(self) -> str:
-        """A line per parameter; empty where there is nothing to say."""
+    def _lines(self) -> list[str]:
+        """A line per parameter."""
         lines = []
         for c in self.combined:
             said = []
@@ -91,7 +100,7 @@ class CombineReport:
             lines.append(
                 f"{', '.join(c.fqns)}: {'; '.join(said)}; saves {size_text(c.saved_bytes)}"
             )
-        return _text("uses combined", lines, self.left)
+        return lines
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class ReducedShard:
 
 
 @dataclass(frozen=True)
-class ScatterReport:
+class ScatterReport(RewriteReport):
     """What :class:`.ReduceScatterFirst` did to one graph.
 
     Args:
@@ -116,6 +125,7 @@ class ScatterReport:
         left: all-reduces that are followed by a reduce-scatter still.
     """
 
+    name = heading = "reduce-scatter first"
     swapped: tuple[ReducedShard, ...] = ()
     left: tuple[LeftAlone, ...] = ()
 
@@ -129,25 +139,17 @@ class ScatterReport:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields, and the total of the bytes."""
-        return {
-            "rewrite": "reduce-scatter first",
-            **asdict(self),
-            "replica_bytes": list(self.replica_bytes),
-        }
+        return {**super().as_dict(), "replica_bytes": list(self.replica_bytes)}
 
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`as_dict` as JSON."""
-        return json.dumps(self.as_dict(), indent=indent)
-
-    def to_text(self) -> str:
-        """The total, and a line for each left alone; empty where there is nothing to say."""
+    def _lines(self) -> list[str]:
+        """The total."""
         lines = []
         if self.swapped:
             before, after = map(size_text, self.replica_bytes)
             lines.append(
                 f"{len(self.swapped)} gradients; all-reduced over the replicas: {before} -> {after}"
             )
-        return _text("reduce-scatter first", lines, self.left)
+        return lines
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ class Resharded:
 
 
 @dataclass(frozen=True)
-class ReshardReport:
+class ReshardReport(RewriteReport):
     """What :class:`.ReshardAfterForward` did to one graph with ``to=``.
 
     Args:
@@ -175,20 +177,13 @@ class ReshardReport:
         left: gathered again over their own group.
     """
 
+    name = heading = "reshard after forward"
     ranks: int
     resharded: tuple[Resharded, ...] = ()
     left: tuple[LeftAlone, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"rewrite": "reshard after forward", **asdict(self)}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`as_dict` as JSON."""
-        return json.dumps(self.as_dict(), indent=indent)
-
-    def to_text(self) -> str:
-        """The total, and a line for each left alone; empty where there is nothing to say."""
+    def _lines(self) -> list[str]:
+        """The total."""
         lines = []
         if self.resharded:
             nbytes = sum(r.saved_bytes for r in self.resharded)
@@ -196,11 +191,4 @@ class ReshardReport:
                 f"{len(self.resharded)} gathers of backward among {self.ranks} ranks; kept for "
                 f"them: {size_text(nbytes)}"
             )
-        return _text("reshard after forward", lines, self.left)
-
-
-def _text(title: str, lines: Sequence[str], left: Sequence[LeftAlone]) -> str:
-    said = [*lines, *(f"left alone: {', '.join(x.fqns) or '-'}: {x.reason}" for x in left)]
-    return "".join(
-        f"{line}\n" for line in ([f"{title}:", *(f"  {s}" for s in said)] if said else [])
-    )
+        return lines

@@ -39,6 +39,7 @@ from .scheduler import BoundNotKeptWarning, schedule_model
 
 __all__ = [
     "CAPS_MB",
+    "check_caps",
     "choose_caps",
 ]
 
@@ -91,10 +92,7 @@ def choose_caps(
     clock = time.perf_counter()
     largest = _LARGEST_MB if caps_mb is None else 0.0
     caps_mb = CAPS_MB if caps_mb is None else caps_mb
-    if not caps_mb:
-        raise ValueError("caps_mb is empty: give at least one cap in MiB")
-    for cap in caps_mb:
-        check_cap(cap, "each of caps_mb")
+    check_caps(caps_mb)
     policies = policies_of(policies)
     hints = SizeHints.of(size_hints)
     costs = Costs(machine, hints)
@@ -113,6 +111,14 @@ def choose_caps(
     chosen = search.best()
     report = CapsReport(tried[chosen], tuple(tried.values()), time.perf_counter() - clock)
     return plan, report
+
+
+def check_caps(caps_mb: Collection[float]) -> None:
+    """Raise a ValueError unless there are caps, all positive numbers."""
+    if not caps_mb:
+        raise ValueError("caps_mb is empty: give at least one cap in MiB")
+    for cap in caps_mb:
+        check_cap(cap, "each of caps_mb")
 
 
 def _tried(caps: _Caps, report: ScheduleReport) -> TriedCaps:
@@ -269,7 +275,7 @@ def _rank(report: ScheduleReport) -> tuple[float, float]:
 def _keys(plan: BucketingPlan) -> Iterable[tuple[str, str]]:
     """Groups and kinds of which something could be merged."""
     merged = [(group_name(b.members[0]), b.kind) for b in plan.buckets]
-    return dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.alone)])
+    return dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.unmerged)])
 
 
 def _copied(graph: fx.Graph, plan: BucketingPlan) -> tuple[fx.Graph, BucketingPlan]:

@@ -185,7 +185,7 @@ def compiled_run(name: str, settings: Settings, mesh: DeviceMesh, *, payload_ord
         settings.backend,
         passes=[
             ReshardAfterForward(keep=root),
-            BucketUnits(order, payload_order=payload_order),
+            BucketUnits(order, payload_order="units" if payload_order else None),
         ],
         model=model,
     )

@@ -1,0 +1,222 @@
+"""Git's patches, applied in memory: a torch is patched where there may be no ``git``.
+
+It reads what ``git format-patch`` writes and gives what ``git apply`` would, or refuses, in more
+cases than ``git``. A hunk whose lines moved is taken only where there is exactly one place where
+*all* of its context and removed lines match (``git`` takes the nearest); one that was made for the
+beginning or the end of a file only there. Of a torch nothing but the text of existing files is
+changed.
+
+Everything is bytes: a source file's encoding and line endings are none of our business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .errors import HooksError, PatchDoesNotApplyError
+
+_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_FILE = re.compile(rb"diff --git a/([^\n]+) b/\1\n?")
+_NOT_TEXT = re.compile(rb"(new|deleted) file|(old|new) mode|rename|copy|GIT binary|Binary files")
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """One ``@@`` block: ``before`` is its context and removed lines with their line ends,
+    ``after`` its context and added lines; ``start`` counts from 1, in the old file."""
+
+    header: str
+    start: int
+    before: list[bytes]
+    after: list[bytes]
+    trailing_context: int
+
+
+@dataclass(frozen=True)
+class FileDiff:
+    """The hunks for one file, named by its path from the repository's root."""
+
+    path: str
+    hunks: list[Hunk]
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """A file before and after the patches."""
+
+    before: bytes
+    after: bytes
+
+
+def digest_of(data: bytes) -> str:
+    """SHA-256 in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def split_lines(data: bytes) -> list[bytes]:
+    r"""Lines with their ends, cut at ``\n`` only (``splitlines`` also cuts at ``\f``)."""
+    return re.findall(rb"[^\n]*\n|[^\n]+", data)
+
+
+def parse_patch(name: str, data: bytes) -> list[FileDiff]:
+    """Read one patch; its changes outside ``torch/``, which are tests, are left out.
+
+    Args:
+        name: the file's name, for messages.
+        data: its bytes.
+
+    Raises:
+        HooksError: it is malformed, cut short, or asks of torch for more than edits of text.
+    """
+    lines = split_lines(data)
+    diffs: list[FileDiff] = []
+    at = 0
+
+    def fail(what: str) -> HooksError:
+        return HooksError(f"{name}, line {at + 1}: {what}")
+
+    def hunk() -> Hunk:
+        nonlocal at
+        head = _HUNK.match(lines[at])
+        if head is None:
+            raise fail("malformed hunk header")
+        old, new = (1 if count is None else int(count) for count in head.group(2, 3))
+        before: list[bytes] = []
+        after: list[bytes] = []
+        trailing = 0
+        at += 1
+        while old > 0 or new > 0:
+            # A context line that is empty may have lost its leading blank in the mail.
+            line = lines[at] if at < len(lines) else b""
+            kind, text = (b" ", line) if line == b"\n" else (line[:1], line[1:])
+            if kind not in (b" ", b"-", b"+"):
+                raise fail("the hunk is cut short")
+            at += 1
+            if lines[at : at + 1] and lines[at].startswith(b"\\ "):
+                text = text.removesuffix(b"\n")
+                at += 1
+            trailing = trailing + 1 if kind == b" " else 0
+            if kind != b"+":
+                before.append(text)
+                old -= 1
+            if kind != b"-":
+                after.append(text)
+                new -= 1
+        follows = lines[at] if at < len(lines) else b"-- "
+        if old or new or not follows.startswith((b"@@ ", b"diff --git ", b"-- ")):
+            raise fail("the hunk is longer than its header says")
+        return Hunk(head[0].decode(), int(head[1]), before, after, trailing)
+
+    while at < len(lines):
+        line = lines[at]
+        if line.startswith(b"diff --git "):
+            match = _FILE.fullmatch(line)
+            if match is None:
+                raise fail("expected 'diff --git a/PATH b/PATH' with the same path twice")
+            diffs.append(FileDiff(match[1].decode("utf-8", "replace"), []))
+            if ".." in diffs[-1].path.split("/"):
+                raise fail(f"refusing to touch the path {diffs[-1].path!r}")
+        elif diffs and line.startswith(b"@@ "):
+            diffs[-1].hunks.append(hunk())
+            continue
+        elif diffs and diffs[-1].path.startswith("torch/") and _NOT_TEXT.match(line):
+            raise fail(f"{line.strip().decode('utf-8', 'replace')!r} is not supported")
+        at += 1
+    return [diff for diff in diffs if diff.path.startswith("torch/")]
+
+
+def apply_patches(
+    diffs: Iterable[FileDiff], read: Callable[[str], bytes | None]
+) -> dict[str, FileChange]:
+    """Apply diffs one after the other; several may change the same file.
+
+    Args:
+        diffs: in order.
+        read: gives a file's present bytes by its path in the repository; ``None``: no such file.
+
+    Returns:
+        The changes by path, in the order in which the diffs first touch them.
+
+    Raises:
+        PatchDoesNotApplyError: with every hunk that failed, not just the first.
+    """
+    changes: dict[str, FileChange] = {}
+    failures: list[str] = []
+    for diff in diffs:
+        if diff.path not in changes:
+            data = read(diff.path)
+            if data is None:
+                failures.append(f"{diff.path}: there is no such file")
+                continue
+            changes[diff.path] = FileChange(data, data)
+        now = changes[diff.path]
+        after, failed = _apply(now.after, diff)
+        changes[diff.path] = FileChange(now.before, after)
+        failures += failed
+    if failures:
+        raise PatchDoesNotApplyError(failures)
+    return changes
+
+
+def _apply(data: bytes, diff: FileDiff) -> tuple[bytes, list[str]]:
+    """The new bytes without the hunks that do not fit, and a line for each of these."""
+    lines = split_lines(data)
+    failures = []
+    earliest = drift = 0  # hunks come in file order and don't overlap
+    for hunk in diff.hunks:
+        # A hunk without old lines ("-7,0") goes after the line that it names.
+        expected = max(hunk.start - bool(hunk.before), 0) + drift
+        places = [expected] if _fits(lines, hunk, expected, earliest) else []
+        if not places:
+            places = [at for at in range(len(lines) + 1) if _fits(lines, hunk, at, earliest)]
+        if len(places) != 1:
+            found = ", ".join(str(at + 1) for at in places[:5])
+            why = (
+                f"its lines moved and are found at lines {found}: ambiguous"
+                if places
+                else _first_difference(lines, hunk, expected, earliest)
+            )
+            failures.append(f"{diff.path}: {hunk.header}: {why}")
+            continue
+        (at,) = places
+        lines[at : at + len(hunk.before)] = hunk.after
+        earliest = at + len(hunk.after)
+        drift += at - expected + len(hunk.after) - len(hunk.before)
+    return b"".join(lines), failures
+
+
+def _fits(lines: list[bytes], hunk: Hunk, at: int, earliest: int) -> bool:
+    end = at + len(hunk.before)
+    return (
+        earliest <= at
+        and lines[at:end] == hunk.before
+        and (hunk.start > 1 or at == 0)
+        and (hunk.trailing_context > 0 or end == len(lines))
+    )
+
+
+def _first_difference(lines: list[bytes], hunk: Hunk, expected: int, earliest: int) -> str:
+    """Which line spoils the hunk where most of it, from its beginning on, is found."""
+
+    def common(at: int) -> int:
+        same = 0
+        for wanted, found in zip(hunk.before, lines[at:], strict=False):
+            if wanted != found:
+                break
+            same += 1
+        return same
+
+    places = range(min(earliest, len(lines)), len(lines) + 1)
+    best = min(places, key=lambda at: (-common(at), abs(at - expected)))
+    number = best + common(best)
+    if common(best) == len(hunk.before):
+        edge = "beginning" if hunk.start <= 1 else "end"
+        return f"its lines are found, but not at the {edge} of the file"
+    wanted = hunk.before[common(best)].decode("utf-8", "replace").rstrip("\n")
+    if number == len(lines):
+        return f"line {number + 1}: expected {wanted!r}, found the end of the file"
+    found = lines[number].decode("utf-8", "replace").rstrip("\n")
+    return f"line {number + 1}: expected {wanted!r}, found {found!r}"

@@ -1,0 +1,259 @@
+"""A checked list of passes, in the order in which they run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import pkgutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.fx as fx
+import torch.nn as nn
+
+from .._torch import aot as _aot
+from .._torch.trace import readable, trace_artifact
+from ..graph.size_hints import GivenHints
+from ..reports.compile import PassTime
+from .base import (
+    Baseline,
+    Compilation,
+    Fact,
+    GraphLike,
+    GraphPass,
+    Order,
+    Stage,
+    Tags,
+    graph_of,
+)
+from .cache_key import NoUuidError, brief, digest, log_no_uuid
+from .diagnostics import warn_of_silence
+from .tagging import TagParameters
+
+__all__ = ["DISABLE", "Pipeline"]
+
+DISABLE = "TORCH_EXT_BUCKETING_DISABLE"
+"""Environment variable: names of classes of passes that are switched off, separated by commas, to
+find which is to blame."""
+
+log = logging.getLogger("torch_ext_bucketing")
+
+
+class Pipeline:
+    """The passes of a backend, in the order in which they run:
+
+    1. ``TagParameters``, first: everything else reads tags, and only the joint graph has the
+       descriptors that they are made from. Added when missing.
+    2. the other joint passes, in the order given: what they decide (recomputation) is carried out
+       by the partitioner that follows.
+    3. the forward/backward passes, in the order given, on each graph after the partitioner: what a
+       bucket may hold is known only once it is known which graph a collective is in, and a bucket
+       made earlier could not be split between forward and backward again.
+
+    ``TORCH_EXT_BUCKETING_DISABLE``, as it is when this is made, switches passes off by the names of
+    their classes.
+
+    Args:
+        passes: in any order of stages, and within a stage in the order in which they run. A pass of
+            another make is an object with ``stage``, ``uuid()`` and ``__call__(graph)``.
+        model: as of :func:`.backend`.
+
+    Raises:
+        TypeError: something is no pass.
+        ValueError: a pass with an unknown stage, one that comes after a pass whose work it undoes,
+            two passes that decide the same; ``TORCH_EXT_BUCKETING_DISABLE`` has an unknown name.
+    """
+
+    def __init__(self, passes: Iterable[GraphPass] = (), model: nn.Module | None = None) -> None:
+        self.given = tuple(passes)
+        ours = [p if isinstance(p, GraphPass) else _Foreign(p) for p in self.given]
+        if not any(Tags() in p.gives for p in ours):
+            ours.insert(0, TagParameters(model))
+        ours.sort(key=lambda p: Tags() not in p.gives)
+        _check(ours)
+        self.disabled = _switched_off(ours)
+        running = [p for p in ours if p.name not in self.disabled]
+        self.joint = tuple(p for p in running if p.stage == "joint")
+        self.forward_backward = tuple(p for p in running if p.stage == "forward_backward")
+
+    @property
+    def ahead(self) -> tuple[Fact, ...]:
+        """What the passes after the partitioner give, in the order in which they run."""
+        return tuple(fact for p in self.forward_backward for fact in p.gives)
+
+    def compilation(self, **known: Any) -> Compilation:
+        """A compile with these passes; ``known`` are other fields of :class:`.Compilation`."""
+        compilation = Compilation(ahead=self.ahead, **known)
+        compilation.report.disabled = self.disabled
+        return compilation
+
+    def run(self, stage: Stage, graph: GraphLike, compilation: Compilation) -> None:
+        """Run the passes of one stage, and warn where they did not bucket as was asked for.
+
+        The report gets each one's time. The graph before and after each goes to ``TORCH_TRACE``,
+        and to the package's logger at DEBUG.
+        """
+        g, done = graph_of(graph), len(compilation.report.graphs)
+        passes = self.joint if stage == "joint" else self.forward_backward
+        name = stage if stage == "joint" else _aot.stage_of(g)
+        seconds = [0.0] * len(passes)
+        measures = next((i for i, p in enumerate(passes) if Baseline in p.needs), None)
+        if measures is not None:
+            with _timed(seconds, measures):
+                compilation.measure(g)
+        if stage == "forward_backward":
+            for p in self.joint:
+                p.finish(graph, compilation)
+        for i, p in enumerate(passes):
+            _show(g, f"{name}_{i}_{p.name}_before")
+            with _timed(seconds, i):
+                p.run(graph, compilation)
+            _show(g, f"{name}_{i}_{p.name}_after")
+            compilation.report.passes.append(PassTime(name, p.name, seconds[i]))
+        warn_of_silence(g, compilation.report.graphs[done:], compilation)
+
+    def cost_model_fingerprint(self, size_hints: GivenHints) -> str:
+        """The times and size hints that orders are planned with, in short, which ranks compare;
+        empty where no pass plans one."""
+        machines = [fact.machine for fact in self.ahead if isinstance(fact, Order)]
+        if not any(machines):
+            return ""
+        found = [f"machine {m.name} {brief(m)}" for m in machines if m is not None]
+        hints = brief(size_hints) if callable(size_hints) else str(size_hints)
+        return ", ".join([*found, f"size hints {hints}"])
+
+    def uuid(self) -> str | None:
+        """A cache key of all passes in order, and of what is switched off; None where a pass has
+        none."""
+        uuids = [p.uuid() for p in (*self.joint, *self.forward_backward)]
+        return digest(*map(str, uuids), *self.disabled) if all(uuids) else None
+
+
+class _Foreign(GraphPass):
+    """A pass of another make, which gets the graph alone."""
+
+    def __init__(self, given: Any) -> None:
+        if not callable(given) or not callable(getattr(given, "uuid", None)):
+            raise TypeError(f"{given!r} is no pass: it needs __call__(graph) and uuid()")
+        self._given = given
+        self.stage = getattr(given, "stage", None)  # type: ignore[assignment]
+
+    @property
+    def name(self) -> str:
+        return type(self._given).__name__
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        self._given(graph)
+
+    def uuid(self) -> str | None:
+        uuid: str | None = self._given.uuid()
+        if not uuid:
+            cls = type(self._given)
+            reason = NoUuidError(f"its uuid() returned {uuid!r}")
+            log_no_uuid(f"{cls.__module__}.{cls.__qualname__}", reason)
+        return uuid
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _check(passes: Sequence[GraphPass]) -> None:
+    """Check that every pass finds what it needs and that none undoes what another has given.
+
+    Raises:
+        ValueError: see :class:`Pipeline`.
+    """
+    for p in passes:
+        if p.stage not in ("joint", "forward_backward"):
+            raise ValueError(
+                f"{p.name}.stage must be 'joint' or 'forward_backward', got {p.stage!r}"
+            )
+    given: dict[type[Fact], GraphPass] = {}
+    for p in sorted(passes, key=lambda p: p.stage != "joint"):
+        for fact in p.needs:
+            if fact is not Baseline and fact not in given:
+                raise ValueError(f"{p.name} needs {fact.text}: no pass before it gives that")
+        decides = {type(fact) for fact in p.gives if fact.once}
+        for fact in given.keys() & decides:
+            raise ValueError(
+                f"{given[fact].name} and {p.name} both decide {fact.text}: give one of them"
+            )
+        for fact in given.keys() & p.undoes:
+            right = ", ".join(q.name for q in _sorted([q for q in passes if q.stage == p.stage]))
+            raise ValueError(
+                f"{p.name} comes after {given[fact].name} and would undo what that decides, "
+                f"{fact.text}. The right order: [{right}]"
+            )
+        given.update((type(fact), p) for fact in p.gives)
+
+
+def _sorted(passes: list[GraphPass]) -> list[GraphPass]:
+    """The passes in an order in which none undoes what another has given."""
+    rest, done = list(passes), []
+    while rest:
+        free = (p for p in rest if not any(_undoes(q, p) for q in rest if q is not p))
+        done.append(next(free, rest[0]))
+        rest.remove(done[-1])
+    return done
+
+
+def _undoes(p: GraphPass, other: GraphPass) -> bool:
+    return any(isinstance(fact, p.undoes) for fact in other.gives)
+
+
+def _switched_off(passes: Iterable[GraphPass]) -> tuple[str, ...]:
+    """Names of the classes among ``passes`` that are switched off, each once.
+
+    A class's subclasses stay: ``Schedule`` does not stand for ``BucketAndSchedule``.
+
+    Raises:
+        ValueError: :data:`DISABLE` has a name that neither this package nor ``passes`` has.
+    """
+    wanted = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
+    if not wanted:
+        return ()
+    given = dict.fromkeys(p.name for p in passes)
+    known = sorted({*given, *_names_of_passes()})
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(f"{DISABLE} names {', '.join(unknown)}; the passes are {', '.join(known)}")
+    return tuple(name for name in given if name in wanted)
+
+
+def _names_of_passes() -> Iterator[str]:
+    """The public passes of this package, whether imported yet or not."""
+    package = sys.modules[__package__]
+    for module in pkgutil.iter_modules(package.__path__, f"{__package__}."):
+        importlib.import_module(module.name)
+
+    def below(cls: type[Any]) -> Iterator[type[Any]]:
+        child: type[Any]
+        for child in cls.__subclasses__():
+            yield child
+            yield from below(child)
+
+    for cls in below(GraphPass):
+        if cls.__module__.startswith(f"{__package__}.") and not cls.__name__.startswith("_"):
+            yield cls.__name__
+
+
+# ---------------------------------------------------------------- running
+
+
+@contextlib.contextmanager
+def _timed(seconds: list[float], place: int) -> Iterator[None]:
+    """Add the time that the body takes to ``seconds[place]``."""
+    clock = time.perf_counter()
+    yield
+    seconds[place] += time.perf_counter() - clock
+
+
+def _show(graph: fx.Graph, name: str) -> None:
+    """Log a graph and trace it as an artifact, where somebody looks."""
+    trace_artifact(f"torch_ext_bucketing_{name}", lambda: readable(graph))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s\n%s", name, readable(graph))
