@@ -36,7 +36,7 @@ import torch.nn as nn
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.tagging.tags import tag_of
 from torch_ext_bucketing.testing.demo.table import columns
-from torch_ext_bucketing.testing.ranks import Rank, run_ranks
+from torch_ext_bucketing.testing.ranks import Rank, preload, run_ranks
 
 from .machines import MACHINE, nodes
 
@@ -320,4 +320,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    preload("benchmarks.parity_ranks")
     sys.exit(main())

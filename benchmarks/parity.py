@@ -36,7 +36,7 @@ from benchmarks.parity_cells import Cell, CellReport, CellResult, RunReport, on_
 from benchmarks.parity_rows import RowResult, render_rows, run_table
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.payloads import whole_digest
-from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
+from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
 
 KERNELS = (
     "Inductor's decompositions and generated kernels round differently from eager's kernels; with "
@@ -457,4 +457,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    preload("benchmarks.parity_ranks")
     sys.exit(main())
