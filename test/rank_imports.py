@@ -10,7 +10,7 @@ import pytest  # noqa: F401
 import torch._inductor.compile_fx
 import torch.distributed._composable.replicate
 import torch.distributed.fsdp
-import torch.distributed.tensor.experimental
+import torch.distributed.tensor.experimental  # noqa: F401
 
 import torch_ext_bucketing as teb
 
