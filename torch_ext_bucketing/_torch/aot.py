@@ -10,6 +10,7 @@ import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import descriptors as _descriptors
+from .private import private_torch
 
 __all__ = [
     "compile_aot",
@@ -104,7 +105,8 @@ def in_backward(node: fx.Node) -> bool:
 
 def current_backward() -> int:
     """A number for the ``backward()`` that runs now, -1 outside of one."""
-    return int(torch._C._current_graph_task_id())
+    with private_torch():
+        return int(torch._C._current_graph_task_id())
 
 
 def read_in_backward(graph: fx.Graph, repeated: Collection[fx.Node] = ()) -> dict[fx.Node, None]:
@@ -167,10 +169,11 @@ def compile_aot(
             was compiled of it, and returns what will run in its place.
         compiler: gets each of them afterwards; None runs them as they are.
     """
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._functorch.partitioners import default_partition
+    with private_torch():
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.debugging import boxed_nop
+        from torch._functorch.aot_autograd import make_boxed_func
+        from torch._functorch.partitioners import default_partition
 
     def partition(joint_gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         joint(joint_gm)

@@ -22,6 +22,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from .private import private_torch
+
 __all__ = [
     "forget_mesh_hashes",
     "keep_beside",
@@ -69,10 +71,11 @@ def watched_caches() -> Iterator[None]:
     system raises names no file. Entries that can't be written torch logs and goes on; code, which
     it has to load, it can't.
     """
-    from torch._inductor import codecache, config
-    from torch._inductor.output_code import CompiledFxGraph
+    with private_torch():
+        from torch._inductor import codecache, config
+        from torch._inductor.output_code import CompiledFxGraph
 
-    post_compile, write = CompiledFxGraph.post_compile, codecache.write_atomic
+        post_compile, write = CompiledFxGraph.post_compile, codecache.write_atomic
     if hasattr(post_compile, "__wrapped__"):  # one compile within another
         yield
         return
@@ -143,7 +146,8 @@ def read_beside(key: str) -> Any:
 
 
 def _path_of(key: str) -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    with private_torch():
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()) / "torch_ext_bucketing" / key
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch.fx as fx
-from torch.utils._ordered_set import OrderedSet
+
+from .private import private_torch
+
+with private_torch():
+    from torch.utils._ordered_set import OrderedSet
 
 __all__ = ["run_after"]
 
@@ -20,6 +24,7 @@ def run_after(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> N
         graph: of a ``GraphModule``: wrapped nodes become submodules of it.
         before: nodes that come before the key in the graph already.
     """
-    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    with private_torch():
+        from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 
     preserve_node_ordering(graph, {node: OrderedSet(first) for node, first in before.items()})

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._functorch._aot_autograd.descriptors import (
-    GradAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-    SubclassGetAttrAOTInput,
-    SubclassGetAttrAOTOutput,
-)
+from .private import private_torch
+
+with private_torch():
+    from torch._functorch._aot_autograd.descriptors import (
+        GradAOTOutput,
+        ParamAOTInput,
+        PlainAOTInput,
+        SubclassGetAttrAOTInput,
+        SubclassGetAttrAOTOutput,
+    )
 
 __all__ = [
     "base_input",

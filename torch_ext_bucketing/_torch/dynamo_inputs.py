@@ -20,10 +20,13 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._guards import CompileContext, TracingContext
 
 from ..fqns import canonical_fqn
 from . import descriptors as _descriptors
+from .private import private_torch
+
+with private_torch():
+    from torch._guards import CompileContext, TracingContext
 
 __all__ = [
     "frame_number",

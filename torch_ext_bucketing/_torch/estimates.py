@@ -8,6 +8,9 @@ import torch
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 
+from .private import private_torch
+from .symbols import size_with, symbol_facts
+
 __all__ = [
     "default_cap_mb",
     "nccl_estimate_ms",
@@ -25,7 +28,8 @@ def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
         start: any collective, all-to-alls included.
         nbytes: of its input and output together.
     """
-    from torch._inductor.comm_analysis import estimate_nccl_collective_runtime_from_fx_node
+    with private_torch():
+        from torch._inductor.comm_analysis import estimate_nccl_collective_runtime_from_fx_node
 
     return float(
         estimate_nccl_collective_runtime_from_fx_node(start, nbytes, use_nccl_estimator=False)
@@ -43,7 +47,8 @@ def default_cap_mb(size: int) -> float:
     try:
         from torch._inductor.fx_passes.fsdp import compute_pre_bucket_cap_mb
     except ImportError:
-        from torch._inductor.fx_passes.bucketing import bucket_cap_mb_by_bucket_idx_default
+        with private_torch():
+            from torch._inductor.fx_passes.bucketing import bucket_cap_mb_by_bucket_idx_default
 
         return float(bucket_cap_mb_by_bucket_idx_default(0))
 
@@ -61,13 +66,11 @@ def size_hint(size: Any, context: str) -> int:
     Raises:
         RuntimeError: for a symbolic size without a hint.
     """
-    try:
-        from torch._inductor.fx_passes.bucketing import _hint_int_or_raise
-    except ImportError:
-        hint = size if isinstance(size, int) else size.node.hint
-        if not isinstance(hint, int):
-            raise RuntimeError(
-                f"Could not extract optimization hint for {size} ({context})"
-            ) from None
+
+    def hinted(symbol: Any, env: Any) -> int:
+        hint = symbol_facts(symbol, env)[0]
+        if hint is None:
+            raise RuntimeError(f"Could not extract optimization hint for {size} ({context})")
         return hint
-    return int(_hint_int_or_raise(size, context=context))
+
+    return size_with(size, hinted)

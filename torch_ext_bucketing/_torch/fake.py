@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from .private import private_torch
+
+with private_torch():
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["fake_mode_of", "fake_tensor"]
 

@@ -20,11 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn as nn
-from torch.distributed import _composable_state
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from ..fqns import canonical_fqn, own_parameters
+from .private import private_torch
+
+with private_torch():
+    from torch.distributed import _composable_state
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 # Whether this torch packs reduce-scatters by gradient dtype (2.15 and later).
 REDUCES_BY_GRAD_DTYPE = hasattr(FSDPParamGroup, "_init_reduce_scatter_param_order")
@@ -50,7 +53,8 @@ class ParamGroup:
 
 def is_wrapped(model: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on ``model`` or a module in it."""
-    states = map(_composable_state._get_module_state, model.modules())
+    with private_torch():
+        states = map(_composable_state._get_module_state, model.modules())
     return any(isinstance(state, FSDPState) for state in states)
 
 
@@ -66,7 +70,8 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
     """
     states: dict[FSDPState, None] = {}
     for module in model.modules():
-        state = _composable_state._get_module_state(module)
+        with private_torch():
+            state = _composable_state._get_module_state(module)
         if isinstance(state, FSDPState):
             states[state] = None
     if not states:

@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.fx as fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from .caches import watched_caches
+from .private import private_torch
+
+with private_torch():
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
 try:
     from torch._inductor.custom_graph_pass import CustomPassBase
@@ -70,8 +73,9 @@ def compile_inductor(
     Raises:
         RuntimeError: see :func:`check_passes_run_here`.
     """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    with private_torch():
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     check_passes_run_here()
     options = {**mode_options(mode), **(options or {})}
@@ -108,7 +112,8 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     Raises:
         RuntimeError: torch knows no such mode; the message lists those that it knows.
     """
-    from torch._inductor import list_mode_options
+    with private_torch():
+        from torch._inductor import list_mode_options
 
     return {} if mode is None else dict(list_mode_options(mode))
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .private import private_torch
+
 __all__ = [
     "default_group",
     "default_store",
@@ -27,9 +29,7 @@ _aten = torch.ops.aten
 
 def group_size_of(group: str) -> int:
     """Number of ranks in the process group of that name."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return int(_resolve_process_group(group).size())  # type: ignore[arg-type]
+    return int(group_by_name(group).size())
 
 
 def group_places() -> tuple[tuple[str, int, int], ...]:
@@ -37,7 +37,8 @@ def group_places() -> tuple[tuple[str, int, int], ...]:
     of them this one is (-1: none)."""
     if not dist.is_available() or not dist.is_initialized():
         return ()
-    from torch.distributed.distributed_c10d import _world
+    with private_torch():
+        from torch.distributed.distributed_c10d import _world
 
     return tuple(
         sorted((name, group.size(), group.rank()) for group, name in _world.pg_names.items())
@@ -48,7 +49,8 @@ def default_group() -> Any:
     """The default process group; None where there is none."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    return dist.distributed_c10d._get_default_group()
+    with private_torch():
+        return dist.distributed_c10d._get_default_group()
 
 
 def default_store() -> Any:
@@ -57,7 +59,8 @@ def default_store() -> Any:
     Raises:
         ValueError: no process group is initialised.
     """
-    return dist.distributed_c10d._get_default_store()
+    with private_torch():
+        return dist.distributed_c10d._get_default_store()
 
 
 def group_by_name(name: str) -> Any:
@@ -66,7 +69,8 @@ def group_by_name(name: str) -> Any:
     Raises:
         RuntimeError: there is none in this process.
     """
-    return dist.distributed_c10d._resolve_process_group(name)
+    with private_torch():
+        return dist.distributed_c10d._resolve_process_group(name)
 
 
 def has_peers(group: Any) -> bool:
@@ -99,9 +103,11 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 def group_timeout(group: Any) -> timedelta:
     """How long a collective of ``group`` may take before it fails, as the group was made; c10d's
     default for its backend where the backend does not tell."""
-    for device in group._device_types:
-        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-        if isinstance(timeout, timedelta):
-            return timeout
-    c10d = dist.distributed_c10d
-    return c10d._get_default_timeout(dist.get_backend(group))  # type: ignore[no-any-return]
+    with private_torch():
+        for device in group._device_types:
+            options = getattr(group._get_backend(device), "options", None)
+            timeout = getattr(options, "_timeout", None)
+            if isinstance(timeout, timedelta):
+                return timeout
+        c10d = dist.distributed_c10d
+        return c10d._get_default_timeout(dist.get_backend(group))  # type: ignore[no-any-return]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch.fx as fx
 
+from .private import private_torch
+
 __all__ = ["sort_topologically"]
 
 
 def sort_topologically(graph: fx.Graph) -> None:
     """Move every node behind its inputs, leaving the order alone where it is legal."""
-    from torch._inductor.pattern_matcher import stable_topological_sort
+    with private_torch():
+        from torch._inductor.pattern_matcher import stable_topological_sort
 
     stable_topological_sort(graph)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch.fx as fx
-from torch._logging import trace_structured
+
+from .private import private_torch
+
+with private_torch():
+    from torch._logging import trace_structured
 
 __all__ = ["readable", "trace_artifact"]
 

@@ -1,0 +1,93 @@
+"""A torch newer than all that are known, where something private is gone."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_ext_bucketing
+
+ROOT = Path(torch_ext_bucketing.__path__[0])
+
+# Public though the name of a module begins with an underscore: upstream offers them to others.
+OFFERED = ("torch._inductor.config",)
+
+CHILD = """
+import importlib, json, sys
+import torch
+
+torch.__version__ = "2.17.0"
+module, name, ours, function = json.loads(sys.argv[1])
+delattr(importlib.import_module(module), name)
+import torch_ext_bucketing as teb
+print("imported", flush=True)
+try:
+    imported = importlib.import_module(ours)
+    if function:
+        getattr(imported, function)(None)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def private_imports() -> list[tuple[Path, str, str, bool]]:
+    """Module, name, and whether a ``with private_torch()`` is around it, in ``_torch/``."""
+    found = []
+    for path in sorted((ROOT / "_torch").glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        guarded: set[ast.AST] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.With):
+                if "private_torch" in ast.dump(node.items[0]):
+                    guarded.update(ast.walk(node))
+            elif isinstance(node, ast.Try):  # older torches lack it, and a handler says what then
+                guarded.update(n for statement in node.body for n in ast.walk(statement))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    private = any(part.startswith("_") for part in whole.split("."))
+                    if whole.startswith("torch.") and private and not whole.startswith(OFFERED):
+                        found.append((path, node.module, alias.name, node in guarded))
+    return found
+
+
+def test_whatever_is_private_is_imported_under_guard():
+    found = private_imports()
+    assert len(found) > 20
+    assert [(p.name, module, name) for p, module, name, guarded in found if not guarded] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "ours", "function"),
+    [
+        (
+            "torch._inductor.pattern_matcher",
+            "stable_topological_sort",
+            "sorting",
+            "sort_topologically",
+        ),
+        ("torch._subclasses.fake_tensor", "FakeTensor", "fake", ""),
+        (
+            "torch.distributed.distributed_c10d",
+            "_resolve_process_group",
+            "process_groups",
+            "group_by_name",
+        ),
+    ],
+)
+def test_the_error_names_what_is_gone_and_the_torch_at_first_use(module, name, ours, function):
+    where = json.dumps([module, name, f"torch_ext_bucketing._torch.{ours}", function])
+    run = subprocess.run(
+        [sys.executable, "-c", CHILD, where], capture_output=True, text=True, timeout=300
+    )
+    said = run.stdout.splitlines()
+    assert said[:1] == ["imported"], run.stderr
+    assert len(said) == 2, run.stderr
+    assert "torch 2.17.0 has not all that torch_ext_bucketing calls" in said[1]
+    assert name in said[1]

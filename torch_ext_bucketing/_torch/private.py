@@ -1,0 +1,30 @@
+"""What of torch is private may be gone in the next one: say so where it is used."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+__all__ = ["UnknownTorchError", "private_torch"]
+
+
+class UnknownTorchError(RuntimeError):
+    """This torch lacks something private that the package calls."""
+
+
+@contextlib.contextmanager
+def private_torch() -> Iterator[None]:
+    """Around every import and use of what torch does not promise to keep.
+
+    Raises:
+        UnknownTorchError: it is not there; the message names it and the torch.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise UnknownTorchError(
+            f"torch {torch.__version__} has not all that torch_ext_bucketing calls: {error}. "
+            "Take a torch from 2.11 to 2.15, or a torch_ext_bucketing that knows this one"
+        ) from error
