@@ -104,7 +104,7 @@ def preload(*modules: str) -> None:
     one OpenMP thread, and ends with this process. Its ranks skip ``atexit``.
 
     Args:
-        modules: names. What can't be imported is left out without a word, as of
+        modules: names. One that there isn't is left out without a word, as of
             ``multiprocessing``, and ranks import it themselves.
     """
     global _server
@@ -136,7 +136,7 @@ def run_ranks(
             :meth:`Rank.send`. What it raises ends the ranks and reaches the caller.
 
     Raises:
-        RankError: a rank raised or died.
+        RankError: a rank raised or died, or an import of :func:`preload` failed.
         RanksTimedOut: ``timeout_s`` passed.
         ValueError: ``world_size`` or ``timeout_s`` is not positive.
 
@@ -208,7 +208,13 @@ class _Run:
                 )
                 self.pipes.append(pipe)
                 self.lifelines.append(lifeline)
-                process.start()
+                try:
+                    process.start()
+                except EOFError as error:
+                    raise RankError(
+                        "the server that ranks are forked from ended while it imported what "
+                        "preload() named; what it printed last says why"
+                    ) from error
                 self.processes.append(process)
                 # Without these the parent would never see the child's ends close.
                 childs_pipe.close()
