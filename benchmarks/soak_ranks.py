@@ -340,13 +340,3 @@ def _named(bucket: BucketReport) -> str:
 def _resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
-
-
-def slope(values: Sequence[float]) -> float:
-    """Growth per value, by least squares; 0 for fewer than two."""
-    n = len(values)
-    if n < 2:
-        return 0.0
-    middle, mean = (n - 1) / 2, sum(values) / n
-    above = sum((i - middle) * (v - mean) for i, v in enumerate(values))
-    return above / sum((i - middle) ** 2 for i in range(n))
