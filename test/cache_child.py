@@ -3,7 +3,8 @@
     python cache_child.py NAME [NAME ...]
 
 Prints a line of JSON for each name: hits, misses and bypasses of both caches, digests of the code
-that ran (forward, backward) and what was logged. The process is rank 0 of a fake group of two.
+that ran (forward, backward) and what was logged. The process is rank 0 of a fake group of two. Names of
+config entries need the hooks, which are installed where one is asked for.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ import torch_ext_bucketing as teb
 
 AB = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
 BA = teb.FSDPParamOrder.from_fqns([["b.weight", "a.weight"]])
+ENTRIES = "aten_distributed_optimizations."
 
 
 class Pair(nn.Module):
-    """Two layers of one size."""
+    """Two layers of one size: turned round, its graphs are the same but for the names."""
 
-    def __init__(self) -> None:
+    def __init__(self, turned: bool) -> None:
         super().__init__()
         self.a = nn.Linear(8, 8, bias=False)
         self.b = nn.Linear(8, 8, bias=False)
+        self.turned = turned
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x))
+        return self.a(self.b(x)) if self.turned else self.b(self.a(x))
 
 
 class PassOfAScript(teb.BucketUnits):
@@ -45,14 +48,62 @@ class PassOfAScript(teb.BucketUnits):
 
 
 def by_backend(make):
-    return lambda: teb.backend("inductor", [make()])
+    return lambda model: (teb.backend("inductor", [make()]), {})
 
 
-def own_pass():
-    """Of the module that the test edits."""
+class WriteOrder(teb.TagParameters):
+    """Writes the place of each parameter's bytes where the config entry says."""
+
+    def __init__(self, model, order) -> None:
+        super().__init__(model)
+        self.order = order
+
+    def run(self, graph, compilation) -> None:
+        super().run(graph, compilation)
+        tagged = dict(self.last_report.tagged)
+        for node in graph.nodes:
+            if node.name in tagged:
+                node.meta["payload_order"] = self.order(node)
+
+    def settings(self):
+        return *super().settings(), self.order.uuid()
+
+
+def by_config(order, own_pass=False, custom_ops=False, **entries):
+    """torch's own bucketing, under config hooks alone; ``own_pass``: its order is from a pass of the
+    module that the test edits."""
+
+    def setup(model):
+        settings = {
+            "bucket_all_gathers_fx": "fsdp",
+            "bucket_reduce_scatters_fx": "fsdp",
+            ENTRIES + "bucket_non_adjacent": True,
+            **{ENTRIES + name: value for name, value in entries.items()},
+        }
+        if order is not None or own_pass:
+            write = from_hooks("OwnOrder", model) if own_pass else WriteOrder(model, order)
+            settings["joint_custom_post_pass"] = write
+            settings[ENTRIES + "bucket_payload_order_key"] = "payload_order"
+        if custom_ops:
+            settings |= custom_ops_of("bucket_all_gathers_bucket_mode")
+            settings |= custom_ops_of("bucket_reduce_scatters_bucket_mode")
+        return "inductor", settings
+
+    return setup
+
+
+def custom_ops_of(entry):
+    """Let torch pack with its own operators, where it can be told."""
+    from torch._inductor import config
+
+    return {entry: "custom_ops"} if hasattr(config, entry) else {}
+
+
+def from_hooks(name, *args):
+    """An object of the module that the test edits."""
     import hooks
 
-    return hooks.OwnPass(AB)
+    return getattr(hooks, name)(*args)
 
 
 SETUPS = {
@@ -64,7 +115,15 @@ SETUPS = {
     "backend, other depth": by_backend(lambda: teb.BucketAndSchedule(teb.Overlap(depth=2))),
     "backend, lambda": by_backend(lambda: teb.BucketUnits(AB, payload_order=lambda start: 0)),
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
-    "backend, own pass": by_backend(own_pass),
+    "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
+    "config": by_config(AB),
+    "config, custom ops": by_config(AB, custom_ops=True),
+    "config, custom ops, filter only": by_config(None, fsdp_group_filter=["0"], custom_ops=True),
+    "config, other order": by_config(BA),
+    "config, model turned": by_config(AB),
+    "config, filter": by_config(AB, fsdp_group_filter=["0"]),
+    "config, values only": by_config(None),
+    "config, own pass": by_config(None, own_pass=True),
 }
 
 
@@ -104,6 +163,7 @@ class Log(logging.Handler):
 
 def run(name: str, mesh) -> dict[str, object]:
     from torch._dynamo.utils import counters
+    from torch._inductor import config
 
     torch._dynamo.reset()
     counters.clear()
@@ -114,10 +174,11 @@ def run(name: str, mesh) -> dict[str, object]:
         logger.addHandler(log)
         if logger.level in (logging.NOTSET, logging.WARNING):
             logger.setLevel(logging.INFO)
-    model, compiler = Pair(), SETUPS[name]()
+    model = Pair(turned="turned" in name)
+    compiler, settings = SETUPS[name](model)
     shard_by_parametrization(model, mesh)
     error = ""
-    with codes_run() as codes:
+    with config.patch(settings), codes_run() as codes:
         try:
             torch.compile(model, backend=compiler)(torch.ones(4, 8)).sum().backward()
         except torch._dynamo.exc.BackendCompilerFailed as failed:
@@ -138,6 +199,8 @@ def run(name: str, mesh) -> dict[str, object]:
 
 
 def main(names: list[str]) -> None:
+    if any(name.startswith("config") for name in names):
+        teb.hooks.install()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     for name in names:

@@ -1,26 +1,33 @@
-"""Prints, as JSON, what torch's bucketing passes make of a set of graphs, node for node.
+"""Prints, as JSON, what torch's bucketing passes make of a set of graphs, node for node, an uneven
+one on two ranks; where torch has the entries of the patch series, also what they make with all of them set.
 
-Run by ``test_patch_neutrality.py`` once on the unpatched torch and once on the patched one.
-``--patched`` imports the package, which brings the hooks; all of them stay unset.
+Run by ``test_patch_neutrality.py`` on the unpatched torch and on the patched one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import sys
 from collections.abc import Callable
 from typing import Any
-
-if "--patched" in sys.argv:
-    import torch_ext_bucketing  # noqa: F401
 
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from collective_graphs import all_gather, all_reduce, reduce_scatter, trace
+from collective_graphs import (
+    GROUP_FILTER,
+    NON_ADJACENT,
+    PAYLOAD_ORDER,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    trace,
+)
+from torch._inductor import config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 WORLD = 4
+LAST = WORLD - 1  # has the short shards, and pads them
 
 
 def describe(gm: fx.GraphModule) -> list[Any]:
@@ -46,8 +53,33 @@ def parameters(dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> list[torch
     return [torch.zeros(s, dtype=dtypes[i % len(dtypes)]) for i, s in enumerate(shapes)]
 
 
-def build() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
-    dp, ep, tp = dist.group.WORLD, dist.new_group(range(WORLD)), dist.new_group([0, 1])
+def uneven_step(rank: int, group: dist.ProcessGroup) -> tuple[Callable[..., Any], list[Any]]:
+    """Of parameters of a few rows, as DTensor shards them, with a counter that is written to."""
+    rows = (3, 8, 5, 2, 9, 4)
+
+    def shard(n: int) -> tuple[int, int]:
+        each = -(-n // WORLD)
+        return max(0, min(n, each * (rank + 1)) - each * rank), each
+
+    def step(counter, *shards):
+        grads = []
+        for n, x in zip(rows, shards, strict=True):
+            mine, each = shard(n)
+            x = torch.ops.prims.convert_element_type(x, torch.bfloat16)
+            counter.add_(1)
+            if mine < each:
+                x = torch.ops.aten.constant_pad_nd(x, [0, 0, 0, each - mine])
+            full = all_gather(x, group)[:n]
+            grad = torch.cat([full * full.sum(), torch.zeros(each * WORLD - n, 2)])
+            grad = reduce_scatter(grad, group)
+            grads.append(grad[:mine] if mine < each else grad)
+        return grads
+
+    return step, [torch.zeros(()), *(torch.zeros(shard(n)[0], 2) for n in rows)]
+
+
+def build(rank: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
+    dp, ep, tp = dist.group.WORLD, dist.new_group(range(WORLD)), dist.new_group([0, WORLD - 1])
 
     def gathers(*xs):
         return [all_gather(x, dp) + 1 for x in xs]
@@ -85,6 +117,10 @@ def build() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
         rest = [all_gather(x, dp) for x in xs[1:]]
         return [second, *rest, reduce_scatter(second, dp)]
 
+    def scatters_need_gathers(x, y):
+        """Merging the gathers leaves a scatter ahead of the gather that it needs."""
+        return reduce_scatter(all_gather(x, dp), dp), all_gather(reduce_scatter(y, dp), dp)
+
     fp32, mixed = parameters(), parameters((torch.float32, torch.bfloat16))
     return {
         "gathers": (gathers, fp32),
@@ -96,6 +132,8 @@ def build() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
         "hybrid_step": (hybrid_step, fp32),
         "interleaved": (interleaved, fp32),
         "dependent": (dependent, fp32),
+        "scatters_need_gathers": (scatters_need_gathers, fp32[:2]),
+        "uneven_with_writes": uneven_step(rank, dp),
     }
 
 
@@ -103,6 +141,7 @@ def passes() -> dict[str, Callable[[fx.GraphModule], Any]]:
     from torch._inductor.fx_passes import bucketing, fsdp
     from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
     from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
+    from torch._inductor.pattern_matcher import stable_topological_sort
 
     def small(_: int) -> float:
         return 600 / 2**20
@@ -112,6 +151,7 @@ def passes() -> dict[str, Callable[[fx.GraphModule], Any]]:
             bucketing.bucket_reduce_scatter(gm, cap, mode.replace("_multidtype", ""))
             bucketing.bucket_all_reduce(gm, cap)
             bucketing.bucket_all_gather(gm, cap, mode)
+            stable_topological_sort(gm.graph)
 
         return run
 
@@ -148,6 +188,7 @@ def passes() -> dict[str, Callable[[fx.GraphModule], Any]]:
         "default_small": greedy("default", small),
         "custom_ops": greedy("custom_ops", lambda _: 100.0),
         "multidtype": greedy("custom_ops_multidtype", small),
+        "coalesced": greedy("coalesced", lambda _: 100.0),
         "fsdp": fsdp_passes,
         "pre_bucket": lambda gm: fsdp.pre_bucket_fsdp_collectives(gm, "custom_ops", 0.001),
         "overlap": overlap,
@@ -155,24 +196,36 @@ def passes() -> dict[str, Callable[[fx.GraphModule], Any]]:
     }
 
 
-def main() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+def results_of(rank: int, **options: Any) -> dict[str, Any]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
     results: dict[str, Any] = {}
-    for graph, (fn, inputs) in build().items():
+    for graph, (fn, inputs) in build(rank).items():
+        if rank == LAST and "uneven" not in graph:
+            continue  # is the same on all ranks
         for name, run in passes().items():
             gm = trace(fn, *inputs)
             for i, node in enumerate(gm.graph.nodes):
                 node.meta["custom"] = {"index": i}
+                node.meta["order"] = -i
             try:
-                run(gm)
+                with config.patch(options) if options else contextlib.nullcontext():
+                    run(gm)
             except Exception as e:
                 # Some passes can't take some graphs; then they fail alike.
                 results[f"{graph}/{name}"] = [type(e).__name__, str(e).splitlines()[:1]]
             else:
                 results[f"{graph}/{name}"] = describe(gm)
-    config = torch._inductor.config.aten_distributed_optimizations
-    results["hooks"] = hasattr(config, "bucket_payload_order_key")
-    print(json.dumps(results))
+    dist.destroy_process_group()
+    return results
+
+
+def main() -> None:
+    results = results_of(0)
+    results |= {f"{name} on {LAST}": nodes for name, nodes in results_of(LAST).items()}
+    has_entries = hasattr(config.aten_distributed_optimizations, "bucket_payload_order_key")
+    options = {PAYLOAD_ORDER: "order", GROUP_FILTER: ["0", "1"], NON_ADJACENT: True}
+    with_all = results_of(0, **options) if has_entries else {}
+    print(json.dumps({"unset": results, "set": with_all}))
 
 
 if __name__ == "__main__":

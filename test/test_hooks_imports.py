@@ -87,8 +87,8 @@ def test_the_package_changes_nothing_in_torch() -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         teb.data_parallel(model, init_device_mesh("cpu", (2,)), mode="fully_shard")
-        units = teb.BucketUnits([["0", "1"]], payload_order=False)
-        backend = teb.backend("aot_eager", [units])
+        order = teb.FSDPParamOrder.from_model(model, units=[["0", "1"]])
+        backend = teb.backend("aot_eager", [teb.BucketUnits(order)])
         torch.compile(model, backend=backend)(torch.ones(2, 4)).sum().backward()
         assert sum(len(g.buckets) for g in backend.last_report().graphs) >= 2
 

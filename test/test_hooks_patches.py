@@ -186,7 +186,7 @@ def test_bad_patches_are_refused(diff: bytes, message: str) -> None:
 @pytest.mark.parametrize("series", list_series(), ids=lambda series: series.name)
 def test_the_series_are_read_whole(series) -> None:
     """Lines that are added and removed, as counted in the files."""
-    parsed = sum(len(h.after) - len(h.before) for d in series.diffs for h in d.hunks)
+    parsed = sum(len(h.after) - len(h.before) for _, hunks in series.diffs for h in hunks)
     counted = 0
     for patch in sorted(series.folder.glob("000[1-9]-*.patch")):
         for diff in patch.read_text().split("\ndiff --git a/torch/")[1:]:

@@ -33,7 +33,7 @@ from torch_ext_bucketing.passes.diagnostics import NotBucketedWarning, PayloadOr
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
-from torch_ext_bucketing.passes.tagging import TagParameters
+from torch_ext_bucketing.passes.tagging import PAYLOAD_FIELD, TagParameters
 from torch_ext_bucketing.plans.membership import Units
 from torch_ext_bucketing.plans.order import FSDPParamOrder
 from torch_ext_bucketing.plans.simple_fsdp import data_parallel
@@ -543,6 +543,35 @@ def test_config_hooks_alone(fake_world):
     assert [[f for m in b.members for f in m.fqns] for b in report.buckets] == [
         list(order().units[b.unit]) for b in report.buckets
     ]
+
+
+@pytest.mark.skipif(
+    not hasattr(inductor_config.aten_distributed_optimizations, "fsdp_group_filter"),
+    reason="this torch packs in graph order",
+)
+def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world, monkeypatch):
+    """The field is written on the joint graph, and is there after the partitioner."""
+    from torch._inductor.graph import GraphLowering
+
+    reverse = FSDPParamOrder.from_fqns([unit[::-1] for unit in order().units[::-1]])
+    options = {
+        "joint_custom_post_pass": TagParameters(order=reverse),
+        "bucket_all_gathers_fx": "fsdp",
+        "bucket_reduce_scatters_fx": "fsdp",
+        "aten_distributed_optimizations.bucket_payload_order_key": PAYLOAD_FIELD,
+        "force_disable_caches": True,
+    }
+    packed = []
+    run = GraphLowering.run
+
+    def spy(self, *args):
+        packed.extend([t.fqns[0] for t in member_tags(n)] for n in collectives(self.graph))
+        return run(self, *args)
+
+    monkeypatch.setattr(GraphLowering, "run", spy)
+    with inductor_config.patch(options):
+        step(torch.compile(sharded()), TOKENS)
+    assert packed == [[fqn for unit in reverse.units for fqn in unit]] * 2
 
 
 def test_torchs_own_bucketing_does_not_merge_our_buckets(fake_world):

@@ -15,12 +15,9 @@ What ``apply`` leaves in a torch directory to find its way back::
         before/                     the originals, moved back by revert
         after/                      the patched files, moved into place by apply
 
-Which files are patched is told by their bytes, so no kill can leave a record that is wrong.
-
-Files are never written in place. Package managers that link files from a cache (uv, conda)
-share the inode with every other environment; a rename gives the name a new inode and leaves the
-others alone. The hashes in torch's ``RECORD`` are left alone too: ``pip check`` does not
-look at them, and ``revert`` makes them right again.
+Which files are patched is told by their bytes, so no kill can leave a record that is wrong. Files
+are never written in place: package managers that link files from a cache (uv, conda) share the
+inode with other environments. Torch's ``RECORD`` keeps its hashes.
 """
 
 from __future__ import annotations
@@ -33,8 +30,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -70,7 +67,7 @@ class Found:
     state: Literal["not applied", "applied", "native", "interrupted", "edited"]
     message: str
     record: Record | None = None
-    patched: list[str] = field(default_factory=list)
+    patched: Sequence[str] = ()
 
 
 def look(tree: TorchTree) -> Found:
@@ -80,13 +77,10 @@ def look(tree: TorchTree) -> Found:
         HooksError: what ``apply`` left can't be read.
     """
     record = _read_record(tree)
-    edited, patched = [], []
-    for path, (before, after) in record.files.items() if record else ():
-        digest = digest_of(tree.read(path) or b"")
-        if digest == after:
-            patched.append(path)
-        elif digest != before:
-            edited.append(path)
+    files = record.files if record else {}
+    now = {path: digest_of(tree.read(path) or b"") for path in files}
+    patched = [path for path in files if now[path] == files[path][1]]
+    edited = [path for path in files if now[path] not in files[path]]
     # Installing another torch over a patched one replaces its files and leaves ours.
     if record is None or (record.torch_version != tree.version and not patched):
         if tree.has_hook_entries():
@@ -126,10 +120,8 @@ def status(torch_dir: str | Path | None = None) -> Found:
 
 
 def apply(torch_dir: str | Path | None = None) -> str:
-    """Write the patch into a torch, also into one that an earlier command left half done.
-
-    Returns:
-        What was done, as a sentence. Applying twice does nothing and says so.
+    """Write the patch into a torch, also into one that an earlier command left half done, and say
+    in a sentence what was done. Applying twice does nothing.
 
     Raises:
         HooksError: no torch there; a hunk that does not fit (``PatchDoesNotApplyError``); a patched
@@ -137,7 +129,7 @@ def apply(torch_dir: str | Path | None = None) -> str:
         ModuleNotFoundError: no directory given and torch is not installed.
     """
     tree = find_torch(torch_dir)
-    with _locked(tree), _named_refusals(tree):
+    with _locked(tree):
         found = look(tree)
         if found.state == "native":
             return found.message
@@ -171,10 +163,7 @@ def apply(torch_dir: str | Path | None = None) -> str:
 
 
 def revert(torch_dir: str | Path | None = None) -> str:
-    """Put the original bytes, modes and modification times back.
-
-    Returns:
-        What was done, as a sentence.
+    """Put the original bytes, modes and modification times back, and say so in a sentence.
 
     Raises:
         HooksError: there is nothing to revert; no torch there; a patched file was changed since;
@@ -182,7 +171,7 @@ def revert(torch_dir: str | Path | None = None) -> str:
         ModuleNotFoundError: no directory given and torch is not installed.
     """
     tree = find_torch(torch_dir)
-    with _locked(tree), _named_refusals(tree):
+    with _locked(tree):
         found = look(tree)
         if found.state == "edited":
             raise HooksError(found.message)
@@ -229,25 +218,18 @@ def in_import_order(changes: Mapping[str, FileChange]) -> list[str]:
 
 @contextlib.contextmanager
 def _locked(tree: TorchTree) -> Iterator[None]:
-    """One command at a time on one torch; the lock goes with the process that holds it."""
+    """One command at a time on one torch; the lock goes with the process that holds it. Of an
+    ``OSError`` it is said how that left torch."""
     import fcntl
 
     fd = os.open(tree.torch_dir, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
+    except OSError as error:
+        raise HooksError(f"torch can't be changed ({error}). {look(tree).message}") from error
     finally:
         os.close(fd)
-
-
-@contextlib.contextmanager
-def _named_refusals(tree: TorchTree) -> Iterator[None]:
-    """Say of an ``OSError`` how it left torch."""
-    try:
-        yield
-    except OSError as error:
-        found = look(tree)
-        raise HooksError(f"torch can't be changed ({error}). {found.message}") from error
 
 
 def _read_record(tree: TorchTree) -> Record | None:

@@ -219,20 +219,20 @@ def _refuse_early(finder: PatchedFinder) -> None:
 
 def _users(name: str) -> list[str]:
     """Which loaded modules hold the module or something that it defines; six at most."""
+    module = sys.modules[name]
 
     def holds(value: object) -> bool:
         # By type(), as isinstance() reads __class__: deprecated objects warn of that.
-        if issubclass(type(value), FunctionType | type):
-            return getattr(value, "__module__", None) == name
-        return value is sys.modules.get(name)
+        defined = issubclass(type(value), FunctionType | type)
+        return getattr(value, "__module__", None) == name if defined else value is module
 
     own = (name, name.rpartition(".")[0])  # a package holds its submodules by the mere import
     return [
         other
-        for other, module in sorted(sys.modules.items())
+        for other, loaded in sorted(sys.modules.items())
         if other not in own
-        and isinstance(module, ModuleType)
-        and any(holds(value) for value in list(vars(module).values()))
+        and isinstance(loaded, ModuleType)
+        and any(holds(value) for value in list(vars(loaded).values()))
     ][:6]
 
 

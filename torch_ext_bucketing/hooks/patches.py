@@ -36,19 +36,15 @@ class Hunk:
 
 
 @dataclass(frozen=True)
-class FileDiff:
-    """The hunks for one file, named by its path from the repository's root."""
-
-    path: str
-    hunks: list[Hunk]
-
-
-@dataclass(frozen=True)
 class FileChange:
     """A file before and after the patches."""
 
     before: bytes
     after: bytes
+
+
+FileDiff = tuple[str, list[Hunk]]
+"""A file's path from the repository's root, and what is done to it."""
 
 
 def digest_of(data: bytes) -> str:
@@ -116,16 +112,17 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
             match = _FILE.fullmatch(line)
             if match is None:
                 raise fail("expected 'diff --git a/PATH b/PATH' with the same path twice")
-            diffs.append(FileDiff(match[1].decode("utf-8", "replace"), []))
-            if ".." in diffs[-1].path.split("/"):
-                raise fail(f"refusing to touch the path {diffs[-1].path!r}")
+            path = match[1].decode("utf-8", "replace")
+            if ".." in path.split("/"):
+                raise fail(f"refusing to touch the path {path!r}")
+            diffs.append((path, []))
         elif diffs and line.startswith(b"@@ "):
-            diffs[-1].hunks.append(hunk())
+            diffs[-1][1].append(hunk())
             continue
-        elif diffs and diffs[-1].path.startswith("torch/") and _NOT_TEXT.match(line):
+        elif diffs and diffs[-1][0].startswith("torch/") and _NOT_TEXT.match(line):
             raise fail(f"{line.strip().decode('utf-8', 'replace')!r} is not supported")
         at += 1
-    return [diff for diff in diffs if diff.path.startswith("torch/")]
+    return [diff for diff in diffs if diff[0].startswith("torch/")]
 
 
 def apply_patches(
@@ -145,28 +142,27 @@ def apply_patches(
     """
     changes: dict[str, FileChange] = {}
     failures: list[str] = []
-    for diff in diffs:
-        if diff.path not in changes:
-            data = read(diff.path)
+    for path, hunks in diffs:
+        if path not in changes:
+            data = read(path)
             if data is None:
-                failures.append(f"{diff.path}: there is no such file")
+                failures.append(f"{path}: there is no such file")
                 continue
-            changes[diff.path] = FileChange(data, data)
-        now = changes[diff.path]
-        after, failed = _apply(now.after, diff)
-        changes[diff.path] = FileChange(now.before, after)
-        failures += failed
+            changes[path] = FileChange(data, data)
+        after, failed = _apply(changes[path].after, hunks)
+        changes[path] = FileChange(changes[path].before, after)
+        failures += [f"{path}: {line}" for line in failed]
     if failures:
         raise PatchDoesNotApplyError(failures)
     return changes
 
 
-def _apply(data: bytes, diff: FileDiff) -> tuple[bytes, list[str]]:
+def _apply(data: bytes, hunks: list[Hunk]) -> tuple[bytes, list[str]]:
     """The new bytes without the hunks that do not fit, and a line for each of these."""
     lines = split_lines(data)
     failures = []
     earliest = drift = 0  # hunks come in file order and don't overlap
-    for hunk in diff.hunks:
+    for hunk in hunks:
         # A hunk without old lines ("-7,0") goes after the line that it names.
         expected = max(hunk.start - bool(hunk.before), 0) + drift
         places = [expected] if _fits(lines, hunk, expected, earliest) else []
@@ -179,7 +175,7 @@ def _apply(data: bytes, diff: FileDiff) -> tuple[bytes, list[str]]:
                 if places
                 else _first_difference(lines, hunk, expected, earliest)
             )
-            failures.append(f"{diff.path}: {hunk.header}: {why}")
+            failures.append(f"{hunk.header}: {why}")
             continue
         (at,) = places
         lines[at : at + len(hunk.before)] = hunk.after

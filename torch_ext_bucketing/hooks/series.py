@@ -26,8 +26,8 @@ A torch whose config source has them all, and that nobody patched, has the hooks
 """
 
 
-def parse_minor(version: str) -> tuple[int, int]:
-    """``"2.15.0+cu132"`` or ``"2.16.0.dev20261101"`` to ``(2, 15)`` or ``(2, 16)``."""
+def _minor(version: str) -> tuple[int, int]:
+    """``"2.16.0.dev20261101+cu132"`` to ``(2, 16)``."""
     match = re.match(r"(\d+)\.(\d+)(?!\d)", version)
     if match is None:
         raise HooksError(f"{version!r} is not a torch version this package understands")
@@ -38,13 +38,15 @@ def parse_minor(version: str) -> tuple[int, int]:
 class Series:
     """The patches for one torch minor version, in order."""
 
-    minor: tuple[int, int]
     folder: Path
 
     @property
     def name(self) -> str:
-        """Such as ``"2.15"``."""
-        return ".".join(map(str, self.minor))
+        return self.folder.name
+
+    @property
+    def minor(self) -> tuple[int, int]:
+        return _minor(self.name)
 
     @cached_property
     def diffs(self) -> tuple[FileDiff, ...]:
@@ -91,7 +93,7 @@ def find_patches_dir() -> Path:
 def list_series() -> list[Series]:
     """All series, newest first."""
     found = [
-        Series(parse_minor(entry.name), entry)
+        Series(entry)
         for entry in find_patches_dir().iterdir()
         if entry.is_dir() and re.fullmatch(r"\d+\.\d+", entry.name)
     ]
@@ -106,13 +108,13 @@ def choose_series(version: str) -> Series:
     Raises:
         HooksError: torch is older than every series, or there is no series at all.
     """
-    every = list_series()
-    for series in every:
-        if series.minor <= parse_minor(version):
+    wanted = _minor(version)
+    oldest = "any (install the package again, it has no series)"
+    for series in list_series():
+        if series.minor <= wanted:
             return series
-    if not every:
-        raise HooksError(f"no patch series in {find_patches_dir()}")
-    raise HooksError(f"torch {version} is too old: the patch needs torch {every[-1].name} or newer")
+        oldest = series.name
+    raise HooksError(f"torch {version} is too old: the patch needs torch {oldest} or newer")
 
 
 @dataclass(frozen=True)

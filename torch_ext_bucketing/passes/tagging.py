@@ -9,15 +9,19 @@ from torch._guards import TracingContext
 
 from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import check_passes_run_here
+from ..plans.order import FSDPParamOrder
 from ..reports.compile import CompileReport
 from ..tagging.tag_graph import FqnOf, tag_joint_graph
-from ..tagging.tags import TagReport
+from ..tagging.tags import TagReport, tag_of
 from .base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from .code import call
 
 __all__ = [
+    "PAYLOAD_FIELD",
     "TagParameters",
 ]
+
+PAYLOAD_FIELD = "fsdp_payload_order"
 
 
 class TagParameters(GraphPass):
@@ -29,16 +33,25 @@ class TagParameters(GraphPass):
     Args:
         model: for graphs without descriptors, see :func:`.tag_joint_graph`.
         fqn_of: see :func:`.tag_joint_graph`.
+        order: write each collective's place in this order into ``node.meta[PAYLOAD_FIELD]``: a pair
+            of ints, payload and position in it. For torch's own bucketing, which packs by it where
+            ``aten_distributed_optimizations.bucket_payload_order_key`` is ``PAYLOAD_FIELD``. What
+            has no tag, or a parameter that the order doesn't know, gets none, with a warning.
     """
 
     stage: Stage = "joint"
     gives = (Tags(),)
 
     def __init__(
-        self, model: torch.nn.Module | None = None, *, fqn_of: FqnOf | None = None
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        fqn_of: FqnOf | None = None,
+        order: FSDPParamOrder | None = None,
     ) -> None:
         self.model = model
         self.fqn_of = fqn_of
+        self.order = order
         self.last_report = TagReport()
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
@@ -53,16 +66,19 @@ class TagParameters(GraphPass):
         if fqn_of is None:
             fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))
         self.last_report = tag_joint_graph(graph, fqn_of, model=self.model)
+        for start in filter(tag_of, graph_of(graph).nodes if self.order is not None else ()):
+            if (place := self.order(start)) is not None:
+                start.meta[PAYLOAD_FIELD] = place
         compilation.tagged = len(self.last_report.tagged)
         compilation.report.unnamed = tuple((u.node, u.reason) for u in self.last_report.unnamed)
 
     def __repr__(self) -> str:
         model = None if self.model is None else type(self.model)
-        return call("TagParameters", model=model, fqn_of=self.fqn_of)
+        return call("TagParameters", model=model, fqn_of=self.fqn_of, order=self.order)
 
     def settings(self) -> tuple[Any, ...]:
         """The names of the model's parameters, and of the inputs of the graph that is being
         compiled, which are what a tag can say. Cache keys hold no names themselves: two graphs
         that differ in nothing else would have one."""
         names = [] if self.model is None else [n for n, _ in self.model.named_parameters()]
-        return (names, self.fqn_of, _dynamo_inputs.traced_fqns())
+        return (names, self.fqn_of, self.order, _dynamo_inputs.traced_fqns())
