@@ -69,7 +69,7 @@ class WriteOrder(teb.TagParameters):
         return *super().settings(), self.order.uuid()
 
 
-def by_config(order, own_pass=False, custom_ops=False, **entries):
+def by_config(order, own_pass=False, **entries):
     """torch's own bucketing, under config hooks alone; ``own_pass``: its order is from a pass of the
     module that the test edits."""
 
@@ -84,19 +84,9 @@ def by_config(order, own_pass=False, custom_ops=False, **entries):
             write = from_hooks("OwnOrder", model) if own_pass else WriteOrder(model, order)
             settings["joint_custom_post_pass"] = write
             settings[ENTRIES + "bucket_payload_order_key"] = "payload_order"
-        if custom_ops:
-            settings |= custom_ops_of("bucket_all_gathers_bucket_mode")
-            settings |= custom_ops_of("bucket_reduce_scatters_bucket_mode")
         return "inductor", settings
 
     return setup
-
-
-def custom_ops_of(entry):
-    """Let torch pack with its own operators, where it can be told."""
-    from torch._inductor import config
-
-    return {entry: "custom_ops"} if hasattr(config, entry) else {}
 
 
 def from_hooks(name, *args):
@@ -117,8 +107,6 @@ SETUPS = {
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
     "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
     "config": by_config(AB),
-    "config, custom ops": by_config(AB, custom_ops=True),
-    "config, custom ops, filter only": by_config(None, fsdp_group_filter=["0"], custom_ops=True),
     "config, other order": by_config(BA),
     "config, model turned": by_config(AB),
     "config, filter": by_config(AB, fsdp_group_filter=["0"]),
