@@ -530,6 +530,7 @@ def test_inductor_config_is_left_as_it_was(fake_world):
     assert b.last_report().collectives_after == {"all_gather": 3, "reduce_scatter": 3}
 
 
+@pytest.mark.slow
 def test_config_hooks_alone(fake_world):
     bucket = BucketUnits(order())
     hooks = {"joint_custom_post_pass": TagParameters(), "post_grad_custom_post_pass": bucket}
