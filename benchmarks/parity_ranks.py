@@ -50,7 +50,6 @@ from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.testing.compare import train
-from torch_ext_bucketing.testing.demo.results import Payload, layout_differences
 from torch_ext_bucketing.testing.payloads import (
     Payload,
     bucket_payloads,
