@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from benchmarks.everyday_ranks import CASES, STEPS, UNLIKE_EAGER, CaseReport, run_cases
-from torch_ext_bucketing.testing.ranks import run_ranks
+from torch_ext_bucketing.testing.ranks import preload, run_ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,4 +79,5 @@ def verdict(name: str, reports: Sequence[CaseReport], steps: int) -> tuple[int, 
 
 
 if __name__ == "__main__":
+    preload("benchmarks.everyday_ranks")
     sys.exit(main())

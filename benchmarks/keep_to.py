@@ -36,7 +36,7 @@ import torch.nn as nn
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.tags import tag_of
 from torch_ext_bucketing.testing.demo.table import columns
-from torch_ext_bucketing.testing.ranks import Rank, run_ranks
+from torch_ext_bucketing.testing.ranks import Rank, preload, run_ranks
 
 from .machines import MACHINE, nodes
 
@@ -204,17 +204,15 @@ def _compare_in_group(rank: Rank, models: Sequence[str], steps: int) -> list[dic
     from benchmarks.parity_cells import Cell
     from benchmarks.parity_models import batch_of, build, unit_names
     from torch_ext_bucketing.graph.collectives import group_size, kind_of
-    from torch_ext_bucketing.testing.compare import digest
+    from torch_ext_bucketing.testing.compare import train
 
-    def train(model: nn.Module, run: Any) -> list[str]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        digests = []
-        for step in range(steps):
-            run(*batch_of(step, rank.rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            digests.append(digest(model))
-        return digests
+    def trained(model: nn.Module, run: Any) -> list[str]:
+        def step(number: int) -> Any:
+            loss = run(*batch_of(number, rank.rank))
+            loss.backward()
+            return loss
+
+        return train(model, step, steps).digests
 
     rows = []
     for name in models:
@@ -227,7 +225,7 @@ def _compare_in_group(rank: Rank, models: Sequence[str], steps: int) -> list[dic
                 eager.get_submodule(unit), mesh=mesh, mp_policy=policy, reshard_after_forward=TO
             )
         with _eager_launches() as launched:
-            expected = train(eager, eager)
+            expected = trained(eager, eager)
 
         model, order = ranks.compilable_model(reference, mesh, 2)
         reshard = teb.ReshardAfterForward(to=TO)
@@ -246,7 +244,7 @@ def _compare_in_group(rank: Rank, models: Sequence[str], steps: int) -> list[dic
 
         torch._dynamo.reset()
         compiler = teb.backend(counted, passes, model)
-        found = train(model, torch.compile(model, backend=compiler, fullgraph=True))
+        found = trained(model, torch.compile(model, backend=compiler, fullgraph=True))
         assert reshard.last_report is not None
         rows.append(
             {
@@ -322,4 +320,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    preload("benchmarks.parity_ranks")
     sys.exit(main())

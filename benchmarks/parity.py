@@ -8,10 +8,10 @@
     python benchmarks/parity.py --device cuda --topologies 1x2,2x2,4x2 --parallelism fsdp,hsdp
 
 Reductions add in the order of NCCL's rings over the simulated nodes, or are NCCL's own on GPUs,
-with wider models (see ``benchmarks/devices.py`` for ranks that share one). Every cell runs the compiled
-step with buckets in FSDP2's payload order, and as a control in graph order. Cells of the Inductor
-backend run a third time with every operator on ATen's kernels: where Inductor's own kernels round
-differently from eager's, that run shows that nothing else differs.
+with wider models (see ``benchmarks/devices.py`` for ranks that share one). Every cell runs the
+compiled step with buckets in FSDP2's payload order, and as a control in graph order. Cells of the
+Inductor backend run a third time with every operator on ATen's kernels: where Inductor's own
+kernels round differently from eager's, that run shows that nothing else differs.
 
 Exit status: 0 if every cell passes, 1 if one does not (weights differ without a proven cause, the
 layout differs, or the control matches where it must not), 2 for bad options.
@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import parity_cells as cells_
 from benchmarks.parity_cells import Cell, CellReport, CellResult, RunReport, on_messages, select
 from benchmarks.parity_rows import RowResult, render_rows, run_table
-from torch_ext_bucketing.testing.demo.results import whole_digest
 from torch_ext_bucketing.testing.demo.table import columns
-from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
+from torch_ext_bucketing.testing.payloads import whole_digest
+from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
 
 KERNELS = (
     "Inductor's decompositions and generated kernels round differently from eager's kernels; with "
@@ -457,4 +457,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    preload("benchmarks.parity_ranks")
     sys.exit(main())

@@ -40,19 +40,22 @@ from benchmarks.parity_models import (
     tensor_parallel,
     unit_names,
 )
-from torch_ext_bucketing.fqns import canonical_fqn
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph.collectives import KINDS
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
 from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-from torch_ext_bucketing.testing.compare import digest
-from torch_ext_bucketing.testing.demo.results import Member, Payload, RunRecord, layout_differences
+from torch_ext_bucketing.testing.compare import train
+from torch_ext_bucketing.testing.payloads import (
+    Payload,
+    bucket_payloads,
+    fsdp_payloads,
+    layout_differences,
+)
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
@@ -224,7 +227,15 @@ def eager_model(
     for name in unit_names(reference.model, model):
         fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policy)
     order = FSDPParamOrder.from_fsdp(model)
-    return model, eager_payloads(model, order, reference)
+    dtype = DTYPES[reference.reduce_dtype]
+    return model, fsdp_payloads(
+        model,
+        order,
+        shards=reference.shard_size,
+        param_dtype=dtype,
+        reduce_dtype=dtype,
+        replicas=reference.replicas,
+    )
 
 
 def compilable_model(
@@ -344,53 +355,14 @@ def _train(
     stop_unlike: Sequence[str] | None = None,
 ) -> None:
     device = next(model.parameters()).device.type
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    for step in range(steps):
-        # What a later step compiled would be neither in the report nor under the run's options.
-        stance: Any = contextlib.nullcontext()
-        if step and forward is not model:
-            stance = torch.compiler.set_stance("fail_on_recompile")
-        with stance:
-            loss = forward(*(t.to(device) for t in batch_of(step, shard, size=BATCHES[device])))
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        report.loss.append(loss.item())
-        report.digests.append(digest(model))
-        if stop_unlike is not None:
-            unlike = int(report.digests[-1] != stop_unlike[step])
-            differs = torch.tensor([unlike], device=device)
-            dist.all_reduce(differs, op=dist.ReduceOp.MAX)
-            if differs.item():
-                break
 
+    def step(number: int) -> torch.Tensor:
+        loss = forward(*(t.to(device) for t in batch_of(number, shard, size=BATCHES[device])))
+        loss.backward()
+        return loss
 
-def eager_payloads(model: nn.Module, order: FSDPParamOrder, reference: Reference) -> list[Payload]:
-    """What eager FSDP2's collectives carry, from its param groups.
-
-    In a rank's part of the buffer each parameter takes the rows of its shard, padded to the
-    first rank's, one parameter after the other (``foreach_all_gather``'s copy-in and the
-    ``chunk_cat`` of ``foreach_reduce``). HSDP all-reduces the reduce-scatter's output as it is.
-    """
-    numels = {}
-    for name, parameter in model.named_parameters():
-        rows = -(-parameter.shape[0] // reference.shard_size)
-        numels[canonical_fqn(name)] = rows * parameter.shape[1:].numel()
-    reduce_units = order.reduce_units or order.units
-    kinds = [("all_gather", order.units), ("reduce_scatter", reduce_units)]
-    if reference.replicas > 1:
-        kinds.append(("all_reduce", reduce_units))
-    itemsize = DTYPES[reference.reduce_dtype].itemsize
-    payloads = []
-    for kind, units in kinds:
-        for unit in units:
-            members, offset = [], 0
-            for fqn in unit:
-                nbytes = numels[fqn] * itemsize
-                members.append(Member(fqn, offset, nbytes))
-                offset += nbytes
-            payloads.append(Payload(kind, tuple(members)))
-    return payloads
+    done = train(model, step, steps, stop_unlike=stop_unlike)
+    report.loss, report.digests = done.loss, done.digests
 
 
 def compare_layout(compiler: BucketingBackend, eager: Sequence[Payload]) -> list[str]:
@@ -402,27 +374,16 @@ def compare_layout(compiler: BucketingBackend, eager: Sequence[Payload]) -> list
     if len(compiler.reports) != 1:
         raise RuntimeError(f"compiled {len(compiler.reports)} times instead of once")
     report = compiler.last_report()
+    again = [g for g in report.graphs if g.stage == "backward"]
+    closer = [b for g in again for b in g.buckets if b.kind == "all_gather"]
     found = layout_differences(
-        RunRecord(payloads=list(eager)),
-        RunRecord(payloads=_payloads(report, backward_gathers=False)),
+        eager, bucket_payloads(b for b in report.buckets if not any(b is c for c in closer))
     )
     # Backward gathers again only what backward reads (no biases): in eager's order, but closer.
     orders = [[m.fqn for m in p.members] for p in eager if p.kind == "all_gather"]
-    for payload in _payloads(report, backward_gathers=True):
+    for payload in bucket_payloads(closer):
         mine = [m.fqn for m in payload.members]
         if mine not in [[fqn for fqn in order if fqn in mine] for order in orders]:
             found.append(f"backward all_gather of {', '.join(mine)}: not in eager FSDP2's order")
     left = [f for graph in report.graphs for f in (*graph.uncovered, *graph.splits)]
     return [*found, *(f"not bucketed as a unit: {name}" for name in left)]
-
-
-def _payloads(report: CompileReport, *, backward_gathers: bool) -> list[Payload]:
-    return [
-        Payload(
-            bucket.kind,
-            tuple(Member("+".join(m.fqns), m.offset, m.nbytes) for m in bucket.members),
-        )
-        for graph in report.graphs
-        for bucket in graph.buckets
-        if (graph.stage == "backward" and bucket.kind == "all_gather") == backward_gathers
-    ]

@@ -6,15 +6,14 @@ A row compares one way to train with eager FSDP2 with the same training compiled
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from benchmarks.parity_cells import on_messages
-from torch_ext_bucketing.testing.demo.results import whole_digest
 from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.testing.payloads import whole_digest
 from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 
 __all__ = ["ROWS", "Row", "RowReport", "RowResult", "Traffic", "render_rows", "run_table"]
@@ -217,9 +216,6 @@ def _run_topology(
         finish(result)
 
     world = rows[0].ranks
-    # The server imports torch once, for all ranks.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.parity_rows_ranks"])
     run_ranks(
         _run_rows,
         world,
@@ -227,7 +223,6 @@ def _run_topology(
         steps,
         timeout_s=timeout_s,
         on_message=on_messages(world, lambda r: r.row.name, complete, say),
-        context=context,
     )
 
 

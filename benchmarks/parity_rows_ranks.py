@@ -35,11 +35,11 @@ from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.recipes import recipe
-from torch_ext_bucketing.testing.compare import count_collectives, digest
+from torch_ext_bucketing.testing.compare import count_collectives, train
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
-Step = Callable[[int], None]
+Step = Callable[[int], torch.Tensor]
 """Forward and backward of a step, by its number."""
 
 
@@ -280,7 +280,7 @@ class Runs:
         if compiler is not None and row.sync == "last":
             once = ReduceOnce(model, compiler)
 
-        def run(step: int) -> None:
+        def run(step: int) -> torch.Tensor:
             with once:
                 for part in range(row.microbatches):
                     if isinstance(model, FSDPModule) and row.sync == "last":
@@ -288,7 +288,9 @@ class Runs:
                     batch: tuple[Any, ...] = batch_of(step * row.microbatches + part, shard)
                     if row.model == "branch":
                         batch = (*batch, step % 3 == 1)
-                    (forward(*batch) * self.scale).backward()
+                    loss = forward(*batch) * self.scale
+                    loss.backward()
+            return loss
 
         return run
 
@@ -296,16 +298,5 @@ class Runs:
         self, model: nn.Module, step: Step, stop_unlike: Sequence[str] | None = None
     ) -> list[str]:
         """Digests after every step, to the first that differs from ``stop_unlike`` on a rank."""
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-        digests: list[str] = []
-        for number in range(self.steps):
-            step(number)
-            optimizer.step()
-            optimizer.zero_grad()
-            digests.append(digest(model))
-            if stop_unlike is not None:
-                differs = torch.tensor([int(digests[-1] != stop_unlike[number])])
-                dist.all_reduce(differs, op=dist.ReduceOp.MAX)
-                if differs.item():
-                    break
-        return digests
+        done = train(model, step, self.steps, recompiles=True, stop_unlike=stop_unlike)
+        return done.digests

@@ -85,9 +85,11 @@ class TitanRuns(Runs):
         forward: Callable[..., torch.Tensor],
         compiler: BucketingBackend | None = None,
     ) -> Step:
-        def run(step: int) -> None:
+        def run(step: int) -> torch.Tensor:
             tokens, targets = text.batch(step, dist.get_rank(), size=BATCH, seq=SEQ)
             loss = cross_entropy_loss(forward(tokens), targets)
-            (loss / (dist.get_world_size() * targets.numel())).backward()
+            loss = loss / (dist.get_world_size() * targets.numel())
+            loss.backward()
+            return loss
 
         return run

@@ -119,9 +119,10 @@ class TrainerRuns(TitanRuns):
         run = run_traced(traced, module=model)
         parameters = [p for p in model.parameters() if p.requires_grad]
 
-        def step(number: int) -> None:
-            _, *grads = run(*self.batch(number), {})
+        def step(number: int) -> torch.Tensor:
+            loss, *grads = run(*self.batch(number), {})
             accumulate_param_grads_(parameters, grads)
+            return loss
 
         return step
 

@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
+from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
 
 _MIB = 2**20
 
@@ -197,4 +197,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    preload("benchmarks.soak_ranks")
     sys.exit(main())

@@ -10,7 +10,7 @@ import random
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from benchmarks.soak_cases import Case, coarser, random_case
 from benchmarks.soak_models import DTYPES, batch, build, tied
 from torch_ext_bucketing._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
-from torch_ext_bucketing.fqns import canonical_fqn
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import backend
@@ -41,8 +40,8 @@ from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.scheduling.overlap import Overlap
-from torch_ext_bucketing.testing.compare import digest
-from torch_ext_bucketing.testing.demo.results import Member, Payload
+from torch_ext_bucketing.testing.compare import Trained, train
+from torch_ext_bucketing.testing.payloads import fsdp_payloads
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
@@ -255,36 +254,23 @@ def _passes(case: Case, order: FSDPParamOrder, key: Any) -> list[GraphPass]:
     return [*passes, Schedule(bounds)] if bounds else passes
 
 
-@dataclass
-class _Run:
-    loss: list[float]
-    digests: list[str]
-
-
 def _train(
     case: Case,
     model: nn.Module,
     forward: Callable[[torch.Tensor], torch.Tensor],
     steps: int,
     rank: int,
-) -> _Run:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-    run = _Run([], [])
-    for step in range(steps):
-        tokens, targets = batch(case, step, rank)
-        stance = "default" if step == 0 or forward is model else "fail_on_recompile"
-        with torch.compiler.set_stance(stance):
-            logits = forward(tokens)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.loss.append(loss.item())
-        run.digests.append(digest(model))
-    return run
+) -> Trained:
+    def step(number: int) -> torch.Tensor:
+        tokens, targets = batch(case, number, rank)
+        loss = F.cross_entropy(forward(tokens).float().flatten(0, 1), targets.flatten())
+        loss.backward()
+        return loss
+
+    return train(model, step, steps, lr=1e-2)
 
 
-def _compare(report: CaseReport, what: str, mine: _Run, theirs: _Run, exact: bool) -> None:
+def _compare(report: CaseReport, what: str, mine: Trained, theirs: Trained, exact: bool) -> None:
     for step, (a, b) in enumerate(zip(mine.digests, theirs.digests, strict=True), 1):
         if exact and a != b:
             report.mismatches.append(f"{what}: weights differ after step {step}")
@@ -306,27 +292,15 @@ class _Layout:
         reduce_dtype: torch.dtype,
         ranks: int,
     ) -> None:
-        parameters = {canonical_fqn(name): p for name, p in eager.named_parameters()}
-        self.payloads: list[Payload] = []
+        self.payloads = fsdp_payloads(
+            eager, order, shards=ranks, param_dtype=gather_dtype, reduce_dtype=reduce_dtype
+        )
         self.aliases = dict(order.aliases)
         self.position: dict[tuple[str, str], int] = {}
         reduced = order.reduce_units or order.units
-        for kind, units, dtype in (
-            ("all_gather", order.units, gather_dtype),
-            ("reduce_scatter", reduced, reduce_dtype),
-        ):
-            for unit in units:
-                members, offset = [], 0
-                for fqn in unit:
-                    self.position[kind, fqn] = len(self.position)
-                    parameter = parameters[fqn]
-                    if kind == "reduce_scatter" and not parameter.requires_grad:
-                        continue
-                    rows = -(-parameter.shape[0] // ranks)
-                    nbytes = rows * parameter.shape[1:].numel() * dtype.itemsize
-                    members.append(Member(fqn, offset, nbytes))
-                    offset += nbytes
-                self.payloads.append(Payload(kind, tuple(members)))
+        for kind, units in (("all_gather", order.units), ("reduce_scatter", reduced)):
+            for fqn in (fqn for unit in units for fqn in unit):
+                self.position[kind, fqn] = len(self.position)
 
 
 def _layout_mismatches(
@@ -366,13 +340,3 @@ def _named(bucket: BucketReport) -> str:
 def _resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
-
-
-def slope(values: Sequence[float]) -> float:
-    """Growth per value, by least squares; 0 for fewer than two."""
-    n = len(values)
-    if n < 2:
-        return 0.0
-    middle, mean = (n - 1) / 2, sum(values) / n
-    above = sum((i - middle) * (v - mean) for i, v in enumerate(values))
-    return above / sum((i - middle) ** 2 for i in range(n))

@@ -3,9 +3,8 @@
     python cache_child.py NAME [NAME ...]
 
 Prints a line of JSON for each name: hits, misses and bypasses of both caches, digests of the code
-that ran (forward, backward) and what was logged. Names of config entries need the hooks, which are
-installed where one is asked for. Under torchrun the ranks form a gloo group of two, otherwise the
-process is rank 0 of a fake group of two.
+that ran (forward, backward) and what was logged. The process is rank 0 of a fake group of two. Names of
+config entries need the hooks, which are installed where one is asked for.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from sharded_models import shard_by_parametrization
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ext_bucketing as teb
 
@@ -33,7 +33,7 @@ ENTRIES = "aten_distributed_optimizations."
 class Pair(nn.Module):
     """Two layers of one size: turned round, its graphs are the same but for the names."""
 
-    def __init__(self, turned: bool = False) -> None:
+    def __init__(self, turned: bool) -> None:
         super().__init__()
         self.a = nn.Linear(8, 8, bias=False)
         self.b = nn.Linear(8, 8, bias=False)
@@ -47,8 +47,8 @@ class PassOfAScript(teb.BucketUnits):
     """Adds nothing, and is defined where no import finds it."""
 
 
-def by_backend(make, **settings):
-    return lambda: (Pair(), teb.backend("inductor", [make()]), settings)
+def by_backend(make):
+    return lambda model: (teb.backend("inductor", [make()]), {})
 
 
 class WriteOrder(teb.TagParameters):
@@ -69,12 +69,11 @@ class WriteOrder(teb.TagParameters):
         return *super().settings(), self.order.uuid()
 
 
-def by_config(order, turned=False, own_pass=False, custom_ops=False, **entries):
+def by_config(order, own_pass=False, **entries):
     """torch's own bucketing, under config hooks alone; ``own_pass``: its order is from a pass of the
     module that the test edits."""
 
-    def setup():
-        model = Pair(turned)
+    def setup(model):
         settings = {
             "bucket_all_gathers_fx": "fsdp",
             "bucket_reduce_scatters_fx": "fsdp",
@@ -85,27 +84,16 @@ def by_config(order, turned=False, own_pass=False, custom_ops=False, **entries):
             write = from_hooks("OwnOrder", model) if own_pass else WriteOrder(model, order)
             settings["joint_custom_post_pass"] = write
             settings[ENTRIES + "bucket_payload_order_key"] = "payload_order"
-        if custom_ops:
-            settings |= custom_ops_of("bucket_all_gathers_bucket_mode")
-            settings |= custom_ops_of("bucket_reduce_scatters_bucket_mode")
-        return model, "inductor", settings
+        return "inductor", settings
 
     return setup
-
-
-def custom_ops_of(entry):
-    """Let torch pack with its own operators, where it can be told."""
-    from torch._inductor import config
-
-    return {entry: "custom_ops"} if hasattr(config, entry) else {}
 
 
 def from_hooks(name, *args):
     """An object of the module that the test edits."""
     import hooks
 
-    value = getattr(hooks, name)
-    return value(*args) if isinstance(value, type) else value
+    return getattr(hooks, name)(*args)
 
 
 SETUPS = {
@@ -118,14 +106,9 @@ SETUPS = {
     "backend, lambda": by_backend(lambda: teb.BucketUnits(AB, payload_order=lambda start: 0)),
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
     "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
-    "backend, custom ops": by_backend(
-        lambda: teb.BucketUnits(AB), **custom_ops_of(ENTRIES + "bucket_mode")
-    ),
     "config": by_config(AB),
-    "config, custom ops": by_config(AB, custom_ops=True),
-    "config, custom ops, filter only": by_config(None, fsdp_group_filter=["0"], custom_ops=True),
     "config, other order": by_config(BA),
-    "config, model turned": by_config(AB, turned=True),
+    "config, model turned": by_config(AB),
     "config, filter": by_config(AB, fsdp_group_filter=["0"]),
     "config, values only": by_config(None),
     "config, own pass": by_config(None, own_pass=True),
@@ -179,7 +162,8 @@ def run(name: str, mesh) -> dict[str, object]:
         logger.addHandler(log)
         if logger.level in (logging.NOTSET, logging.WARNING):
             logger.setLevel(logging.INFO)
-    model, compiler, settings = SETUPS[name]()
+    model = Pair(turned="turned" in name)
+    compiler, settings = SETUPS[name](model)
     shard_by_parametrization(model, mesh)
     error = ""
     with config.patch(settings), codes_run() as codes:
@@ -198,7 +182,6 @@ def run(name: str, mesh) -> dict[str, object]:
         "codes": codes,
         "log": log.messages,
         "error": error,
-        "hooks": str(teb.hooks.status()),
         "file": teb.__file__,
     }
 
@@ -206,20 +189,10 @@ def run(name: str, mesh) -> dict[str, object]:
 def main(names: list[str]) -> None:
     if any(name.startswith("config") for name in names):
         teb.hooks.install()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     for name in names:
-        result = run(name, mesh)
-        # One write, so that lines of two ranks don't mix.
-        sys.stdout.write(json.dumps(result) + "\n")
-        sys.stdout.flush()
-    if "RANK" in os.environ:
-        dist.barrier()
+        print(json.dumps(run(name, mesh)), flush=True)
     dist.destroy_process_group()
     os._exit(0)
 

@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What is about the hooks runs in processes that have them, and nothing else does."""
     parts: dict[bool, list[pytest.Item]] = {False: [], True: []}
     for item in items:
-        named = item.path.name.startswith("test_patch")
+        named = item.path.name.startswith(("test_patch", "test_hooks"))
         parts[named or item.get_closest_marker("hooks") is not None].append(item)
     given = config.getoption("--hooks")
     config.hook.pytest_deselected(items=parts[not given])

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_ext_bucketing.testing.compare import digest
+from torch_ext_bucketing.testing.compare import train
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 
@@ -31,18 +31,16 @@ def wrapped(mesh):
     return model
 
 
-def train(rank, model, run):
+def trained(rank, model, run):
     """Digests of this rank's shards of all weights, after each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    digests = []
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        tokens = torch.randint(0, 37, (2, 8), generator=generator)
-        run(tokens).float().logsumexp(-1).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        digests.append(digest(model))
-    return digests
+
+    def step(number):
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        loss = run(torch.randint(0, 37, (2, 8), generator=generator)).float().logsumexp(-1).mean()
+        loss.backward()
+        return loss
+
+    return train(model, step, STEPS, lr=1e-2).digests
 
 
 def quick_starts(rank, cases):
@@ -54,7 +52,7 @@ def quick_starts(rank, cases):
         mesh = init_device_mesh("cpu", (rank.world_size,))
         eager = wrapped(mesh)
         units = teb.FSDPParamOrder.from_fsdp(eager).units
-        results = {"eager": (train(rank.rank, eager, eager), units, "")}
+        results = {"eager": (trained(rank.rank, eager, eager), units, "")}
         for name, options in cases.items():
             torch._dynamo.reset()
             model = teb.data_parallel(small_model(), mesh, **DTYPES)
@@ -64,7 +62,7 @@ def quick_starts(rank, cases):
                 if name != "speed":  # whose bound on memory a model this small can't keep
                     warnings.simplefilter("error", UserWarning)
                 backend = teb.backend("aot_eager", passes=teb.recipe(model, **options))
-                digests = train(rank.rank, model, torch.compile(model, backend=backend))
+                digests = trained(rank.rank, model, torch.compile(model, backend=backend))
             report = backend.last_report()
             buckets = [
                 (b.kind, b.packed_by, tuple(f for m in b.members for f in m.fqns))

@@ -185,6 +185,7 @@ def test_another_edition_of_the_package(tmp_path):
         assert "Their buckets are the same, but not the code that packs them." in text
 
 
+@pytest.mark.slow
 def test_a_warm_cache_and_a_cold_one(tmp_path):
     caches = [{"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache{rank}")} for rank in (0, 1)]
     ranks = on_ranks(tmp_path, "inductor", environments=caches)

@@ -530,6 +530,7 @@ def test_inductor_config_is_left_as_it_was(fake_world):
     assert b.last_report().collectives_after == {"all_gather": 3, "reduce_scatter": 3}
 
 
+@pytest.mark.slow
 def test_config_hooks_alone(fake_world):
     bucket = BucketUnits(order())
     hooks = {"joint_custom_post_pass": TagParameters(), "post_grad_custom_post_pass": bucket}
@@ -566,7 +567,7 @@ def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world, m
     run = GraphLowering.run
 
     def spy(self, *args):
-        packed.extend([t.fqns[0] for t in member_tags(n)] for n in collectives(self.graph))
+        packed.extend([t.fqns[0] for t in member_tags(n)] for n in collectives(self.module))
         return run(self, *args)
 
     monkeypatch.setattr(GraphLowering, "run", spy)

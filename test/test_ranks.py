@@ -231,3 +231,25 @@ def test_a_rank_that_dies_is_shown_with_its_last_words():
 
     with pytest.raises(RankError, match=r"rank 1 died: exit code 7(?s:.*)last words"):
         on_ranks(_dies)
+
+
+def test_an_import_that_fails_in_the_server_is_named(tmp_path):
+    (tmp_path / "broken.py").write_text("raise ValueError('no such thing')")
+    (tmp_path / "parent.py").write_text(
+        textwrap.dedent(
+            f"""
+            import sys
+            sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "test")!r}]
+            from torch_ext_bucketing.testing.ranks import preload, run_ranks
+            from test_ranks import square
+
+            if __name__ == "__main__":
+                preload("broken")
+                run_ranks(square, 2, 0, timeout_s=60)
+            """
+        )
+    )
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "RankError: the server that ranks are forked from ended" in done.stderr
+    assert "ValueError: no such thing" in done.stderr

@@ -26,6 +26,7 @@ from torch_ext_bucketing.rewrites.reshard_to import (
     reshard_to,
 )
 from torch_ext_bucketing.scheduling.scheduler import schedule
+from torch_ext_bucketing.testing.compare import train
 from torch_ext_bucketing.testing.ring import on_ranks
 
 SLICE = torch.ops.aten.slice_copy.Tensor
@@ -339,17 +340,14 @@ def test_the_place_in_the_group_is_part_of_the_key(fake_world):
 
 def _train(model, run, rank):
     """Digests of this rank's weights after every step."""
-    from torch_ext_bucketing.testing.compare import digest
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    digests = []
-    for at in range(STEPS):
-        tokens = torch.arange(8).mul(at + 2).add(rank).remainder(13).view(2, 4)
-        run(tokens).float().logsumexp(-1).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        digests.append(digest(model))
-    return digests
+    def step(number):
+        tokens = torch.arange(8).mul(number + 2).add(rank).remainder(13).view(2, 4)
+        loss = run(tokens).float().logsumexp(-1).mean()
+        loss.backward()
+        return loss
+
+    return train(model, step, STEPS, lr=1e-2).digests
 
 
 def _beside_eager(rank):

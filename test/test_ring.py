@@ -809,7 +809,7 @@ def _start(world, topology, folder, seconds=400):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param((2, 1), marks=pytest.mark.once), (4, 2)],
+    params=[pytest.param((2, 1), marks=[pytest.mark.once, pytest.mark.slow]), (4, 2)],
     ids=["2x1", "2x2"],
 )
 def ranks(request, tmp_path_factory):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import pytest
 import torch
 from test_passes_ranks import assert_equal, gradients, mesh, shard
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing import testing
 from torch_ext_bucketing.testing.ring import on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +53,7 @@ def _each_pass(rank):
     return found
 
 
+@pytest.mark.slow
 def test_each_pass_once():
     first, second = on_ranks(_each_pass)
     assert first == second
@@ -55,6 +61,31 @@ def test_each_pass_once():
     assert first["BucketUnits"] == units
     assert first["ReshardAfterForward"] == {**units, "all_gather": 6}
     assert first["BucketByCap"] == first["BucketAndSchedule"] == one
+
+
+EXAMPLE = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_ext_bucketing import backend, data_parallel, recipe
+from torch_ext_bucketing.testing import text
+from torch_ext_bucketing.testing.compare import train
+from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.testing.ranks import Rank, run_ranks
+from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
+
+BF16 = torch.bfloat16
+
+"""
+
+
+@pytest.mark.slow
+def test_the_example_of_the_testing_folder(tmp_path, monkeypatch):
+    code = re.search(r"::\n\n((?:    .*\n|\n)+)", testing.__doc__)[1]
+    (tmp_path / "example.py").write_text(EXAMPLE + textwrap.dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("example").check()
 
 
 def test_no_pass_is_left_out(fake_world):

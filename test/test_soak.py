@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import soak
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_random_models_equal_eager(tmp_path, capsys):
     found = tmp_path / "soak.json"

@@ -45,7 +45,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What to merge, and why the rest is left.
+    """The buckets of one graph, and why the other collectives are in none.
 
     Args:
         buckets: in the graph order of their first members; each has two members or more.

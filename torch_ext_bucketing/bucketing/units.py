@@ -141,7 +141,7 @@ def _unit_of(tag: Tag, units: Units) -> tuple[int | None, str]:
 def _gathered(
     start: fx.Node, position: Mapping[fx.Node, int], structures: Structures
 ) -> tuple[Any, ...]:
-    """What makes two gathers equal: the value, the casts and pads between, dtype, group.
+    """A key that equal gathers share: the value, the casts and pads between, dtype, group.
 
     Pads, too: ranks whose shard of an uneven parameter is short have them, and must find the same
     gathers equal as the others.

@@ -1,4 +1,4 @@
-"""What is known of one graph in one state, for everyone who plans on it.
+"""The facts about one state of a graph that planning, searching and scheduling share.
 
 Planning buckets, searching for byte caps and scheduling ask the same questions: what depends on
 what, what is written to, how many bytes are live. Each answer takes a pass over the graph or more,
@@ -78,7 +78,7 @@ class GraphAnalysis:
 
     @cached_property
     def shard_side(self) -> ShardSide:
-        """What of the graph differs between ranks; see :mod:`.uneven`."""
+        """The nodes that may be different on other ranks; see :mod:`.uneven`."""
         return shard_side(self.graph, self.hints)
 
     @cached_property
@@ -88,7 +88,7 @@ class GraphAnalysis:
 
     @cached_property
     def liveness(self) -> Liveness:
-        """What each movable node allocates and touches."""
+        """The storages that each movable node allocates and touches."""
         return Liveness(
             self.graph,
             self.dependencies,

@@ -1,4 +1,4 @@
-"""What may move past what: a graph as integers, with the dependencies that its edges do not show.
+"""Dependencies between the nodes of a graph, those included that its edges do not show.
 
 A node depends on its inputs. Besides, these keep their order whatever the edges say:
 
@@ -231,8 +231,8 @@ def _is_barrier(node: fx.Node) -> bool:
 
 
 def _asserted(assertion: fx.Node) -> list[fx.Node]:
-    """What an assertion is about: its inputs, the numbers that they were computed from, and the
-    tensors whose sizes these are.
+    """The nodes that an assertion is about: its inputs, the numbers that they were computed from,
+    and the tensors whose sizes these are.
 
     Numbers that are inputs of the graph are left out where others are compared with them: nearly
     everything uses the batch size, and it is known before the graph runs.

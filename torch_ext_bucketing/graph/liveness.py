@@ -64,14 +64,14 @@ def _values(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _storage_bytes(node: fx.Node, value: torch.Tensor, side: ShardSide, hints: SizeHints) -> int:
-    """Of a value of ``node``; of a shard that is not everywhere as large, the largest."""
+    """Bytes of a storage of ``node``; of an uneven shard, those of the largest rank."""
     if node in side.nodes:
         return side.elements.get(node, 0) * value.itemsize
     return hints(value.untyped_storage().nbytes())
 
 
 class Storages:
-    """What each node allocates and touches.
+    """The storages that each node allocates and touches.
 
     Args:
         size: bytes of each storage.
@@ -110,7 +110,7 @@ class Storages:
 
 
 class Liveness(Storages):
-    """What each movable node of a graph allocates and touches.
+    """The storages that each movable node of a graph allocates and touches.
 
     Args:
         graph: with fake tensors in ``meta["val"]``; values without one count nothing.
@@ -170,7 +170,7 @@ class Liveness(Storages):
         super().__init__(self.size, self.allocates, self.touches, self.kept, self.at_start)
 
     def storages_of(self, node: fx.Node) -> tuple[int, ...]:
-        """What holds the result of a node of the graph."""
+        """The storages that hold the result of a node of the graph."""
         return self._of_node[node]
 
     def _storages(self, node: fx.Node) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ _COPIES = frozenset(
 
 @dataclass(frozen=True)
 class ShardSide:
-    """What of a graph may be otherwise on other ranks. Empty where all shards are even.
+    """The nodes of a graph that may be different on other ranks. None where all shards are even.
 
     Args:
         nodes: those that only handle this rank's shards, inputs of the graph included: what stands

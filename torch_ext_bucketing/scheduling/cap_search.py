@@ -222,7 +222,7 @@ class _Search:
         return math.inf if best is None or best.misses else best.step_ms[1]
 
     def _outcome(self, plan: MergePlan) -> ScheduleReport | None:
-        """What comes of a plan; None if that is known to be slower than the best so far."""
+        """The schedule of a plan; None if it is known to be slower than the best so far."""
         members = tuple(b.members for b in plan.buckets)
         if members not in self._known:
             best_ms = self._best_ms()

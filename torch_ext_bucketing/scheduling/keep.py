@@ -4,11 +4,11 @@ Keeping a unit saves its gathers in backward and holds their bytes from its last
 its first in backward. What it saves depends on all others: a gather that runs under computation
 saves nothing, until so many of the others are kept that the stream is free anyway; and what is kept
 takes the room in which other gathers are prefetched. So units are taken one by one, each time the
-one that saves the most exposed time for the bytes and the time that it holds them, on a sketch of
-both halves (:mod:`.scheduling.coarse`). Dropping units from all of them, each time the one that
-costs least, is the other way to go; then single units are exchanged. The best choices are looked at
-with a real schedule of both halves, then, as far as the size of the graph allows, their neighbours;
-and the fastest that keeps the bound is taken.
+one that saves the most exposed time for the bytes and the time that it holds them, by the coarse
+simulation of both halves (:mod:`.scheduling.coarse`). Dropping units from all of them, each time
+the one that costs least, is the other way to go; then single units are exchanged. The best choices
+are looked at with a real schedule of both halves, then, as far as the size of the graph allows,
+their neighbours; and the fastest that keeps the bound is taken.
 
 Nothing depends on clocks or hash order: the same graph gives the same choice on every rank.
 """
@@ -27,17 +27,16 @@ from .._gc import paused_gc
 from ..graph.collectives import KINDS, Kind
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.keep import KeepReport, KeptUnit
+from ..reports.schedule import ScheduleReport
 from ..reports.text import size_text
 from .coarse import CoarseSimulator
 from .cost import H100, Costs, Machine
 from .memory import within
 from .model import Model
-from .options import Options
 from .overlap import Overlap
 from .partitioned import PartitionedModel, UnitOf
-from .policy import Case, Policy, policies_of
+from .policy import Policy, policies_of
 from .scheduler import schedule_model
-from .timeline import Timeline
 
 __all__ = [
     "CURVE",
@@ -62,13 +61,13 @@ _SCHEDULED = 80
 _SMALL = 500
 """Up to so many nodes choices are scheduled in more orders."""
 _NEAR = 10_000
-"""How many segments of sketches may be walked through for the neighbours of one choice."""
+"""How many segments may be simulated coarsely for the neighbours of one choice."""
 _LOOKS = 4
 """How many of the best units are looked at again for each one that is taken."""
 _SEVERAL = 40
 """Of so many units that may be added, one is taken between two looks."""
 _SEGMENTS = 30_000
-"""How many segments of sketches may be walked through to exchange units."""
+"""How many segments may be simulated coarsely to exchange units."""
 DEFAULT_POLICIES: tuple[Policy, ...] = (Overlap(),)
 CURVE = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
 """The bounds of a curve, in parts of the peak with everything gathered again."""
@@ -76,7 +75,7 @@ CURVE = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a choice comes to, scheduled.
+    """The schedules of forward and backward that a choice leads to.
 
     Args:
         kept: places of the units.
@@ -98,34 +97,13 @@ class Outcome:
         return self.above, round(self.misses, 9), round(self.step_ms, 6), -len(self.kept)
 
 
-@dataclass(frozen=True)
-class _Fewer(Policy):
-    """A policy of which only some candidates are tried: those of some names, or the first two."""
-
-    policy: Policy
-    names: tuple[str, ...] | None
-
-    def candidates(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
-        found = list(self.policy.candidates(case, quick))
-        return found[:2] if self.names is None else [c for c in found if c[0] in self.names]
-
-    def ask(self, case: Case, options: Options) -> Options:
-        return self.policy.ask(case, options)
-
-    def misses(self, case: Case, timeline: Timeline) -> float:
-        return self.policy.misses(case, timeline)
-
-    def spare_bytes(self, case: Case) -> int:
-        return self.policy.spare_bytes(case)
-
-
 def _order(kept: _Set, step_ms: float) -> tuple[float, int, tuple[int, ...]]:
-    """What of equally fast choices comes first: the one that gathers less."""
+    """A key that sorts choices by time, and equally fast ones by how little they gather."""
     return round(step_ms, 6), -len(kept), tuple(sorted(kept))
 
 
 class KeepPlanner:
-    """Chooses for one graph, for any number of bounds.
+    """Chooses what stays gathered in one graph, for any number of bounds.
 
     Args:
         graph: a tagged joint graph. It is only read.
@@ -186,7 +164,7 @@ class KeepPlanner:
         return self.scheduled((), limit) if best.above else best
 
     def scheduled(self, kept: Collection[int], limit: int) -> Outcome:
-        """What a choice comes to under a bound in bytes."""
+        """The schedules of a choice under a bound in bytes."""
         key = (frozenset(kept), limit)
         if key not in self._outcomes:
             self._outcomes[key] = self._scheduled(*key)
@@ -211,21 +189,24 @@ class KeepPlanner:
 
     def _schedule(self, half: int, model: Model, limit: int) -> tuple[float, int, float]:
         reference = model.liveness.peak(range(len(model)))
-        policies: Sequence[Policy] = within(self._policies, limit, reference)
-        known = self._names.get(half)
-        if self._size > _SMALL:
-            policies = [_Fewer(p, known) if isinstance(p, Overlap) else p for p in policies]
+        policies = within(self._policies, limit, reference)
         lower = within(policies, limit - 2 * self._largest, reference)
+        known = self._names.get(half)
+        some = None if self._size <= _SMALL else 2 if known is None else known
+
+        def scheduled(policies: Sequence[Policy]) -> tuple[ScheduleReport, Sequence[int]]:
+            return schedule_model(model, policies, reference, quick=True, some=some)
+
         short = (half, limit) in self._short
-        report, order = schedule_model(model, lower if short else policies, reference, quick=True)
+        report, order = scheduled(lower if short else policies)
         if not short and _FAR * min(a[1] for a in report.alternatives) < report.step_ms[1]:
-            again, other = schedule_model(model, lower, reference, quick=True)
+            again, other = scheduled(lower)
             if again.peak_bytes[1] <= limit and again.step_ms[1] < report.step_ms[1]:
                 report, order, short = again, other, True
                 self._short.add((half, limit))
         bound = limit - 2 * self._largest * short
         if known is None:
-            # The way that was taken, and the one that is fastest where memory is not short.
+            # The candidate that was taken, and the one that is fastest where memory is not short.
             tried = [a for a in report.alternatives[1:] if ", limit" not in a[0]]
             taken = [name for name, _, _ in tried if report.chosen.startswith(name)]
             fastest = [name for name, _, _ in sorted(tried, key=lambda a: a[1])]
@@ -252,7 +233,7 @@ class KeepPlanner:
         seen.update((kept, self.scheduled(kept, limit)) for kept in list(first)[:left])
         best = min(seen.values(), key=lambda o: o.rank)
         left -= len(first)
-        # Then what is near to them: by turns what is fastest on the sketch near to the best, and
+        # Then what is near to them: by turns what is simulated fastest near to the best, and
         # what the most can be expected of, wherever it is.
         expected: dict[_Set, float] = {}
         for outcome in seen.values() if most > _FEW else ():
@@ -280,7 +261,7 @@ class KeepPlanner:
         return near[: max(len(self.candidates), _NEAR // self._coarse.segments)]
 
     def _expect(self, outcome: Outcome, limit: int, expected: dict[_Set, float]) -> None:
-        """Note the steps to expect near to ``outcome``: the sketch's, as far off as it is there."""
+        """Note the steps to expect near to ``outcome``: simulated, as far off as it is there."""
         off = outcome.step_ms - self.step(outcome.kept, limit)
         for kept in self._near(outcome.kept):
             if self.fits(kept, limit + self._largest):
@@ -288,7 +269,7 @@ class KeepPlanner:
                 expected[kept] = min(step, expected.get(kept, step))
 
     def step(self, kept: _Set, limit: int) -> float:
-        """Time of both halves on the sketch."""
+        """Milliseconds of both halves, simulated coarsely."""
         key = (kept, limit)
         if key not in self._steps:
             self._steps[key] = self._coarse.step_ms(kept, limit)
@@ -308,8 +289,8 @@ class KeepPlanner:
         return peak <= room
 
     def _search(self, limit: int) -> list[dict[_Set, float]]:
-        """Choices that are fast on the sketch, with their times: of those that fit, and of those
-        that leave room for one more gather."""
+        """Choices that are fast by the coarse simulation, with their times: of those that fit, and
+        of those that leave room for one more gather."""
         full = self._within(limit, limit)
         if frozenset(self.candidates) in full or not full:
             return [full]

@@ -1,4 +1,4 @@
-"""What a graph runs on: how fast one GPU computes, and how long its networks take.
+"""The machine that a graph runs on: the speed of one GPU and of its networks.
 
 A group of ranks is told by its *layout*: its number of ranks, and the number of nodes that they are
 on. Ranks of one node talk over one level of the network, nodes over another, which may be ten times
@@ -229,7 +229,7 @@ class Machine:
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """What :meth:`save` or ``python -m torch_ext_bucketing measure`` wrote.
+        """Read what :meth:`save` or ``python -m torch_ext_bucketing measure`` wrote.
 
         Raises:
             ValueError: the file holds no machine.

@@ -86,7 +86,7 @@ def peak_bytes(
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """What is known of each movable node of a graph, by place; see :func:`.model_of`.
+    """The movable nodes of a graph, by place, as the scheduler sees them; see :func:`.model_of`.
 
     Args:
         dependencies: the nodes, and what each one needs.
@@ -122,7 +122,7 @@ class Model:
 
     @cached_property
     def analysis(self) -> ModelAnalysis:
-        """What every order of it has in common."""
+        """Facts that every order of the model has in common, computed once."""
         return ModelAnalysis(self)
 
     def part(self, places: Sequence[int], liveness: Storages) -> Model:

@@ -1,4 +1,4 @@
-"""What is known of a model whatever order it gets; see :mod:`.list_schedule` for sorts of nodes."""
+"""Facts that all orders of a model have in common; :mod:`.list_schedule` has the sorts of nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGE = 2**62  # bytes
 
 
 class ModelAnalysis:
-    """What every order of a model has in common: :attr:`.Model.analysis`.
+    """Facts that all orders of a model have in common: :attr:`.Model.analysis`.
 
     Places are those of the model's nodes; kernels are also numbered, in the order of the graph.
 
@@ -136,8 +136,8 @@ class ModelAnalysis:
         self.live, self.most = self._live_at_kernels(model)
 
     def _find_available(self, model: Model) -> None:
-        """What is there before anything was run: lazy nodes and starts that need no kernel, those
-        of them that are no gathers, and the kernels that need only such."""
+        """Find what is there before anything was run: lazy nodes and starts that need no kernel,
+        those of them that are no gathers, and the kernels that need only such."""
         self.missing = [len(n) for n in model.dependencies.needs]
         self.available = [False] * len(model)
         self.ready: list[int] = []

@@ -1,4 +1,4 @@
-"""What bounds and guides the order that the list scheduler makes."""
+"""The options of the list scheduler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """What bounds and guides an order.
+    """Bounds and preferences for one order.
 
     Args:
         limit_bytes: live bytes that prefetching and overtaking must stay under; where what follows

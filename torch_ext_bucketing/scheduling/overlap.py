@@ -87,7 +87,7 @@ class Overlap(Policy):
         return self._launch_places(case.model)[1]
 
     def spare_bytes(self, case: Case) -> int:
-        """What the collectives under way take, each as much as the largest."""
+        """The bytes of the collectives under way, each as large as the largest."""
         return (self.depth + 1) * case.fact(_largest_collective)
 
     def _launch_places(self, model: Model) -> tuple[dict[int, int], list[str]]:

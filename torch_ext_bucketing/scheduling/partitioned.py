@@ -75,7 +75,7 @@ class Unit:
 
 
 class PartitionedModel:
-    """See :mod:`.scheduling.partitioned`.
+    """A joint graph as a model of forward and one of backward, for any choice of kept units.
 
     Args:
         graph: a tagged joint graph. It is only read.

@@ -1,4 +1,4 @@
-"""What a scheduling policy is, so that a new one is one class, in this package or in yours.
+"""Scheduling policies: a new one is one class, in this package or in yours.
 
 The scheduler (:mod:`.scheduling.scheduler`) knows no policy by name. It asks each one, in this
 order:
@@ -74,7 +74,7 @@ class Case:
 
 
 class Policy:
-    """What bounds or guides an order: the base class of policies for :func:`.schedule`.
+    """A bound or a preference for orders: the base class of policies for :func:`.schedule`.
 
     Subclasses are frozen dataclasses whose fields are plain values: the fields, and the source of
     the modules that define the class, are its part of the cache keys. A policy whose fields are
@@ -107,11 +107,11 @@ class Policy:
         return 0.0
 
     def report(self, case: Case, timeline: Timeline) -> PolicyReport:
-        """What the order that was taken reached, and a warning where it misses the bound."""
+        """Figures of the order that was taken, and a warning where it misses the bound."""
         return PolicyReport(repr(self))
 
     def notes(self, case: Case) -> Iterable[str]:
-        """What was asked for and does not apply to this graph."""
+        """Texts about what was asked for and does not apply to this graph."""
         return ()
 
     def spare_bytes(self, case: Case) -> int:

@@ -1,4 +1,4 @@
-"""What an order costs: when each node runs, on one compute stream and one stream per process group.
+"""The times of an order, on one compute stream and one stream per process group.
 
 The CPU is taken to run ahead, so kernels start when their stream and their inputs are ready. A
 collective starts when its group's stream is free and the compute stream has come to it
@@ -84,7 +84,7 @@ class Timeline:
 
 
 def longest_compute_run(model: Model, order: Sequence[int]) -> int:
-    """See :attr:`Timeline.longest_run`."""
+    """Most compute nodes between two reduce-scatter starts; see :attr:`Timeline.longest_run`."""
     run = longest = 0
     for i in order:
         run += model.compute[i]
@@ -145,7 +145,7 @@ def _serial_ms(model: Model, path: Sequence[int]) -> float:
 
 
 def _reached(model: Model, start: int, edges: Sequence[Sequence[int]], last: int) -> set[int]:
-    """What ``start`` waits for, or what waits for it, by way of ``edges``, up to ``last``."""
+    """The nodes that ``start`` waits for, or that wait for it, along ``edges`` up to ``last``."""
     back = last < start
     found, stack = set[int](), [start]
     while stack:

@@ -1,11 +1,13 @@
-"""What two runs are compared by: digests of their weights, and how many collectives they called."""
+"""What two runs are compared by: digests of their weights step by step, and the collectives that
+they called."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..fqns import canonical_fqn
 
-__all__ = ["count_collectives", "digest", "raw_bytes"]
+__all__ = ["Trained", "count_collectives", "digest", "raw_bytes", "train"]
 
 
 def digest(model: nn.Module) -> str:
@@ -28,6 +30,54 @@ def digest(model: nn.Module) -> str:
         total.update(f"{name} {local.dtype} {tuple(local.shape)} ".encode())
         total.update(raw_bytes(local))
     return total.hexdigest()
+
+
+@dataclass
+class Trained:
+    """One run on one rank: :func:`digest` and the loss after each step."""
+
+    digests: list[str] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+
+
+def train(
+    model: nn.Module,
+    step: Callable[[int], torch.Tensor],
+    steps: int,
+    *,
+    lr: float = 1e-3,
+    recompiles: bool = False,
+    stop_unlike: Sequence[str] | None = None,
+) -> Trained:
+    """Train ``model`` by AdamW.
+
+    Args:
+        model: the parameters are its own.
+        step: by its number, runs forward and backward, and returns the loss, a scalar.
+        steps: number of optimizer steps.
+        lr: learning rate.
+        recompiles: whether later steps than the first may compile: that would be under other
+            settings, and in another report. Otherwise they raise.
+        stop_unlike: digests of another run: stop at the first step after which some rank's weights
+            are others.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=True)
+    done = Trained()
+    for number in range(steps):
+        compiled = number > 0 and not recompiles
+        with torch.compiler.set_stance("fail_on_recompile" if compiled else "default"):
+            loss = step(number)
+        optimizer.step()
+        optimizer.zero_grad()
+        done.loss.append(loss.item())
+        done.digests.append(digest(model))
+        if stop_unlike is not None:
+            differs = torch.tensor([int(done.digests[-1] != stop_unlike[number])])
+            differs = differs.to(loss.device)
+            dist.all_reduce(differs, op=dist.ReduceOp.MAX)
+            if differs.item():
+                break
+    return done
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:

@@ -98,14 +98,13 @@ def preload(*modules: str) -> None:
     """From now on, fork ranks from one server that has imported ``modules``.
 
     Each rank is still a process of its own, and as new as what the modules leave behind. They must
-    leave no thread, or forking is not safe: imports of torch leave none, nor does compiling with
-    ``aot_eager``, which saves a rank the second that its first compile takes longer.
+    leave no thread, or forking is not safe: imports of torch leave none, compiling does.
 
     The server starts with the first rank, with the environment and ``sys.path`` of this process and
     one OpenMP thread, and ends with this process. Its ranks skip ``atexit``.
 
     Args:
-        modules: names. What can't be imported is left out without a word, as of
+        modules: names. One that there isn't is left out without a word, as of
             ``multiprocessing``, and ranks import it themselves.
     """
     global _server
@@ -121,7 +120,6 @@ def run_ranks(
     threads: int = 1,
     environment: Mapping[str, str] | None = None,
     on_message: Callable[[int, Any], None] | None = None,
-    context: BaseContext | None = None,
 ) -> list[T]:
     """Run ``function(rank, *args)`` on ``world_size`` ranks and return their results by rank.
 
@@ -131,15 +129,14 @@ def run_ranks(
         world_size: number of ranks, at least 1.
         args: picklable.
         timeout_s: limit in seconds for the whole run, imports included.
-        threads: OpenMP and MKL threads per rank.
+        threads: OpenMP and MKL threads per rank. Ranks of :func:`preload` that have imported torch
+            have one.
         environment: more environment variables for the ranks.
         on_message: called in this process with ``(rank, message)`` for each
             :meth:`Rank.send`. What it raises ends the ranks and reaches the caller.
-        context: of :mod:`multiprocessing`; by default that of :func:`preload`, with whose ranks
-            ``threads`` is too late where torch was imported, and "spawn" where that was not called.
 
     Raises:
-        RankError: a rank raised or died.
+        RankError: a rank raised or died, or an import of :func:`preload` failed.
         RanksTimedOut: ``timeout_s`` passed.
         ValueError: ``world_size`` or ``timeout_s`` is not positive.
 
@@ -153,7 +150,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="torch-ext-bucketing-") as folder:
         run = _Run(world_size, Path(folder), timeout_s)
         try:
-            run.start(function, args, threads, environment or {}, context)
+            run.start(function, args, threads, environment or {})
             return run.collect(on_message)
         finally:
             run.end()
@@ -179,9 +176,8 @@ class _Run:
         args: tuple[object, ...],
         threads: int,
         environment: Mapping[str, str],
-        context: BaseContext | None,
     ) -> None:
-        context = context or start_context()
+        context = start_context()
         variables = {
             **_threads(threads),
             # Inductor would start a pool of processes per rank, which is for Triton only.
@@ -212,7 +208,13 @@ class _Run:
                 )
                 self.pipes.append(pipe)
                 self.lifelines.append(lifeline)
-                process.start()
+                try:
+                    process.start()
+                except EOFError as error:
+                    raise RankError(
+                        "the server that ranks are forked from ended while it imported what "
+                        "preload() named; what it printed last says why"
+                    ) from error
                 self.processes.append(process)
                 # Without these the parent would never see the child's ends close.
                 childs_pipe.close()

@@ -388,18 +388,11 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def split_group(self, *args: object, **kwargs: object) -> dist.ProcessGroup:
         raise NotImplementedError(
-            f"{self._where('split_group')}: the new group would add in gloo's order; use "
-            f"dist.new_group or a device mesh"
+            f"{self._where('split_group or merge_remote_group')}: the new group would add in "
+            f"gloo's order; use dist.new_group, a device mesh, or one world"
         )
 
-    def merge_remote_group(self, *args: object, **kwargs: object) -> dist.ProcessGroup:
-        raise NotImplementedError(
-            f"{self._where('merge_remote_group')}: the new group would add in gloo's order; start "
-            f"the ranks as one world"
-        )
-
-    splitGroup = split_group  # the names that the C++ side looks up
-    mergeRemoteGroup = merge_remote_group
+    merge_remote_group = splitGroup = mergeRemoteGroup = split_group  # C++ looks the latter two up
 
     # ---- checks ---------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TextIO
 
-from .results import whole_digest
+from ..payloads import whole_digest
 from .settings import Settings
 from .table import label
 

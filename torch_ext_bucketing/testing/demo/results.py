@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from ..payloads import Payload, layout_differences, whole_digest
 from .settings import Settings
 
 WARMUP_STEPS = 3
@@ -17,23 +17,6 @@ T = TypeVar("T")
 
 Counts = dict[str, int]
 """Collectives per step by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """One parameter's place in a collective's buffer, per rank: ``[offset, offset + nbytes)``."""
-
-    fqn: str
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Payload:
-    """One collective of the step and what lies in it, in the order of the bytes."""
-
-    kind: str
-    members: tuple[Member, ...]
 
 
 @dataclass
@@ -69,11 +52,6 @@ class RankReport:
     versions: dict[str, str]
 
 
-def whole_digest(shards: Sequence[str]) -> str:
-    """A hash of all weights from the hashes of every rank's shards, by rank."""
-    return hashlib.sha256("".join(shards).encode()).hexdigest()
-
-
 def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
     """The demo's result as one JSON-ready dictionary."""
     first = ranks[0]
@@ -101,7 +79,9 @@ def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
         name: [
             f"rank {rank}: {text}"
             for rank, report in enumerate(ranks)
-            for text in layout_differences(report.runs["eager"], report.runs[name])
+            for text in layout_differences(
+                report.runs["eager"].payloads, report.runs[name].payloads
+            )
         ]
         for name in first.runs
         if name != "eager"
@@ -128,43 +108,6 @@ def _by_step(by_rank: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
 
 def _warmup(steps: int) -> int:
     return min(WARMUP_STEPS, steps - 1)
-
-
-def layout_differences(eager: RunRecord, run: RunRecord) -> list[str]:
-    """Where the collectives of ``run`` carry other bytes, or in other places, than eager FSDP2's.
-
-    Every collective of the run must be one of eager's payloads, member by member and byte by
-    byte, and every payload of eager's must occur.
-    """
-    known: dict[tuple[str, frozenset[str]], Payload] = {
-        (p.kind, frozenset(m.fqn for m in p.members)): p for p in eager.payloads
-    }
-    seen = set()
-    found = []
-    for payload in run.payloads:
-        key = (payload.kind, frozenset(m.fqn for m in payload.members))
-        names = ", ".join(m.fqn for m in payload.members[:3])
-        names += ", ..." if len(payload.members) > 3 else ""
-        reference = known.get(key)
-        if reference is None:
-            found.append(f"{payload.kind} of {names}: no unit of eager FSDP2 has these members")
-            continue
-        seen.add(key)
-        for mine, eagers in zip(payload.members, reference.members, strict=True):
-            if mine != eagers:
-                found.append(
-                    f"{payload.kind} of {names}: byte {mine.offset} is {mine.fqn} "
-                    f"({mine.nbytes} bytes), eager has {eagers.fqn} at byte {eagers.offset} "
-                    f"({eagers.nbytes} bytes)"
-                )
-                break
-    for key, payload in known.items():
-        if key not in seen:
-            found.append(
-                f"{payload.kind} of {payload.members[0].fqn}, ...: eager FSDP2 has this payload, "
-                "the compiled graphs do not"
-            )
-    return found
 
 
 def _verdict(settings: Settings, result: Mapping[str, Any]) -> tuple[bool, list[str]]:

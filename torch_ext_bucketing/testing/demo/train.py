@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from ...fqns import canonical_fqn
 from ...fsdp.order import FSDPParamOrder
 from ...fsdp.simple_fsdp import data_parallel
 from ...passes.backends import BucketingBackend, backend
@@ -28,10 +27,11 @@ from ...rewrites.resharding import ReshardAfterForward
 from .. import text
 from ..compare import count_collectives, digest
 from ..model import ModelConfig, Transformer
+from ..payloads import bucket_payloads, fsdp_payloads
 from ..ranks import Rank
 from ..ring import RingTopology, ring_rank
 from ..untouched import require_untouched_torch
-from .results import Member, Payload, RankReport, RunRecord
+from .results import RankReport, RunRecord
 from .rounding import eager_rounding
 from .settings import HEAD_DIM, Settings
 
@@ -107,7 +107,13 @@ def _train(rank: Rank, settings: Settings, mesh: DeviceMesh) -> RankReport:
                 _step(run, tokens, targets)
             rank.send((step + 1, run.name, run.record.digests[-1]))
     eager.record.before = eager.record.after
-    eager.record.payloads = eager_payloads(eager.module, fsdp_order, settings)
+    eager.record.payloads = fsdp_payloads(
+        eager.module,
+        fsdp_order,
+        shards=settings.ranks,
+        param_dtype=PARAM_DTYPE,
+        reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype],
+    )
     for run in runs[1:]:
         _read_report(run)
     require_untouched_torch()
@@ -200,32 +206,6 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=settings.lr, foreach=True)
 
 
-def eager_payloads(model: nn.Module, order: FSDPParamOrder, settings: Settings) -> list[Payload]:
-    """What eager FSDP2's collectives carry, from its param groups.
-
-    In a rank's part of the buffer each parameter takes the rows of its shard, padded to the
-    first rank's, one parameter after the other (``foreach_all_gather``'s copy-in and the
-    ``chunk_cat`` of ``foreach_reduce``).
-    """
-    shards = {}
-    for name, parameter in model.named_parameters():
-        rows = -(-parameter.shape[0] // settings.ranks)
-        shards[canonical_fqn(name)] = rows * parameter.shape[1:].numel()
-    payloads = []
-    for kind, units, dtype in (
-        ("all_gather", order.units, PARAM_DTYPE),
-        ("reduce_scatter", order.reduce_units or order.units, REDUCE_DTYPES[settings.reduce_dtype]),
-    ):
-        for unit in units:
-            members, offset = [], 0
-            for fqn in unit:
-                nbytes = shards[fqn] * dtype.itemsize
-                members.append(Member(fqn, offset, nbytes))
-                offset += nbytes
-            payloads.append(Payload(kind, tuple(members)))
-    return payloads
-
-
 def _read_report(run: Run) -> None:
     if run.compiler is None or len(run.compiler.reports) != 1:
         # Dynamo could have taken another run's graph for this one.
@@ -233,10 +213,4 @@ def _read_report(run: Run) -> None:
     report = run.compiler.last_report()
     run.record.before = dict(report.collectives_before)
     run.record.after = dict(report.collectives_after)
-    run.record.payloads = [
-        Payload(
-            bucket.kind,
-            tuple(Member("+".join(m.fqns), m.offset, m.nbytes) for m in bucket.members),
-        )
-        for bucket in report.buckets
-    ]
+    run.record.payloads = bucket_payloads(report.buckets)

@@ -1,0 +1,93 @@
+"""Inductor's caches of torch's own bucketing under the hooks' entries, which are plain data."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from typing import Any
+
+import pytest
+from patching_trees import MINOR, ROOT, needs_unpatched_torch
+from test_caches import HIT, MISS, Checkout, assert_state
+
+ORDER = """
+from torch_ext_bucketing import TagParameters
+from torch_ext_bucketing.fsdp.tags import tag_of
+
+class OwnOrder(TagParameters):
+    def run(self, graph, compilation):
+        super().run(graph, compilation)
+        for node in graph.nodes:
+            if (tag := tag_of(node)) is not None:
+                node.meta["payload_order"] = 1 * ord(tag.fqns[0][0])
+"""
+CACHED = ("config", "config, values only", "config, own pass")
+OTHERS = ("config, other order", "config, model turned", "config, filter")
+
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    made = Checkout(tmp_path_factory.mktemp("caches"))
+    shutil.copytree(ROOT / "torch_patches", made.folder / "torch_patches")
+    made.hooks.write_text(ORDER)
+    return made
+
+
+@pytest.fixture(scope="module")
+def cold(checkout: Checkout) -> Results:
+    """The first process. What every later one is compared with."""
+    return checkout.run(*CACHED)
+
+
+@pytest.fixture(scope="module")
+def warm(checkout: Checkout, cold: Results) -> Results:
+    """A second process: the same settings again, then others."""
+    return checkout.run(*CACHED, *OTHERS)
+
+
+def test_the_same_settings_hit_in_a_new_process_and_others_miss(warm, cold):
+    for name in CACHED:
+        assert_state(cold[name], MISS)
+        assert_state(warm[name], HIT)
+        assert warm[name]["codes"] == cold[name]["codes"]
+        assert not warm[name]["log"]
+    for name in OTHERS:
+        assert_state(warm[name], MISS)
+    for was, code in zip(cold["config"]["codes"], warm[OTHERS[0]]["codes"], strict=True):
+        assert was != code
+    # A model whose layers are turned round has the same graphs, under other names.
+    assert warm["config, model turned"]["codes"] == warm["config, other order"]["codes"]
+
+
+def test_an_edited_pass_does_not_get_the_old_graph(checkout, cold):
+    checkout.edit(checkout.hooks, "1 *", "-1 *")
+    try:
+        now = checkout.run("config, own pass", "config, values only")
+    finally:
+        checkout.edit(checkout.hooks, "-1 *", "1 *")
+    assert_state(now["config, own pass"], MISS)
+    for was, code in zip(
+        cold["config, own pass"]["codes"], now["config, own pass"]["codes"], strict=True
+    ):
+        assert was != code
+    assert_state(now["config, values only"], HIT)
+
+
+@needs_unpatched_torch
+def test_an_edited_patch_series_misses(checkout, cold):
+    patches = sorted((checkout.folder / "torch_patches" / MINOR).glob("0*.patch"))
+    original = {patch: patch.read_text() for patch in patches}
+    added = re.compile(r"^diff --git a/torch/(?:(?!\ndiff ).)*?\n\+( +# \w[^\n]*)", re.M | re.S)
+    comment = next(found[1] for text in original.values() if (found := added.search(text)))
+    try:
+        for patch, text in original.items():  # it is context in the later ones
+            patch.write_text(text.replace(comment, f"{comment} (edited)"))
+        now = checkout.run("config", "config, values only")
+    finally:
+        for patch, text in original.items():
+            patch.write_text(text)
+    for name, result in now.items():
+        assert_state(result, MISS)
+        assert result["codes"] == cold[name]["codes"]
