@@ -19,7 +19,7 @@ class OwnOrder(TagParameters):
         super().run(graph, compilation)
         for node in graph.nodes:
             if (tag := tag_of(node)) is not None:
-                node.meta["payload_order"] = 1 * ord(tag.fqns[0][0])
+                node.meta["fsdp_payload_order"] = 1 * ord(tag.fqns[0][0])
 """
 CACHED = ("config", "config, values only", "config, own pass")
 OTHERS = ("config, other order", "config, model turned", "config, filter")
