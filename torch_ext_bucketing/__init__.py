@@ -5,6 +5,7 @@ own passes, does so when it is asked to.
 
 What most programs need is here; a module of its own has each of the rest:
 
+- ``passes.base``: the facts by which a ``GraphPass`` of your own says where it may stand;
 - ``passes.whole_step.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
 - ``passes.diagnostics`` and ``rewrites.keep``: the other warnings of a compile;
 - ``fsdp.simple_fsdp.ReduceOnce``: several backwards, one reduction;
