@@ -34,9 +34,9 @@ HOOKS = """
 from torch_ext_bucketing import BucketUnits
 
 class OwnPass(BucketUnits):
-    def __call__(self, graph, compilation=None):
+    def run(self, graph, compilation):
         if 1 > 0:
-            super().__call__(graph, compilation)
+            super().run(graph, compilation)
 """
 EDITED_HOOKS = HOOKS.replace("1 > 0", "-1 > 0")
 
