@@ -24,9 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES
 from benchmarks.parity_ranks import aten_kernels, bucket_units, reshard
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.compare import digest
 from torch_ext_bucketing.testing.ranks import Rank

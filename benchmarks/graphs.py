@@ -43,7 +43,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_ext_bucketing._source import source_digest
 from torch_ext_bucketing.graph.collectives import kind_of
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 
 from .models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
 from .parallel import Group, Layout, shard_deepseek, shard_llama, start_world
@@ -249,9 +249,9 @@ _TRACED_WITH = (
     "_torch.descriptors",
     "fqns",
     "graph.collectives",
-    "plans.simple_fsdp",
-    "tagging.tag_graph",
-    "tagging.tags",
+    "fsdp.simple_fsdp",
+    "fsdp.tag_graph",
+    "fsdp.tags",
 )
 """Modules of the package that decide what a traced graph looks like."""
 

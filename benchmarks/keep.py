@@ -104,7 +104,7 @@ def unit_of(fqn: str) -> tuple[int, str]:
 def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[float, int]:
     """Step and peak with every order tried that ``Schedule`` tries."""
     step, peak = 0.0, 0
-    for model in planner.halves.models(outcome.kept):
+    for model in planner.partitioned.models(outcome.kept):
         policies = [Overlap(), PeakMemory(gib=limit / GIB)]
         report, _ = schedule_model(model, policies, None)
         step += report.step_ms[1]

@@ -1,8 +1,9 @@
 """Choices of what stays gathered against all that there are, on random models.
 
 Each choice that can be more than 2% faster than the one that was made, by what no order can beat,
-is scheduled: so whether the choice is within 2% of the best is known, and the best where it is not.
-Where it is, the best is only known as far as it was looked at.
+is scheduled, unless what it keeps is above the bound before backward begins: so whether the choice
+is within 2% of the best is known, and the best where it is not. Where it is, the best is only known
+as far as it was looked at.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_ext_bucketing._gc import paused_gc
-from torch_ext_bucketing.scheduling.floors import Floors
 from torch_ext_bucketing.scheduling.keep import KeepPlanner
 from torch_ext_bucketing.scheduling.model import Model
 
@@ -83,13 +83,14 @@ def against_all(models: int, most: int, least: int = 2, first: int = 0) -> dict[
 
 
 def _fitting(planner: KeepPlanner, limit: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Choices with the least time that they can take, without those that no order fits."""
-    floors = Floors(planner.halves)
-    forward_ms = least_ms(planner.halves.forward)
+    """Choices with the least time that they can take. What is kept is there when backward begins,
+    so those that are above the bound with that alone are left out."""
+    forward_ms = least_ms(planner.partitioned.forward)
     for bits in range(2 ** len(planner.candidates)):
         kept = tuple(k for i, k in enumerate(planner.candidates) if bits >> i & 1)
-        if floors.peak_bytes(kept) <= limit:
-            yield forward_ms + least_ms(planner.halves.models(kept)[1]), kept
+        backward = planner.partitioned.models(kept)[1]
+        if backward.liveness.at_start <= limit:
+            yield forward_ms + least_ms(backward), kept
 
 
 def least_ms(model: Model) -> float:

@@ -8,8 +8,8 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_ext_bucketing.fsdp.tags import Tag, set_tag
 from torch_ext_bucketing.scheduling.machine import Level, Machine
-from torch_ext_bucketing.tagging.tags import Tag, set_tag
 
 __all__ = ["GROUP", "random_joint", "unit_of"]
 

@@ -37,7 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ext_bucketing as teb
 from benchmarks.devices import start
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import init_ring_process_group

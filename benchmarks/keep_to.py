@@ -34,7 +34,7 @@ import torch.fx as fx
 import torch.nn as nn
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.tagging.tags import tag_of
+from torch_ext_bucketing.fsdp.tags import tag_of
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.ranks import Rank, preload, run_ranks
 

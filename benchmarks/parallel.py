@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import parametrize
 
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 
 from .models import DeepSeek, Experts, Llama
 

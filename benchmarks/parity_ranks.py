@@ -40,15 +40,15 @@ from benchmarks.parity_models import (
     tensor_parallel,
     unit_names,
 )
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph.collectives import KINDS
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
 from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.passes.reduce_scatter_first import ReduceScatterFirst
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.testing.compare import train
 from torch_ext_bucketing.testing.payloads import (
     Payload,

@@ -27,14 +27,14 @@ from benchmarks.parity_rows_models import (
 )
 from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce, data_parallel
+from torch_ext_bucketing.fsdp.tags import tag_of
 from torch_ext_bucketing.graph.collectives import group_name, kind_of, wire_bytes
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.passes.recipe import recipe
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import ReduceOnce, data_parallel
-from torch_ext_bucketing.tagging.tags import tag_of
+from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.testing.compare import count_collectives, train
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank

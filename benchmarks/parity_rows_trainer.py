@@ -27,11 +27,11 @@ from benchmarks.parity_rows import RowReport, Traffic
 from benchmarks.parity_rows_ranks import Sent, Step, add_sent, collectives_of
 from benchmarks.parity_rows_titan import BATCH, SEQ, TitanRuns
 from torch_ext_bucketing._torch.aot import in_backward
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.passes.recipe import recipe
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
-from torch_ext_bucketing.plans.order import FSDPParamOrder
+from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.compare import count_collectives
 

@@ -23,12 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.parity_models import batch_of, build, unit_names
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.reports.buckets import BucketReport
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.testing.compare import raw_bytes
 from torch_ext_bucketing.testing.sums import RingTopology, simulate_reduce_scatter
 

@@ -88,7 +88,6 @@ def what_ours_plans(graph: Graph, reference: int, capped: bool) -> tuple[list[Po
     return policies, {
         "kinds": ("all_gather", "reduce_scatter", "all_reduce"),
         "group_filter": lambda found: [g for g in found if g in keep],
-        "size_hints": graph.config.size_hints,
     }
 
 
@@ -102,6 +101,7 @@ def run_ours(
     """Our buckets, then our schedule."""
     from torch_ext_bucketing.bucketing.caps import plan_by_cap
     from torch_ext_bucketing.bucketing.merge import apply_plan
+    from torch_ext_bucketing.graph.analysis import GraphAnalysis
     from torch_ext_bucketing.scheduling.cap_search import choose_caps
     from torch_ext_bucketing.scheduling.scheduler import schedule
 
@@ -110,18 +110,21 @@ def run_ours(
     machine = nodes(between)
     policies, options = what_ours_plans(graph, reference, capped)
     if cap_mb is None:
+        analysis = GraphAnalysis(graph.gm.graph, graph.config.size_hints)
         plan, search = choose_caps(
-            graph.gm.graph, policies, machine=machine, reference_bytes=reference, **options
+            analysis, policies, machine=machine, reference_bytes=reference, **options
         )
         caps = sorted({cap for _, cap in search.caps_mb})
     else:
-        by_cap = {key: options[key] for key in ("kinds", "group_filter")}
-        plan = plan_by_cap(graph.gm.graph, cap_mb, **by_cap)
+        plan = plan_by_cap(graph.gm.graph, cap_mb, **options)
         caps = [cap_mb]
     apply_plan(graph.gm.graph, plan)
-    hints = options["size_hints"]
     report = schedule(
-        graph.gm, policies, machine=machine, reference_bytes=reference, size_hints=hints
+        graph.gm,
+        policies,
+        machine=machine,
+        reference_bytes=reference,
+        size_hints=graph.config.size_hints,
     )
     return {
         "caps_mb": caps,
@@ -210,6 +213,7 @@ def measure(
 def off(name: str, draws: int, layers: int | None) -> dict[str, Any]:
     """How much longer a step is, on average over the draws, where the times planned with are off:
     see :mod:`.schedule_off`."""
+    from torch_ext_bucketing.graph.analysis import GraphAnalysis
     from torch_ext_bucketing.scheduling.model import peak_bytes
 
     from .schedule_off import steps_off
@@ -218,7 +222,8 @@ def off(name: str, draws: int, layers: int | None) -> dict[str, Any]:
     graph = load(name, layers, quiet=True)
     reference = peak_bytes(graph.gm, size_hints=graph.config.size_hints)
     policies, options = what_ours_plans(graph, reference, capped=True)
-    true_ms, found = steps_off(graph.gm.graph, policies, draws, reference, options)
+    analysis = GraphAnalysis(graph.gm.graph, graph.config.size_hints)
+    true_ms, found = steps_off(analysis, policies, draws, reference, options)
     ratios = [ms / true_ms for ms in found]
     return {
         "graph": name,

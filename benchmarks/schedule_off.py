@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import group_name, is_collective, tensors_in
 from torch_ext_bucketing.graph.size_hints import GivenHints, SizeHints
 from torch_ext_bucketing.scheduling.cap_search import choose_caps
@@ -59,7 +60,7 @@ def off_by(machine: Machine, seed: int, sigma: float = SIGMA, hints: GivenHints 
 
 
 def steps_off(
-    graph: fx.Graph,
+    analysis: GraphAnalysis,
     policies: Sequence[Policy],
     draws: int,
     reference_bytes: int,
@@ -69,23 +70,23 @@ def steps_off(
     """Milliseconds of the step, planned with the true times, and with each draw of others.
 
     Args:
-        graph: is only read.
+        analysis: of the graph, which is only read.
         policies: as of :func:`.choose_caps`.
         draws: how many; their seeds are 0, 1, and so on.
         reference_bytes: as of :func:`.schedule`.
-        options: further ones of :func:`.choose_caps`, ``size_hints`` among them.
+        options: further ones of :func:`.choose_caps`.
         sigma: as of :func:`off_by`.
     """
-    hints: GivenHints = options.get("size_hints")
-    true = Costs(H100, SizeHints(hints))
-    unmerged = model_of(graph, true)
+    hints = analysis.hints
+    true = Costs(H100, hints)
+    unmerged = model_of(analysis, true)
 
     def step_ms(machine: Machine) -> float:
         plan, _ = choose_caps(
-            graph, policies, machine=machine, reference_bytes=reference_bytes, **options
+            analysis, policies, machine=machine, reference_bytes=reference_bytes, **options
         )
-        costs = Costs(machine, SizeHints(hints))
-        believed = merged_model(model_of(graph, costs), plan.buckets, costs)
+        costs = Costs(machine, hints)
+        believed = merged_model(model_of(analysis, costs), plan.buckets, costs)
         real = merged_model(unmerged, plan.buckets, true)
         if believed is None or real is None:
             raise RuntimeError("the buckets stand on both sides of a side effect")

@@ -145,7 +145,6 @@ def _options(rng: random.Random, policy: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if policy in ("cap", "cap_scheduled"):
         options["cap_mb"] = rng.choice((0.0001, 0.0005, 0.002, 0.01, 1.0, None))
-        options["max_node_span"] = rng.choice((None, None, 5, 30))
         options["non_adjacent"] = rng.random() < 0.8
     if policy == "auto":
         options["caps_mb"] = rng.choice(((0.0005, 0.005), (0.001, 0.01, 1.0), (25.0,)))

@@ -29,15 +29,15 @@ from torch.distributed.tensor import DTensor
 from benchmarks.soak_cases import Case, coarser, random_case
 from benchmarks.soak_models import DTYPES, batch, build, tied
 from torch_ext_bucketing._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 from torch_ext_bucketing.reports.buckets import BucketReport
 from torch_ext_bucketing.reports.compile import CompileReport
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.testing.compare import Trained, train

@@ -23,10 +23,10 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from torch_ext_bucketing.fsdp.tag_graph import FqnOf
 from torch_ext_bucketing.passes.base import Compilation, GraphPass
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.passes.tagging import TagParameters
-from torch_ext_bucketing.tagging.tag_graph import FqnOf
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 
 __all__ = ["Phase", "Progress", "partitioner", "trace_model"]
 

@@ -27,17 +27,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.devices import start, synchronize
 from benchmarks.train_ways import WARMUP_STEPS, RankReport, Training, WayReport
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph.collectives import Kind
 from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.measure import measure
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.passes.tagging import TagParameters
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.cost import H100, Machine
 from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap

@@ -179,7 +179,7 @@ def run_rank(way: str, rank: int, world: int, port: int) -> None:
         package = types.ModuleType("torch_ext_bucketing")
         package.__path__ = [str(Path(__file__).parents[1] / "torch_ext_bucketing")]
         sys.modules[package.__name__] = package
-    from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+    from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
     from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
     torch.set_num_threads(1)

@@ -51,24 +51,6 @@ def by_backend(make):
     return lambda model: (teb.backend("inductor", [make()]), {})
 
 
-class WriteOrder(teb.TagParameters):
-    """Writes the place of each parameter's bytes where the config entry says."""
-
-    def __init__(self, model, order) -> None:
-        super().__init__(model)
-        self.order = order
-
-    def run(self, graph, compilation) -> None:
-        super().run(graph, compilation)
-        tagged = dict(self.last_report.tagged)
-        for node in graph.nodes:
-            if node.name in tagged:
-                node.meta["payload_order"] = self.order(node)
-
-    def settings(self):
-        return *super().settings(), self.order.uuid()
-
-
 def by_config(order, own_pass=False, **entries):
     """torch's own bucketing, under config hooks alone; ``own_pass``: its order is from a pass of the
     module that the test edits."""
@@ -81,9 +63,11 @@ def by_config(order, own_pass=False, **entries):
             **{ENTRIES + name: value for name, value in entries.items()},
         }
         if order is not None or own_pass:
-            write = from_hooks("OwnOrder", model) if own_pass else WriteOrder(model, order)
+            write = (
+                from_hooks("OwnOrder", model) if own_pass else teb.TagParameters(model, order=order)
+            )
             settings["joint_custom_post_pass"] = write
-            settings[ENTRIES + "bucket_payload_order_key"] = "payload_order"
+            settings[ENTRIES + "bucket_payload_order_key"] = "fsdp_payload_order"
         return "inductor", settings
 
     return setup

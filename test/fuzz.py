@@ -34,19 +34,18 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.agreement.before_run import agree
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.groups import primary_group
-from torch_ext_bucketing.bucketing.plan import BucketingPlan
+from torch_ext_bucketing.bucketing.plan import MergePlan
+from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce
+from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
+from torch_ext_bucketing.fsdp.tags import Tag, set_tag, tag_of
+from torch_ext_bucketing.fsdp.unit_spec import UnitSpec
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
-from torch_ext_bucketing.plans.plan import UnitSpec
-from torch_ext_bucketing.plans.simple_fsdp import ReduceOnce
 from torch_ext_bucketing.reports.graph import GraphReport
 from torch_ext_bucketing.reports.schedule import ScheduleReport
 from torch_ext_bucketing.scheduling.machine import Level
 from torch_ext_bucketing.scheduling.model import peak_bytes
-from torch_ext_bucketing.scheduling.overlap import PrefetchDepth
 from torch_ext_bucketing.scheduling.scheduler import schedule
-from torch_ext_bucketing.tagging.tag_graph import tag_joint_graph
-from torch_ext_bucketing.tagging.tags import Tag, set_tag, tag_of
 from torch_ext_bucketing.testing.ring import init_ring_process_group, register_ring_backend
 from torch_ext_bucketing.testing.sums import RingTopology
 
@@ -318,7 +317,6 @@ class Values:
             "kinds": self.kinds,
             "eligible": self.eligible,
             "group_filter": self.group_filter,
-            "max_node_span": lambda: self.pick(None, 0, 5, 50, 10**30),
             "non_adjacent": lambda: self.pick(True, False),
         }
         chosen = self.rng.sample(sorted(every), self.rng.randint(0, 3))
@@ -439,9 +437,7 @@ def _backend(e: Example) -> Any:
     made = teb.backend(
         e.v.pick("inductor", "aot_eager", "eager"),
         passes,
-        prefetch=e.rng.choice((None, 0))
-        if e.rng.random() < 0.5
-        else PrefetchDepth(e.v.pick(1, 50)),
+        prefetch=e.v.pick(None, 0, 1, 50),
     )
     return made.last_report() if e.rng.random() < 0.1 else made.passes.uuid()
 
@@ -585,7 +581,7 @@ def run_example(seed: int) -> tuple[str, str]:
     said = [t for r in reports for t in getattr(r, "warnings", ()) if "keeps its order" in t]
     if said and ordered:
         raise FuzzError(f"seed {seed}: {name}: {said[0]}")
-    if isinstance(result, BucketingPlan):
+    if isinstance(result, MergePlan):
         members = [m for b in result.buckets for m in b.members]
         if len(members) != len(set(members)):
             raise FuzzError(f"seed {seed}: {name} put a collective into two buckets")

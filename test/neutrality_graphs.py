@@ -1,5 +1,6 @@
 """Prints, as JSON, what torch's bucketing passes make of a set of graphs, node for node, an uneven
 one on two ranks; where torch has the entries of the patch series, also what they make with all of them set.
+``--set`` leaves out the others.
 
 Run by ``test_patch_neutrality.py`` on the unpatched torch and on the patched one.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -175,6 +177,10 @@ def passes() -> dict[str, Callable[[fx.GraphModule], Any]]:
             **pre_bucketing,
         )
 
+    def pre_bucket(gm: fx.GraphModule) -> None:
+        fsdp.pre_bucket_fsdp_collectives(gm, "custom_ops", 0.001)
+        stable_topological_sort(gm.graph)  # as the overlap scheduler does
+
     def manual(gm: fx.GraphModule) -> None:
         for i, node in enumerate(gm.graph.nodes):
             layer = f"layers.{i * 3 // len(gm.graph.nodes)}"
@@ -190,7 +196,7 @@ def passes() -> dict[str, Callable[[fx.GraphModule], Any]]:
         "multidtype": greedy("custom_ops_multidtype", small),
         "coalesced": greedy("coalesced", lambda _: 100.0),
         "fsdp": fsdp_passes,
-        "pre_bucket": lambda gm: fsdp.pre_bucket_fsdp_collectives(gm, "custom_ops", 0.001),
+        "pre_bucket": pre_bucket,
         "overlap": overlap,
         "manual": manual,
     }
@@ -220,8 +226,10 @@ def results_of(rank: int, **options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    results = results_of(0)
-    results |= {f"{name} on {LAST}": nodes for name, nodes in results_of(LAST).items()}
+    results: dict[str, Any] = {}
+    if "--set" not in sys.argv:
+        results = results_of(0)
+        results |= {f"{name} on {LAST}": nodes for name, nodes in results_of(LAST).items()}
     has_entries = hasattr(config.aten_distributed_optimizations, "bucket_payload_order_key")
     options = {PAYLOAD_ORDER: "order", GROUP_FILTER: ["0", "1"], NON_ADJACENT: True}
     with_all = results_of(0, **options) if has_entries else {}

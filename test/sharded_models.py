@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
 
+from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
+from torch_ext_bucketing.fsdp.tags import TagReport
 from torch_ext_bucketing.graph.collectives import kind_of
-from torch_ext_bucketing.tagging.tag_graph import tag_joint_graph
-from torch_ext_bucketing.tagging.tags import TagReport
 
 
 class Block(nn.Module):

@@ -232,7 +232,6 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "kinds": ("all_gather",),
             "eligible": "tag",
             "group_filter": None,
-            "max_node_span": None,
             "non_adjacent": True,
             "payload_order": ORDER,
         },
@@ -241,7 +240,6 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "kinds": ("all_reduce",),
             "eligible": "structure",
             "group_filter": primary_group,
-            "max_node_span": 3,
             "non_adjacent": False,
             "payload_order": OTHER,
         },
@@ -259,7 +257,6 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "machine": _machine(),
             "eligible": "tag",
             "group_filter": None,
-            "max_node_span": None,
         },
         {
             "policies": teb.Overlap(depth=3),
@@ -269,7 +266,6 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "machine": _machine(kernel_ms=1.0),
             "eligible": "structure",
             "group_filter": primary_group,
-            "max_node_span": 4,
         },
     ),
 }

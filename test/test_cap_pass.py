@@ -10,13 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.bucketing.groups import primary_group
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketByCap
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
-from torch_ext_bucketing.scheduling.overlap import PrefetchDepth
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 PREFIX = "aten_distributed_optimizations."
@@ -45,12 +44,11 @@ def test_both_phases_and_all_kinds(fake_world):
     assert after == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
 
 
-def test_a_small_cap_and_a_span_are_kept(fake_world):
-    report = compiled_report(BucketByCap(1024 / 2**20, max_node_span=12))
+def test_a_small_cap_is_kept(fake_world):
+    report = compiled_report(BucketByCap(1024 / 2**20))
     assert report.buckets
     for bucket in report.buckets:
         assert bucket.wire_bytes <= bucket.cap_bytes == 1024
-        assert bucket.span <= 12
 
 
 def test_payload_is_packed_in_the_callers_order(fake_world):
@@ -78,7 +76,6 @@ def test_uuids():
     others = [
         BucketByCap().uuid(),
         BucketByCap(1.0).uuid(),
-        BucketByCap(1.0, max_node_span=5).uuid(),
         BucketByCap(1.0, kinds=("all_gather",)).uuid(),
         BucketByCap(1.0, non_adjacent=False).uuid(),
         same[0],
@@ -92,11 +89,11 @@ def test_uuids():
 @pytest.mark.parametrize(
     ("set_by_user", "prefetch", "expected"),
     [
-        ({}, PrefetchDepth(), None),  # no overlap scheduling
-        ({"enable_overlap_scheduling": True}, PrefetchDepth(), 50),
-        ({"enable_overlap_scheduling": True}, PrefetchDepth(7), 7),
+        ({}, 50, None),  # no overlap scheduling
+        ({"enable_overlap_scheduling": True}, 50, 50),
+        ({"enable_overlap_scheduling": True}, 7, 7),
         ({"enable_overlap_scheduling": True}, None, None),
-        ({"enable_overlap_scheduling": True, "max_compute_pre_fetch": 9}, PrefetchDepth(), None),
+        ({"enable_overlap_scheduling": True, "max_compute_pre_fetch": 9}, 50, None),
     ],
 )
 @pytest.mark.parametrize("as_options", [False, True])
@@ -107,7 +104,7 @@ def test_prefetch_depth_is_set_where_the_scheduler_takes_it(
 
     seen = {}
 
-    def compile_fx(gm, inputs, config_patches):
+    def compile_fx(gm, inputs, config_patches, **_):
         seen.update(config_patches)
         with inductor_config.patch(config_patches):
             depth = inductor_config.aten_distributed_optimizations.max_compute_pre_fetch
@@ -115,7 +112,6 @@ def test_prefetch_depth_is_set_where_the_scheduler_takes_it(
 
     monkeypatch.setattr(inductor, "compile_fx", compile_fx)
     given = {PREFIX + k: v for k, v in set_by_user.items()}
-    depth = None if prefetch is None else prefetch.compute_nodes
     before = inductor_config.aten_distributed_optimizations.max_compute_pre_fetch
     with inductor_config.patch({} if as_options else given):
         compiled = compile_inductor(
@@ -124,7 +120,7 @@ def test_prefetch_depth_is_set_where_the_scheduler_takes_it(
             joint=None,
             post_grad=None,
             options=given if as_options else None,
-            prefetch=depth,
+            prefetch=prefetch,
         )
     user = set_by_user.get("max_compute_pre_fetch")
     assert compiled() == (user if user is not None else expected)
@@ -142,9 +138,9 @@ def test_backend_passes_its_prefetch_depth_on(monkeypatch):
         return gm.forward
 
     monkeypatch.setattr(backend_module, "compile_inductor", compile_inductor)
-    for compiler in (backend(), backend(prefetch=PrefetchDepth(3)), backend(prefetch=None)):
+    for compiler in (backend(), backend(prefetch=3), backend(prefetch=None)):
         torch._dynamo.reset()
         torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(1))
     assert seen == [50, 3, None]
     with pytest.raises(ValueError, match="at least 0"):
-        PrefetchDepth(-1)
+        backend(prefetch=-1)

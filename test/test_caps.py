@@ -43,11 +43,11 @@ from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
 from torch_ext_bucketing.bucketing.contraction import Contraction
 from torch_ext_bucketing.bucketing.groups import chosen_groups, primary_group
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.plan import Bucket, BucketingPlan
+from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
 from torch_ext_bucketing.bucketing.structure import fsdp_starts
+from torch_ext_bucketing.fsdp.tags import Tag, set_tag
 from torch_ext_bucketing.graph.collectives import KINDS, bucket_key, group_name, kind_of, wire_bytes
 from torch_ext_bucketing.graph.writes import unordered_writes
-from torch_ext_bucketing.tagging.tags import Tag, set_tag
 
 MIB = 2**20
 SOAK = int(os.environ.get("BUCKETING_SOAK", "0"))
@@ -61,7 +61,6 @@ def examples(number: int):
 
 SEEDS = st.integers(0, 2**32 - 1)
 CAPS = st.lists(st.integers(1, 600), min_size=1, max_size=3)
-SPANS = st.none() | st.integers(0, 60)
 GROUPS = ("0", "1", "2")
 
 
@@ -85,7 +84,7 @@ def cap_of(sizes: list[int]):
     return lambda i: sizes[min(i, len(sizes) - 1)] / MIB
 
 
-def names(plan: BucketingPlan) -> list[tuple[str, list[str]]]:
+def names(plan: MergePlan) -> list[tuple[str, list[str]]]:
     return [(b.kind, [m.name for m in b.members]) for b in plan.buckets]
 
 
@@ -118,7 +117,7 @@ def is_acyclic(graph: fx.Graph, buckets: list[Bucket]) -> bool:
     return done == len(needs)
 
 
-def check_plan(gm: fx.GraphModule, plan: BucketingPlan, sizes: list[int], span: int | None) -> None:
+def check_plan(gm: fx.GraphModule, plan: MergePlan, sizes: list[int]) -> None:
     position = {n: i for i, n in enumerate(gm.graph.nodes)}
     writes = [position[w] for w in unordered_writes(list(gm.graph.nodes))]
     seen: set[fx.Node] = set()
@@ -129,8 +128,6 @@ def check_plan(gm: fx.GraphModule, plan: BucketingPlan, sizes: list[int], span: 
         assert not seen & set(bucket.members), "a collective in two buckets"
         seen |= set(bucket.members)
         assert len({bucket_key(m) for m in bucket.members}) == 1
-        assert bucket.span == at[-1] - at[0]
-        assert span is None or bucket.span <= span
         assert bucket.wire_bytes == sum(map(wire_bytes, bucket.members))
         assert bucket.wire_bytes <= bucket.cap_bytes <= max(sizes)
         assert not any(at[0] < w < at[-1] for w in writes), "merged across a write"
@@ -141,22 +138,22 @@ def check_plan(gm: fx.GraphModule, plan: BucketingPlan, sizes: list[int], span: 
     assert sorted(said + [m.name for m in seen]) == sorted(starts)
 
 
-@given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS, span=SPANS, tagged=st.booleans())
+@given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS, tagged=st.booleans())
 @examples(1500)
-def test_plans_are_sound(seed, size, caps, span, tagged):
+def test_plans_are_sound(seed, size, caps, tagged):
     gm = random_graph(seed, size, GROUPS)
     before = str(gm.graph)
     eligible = "tag" if tagged else everything
-    plan = plan_by_cap(gm.graph, cap_of(caps), eligible=eligible, max_node_span=span)
+    plan = plan_by_cap(gm.graph, cap_of(caps), eligible=eligible)
     assert str(gm.graph) == before
-    check_plan(gm, plan, caps, span)
+    check_plan(gm, plan, caps)
 
 
 @pytest.mark.hooks
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS, adjacent=st.booleans())
 @examples(500)
 def test_same_buckets_as_torch(seed, size, caps, adjacent):
-    """Kind by kind. Spans are left out: the hooks never count what handles a rank's own shards."""
+    """Kind by kind."""
     gm = random_graph(seed, size, GROUPS, writes=False)
     # Without either setting torch keeps its old rules.
     span = 10**6 if adjacent else None
@@ -169,23 +166,21 @@ def test_same_buckets_as_torch(seed, size, caps, adjacent):
             cap,
             kinds=(kind,),
             eligible=everything,
-            max_node_span=span,
             non_adjacent=not adjacent,
         )
         assert {frozenset(b) for b in theirs} == {frozenset(b.members) for b in ours.buckets}
 
 
-@given(
-    seed=SEEDS, size=st.integers(2, 24), caps=CAPS, span=SPANS, run=st.none() | st.integers(1, 9)
-)
+@given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS, run=st.none() | st.integers(1, 9))
 @examples(200)
-def test_a_planner_forgets_the_plan_before(seed, size, caps, span, run):
+def test_a_planner_forgets_the_plan_before(seed, size, caps, run):
     gm = random_graph(seed, size, GROUPS)
     planner = CapPlanner(gm.graph, group_filter=lambda counts: list(counts)[:2])
     for cap in (*caps, *caps):
-        options = {"max_node_span": span, "max_compute_run": run}
         fresh = CapPlanner(gm.graph, group_filter=lambda counts: list(counts)[:2])
-        assert planner.plan(cap / MIB, **options) == fresh.plan(cap / MIB, **options)
+        assert planner.plan(cap / MIB, max_compute_run=run) == fresh.plan(
+            cap / MIB, max_compute_run=run
+        )
 
 
 @given(seed=SEEDS, size=st.integers(2, 12), cap=st.integers(50, 1500), writes=st.booleans())
@@ -273,7 +268,7 @@ def test_a_dependent_member_is_named():
 
 
 def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
-    """Five times three products and a reduction, which no cap and no span keeps apart."""
+    """Five times three products and a reduction, which no cap keeps apart."""
 
     def step(*inputs: torch.Tensor) -> list[torch.Tensor]:
         x, out = inputs[0], []
@@ -382,7 +377,7 @@ def test_the_writes_of_a_bucket_are_no_barrier():
     )
     plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
     some = Bucket("all_gather", None, plan.buckets[0].members[2:4])
-    apply_plan(gm.graph, BucketingPlan((some,)))
+    apply_plan(gm.graph, MergePlan((some,)))
     assert any(n.target is C10D.all_gather_into_tensor_out.default for n in gm.graph.nodes)
     assert unordered_writes(list(gm.graph.nodes)) == []
     assert [len(b.members) for b in plan_by_cap(gm.graph, 1.0, eligible=everything).buckets] == [4]
@@ -508,8 +503,6 @@ def test_group_names_that_are_nodes():
         ({"kinds": ("all_to_all",)}, "kinds must be some of"),
         ({"kinds": "all_gather"}, "kinds must be some of"),
         ({"eligible": "names"}, "eligible must be"),
-        ({"max_node_span": -1}, "max_node_span"),
-        ({"max_node_span": True}, "max_node_span"),
         ({"max_compute_run": 0}, "max_compute_run must be at least 1"),
         ({"max_compute_run": 2.5}, "max_compute_run must be a number"),
     ],
@@ -580,7 +573,7 @@ for _ in t.GROUPS[1:]:
 plans = []
 for seed in range(40):
     gm = t.random_graph(seed, 20, t.GROUPS)
-    plan = t.plan_by_cap(gm.graph, 400 / t.MIB, eligible=t.everything, max_node_span=80)
+    plan = t.plan_by_cap(gm.graph, 400 / t.MIB, eligible=t.everything)
     plans.append([t.names(plan), [str(a) for a in plan.unmerged], [b.detail for b in plan.buckets]])
 print(json.dumps(plans))
 """
@@ -628,7 +621,7 @@ def test_planning_takes_a_number_of_steps_that_grows_with_the_graph_alone():
 
 
 def test_a_plan_in_words():
-    """Buckets closed for each reason but the span, and what is left alone."""
+    """Buckets closed for each reason, and what is left alone."""
     b = Builder()
     shards = [b.leaf(WORLD * n, torch.float32) for n in (8, 8, 8, 40, 8)]
     gathered = [b.collective("all_gather", x, "0") for x in shards[:3]]
@@ -643,7 +636,7 @@ def test_a_plan_in_words():
     plan = plan_by_cap(gm.graph, 512 / MIB, max_compute_run=2)
     lines = [
         f"{b.kind}: {', '.join(m.name for m in b.members)}; {b.wire_bytes} of {b.cap_bytes} bytes, "
-        f"span {b.span}, closed by {b.closed_by}: {b.detail}"
+        f"closed by {b.closed_by}: {b.detail}"
         for b in plan.buckets
     ]
     lines += [f"alone: {u.node}; closed by {u.closed_by}: {u.reason}" for u in plan.unmerged]
@@ -651,8 +644,8 @@ def test_a_plan_in_words():
     assert_expected_inline(
         "\n".join(lines),
         """\
-all_gather: all_gather_into_tensor_default, all_gather_into_tensor_default_1, all_gather_into_tensor_default_2; 384 of 512 bytes, span 6, closed by dependency: all_gather_into_tensor_default_3 needs the result of all_gather_into_tensor_default
-reduce_scatter: reduce_scatter_tensor_default, reduce_scatter_tensor_default_1; 128 of 512 bytes, span 3, closed by run: with reduce_scatter_tensor_default_2: 3 compute nodes since the bucket before
+all_gather: all_gather_into_tensor_default, all_gather_into_tensor_default_1, all_gather_into_tensor_default_2; 384 of 512 bytes, closed by dependency: all_gather_into_tensor_default_3 needs the result of all_gather_into_tensor_default
+reduce_scatter: reduce_scatter_tensor_default, reduce_scatter_tensor_default_1; 128 of 512 bytes, closed by run: with reduce_scatter_tensor_default_2: 3 compute nodes since the bucket before
 alone: reduce_scatter_tensor_default_2; closed by end: no other collective of its bucket key follows
 alone: all_gather_into_tensor_default_3; closed by bytes: with all_gather_into_tensor_default_4: 768 bytes, above the cap of 512
 alone: all_gather_into_tensor_default_4; closed by end: no other collective of its bucket key follows
@@ -672,7 +665,8 @@ def test_contraction_refuses_just_what_closes_a_cycle(seed, size):
     """Against Kahn's algorithm, with buckets of any starts, and buckets that join others."""
     gm = random_graph(seed, size, GROUPS, writes=False)
     starts = [n for n in gm.graph.nodes if kind_of(n) is not None]
-    contracted = Contraction(gm.graph)
+    nodes = list(gm.graph.nodes)
+    contracted = Contraction(nodes, unordered_writes(nodes))
     rng = random.Random(seed)
     buckets: list[list[fx.Node]] = [[s] for s in starts]
     for _ in range(2 * len(starts)):
@@ -687,7 +681,7 @@ def test_contraction_refuses_just_what_closes_a_cycle(seed, size):
             legal = is_acyclic(
                 gm.graph, [Bucket("all_gather", None, tuple(b)) for b in merged if len(b) > 1]
             )
-            assert (contracted.try_add(other[0]) is None) == legal
+            assert contracted.try_add(other[0]) == legal
             if legal:
                 mine, buckets = both, merged
         contracted.close()

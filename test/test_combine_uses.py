@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from joint_graphs import Joint, collectives, mark_accumulations
 
 from torch_ext_bucketing.passes.base import Compilation
-from torch_ext_bucketing.passes.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.combine_uses import combine_uses
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses, combine_uses
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -455,6 +454,6 @@ def grids(fake_world):
 
 
 def collectives_of(gm, fqn):
-    from torch_ext_bucketing.tagging.tags import tag_of
+    from torch_ext_bucketing.fsdp.tags import tag_of
 
     return [t.kind for n in gm.graph.nodes if (t := tag_of(n)) is not None and t.fqns == (fqn,)]

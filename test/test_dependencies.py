@@ -15,9 +15,9 @@ from test_schedule import OPTIONS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_view
 from torch_ext_bucketing.graph.dependencies import Dependencies, unused
-from torch_ext_bucketing.graph.liveness import Liveness
 from torch_ext_bucketing.scheduling.list_schedule import list_schedule
 from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.options import Options
@@ -78,7 +78,7 @@ def test_an_assertion_holds_up_only_what_relies_on_it():
     total = b.number(torch.sym_sum, [n, n])
     apart = b.add(p, p)
     gm = b.finish([before, early, late, apart, b.times(p, total)])
-    dependencies = Dependencies(gm.graph)
+    dependencies = GraphAnalysis(gm.graph).dependencies
     assert check in needed(dependencies, late)
     assert check not in needed(dependencies, early)
     assert check in needed(dependencies, total), "it computes with the number that is checked"
@@ -94,7 +94,7 @@ def test_the_tensor_whose_size_is_checked_comes_after_the_check():
     check = b.check(size, 1)
     late, apart = b.add(made, made), b.add(p, p)
     gm = b.finish([late, apart])
-    dependencies = Dependencies(gm.graph)
+    dependencies = GraphAnalysis(gm.graph).dependencies
     assert check in needed(dependencies, late)
     assert check not in needed(dependencies, apart)
 
@@ -113,7 +113,7 @@ def test_a_write_stays_behind_the_wait_of_what_reads_the_tensor():
     early_write = b.write(q, p)
     late_wait = b.call(torch.ops._c10d_functional.wait_tensor.default, (late,), 16, torch.float32)
     b.finish([part, late_wait])
-    dependencies = Dependencies(b.graph)
+    dependencies = GraphAnalysis(b.graph).dependencies
     assert {wait, wait.all_input_nodes[0]} <= needed(dependencies, write)
     assert late in needed(dependencies, early_write)
     assert late_wait not in needed(dependencies, early_write)
@@ -135,7 +135,7 @@ def test_a_number_that_is_an_input_does_not_hold_up_its_users():
     plain, after = b.times(p, batch), b.times(p, n)
     alone = b.check(batch, 0)
     last = b.times(p, batch)
-    dependencies = Dependencies(b.finish([plain, after, last]).graph)
+    dependencies = GraphAnalysis(b.finish([plain, after, last]).graph).dependencies
     assert check not in needed(dependencies, plain)
     assert check in needed(dependencies, after)
     assert alone in needed(dependencies, last), "it is about nothing else"
@@ -161,7 +161,7 @@ def test_no_barrier(target):
     before = b.add(p, p)
     b.graph.call_function(target, (q,))
     after = b.add(p, p)
-    dependencies = Dependencies(b.finish([before, after]).graph)
+    dependencies = GraphAnalysis(b.finish([before, after]).graph).dependencies
     assert dependencies.needs == [[], [], []]
 
 
@@ -173,7 +173,7 @@ def test_profiled_ranges_stay_nested():
         b.graph.call_function(torch.ops.profiler._record_function_exit._RecordFunction, (m,))
         for m in reversed(marks)
     ]
-    dependencies = Dependencies(b.finish([b.leaf(8, torch.float32)]).graph)
+    dependencies = GraphAnalysis(b.finish([b.leaf(8, torch.float32)]).graph).dependencies
     assert [dependencies.nodes[i] for i in range(4)] == [*marks, *ends]
     assert dependencies.needs == [[], [0], [1], [0, 2]]
 
@@ -188,7 +188,7 @@ def test_what_checks_and_counts_on_the_cpu_takes_no_time_and_no_memory():
     model = model_of(gm.graph)
     nodes = model.dependencies.nodes
     assert all(is_view(n) == (n not in (made, nodes[-1])) for n in nodes)
-    liveness = Liveness(gm.graph, Dependencies(gm.graph))
+    liveness = GraphAnalysis(gm.graph).liveness
     assert liveness.touches[nodes.index(nodes[-1])] != liveness.touches[nodes.index(made)]
     # The tensor is free once its size is known.
     assert liveness.profile(range(len(nodes))) == [64, 64, 32, 32, 64]

@@ -21,15 +21,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import everyday
 from benchmarks.everyday_ranks import CASES, UNLIKE_EAGER, run_cases
 from torch_ext_bucketing._torch import inductor
+from torch_ext_bucketing.fsdp import simple_fsdp
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.passes.combine_uses import CombineUses
 from torch_ext_bucketing.passes.diagnostics import DividedUnitWarning, NotBucketedWarning
-from torch_ext_bucketing.passes.recipe import recipe
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.plans import simple_fsdp
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.recipes import recipe
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.testing.ranks import run_ranks
 
 STEPS = 3

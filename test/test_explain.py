@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.explain import ExplainError, explain
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.scheduling.machine import Machine
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)

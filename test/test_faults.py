@@ -28,15 +28,15 @@ from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import plan_units
+from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
+from torch_ext_bucketing.fsdp.tags import Tag, set_tag
+from torch_ext_bucketing.fsdp.unit_spec import UnitSpec
+from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
 from torch_ext_bucketing.graph.snapshot import Snapshot, unchanged_on_error
 from torch_ext_bucketing.passes.base import GraphPass
-from torch_ext_bucketing.plans.membership import Units
-from torch_ext_bucketing.plans.plan import UnitSpec
 from torch_ext_bucketing.scheduling.model import peak_bytes
 from torch_ext_bucketing.scheduling.scheduler import schedule
-from torch_ext_bucketing.tagging.tag_graph import tag_joint_graph
-from torch_ext_bucketing.tagging.tags import Tag, set_tag
 
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
 KIND_NAMES = tuple(KINDS)

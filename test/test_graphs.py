@@ -29,14 +29,14 @@ from benchmarks.models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
 from benchmarks.serialize import from_data, to_data
 from benchmarks.symbols import Symbols, symbols_to_data
 from torch_ext_bucketing._torch.symbols import symbol_facts
+from torch_ext_bucketing.fsdp.tags import tag_of
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_assertion, kind_of, started_by
-from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.size_hints import SizeHints
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.overlap import Overlap
-from torch_ext_bucketing.tagging.tags import tag_of
 
 ROOT = Path(__file__).parent.parent
 C10D = torch.ops._c10d_functional
@@ -365,7 +365,7 @@ def test_torchtitans_dropless_experts_take_the_whole_road(cache):
             assert sum("unbacked_bindings" in n.meta for n in graph.gm.graph.nodes) == 16
             if phase == "forward":
                 assert sum(map(is_assertion, graph.gm.graph.nodes)) == 17
-            found = Dependencies(graph.gm.graph)
+            found = GraphAnalysis(graph.gm.graph).dependencies
             # A barrier would need all before it.
             assert max(map(len, found.needs)) < len(found.nodes) / 10
             compilation = Compilation(size_hints=hints)

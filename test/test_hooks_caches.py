@@ -12,14 +12,14 @@ from test_caches import HIT, MISS, Checkout, assert_state
 
 ORDER = """
 from torch_ext_bucketing import TagParameters
-from torch_ext_bucketing.tagging.tags import tag_of
+from torch_ext_bucketing.fsdp.tags import tag_of
 
 class OwnOrder(TagParameters):
     def run(self, graph, compilation):
         super().run(graph, compilation)
         for node in graph.nodes:
             if (tag := tag_of(node)) is not None:
-                node.meta["payload_order"] = 1 * ord(tag.fqns[0][0])
+                node.meta["fsdp_payload_order"] = 1 * ord(tag.fqns[0][0])
 """
 CACHED = ("config", "config, values only", "config, own pass")
 OTHERS = ("config, other order", "config, model turned", "config, filter")

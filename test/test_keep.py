@@ -19,24 +19,23 @@ import torch_ext_bucketing as teb
 from benchmarks.keep_all import least_ms
 from benchmarks.keep_models import random_joint, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute, stage_of
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.tags import member_tags
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.passes.backends import _run_each, backend
 from torch_ext_bucketing.passes.base import Compilation
-from torch_ext_bucketing.passes.keep import NothingKeptWarning, unit_name
 from torch_ext_bucketing.passes.pipeline import Pipeline
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.rewrites.keep import NothingKeptWarning, unit_name
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
+from torch_ext_bucketing.scheduling.coarse import CoarseSimulator, _CoarseHalf, _Gather
 from torch_ext_bucketing.scheduling.cost import Costs
-from torch_ext_bucketing.scheduling.floors import Floors
-from torch_ext_bucketing.scheduling.halves import Halves
 from torch_ext_bucketing.scheduling.keep import KeepPlanner, block_units
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.model import model_of
+from torch_ext_bucketing.scheduling.partitioned import PartitionedModel
 from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning
-from torch_ext_bucketing.scheduling.sketch import Sketch, _Gather, _Half
 from torch_ext_bucketing.scheduling.timeline import Timeline
-from torch_ext_bucketing.tagging.tags import member_tags
 from torch_ext_bucketing.testing.ring import on_ranks
 
 GIB = 2**30
@@ -111,10 +110,10 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
     found = {}
 
     def look(graph):
-        halves = Halves(graph, Costs(), MODULES, kinds=())
-        chosen = [k for k, u in enumerate(halves.units) if u.name.startswith(kept or ("-",))]
-        found["models"] = halves.models(chosen)
-        found["sketch"] = Sketch(halves).peak_bytes(chosen)
+        partitioned = PartitionedModel(graph, Costs(), MODULES, kinds=())
+        chosen = [k for k, u in enumerate(partitioned.units) if u.name.startswith(kept or ("-",))]
+        found["models"] = partitioned.models(chosen)
+        found["coarse"] = CoarseSimulator(partitioned).peak_bytes(chosen)
 
     graphs, _ = compiled(Look(look), ReshardAfterForward(keep=kept))
     for model, stage in zip(found["models"], ("forward", "backward"), strict=True):
@@ -125,7 +124,7 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
         unread = model.liveness.at_start - graph.liveness.at_start
         assert unread == 0 if stage == "forward" else unread >= 0
         assert ours.peak_bytes - unread == real.peak_bytes
-    assert found["sketch"] == max(m.liveness.peak(range(len(m))) for m in found["models"])
+    assert found["coarse"] == max(m.liveness.peak(range(len(m))) for m in found["models"])
 
 
 def test_schedules_count_what_only_forward_reads(fake_world):
@@ -133,14 +132,14 @@ def test_schedules_count_what_only_forward_reads(fake_world):
     kept, found = ("layers.1", "head"), {}
 
     def look(graph):
-        halves = Halves(graph, Costs(), MODULES, kinds=())
-        found["halves"] = halves
-        found["chosen"] = [k for k, u in enumerate(halves.units) if u.name.startswith(kept)]
+        partitioned = PartitionedModel(graph, Costs(), MODULES, kinds=())
+        found["partitioned"] = partitioned
+        found["chosen"] = [k for k, u in enumerate(partitioned.units) if u.name.startswith(kept)]
 
     graphs, report = compiled(
         Look(look), ReshardAfterForward(keep=kept), teb.Schedule(teb.PeakMemory(ratio=1.0))
     )
-    models = found["halves"].models(found["chosen"])
+    models = found["partitioned"].models(found["chosen"])
     for model, scheduled in zip(models, report.schedules, strict=True):
         assert scheduled.peak_bytes[0] == scheduled.reference_bytes == Timeline.of(model).peak_bytes
     alone = model_of(graphs["backward"].graph).liveness.at_start
@@ -151,7 +150,7 @@ def test_what_an_activation_checkpoint_computes_again_is_computed_in_backward(fa
     found = {}
 
     def look(graph):
-        found["backward"] = Halves(graph, Costs(), MODULES, kinds=()).models(())[1]
+        found["backward"] = PartitionedModel(graph, Costs(), MODULES, kinds=()).models(())[1]
 
     graphs, _ = compiled(Look(look), ReshardAfterForward(), checkpointed=True)
     real = model_of(graphs["backward"].graph)
@@ -223,7 +222,7 @@ def test_an_estimate_that_fails_keeps_nothing(fake_world, monkeypatch):
     def broken(*_args, **_options):
         raise ZeroDivisionError("no times")
 
-    monkeypatch.setattr("torch_ext_bucketing.passes.keep.KeepPlanner", broken)
+    monkeypatch.setattr("torch_ext_bucketing.rewrites.keep.KeepPlanner", broken)
     graph, _ = random_joint(1, 3)
     compilation = Compilation()
     with pytest.warns(BoundNotKeptWarning, match="nothing is kept.*ZeroDivisionError: no times"):
@@ -232,7 +231,7 @@ def test_an_estimate_that_fails_keeps_nothing(fake_world, monkeypatch):
     assert any("no times" in text for text in compilation.report.warnings)
 
 
-@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.passes.keep.NothingKeptWarning")
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.rewrites.keep.NothingKeptWarning")
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
 @pytest.mark.parametrize("trained", [True, False], ids=["no work in backward", "inference"])
 def test_what_a_graph_break_leaves_may_have_nothing_to_choose(fake_world, trained):
@@ -254,7 +253,7 @@ def test_the_choice_is_part_of_what_ranks_compare(fake_world):
         compilation = Compilation()
         manager = Pipeline([auto(PeakMemory(gib=gib), machine=machine)])
         manager.run("joint", graph, compilation)
-        bases.append(_run_each(Pipeline(), graph, compilation)().basis)
+        bases.append(_run_each(Pipeline(), graph, compilation)().planned_with)
     assert bases[0].startswith("keeps 0 of 3 units (nothing) under 1073 bytes")
     assert bases[1].startswith("keeps 3 of 3 units")
     assert len(set(bases)) == 3
@@ -362,12 +361,11 @@ def test_choices_are_near_the_best_of_all(fake_world):
             for bits in range(2 ** len(planner.candidates))
         ]
         best = min(choices, key=lambda o: o.rank)
-        floors = Floors(planner.halves)
-        forward_ms = least_ms(planner.halves.forward)
+        forward_ms = least_ms(planner.partitioned.forward)
         for o in choices:  # what rules choices out there rules out none that is better
-            assert floors.peak_bytes(o.kept) <= o.peak_bytes
-            backward_ms = least_ms(planner.halves.models(o.kept)[1])
-            assert max(floors.step_ms(o.kept), forward_ms + backward_ms) <= o.step_ms + 1e-9
+            backward = planner.partitioned.models(o.kept)[1]
+            assert backward.liveness.at_start <= o.peak_bytes
+            assert forward_ms + least_ms(backward) <= o.step_ms + 1e-9
         assert not chosen.above or best.above
         slower += chosen.step_ms > 1.02 * best.step_ms
         if everything.peak_bytes <= 2**50:
@@ -397,7 +395,7 @@ def test_groups_on_one_network_level_take_turns():
 
     def half(stream):
         gathers = [[_Gather(None, 1, 3.0, 0.0, 0)] for _ in stream]
-        return _Half([1.0, 1.0], [0, 0], gathers, [[], []], [[], []], [], stream)
+        return _CoarseHalf([1.0, 1.0], [0, 0], gathers, [[], []], [[], []], [], stream)
 
     assert half([0, 1]).step_ms((), [0, 0], 0) == 4.0
     assert half([0, 0]).step_ms((), [0, 0], 0) == 7.0

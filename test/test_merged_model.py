@@ -18,7 +18,8 @@ from torch_features import packs_in_parts
 
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import merge_buckets
-from torch_ext_bucketing.bucketing.plan import Bucket, BucketingPlan
+from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
+from torch_ext_bucketing.fsdp.tags import tag_of
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.liveness import LiveBytes
 from torch_ext_bucketing.scheduling import cap_search as auto_cap
@@ -29,9 +30,7 @@ from torch_ext_bucketing.scheduling.merged_model import merged_model
 from torch_ext_bucketing.scheduling.model import Model, model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
-from torch_ext_bucketing.scheduling.shape import first_uses
-from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound, path_bound
-from torch_ext_bucketing.tagging.tags import tag_of
+from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound
 
 # Kernels that take longer the more they move, however little that is.
 SLOW = Machine(bandwidth=1e6, kernel_ms=1e-9)
@@ -44,7 +43,7 @@ def world():
     dist.destroy_process_group()
 
 
-def both(graph: fx.Graph, plan: BucketingPlan) -> tuple[Model, Model]:
+def both(graph: fx.Graph, plan: MergePlan) -> tuple[Model, Model]:
     """The planned model, and that of the merged graph, which this leaves behind."""
     costs = Costs(SLOW)
     planned = merged_model(model_of(graph, costs), plan.buckets, costs)
@@ -91,7 +90,7 @@ def test_times_are_those_of_the_merged_graph(seed, size, cap):
     assert ours.step_ms == pytest.approx(theirs.step_ms)
     assert ours.compute_ms == pytest.approx(theirs.compute_ms)
     assert ours.longest_run == theirs.longest_run
-    assert path_bound(planned) == pytest.approx(path_bound(merged))
+    assert planned.analysis.bound_ms == pytest.approx(merged.analysis.bound_ms)
     # Of several longest paths, each takes its own.
     assert max(map(lower_bound, (planned, merged))) <= ours.step_ms * (1 + 1e-9)
     launched = [
@@ -155,7 +154,7 @@ def test_a_bucket_is_found_by_the_parameters_of_all_its_members(traced):
     model = merged_model(model_of(graph, costs), plan.buckets, costs)
     assert model is not None
     assert set(model.members.values()) == {b.members for b in plan.buckets}
-    uses = first_uses(model)
+    uses = model.analysis.first_uses()
     assert all(start in uses for start in model.members)
     late, early = (tag_of(b.members[-1]).fqns[0] for b in (plan.buckets[-1], plan.buckets[0]))
     overlap = Overlap(prefetch_under={late: early})

@@ -26,9 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_ext_bucketing._torch import fsdp2 as _fsdp2
 from torch_ext_bucketing.fqns import canonical_fqn, canonical_modules, parameter_names
-from torch_ext_bucketing.plans import order as order_module
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.tagging import tag_graph as tags
+from torch_ext_bucketing.fsdp import order as order_module
+from torch_ext_bucketing.fsdp import tag_graph as tags
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 
 WORLD = 4
 
@@ -703,7 +703,7 @@ class TestIdentity:
         copied = tmp_path / "torch_ext_bucketing"
         shutil.copytree(package, copied, ignore=shutil.ignore_patterns("__pycache__"))
         code = (
-            "from torch_ext_bucketing.plans.order import FSDPParamOrder as F;"
+            "from torch_ext_bucketing.fsdp.order import FSDPParamOrder as F;"
             "print(F.from_fqns([['a', 'b'], ['c']], aliases={'y': 'c', 'x': 'a'}).uuid())"
         )
 
@@ -722,7 +722,7 @@ class TestIdentity:
 
         here = FSDPParamOrder.from_fqns([["a", "b"], ["c"]], aliases={"y": "c", "x": "a"}).uuid()
         assert uuid("1") == here
-        source = copied / "plans" / "order.py"
+        source = copied / "fsdp" / "order.py"
         edited = source.read_text().replace("return min(", "return max(")
         assert edited != source.read_text()
         source.write_text(edited)

@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.plan import Bucket, BucketingPlan
+from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph.collectives import bucket_key, kind_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
 
 WORLD = 4
 MUL = torch.ops.aten.mul.Tensor
@@ -64,7 +64,7 @@ def merge_all(gm: fx.GraphModule, seed: int) -> None:
     buckets: dict[object, list[fx.Node]] = {}
     for start in starts(gm):
         buckets.setdefault(bucket_key(start), []).append(start)
-    plan = BucketingPlan(
+    plan = MergePlan(
         tuple(
             Bucket(kind_of(members[0]), None, tuple(members))
             for members in buckets.values()

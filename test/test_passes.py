@@ -25,20 +25,20 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import UncoveredParametersWarning, plan_units
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.tags import Tag, member_tags, set_tag, tag_of
+from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.collectives import count_collectives
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import GraphPass, Order
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
 from torch_ext_bucketing.passes.diagnostics import NotBucketedWarning, PayloadOrderWarning
 from torch_ext_bucketing.passes.pipeline import Pipeline
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.passes.tagging import PAYLOAD_FIELD, TagParameters
-from torch_ext_bucketing.plans.membership import Units
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.overlap import Overlap
-from torch_ext_bucketing.tagging.tags import Tag, member_tags, set_tag, tag_of
 
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
@@ -232,6 +232,8 @@ def test_units_by_module_names_take_the_longest():
         units.unit_of(f) for f in ("layers.0.mlp.w", "layers.0.wq", "norm.w", "head", "tied")
     ] == [0, 1, 1, 2, 1]
     assert Units([("layers.1",)]).unit_of("layers.10.w") is None
+    assert units.place_of("norm.w") == units.place_of("_orig_mod.norm.w") == (1, 1)
+    assert units.place_of("tied") == (1, 1)
 
 
 # -- compiled models ------------------------------------------------------------------------------
@@ -565,7 +567,7 @@ def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world, m
     run = GraphLowering.run
 
     def spy(self, *args):
-        packed.extend([t.fqns[0] for t in member_tags(n)] for n in collectives(self.graph))
+        packed.extend([t.fqns[0] for t in member_tags(n)] for n in collectives(self.module))
         return run(self, *args)
 
     monkeypatch.setattr(GraphLowering, "run", spy)

@@ -53,15 +53,15 @@ def mesh(mode):
 
 
 def shard(mode, **dtypes):
-    from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+    from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 
     return data_parallel(model(), mesh(mode), mode, **dtypes)
 
 
 def bucketing_passes(reshard):
+    from torch_ext_bucketing.fsdp.order import FSDPParamOrder
     from torch_ext_bucketing.passes.bucketing import BucketUnits
-    from torch_ext_bucketing.passes.resharding import ReshardAfterForward
-    from torch_ext_bucketing.plans.order import FSDPParamOrder
+    from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 
     order = FSDPParamOrder.from_model(TwoBlocks(), ["layers.0", "layers.1", ""])
     passes = [BucketUnits(order, KINDS)]
@@ -113,10 +113,10 @@ def test_inductor_equals_inductor_without_buckets():
 
 def _reductions_on_their_own_groups(rank, mode):
     from torch_ext_bucketing.passes.backends import backend
-    from torch_ext_bucketing.passes.separate_groups import SeparateGroups
+    from torch_ext_bucketing.rewrites.separate_groups import SeparateGroups
 
     where, module = mesh(mode), model()
-    from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+    from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 
     module = data_parallel(module, where, mode, reduce_dtype=torch.float32)
     expected = gradients(module, module, rank)
@@ -149,7 +149,7 @@ def test_reductions_on_their_own_groups(mode, world):
 
 
 def test_separate_groups_names_what_is_wrong(fake_world):
-    from torch_ext_bucketing.passes.separate_groups import SeparateGroups
+    from torch_ext_bucketing.rewrites.separate_groups import SeparateGroups
 
     flat = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     for options, match in (

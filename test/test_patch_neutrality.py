@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from linked_torch import LinkedTorch, make_repository
 from patching_trees import needs_unpatched_torch
+from torch_features import HAS_PRE_BUCKETING
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "neutrality_graphs.py")
@@ -26,34 +28,53 @@ FAILS = {
 }
 
 
+# A fix lets gathers be packed (2.11) or unpacked (2.15) by an operator that returns what it writes.
+EDGELESS = ("_foreach_copy_.default", "split_with_sizes_copy.out")
+PLUMBING = re.compile(
+    r"aten\.(alias|_foreach_copy_|split_with_sizes_copy|copy_|cat|empty|view|reshape|split\w*)\b"
+    r"|_split_all_gather|getitem"
+)
+
+
 def graphs(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def without_plumbing(nodes: list[Any]) -> list[Any]:
+    """Operators and shapes. Names are numbered by operator, and arguments hold names."""
+    return [(n[1], n[2], n[-1]) for n in nodes if not PLUMBING.search(n[2])]
+
+
 @needs_unpatched_torch
 def test_unset_entries_change_nothing(tmp_path: Path):
     env = os.environ | {"PYTHONPATH": str(HERE), "PYTHONHASHSEED": "0"}
-    before = graphs(
-        subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True)
-    )
+    run = subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True)
+    before = graphs(run)
     assert not before["set"]
     (tmp_path / "repository").mkdir()
     repository = make_repository(tmp_path / "repository")
     torch = LinkedTorch(tmp_path / "torch", repository, "HEAD")
     # Sets are in another order than for ``before``.
-    after, again = (
-        graphs(torch.run(SCRIPT, paths=(HERE,), PYTHONHASHSEED=seed)) for seed in ("1", "4711")
-    )
-    assert after == again
+    after = graphs(torch.run(SCRIPT, paths=(HERE,), PYTHONHASHSEED="1"))
     plain, patched = before["unset"], after["unset"]
     assert plain.keys() == patched.keys()
-    assert len(plain) >= 2 * 11 * 9
-    differ = {name.split()[0] for name in plain if plain[name] != patched[name]}
-    mended = {name for name in differ if is_mended(plain, patched, name)}
-    assert differ == mended
-    # The fixes are at work, and where nothing is to be mended nothing is changed.
-    assert len(differ) < len(plain) / 6, differ
-    bucketed = sum("bucket" in json.dumps(nodes) for nodes in plain.values())
-    assert bucketed > len(plain) / 2
-    assert after["set"] != {k[:-2]: v for k, v in patched.items() if k.endswith(" 0")}
+    assert len(plain) >= 11 * 9
+    failed = {name: nodes for name, nodes in plain.items() if isinstance(nodes[0], str)}
+    for name, (error, message) in failed.items():
+        if HAS_PRE_BUCKETING or "/pre_bucket" not in name:
+            assert name in FAILS, (name, failed[name])
+            assert re.search(FAILS[name], f"{error}: {message}"), (name, failed[name])
+    differ = {name for name in plain if plain[name] != patched[name]}
+    text = {name: json.dumps(nodes) for name, nodes in plain.items()}
+    for name in differ:
+        assert any(operator in text[name] for operator in EDGELESS), name
+        rest = [without_plumbing(nodes[name]) for nodes in (plain, patched)]
+        if "/manual" in name:  # orders by edges, some of which are new
+            rest = list(map(sorted, rest))
+        assert rest[0] == rest[1], name
+    assert sum("bucket" in nodes for nodes in text.values()) > len(plain) / 2
+    # The entries do something, and the same under any hash seed.
+    assert len([name for name in after["set"] if after["set"][name] != patched[name]]) > 40
+    again = graphs(torch.run(SCRIPT, "--set", paths=(HERE,), PYTHONHASHSEED="4711"))
+    assert after["set"] == again["set"]

@@ -11,10 +11,10 @@ import torch.nn.utils.parametrize as parametrize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_ext_bucketing.plans.blocks import transformer_block_plan
-from torch_ext_bucketing.plans.manual import manual_plan
-from torch_ext_bucketing.plans.order import FSDPParamOrder
-from torch_ext_bucketing.plans.plan import UnitSpec
+from torch_ext_bucketing.fsdp.blocks import transformer_block_plan
+from torch_ext_bucketing.fsdp.manual import manual_plan
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.unit_spec import UnitSpec
 
 DIM, VOCAB = 4, 12
 

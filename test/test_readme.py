@@ -106,6 +106,6 @@ def test_config_example(scope: dict[str, Any]):
     assert sum(sizes) >= 2 * len(list(scope["model"].parameters())) - 2
     # Every member has a place, and its bucket is packed by it.
     for call in merged.call_args_list:
-        places = [start.meta["payload_order"] for start in call.args[1]]
+        places = [start.meta["fsdp_payload_order"] for start in call.args[1]]
         assert None not in places
         assert len(set(places)) == len(places)

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.plans.abbreviate import abbreviated
-from torch_ext_bucketing.plans.manual import manual_plan
+from torch_ext_bucketing.fsdp.manual import manual_plan
+from torch_ext_bucketing.fsdp.unit_spec import abbreviated
 from torch_ext_bucketing.testing.ranks import run_ranks
 
 MESHES = {"fully_shard": (4,), "hybrid_shard": (2, 2), "replicate": (4,)}

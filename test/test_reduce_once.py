@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.plans.simple_fsdp import ReduceOnce
+from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce
 from torch_ext_bucketing.testing.ring import init_ring_process_group
 
 UNITS = ["blocks.0", "blocks.1", ""]

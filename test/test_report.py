@@ -18,12 +18,12 @@ import torch
 from expecttest import assert_expected_inline
 from random_graphs import Builder
 
+from torch_ext_bucketing.fsdp.tags import Tag, set_tag
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.passes.bucketing import BucketByCap
 from torch_ext_bucketing.reports.buckets import ClosedBy
 from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.reports.graph import ARTIFACT
-from torch_ext_bucketing.tagging.tags import Tag, set_tag
 
 CAP = 200 / 2**20
 
@@ -59,8 +59,8 @@ def test_text(report):
         """\
 inference: all_gather 6 -> 5, reduce_scatter 1 -> 1; 1 bucket, closed 1 by bytes; 4 eligible not merged; 1 not eligible
 
-kind  group  ranks  members  bytes  of cap  span  closed by  packed by    node
-AG    0          2        2  192 B     96%     3  bytes      graph order  all_gather_into_tensor_out
+kind  group  ranks  members  bytes  of cap  closed by  packed by    node
+AG    0          2        2  192 B     96%  bytes      graph order  all_gather_into_tensor_out
     with all_gather_into_tensor_default_2: 384 bytes, above the cap of 200
     offset  bytes  dtype    shape  parameters
          0     32  float32  8      layers.a.weight

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.fsdp.tags import Tag, set_tag
 from torch_ext_bucketing.graph.collectives import is_collective
 from torch_ext_bucketing.graph.size_hints import DEFAULT, SizeHints
 from torch_ext_bucketing.passes.base import Compilation
@@ -30,7 +31,6 @@ from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
 from torch_ext_bucketing.scheduling.model import peak_bytes
 from torch_ext_bucketing.scheduling.scheduler import schedule
-from torch_ext_bucketing.tagging.tags import Tag, set_tag
 from torch_ext_bucketing.testing.ring import on_ranks
 
 _aten = torch.ops.aten
@@ -285,7 +285,7 @@ def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
     manager = Pipeline([teb.Schedule(teb.Overlap())])
 
     def key(hints):
-        return _InductorPass(manager, "joint", Compilation(size_hints=hints)).uuid()
+        return _InductorPass(manager, "joint", Compilation(size_hints=hints), ()).uuid()
 
     assert len({key(None), key(1), key(2)}) == 3
     assert key(lambda symbol: 1) is None

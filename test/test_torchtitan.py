@@ -51,15 +51,15 @@ from torchtitan.distributed.fsdp import (  # noqa: E402
 )
 from torchtitan.experiments.graph_trainer import simple_fsdp  # noqa: E402
 
+from torch_ext_bucketing.fsdp.blocks import transformer_block_plan  # noqa: E402
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder  # noqa: E402
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of  # noqa: E402
 from torch_ext_bucketing.passes.backends import backend  # noqa: E402
 from torch_ext_bucketing.passes.base import Compilation  # noqa: E402
 from torch_ext_bucketing.passes.bucketing import BucketUnits  # noqa: E402
-from torch_ext_bucketing.passes.recipe import recipe  # noqa: E402
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward  # noqa: E402
 from torch_ext_bucketing.passes.whole_step import whole_step_pass  # noqa: E402
-from torch_ext_bucketing.plans.blocks import transformer_block_plan  # noqa: E402
-from torch_ext_bucketing.plans.order import FSDPParamOrder  # noqa: E402
+from torch_ext_bucketing.recipes import recipe  # noqa: E402
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward  # noqa: E402
 from torch_ext_bucketing.testing import text  # noqa: E402
 from torch_ext_bucketing.testing.compare import count_collectives, digest  # noqa: E402
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer  # noqa: E402

@@ -17,16 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_features import packs_in_parts
 
-from torch_ext_bucketing.bucketing import contraction
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.graph import liveness
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.tags import member_tags, tag_of
+from torch_ext_bucketing.graph import analysis
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import kind_of
-from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.uneven import ShardSide, shard_side
 from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.plans.simple_fsdp import data_parallel
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
@@ -35,10 +35,9 @@ from torch_ext_bucketing.scheduling.model import model_of, peak_bytes
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.scheduling.timeline import Timeline
-from torch_ext_bucketing.tagging.tags import member_tags, tag_of
 
 WORLD = 2
-SPANS = range(2, 40)
+CAPS_MB = (0.0002, 0.0005, 0.002)
 needs_positions = pytest.mark.skipif(
     not hasattr(bucketing, "_positions_on_every_rank"),
     reason=f"the series of torch {torch.__version__} counts every node",
@@ -89,11 +88,7 @@ def names(start: fx.Node):
 
 
 def members(plan):
-    return [(b.kind, tuple(names(m) for m in b.members), b.span) for b in plan.buckets]
-
-
-def spans(gm):
-    return [members(plan_by_cap(gm.graph, 1.0, max_node_span=span)) for span in SPANS]
+    return [(b.kind, tuple(names(m) for m in b.members)) for b in plan.buckets]
 
 
 def nbytes(nodes):
@@ -113,7 +108,7 @@ def launches(gm):
         [Overlap(depth=0, window=0), PeakMemory(ratio=1.3), CapComputeRun(1)],
         [PeakMemory(ratio=1.0)],
     ]
-    for cap in (0.0002, 0.0005, 0.002):
+    for cap in CAPS_MB:
         for policies in bounds:
             mine = copy.deepcopy(gm)
             reference = peak_bytes(mine)
@@ -125,10 +120,12 @@ def launches(gm):
     return [*found, (members(plan), search.caps_mb)]
 
 
-def test_spans(uneven):
+def test_plans(uneven):
     for first, second in zip(*uneven, strict=True):
         assert len(first.graph.nodes) < len(second.graph.nodes)  # the ranks' graphs do differ
-        assert spans(first) == spans(second)
+        for cap in CAPS_MB:
+            plans = [members(plan_by_cap(gm.graph, cap)) for gm in (first, second)]
+            assert plans[0] == plans[1]
 
 
 def torchs_plans(gm):
@@ -189,7 +186,7 @@ def test_shards_count_as_many_bytes_as_the_largest_ranks(uneven):
     for stages in zip(*uneven, strict=True):
         found = []
         for gm in stages:
-            counted = liveness.Liveness(gm.graph, Dependencies(gm.graph))
+            counted = GraphAnalysis(gm.graph).liveness
             kept = sum(counted.size[s] for s in counted.kept)
             found.append((counted.at_start, kept, counted.peak(range(len(counted.touches)))))
         assert found[0] == found[1]
@@ -199,10 +196,8 @@ def test_shards_count_as_many_bytes_as_the_largest_ranks(uneven):
         assert kept >= nbytes(graph.output_node().all_input_nodes) > 0
 
 
-def test_plans_would_differ_otherwise(uneven, monkeypatch):
-    for module in (contraction, liveness):
-        monkeypatch.setattr(module, "shard_side", lambda graph, hints=None: ShardSide())
-    assert any(spans(first) != spans(second) for first, second in zip(*uneven, strict=True))
+def test_schedules_would_differ_otherwise(uneven, monkeypatch):
+    monkeypatch.setattr(analysis, "shard_side", lambda graph, hints=None: ShardSide())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert any(launches(a) != launches(b) for a, b in zip(*uneven, strict=True))
@@ -211,11 +206,10 @@ def test_plans_would_differ_otherwise(uneven, monkeypatch):
 def test_nothing_is_left_out_of_even_graphs(even, uneven):
     for gm in (*even[0], *even[1]):
         assert shard_side(gm.graph) == ShardSide()
-    for rank, stages in enumerate(uneven):
+    for stages in uneven:
         for gm in stages:
             side = shard_side(gm.graph)
             assert side.nodes
-            assert bool(side.uncounted) == (rank == 1)
             assert not any(kind_of(n) for n in side.nodes)
 
 

@@ -6,11 +6,11 @@ own passes, does so when it is asked to.
 What most programs need is here; a module of its own has each of the rest:
 
 - ``passes.whole_step.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
-- ``passes.diagnostics`` and ``passes.keep``: the other warnings of a compile;
-- ``plans.simple_fsdp.ReduceOnce``: several backwards, one reduction;
+- ``passes.diagnostics`` and ``rewrites.keep``: the other warnings of a compile;
+- ``fsdp.simple_fsdp.ReduceOnce``: several backwards, one reduction;
 - ``scheduling.machine.Level``, ``H100``: networks and machines for the cost model;
 - ``scheduling.scheduler.schedule``, ``scheduling.model.peak_bytes``,
-  ``bucketing.caps.plan_by_cap``, ``agreement.before_run.agree``, ``tagging``: what the passes do,
+  ``bucketing.caps.plan_by_cap``, ``agreement.before_run.agree``, ``fsdp.tags``: what the passes do,
   as functions of one graph;
 - ``bucketing.groups.primary_group``: a filter of process groups;
 - ``testing``: for testing a model of your own on CPU ranks, bit for bit against eager FSDP2.
@@ -24,22 +24,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import hooks as hooks
     from .agreement.exchange import PlanMismatchError, RankMissingError
+    from .fsdp.blocks import transformer_block_plan
+    from .fsdp.manual import manual_plan
+    from .fsdp.order import FSDPParamOrder
+    from .fsdp.simple_fsdp import data_parallel
     from .passes.backends import backend
     from .passes.base import GraphPass
     from .passes.bucketing import BucketByCap, BucketUnits
-    from .passes.combine_uses import CombineUses
     from .passes.diagnostics import NotBucketedWarning
-    from .passes.recipe import recipe
-    from .passes.reduce_scatter_first import ReduceScatterFirst
-    from .passes.resharding import ReshardAfterForward
     from .passes.scheduling import BucketAndSchedule, Schedule
-    from .passes.separate_groups import SeparateGroups
     from .passes.tagging import TagParameters
-    from .plans.blocks import transformer_block_plan
-    from .plans.manual import manual_plan
-    from .plans.order import FSDPParamOrder
-    from .plans.simple_fsdp import data_parallel
+    from .recipes import recipe
     from .reports.compile import CompileReport
+    from .rewrites.combine_uses import CombineUses
+    from .rewrites.reduce_scatter_first import ReduceScatterFirst
+    from .rewrites.resharding import ReshardAfterForward
+    from .rewrites.separate_groups import SeparateGroups
     from .scheduling.machine import Machine
     from .scheduling.memory import CapComputeRun, PeakMemory
     from .scheduling.overlap import Overlap
@@ -82,18 +82,18 @@ _HOME = {
     "passes.backends": ("backend",),
     "passes.base": ("GraphPass",),
     "passes.bucketing": ("BucketByCap", "BucketUnits"),
-    "passes.combine_uses": ("CombineUses",),
+    "rewrites.combine_uses": ("CombineUses",),
     "passes.diagnostics": ("NotBucketedWarning",),
-    "passes.recipe": ("recipe",),
-    "passes.reduce_scatter_first": ("ReduceScatterFirst",),
-    "passes.resharding": ("ReshardAfterForward",),
+    "recipes": ("recipe",),
+    "rewrites.reduce_scatter_first": ("ReduceScatterFirst",),
+    "rewrites.resharding": ("ReshardAfterForward",),
     "passes.scheduling": ("BucketAndSchedule", "Schedule"),
-    "passes.separate_groups": ("SeparateGroups",),
+    "rewrites.separate_groups": ("SeparateGroups",),
     "passes.tagging": ("TagParameters",),
-    "plans.blocks": ("transformer_block_plan",),
-    "plans.manual": ("manual_plan",),
-    "plans.order": ("FSDPParamOrder",),
-    "plans.simple_fsdp": ("data_parallel",),
+    "fsdp.blocks": ("transformer_block_plan",),
+    "fsdp.manual": ("manual_plan",),
+    "fsdp.order": ("FSDPParamOrder",),
+    "fsdp.simple_fsdp": ("data_parallel",),
     "reports.compile": ("CompileReport",),
     "scheduling.machine": ("Machine",),
     "scheduling.memory": ("CapComputeRun", "PeakMemory"),

@@ -39,7 +39,7 @@ meshes. It returns the sharded model and its inputs: (model, tensor), (model, (t
 
 
 class ExplainError(Exception):
-    """What was named can't be explained; the message says why and what to do."""
+    """The target can't be explained; the message says why and what to do."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -70,9 +70,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=float,
         metavar="MB",
         help="byte cap of mode auto, in MiB (default: torch's estimate for the group's size)",
-    )
-    parser.add_argument(
-        "--max-span", type=int, metavar="NODES", help="span bound of mode auto (default: none)"
     )
     parser.add_argument(
         "--primary-group",
@@ -128,18 +125,18 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--world-size: must be at least 1, got {args.world_size}")
     if args.keep_gib is not None and not 0 < args.keep_gib < float("inf"):
         args.parser.error(f"--keep-gib: must be a positive number, got {args.keep_gib}")
-    if args.mode != "auto" and (args.cap_mb is not None or args.max_span is not None):
-        args.parser.error(f"--cap-mb and --max-span belong to --mode auto, not to {args.mode}")
+    if args.mode != "auto" and args.cap_mb is not None:
+        args.parser.error(f"--cap-mb belongs to --mode auto, not to {args.mode}")
     if args.goal and (args.overlap or args.primary_group or args.keep_gib is not None):
         args.parser.error("--goal takes recipe()'s passes, without options of their own")
-    if args.goal and (args.cap_mb is not None or args.max_span is not None):
-        args.parser.error("--cap-mb and --max-span belong to --mode auto, not to a goal")
+    if args.goal and args.cap_mb is not None:
+        args.parser.error("--cap-mb belongs to --mode auto, not to a goal")
     estimates = args.goal or args.overlap or args.keep_gib is not None or args.trace or args.plot
     for option in ("machine", "size_hint"):
         if getattr(args, option) is not None and not estimates:
             name = option.replace("_", "-")
             args.parser.error(
-                f"--{name}: nothing is estimated without --goal, --overlap, --keep-gib, --trace "
+                f"--{name}: nothing is estimated without --overlap, --goal, --keep-gib, --trace "
                 "or --plot"
             )
     if args.size_hint is not None and args.size_hint < 0:
@@ -158,7 +155,6 @@ def run(args: argparse.Namespace) -> int:
             goal=args.goal,
             mode=args.mode,
             cap_mb=args.cap_mb,
-            max_node_span=args.max_span,
             primary=args.primary_group,
             world_size=args.world_size,
             overlap=args.overlap,
@@ -198,7 +194,6 @@ def explain(
     goal: str | None = None,
     mode: str = "auto",
     cap_mb: float | None = None,
-    max_node_span: int | None = None,
     primary: bool = False,
     world_size: int = 8,
     overlap: bool = False,
@@ -216,7 +211,6 @@ def explain(
         goal: one of ``GOALS``, for the passes of :func:`.recipe`; None takes those of ``mode``.
         mode: one of ``MODES``.
         cap_mb: byte cap in MiB, see :func:`.plan_by_cap`.
-        max_node_span: see :func:`.plan_by_cap`.
         primary: bucket only the primary process group.
         world_size: number of ranks; this process plays rank 0.
         overlap: also schedule the graphs, with :class:`.Overlap`.
@@ -251,7 +245,7 @@ def explain(
         if goal is not None:
             passes = _recipe(model, goal, on)
         else:
-            passes = _passes(model, mode, cap_mb, max_node_span, primary, keep_gib, on)
+            passes = _passes(model, mode, cap_mb, primary, keep_gib, on)
         if overlap:
             from .passes.scheduling import Schedule
             from .scheduling.overlap import Overlap
@@ -317,7 +311,7 @@ def _demo_model() -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from .plans.simple_fsdp import data_parallel
+    from .fsdp.simple_fsdp import data_parallel
     from .testing.model import ModelConfig, Transformer
 
     config = ModelConfig()
@@ -347,7 +341,7 @@ def _made(name: str, make: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, A
 
 
 def _recipe(model: nn.Module, goal: str, machine: Machine) -> list[GraphPass]:
-    from .passes.recipe import recipe
+    from .recipes import recipe
 
     try:
         return recipe(model, goal, machine=machine)  # type: ignore[arg-type]
@@ -359,17 +353,16 @@ def _passes(
     model: nn.Module,
     mode: str,
     cap_mb: float | None,
-    max_node_span: int | None,
     primary: bool,
     keep_gib: float | None,
     machine: Machine,
 ) -> list[GraphPass]:
     from .bucketing.groups import primary_group
+    from .fsdp.blocks import transformer_block_plan
+    from .fsdp.order import FSDPParamOrder
     from .graph.collectives import KINDS
     from .passes.bucketing import BucketByCap, BucketUnits
-    from .passes.resharding import ReshardAfterForward
-    from .plans.blocks import transformer_block_plan
-    from .plans.order import FSDPParamOrder
+    from .rewrites.resharding import ReshardAfterForward
     from .scheduling.memory import PeakMemory
 
     reshard = ReshardAfterForward()
@@ -383,11 +376,7 @@ def _passes(
             return [reshard, BucketUnits(order, KINDS)]
         if mode == "none":
             return [reshard, BucketByCap(kinds=())]
-        by_cap = BucketByCap(
-            cap_mb,
-            max_node_span=max_node_span,
-            group_filter=primary_group if primary else None,
-        )
+        by_cap = BucketByCap(cap_mb, group_filter=primary_group if primary else None)
         return [reshard, by_cap]
     except (ValueError, TypeError) as error:
         raise ExplainError(str(error)) from error
@@ -396,7 +385,6 @@ def _passes(
 def _drawing(drawn: list[Drawn], version: str, machine: Machine) -> GraphPass:
     """A pass that keeps the timeline of each graph as it is."""
     from ._torch.aot import stage_of
-    from .graph.size_hints import SizeHints
     from .passes.base import Baseline, Compilation, GraphPass
     from .scheduling.model import model_of
     from .scheduling.timeline import Timeline
@@ -408,12 +396,7 @@ def _drawing(drawn: list[Drawn], version: str, machine: Machine) -> GraphPass:
 
         def run(self, graph: Any, compilation: Compilation) -> None:
             graph = getattr(graph, "graph", graph)
-            model = model_of(
-                graph,
-                machine,
-                hints=SizeHints.of(compilation.size_hints),
-                beside_bytes=compilation.baseline.external_live_bytes,
-            )
+            model = model_of(compilation.analysis(graph), machine)
             drawn.append(Drawn(stage_of(graph), version, model, Timeline.of(model)))
 
     return Draw()

@@ -42,7 +42,7 @@ _COPY_MIB = {"cuda": 1024, "cpu": 16}
 
 
 class MeasureError(Exception):
-    """What was asked for can't be measured; the message says why and what to do."""
+    """The machine can't be measured as asked; the message says why and what to do."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -190,7 +190,7 @@ def measure(
     machine = Machine(ranks_per_node=per_node)
     table: dict[Any, list[tuple[int, float]]] = {}
     for group in groups:
-        shape = machine.shape_of(ranks_of(group))
+        shape = machine.layout_of(ranks_of(group))
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
             for size in sorted(set(kib)):
                 nbytes, launch = _launcher(kind, size * 1024, group, device)

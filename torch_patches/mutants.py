@@ -18,190 +18,163 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-TEST = "test/distributed/test_bucketing_hooks.py"
+TEST = "test/distributed/test_fx_bucketing.py"
 BUCKETING = "torch/_inductor/fx_passes/bucketing.py"
 FSDP = "torch/_inductor/fx_passes/fsdp.py"
-CODECACHE = "torch/_inductor/codecache.py"
-OVERLAP = "torch/_inductor/fx_passes/overlap_scheduling.py"
 
 # Of code that a series does not have, or has in other words.
-_ONLY_2_15 = ("look below pads across a write", "unpack into memory without an edge")
+_UNPACKING = (
+    "unpack into memory without an edge",
+    "pack the wrong dtype",
+    "leave it to a fallback",
+)
+_GROUPS = (
+    "take every group at once",
+    "decide for gathers alone",
+    "identify groups in spite of the filter",
+    "reduce groups that were not chosen",
+    "read names from nodes",
+)
 NOT_IN = {
-    "2.14": _ONLY_2_15,
-    "2.13": _ONLY_2_15,
-    "2.11": (
-        *_ONLY_2_15,
-        "give every group the first group's cap",
-        "leave users ahead of the bucket",
-        "ask keys late",
-        "ask about what no bucket can hold",
-        "decide the groups again",
-        "ask about tensor parallelism in pre-bucketing",
-        "take a group's name for groups",
-        "sort what is not packed",
-        "cache any callable",
-    ),
+    "2.14": _UNPACKING,
+    "2.13": _UNPACKING,
+    "2.12": (*_UNPACKING, *_GROUPS),
+    "2.11": (*_UNPACKING, *_GROUPS, "sort what is not packed"),
 }
 
 # name: (file, text, what it becomes, tests to run: those for the mutated part)
 MUTANTS: dict[str, tuple[str, str, str, str]] = {
-    "swap two keys": (
-        BUCKETING,
-        "sorted(range(len(nodes)), key=keys.__getitem__)]",
-        "sorted(range(len(nodes)), key=keys.__getitem__)]\n    order[:2] = order[1::-1]",
-        "test_kinds_and_modes",
-    ),
-    "give every group the first group's cap": (
-        FSDP,
-        "compute_pre_bucket_cap_mb(_group_size(group), bucket_cap_mb)",
-        "compute_pre_bucket_cap_mb(_group_size(next(iter(fsdp_groups))), bucket_cap_mb)",
-        "test_cap_of_each_group",
-    ),
-    "drop the write barrier": (
-        BUCKETING,
-        "itertools.accumulate(map(_is_write, g.nodes))",
-        "itertools.repeat(0)",
-        "test_gathers_around_a_write",
-    ),
-    "look below casts across a write": (
-        BUCKETING,
-        'if inp.op == "call_function" and num_writes[inp] != region:',
-        'if inp.op == "never":',
-        "test_casts_before_a_write",
-    ),
-    "look below pads across a write": (
-        BUCKETING,
-        "        if _is_write(cursor):",
-        "        if False:",
-        "test_pads_before_a_write",
-    ),
-    "count pads": (
-        BUCKETING,
-        "        if is_own and not get_collective_type(node):",
-        "        if is_own and node.op != 'call_function':",
-        "test_ranks_of_an_uneven",
-    ),
-    "leave users ahead of the bucket": (
-        BUCKETING,
-        "g_fn_inps + early_users",
-        "g_fn_inps",
-        "test_ranks_of_an_uneven",
-    ),
-    "ask keys late": (
-        OVERLAP,
-        "        ask_payload_keys_early(gm.graph.nodes, bucket_mode)",
-        "        pass",
-        "test_errors_leave",
-    ),
-    "ask keys twice": (
-        BUCKETING,
-        "if node.meta.get(_PAYLOAD_KEY, (None,))[0] is not key_fn:",
-        "if True:",
-        "test_every_road",
-    ),
-    "keep keys in a global": (
-        BUCKETING,
-        "node.meta[_PAYLOAD_KEY] = (key_fn, key_fn(node))",
-        "ask_payload_keys.__dict__[node] = node.meta[_PAYLOAD_KEY] = (key_fn, key_fn(node))",
-        "test_keys_do_not_outlive",
-    ),
-    "leave keys on a graph whose keys failed": (
-        BUCKETING,
-        "            n.meta.pop(_PAYLOAD_KEY, None)\n",
-        "            pass\n",
-        "test_errors_leave",
-    ),
-    "ask about what no bucket can hold": (
-        BUCKETING,
-        "if not all(m is n or has_dep(m, n) for m in nodes)",
-        "if True",
-        "test_every_road",
-    ),
-    "forget a merged bucket's place": (
-        BUCKETING,
-        "first = min(asked, key=lambda key: key[1] is not None)",
-        "first = asked[-1]",
-        "test_merged_again",
-    ),
-    "sort what is not packed": (
-        BUCKETING,
-        "if is_packed and not any(",
-        "if not any(",
-        "test_coalesced",
-    ),
-    "pack what can't be viewed": (
-        BUCKETING,
-        "if is_packed and not any(map(operator.mod, ends, widths[1:])):",
-        "if is_packed:",
-        "test_an_order_that",
-    ),
-    "decide the groups again": (
-        FSDP,
-        'if group_filter is None or "fsdp_groups" in gm.meta:',
-        "if group_filter is None:",
-        "test_decides_for",
-    ),
-    "forget the buckets planned before": (
-        BUCKETING,
-        "                    reachability.merge_starts(cur_bucket)\n",
-        "",
-        "test_full_buckets",
-    ),
-    "forget the last bucket of a key": (
-        BUCKETING,
-        "            buckets.append(cur_bucket)\n"
-        "            reachability.merge_starts(cur_bucket)\n    for",
-        "            buckets.append(cur_bucket)\n    for",
-        "test_buckets_that_would",
-    ),
     "take the graph for sorted": (
         BUCKETING,
-        "        graph_nodes = topo_sort(graph_nodes)",
-        "        pass",
-        "test_dependent_scatters",
-    ),
-    "sort half of a bucket": (
-        BUCKETING,
-        "    if None in keys:\n        return nodes\n",
-        "    if keys[0] is None:\n        return nodes\n    keys = [key or 0 for key in keys]\n",
-        "test_ties_and_unknown",
-    ),
-    "ask about tensor parallelism in pre-bucketing": (
-        FSDP,
-        'in fsdp_groups or not (chosen or kind == "all_reduce"))',
-        "in fsdp_groups or not chosen)",
-        "test_every_road",
-    ),
-    "take a group's name for groups": (
-        FSDP,
-        " or isinstance(chosen, str):",
-        ":",
-        "FsdpGroupFilterTest.test_errors_leave",
-    ),
-    "ask in one direction": (
-        BUCKETING,
-        "bool(ancestors & (cur_bucket_bits | 1 << idx))",
-        "bool(ancestors & cur_bucket_bits)",
-        "test_dependent_scatters",
+        "    if any(inp > node for node in g.nodes for inp in node._input_nodes):",
+        "    if False:",
+        "TestMergeAfterMerge",
     ),
     "unpack into memory without an edge": (
         BUCKETING,
-        "    outputs = torch.ops.bucketing._split_all_gather(\n"
-        "        new_ag_out_reshaped, static_split_sizes\n    )\n",
-        "    outputs = _split_all_gather._init_fn(new_ag_out_reshaped, static_split_sizes)\n",
-        "test_users_wait",
+        "    outputs = torch.ops.bucketing._split_all_gather(",
+        "    outputs = _split_all_gather(",
+        "TestUnpacking",
     ),
-    "leave the rank out of the key": (
-        CODECACHE,
-        "self.ranks = sorted(",
-        "ranks = sorted(",
-        "test_ranks_share",
+    "pack the wrong dtype": (
+        BUCKETING,
+        "            dtype=_ALL_DTYPES[d],\n",
+        "            dtype=bucket_dtype,\n",
+        "TestUnpacking",
     ),
-    "cache any callable": (
-        CODECACHE,
-        "if p is not None and not (isinstance(p, CustomPassBase) and p.uuid()):",
-        "if False:",
-        "test_hooks_are_keyed",
+    "leave it to a fallback": (
+        BUCKETING,
+        "@register_lowering(torch.ops.bucketing._split_all_gather, type_promotion_kind=None)",
+        "",
+        "TestUnpacking",
+    ),
+    "swap two members": (
+        BUCKETING,
+        "    return sorted(nodes, key=lambda n: (values[n] is None, values[n]))",
+        "    nodes = sorted(nodes, key=lambda n: (values[n] is None, values[n]))\n"
+        "    return [*nodes[1::-1], *nodes[2:]]",
+        "TestPayloadOrder",
+    ),
+    "pack members without a value first": (
+        BUCKETING,
+        "(values[n] is None, values[n])",
+        "(values[n] is not None, values[n])",
+        "TestPayloadOrder",
+    ),
+    "sort gathers no more": (
+        BUCKETING,
+        "    ag_nodes = _in_payload_order(ag_nodes)\n",
+        "",
+        "TestPayloadOrder",
+    ),
+    "sort what is not packed": (
+        BUCKETING,
+        '    if mode != "coalesced":  # which packs nothing\n',
+        "    if True:\n",
+        "TestPayloadOrder",
+    ),
+    "insert where the payload ends": (
+        BUCKETING,
+        "    insert_before = insert_before or ar_nodes[-1].next\n"
+        "    ar_nodes = _in_payload_order(ar_nodes)\n",
+        "    ar_nodes = _in_payload_order(ar_nodes)\n"
+        "    insert_before = insert_before or ar_nodes[-1].next\n",
+        "TestPayloadOrder",
+    ),
+    "forget a merged bucket's value": (
+        BUCKETING,
+        "            if order_key in bucket_nodes[0].meta:",
+        "            if False:",
+        "TestPayloadOrder",
+    ),
+    "take every group at once": (
+        FSDP,
+        "    elif len(group_filter) == 1:",
+        "    elif group_filter:",
+        "TestFsdpGroupFilter",
+    ),
+    "decide for gathers alone": (
+        FSDP,
+        "    if not wait.users or not _is_in_group_filter(wait.args[0]):",
+        "    if not wait.users:",
+        "TestFsdpGroupFilter",
+    ),
+    "identify groups in spite of the filter": (
+        FSDP,
+        "    if group_filter is None:\n",
+        "    if True:\n",
+        "TestFsdpGroupFilter",
+    ),
+    "reduce groups that were not chosen": (
+        FSDP,
+        "            return _is_in_group_filter(ar_node)",
+        "            return True",
+        "TestFsdpGroupFilter",
+    ),
+    "read names from nodes": (
+        FSDP,
+        "_resolve_group_name(_get_group_name(start)) in groups",
+        "_get_group_name(start) in groups",
+        "TestFsdpGroupFilter",
+    ),
+    "merge neighbours alone": (
+        BUCKETING,
+        "                if non_adjacent:\n                    nodes_by_key",
+        "                if False:\n                    nodes_by_key",
+        "TestNonAdjacent",
+    ),
+    "forget a full bucket": (
+        BUCKETING,
+        "                    if non_adjacent:\n"
+        "                        reachability.merge_starts(cur_bucket)\n",
+        "",
+        "TestNonAdjacent",
+    ),
+    "forget the last bucket of a key": (
+        BUCKETING,
+        "            if non_adjacent:\n"
+        "                reachability.merge_starts(cur_bucket)\n    return",
+        "    return",
+        "TestNonAdjacent",
+    ),
+    "ask in one direction": (
+        BUCKETING,
+        "                    & (cur_bucket_bits | 1 << idx)",
+        "                    & cur_bucket_bits",
+        "TestNonAdjacent",
+    ),
+    "merge what depends on the bucket": (
+        BUCKETING,
+        "            if (is_full or is_dependent) and cur_bucket:",
+        "            if is_full and cur_bucket:",
+        "TestNonAdjacent",
+    ),
+    "remember the bucket before": (
+        BUCKETING,
+        "                cur_bucket_descendents = OrderedSet()\n"
+        "                cur_bucket_bits = cur_bucket_ancestors = 0\n",
+        "                cur_bucket_descendents = OrderedSet()\n",
+        "TestNonAdjacent",
     ),
 }
 
@@ -225,7 +198,7 @@ def main() -> int:
 
     site = Path(torch.__file__).resolve().parent.parent
     series = HERE / ".".join(torch.__version__.split(".")[:2])
-    if len(list(series.glob("*.patch"))) != 5:
+    if not series.is_dir():
         raise SystemExit(f"there are no mutants for torch {torch.__version__}")
     there = [m for m in MUTANTS if m not in NOT_IN.get(series.name, ())]
     names = sys.argv[1:] or there

@@ -1,1 +1,1 @@
-"""All ranks must launch the same collectives: comparing what they compiled."""
+"""Compares what the ranks compiled: all of a group's must launch the same collectives."""

@@ -131,7 +131,7 @@ def agree_on_encoded(digest: str, text: str, timeout: timedelta | None) -> None:
 
 
 class _Running(threading.local):
-    """Whether this thread runs a frame for the first time."""
+    """Per thread, whether it runs a frame for the first time."""
 
     fresh = False
 
@@ -144,7 +144,7 @@ _running = _Running()
 
 @dataclass
 class _Agreed:
-    """What this process has agreed on, under one default process group.
+    """The launches that this process has agreed on, under one default process group.
 
     Attributes:
         group: the default process group.
@@ -171,7 +171,7 @@ class _Agreed:
             group = groups.group_by_name(of_group.group)
             if not groups.has_peers(group):
                 continue
-            version = Version(environment, launches.stage, of_group, launches.basis)
+            version = Version(environment, launches.stage, of_group, launches.planned_with)
             with self.lock:
                 known = self.versions.setdefault(of_group.group, set())
                 if fresh and launches.stage == "backward":

@@ -1,4 +1,4 @@
-"""What a mismatch between ranks says: the first difference, in each version."""
+"""The message about a mismatch between ranks: the first difference, in each version."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ class Version:
     environment: str
     stage: str
     of_group: GroupLaunches
-    basis: str = ""
+    planned_with: str = ""
 
     @property
     def digest(self) -> str:
-        text = f"{self.environment}\0{self.basis}\0{self.of_group.to_json()}"
+        text = f"{self.environment}\0{self.planned_with}\0{self.of_group.to_json()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:
-        return json.dumps([self.environment, self.stage, self.of_group.to_json(), self.basis])
+        return json.dumps(
+            [self.environment, self.stage, self.of_group.to_json(), self.planned_with]
+        )
 
     @classmethod
     def from_json(cls, group: str, text: str) -> Version:
-        environment, stage, launches, basis = json.loads(text)
-        return cls(environment, stage, GroupLaunches.from_json(group, launches), basis)
+        environment, stage, launches, planned_with = json.loads(text)
+        return cls(environment, stage, GroupLaunches.from_json(group, launches), planned_with)
 
 
 # ---------------------------------------------------------------- the message
@@ -54,12 +56,12 @@ def mismatch_text(
     if len(environments) > 1:
         lines.append("They run different versions:")
         lines += [f"  {ranks_text(ranks)}: {v.environment}" for ranks, v in versions]
-    bases = dict.fromkeys(v.basis for _, v in versions)
-    if len(bases) > 1:
+    plannings = dict.fromkeys(v.planned_with for _, v in versions)
+    if len(plannings) > 1:
         lines.append("They planned with different times or size hints:")
-        lines += [f"  {ranks_text(ranks)}: {v.basis or 'none'}" for ranks, v in versions]
+        lines += [f"  {ranks_text(ranks)}: {v.planned_with or 'none'}" for ranks, v in versions]
     at = first_difference([v.of_group for _, v in versions])
-    if at is None and len(bases) > 1:
+    if at is None and len(plannings) > 1:
         lines.append(
             "Their collectives are still the same; the next change of the model may part them. "
             "Let one rank measure, and all load what it measured."
@@ -95,7 +97,7 @@ def _launches_text(versions: Sequence[tuple[list[int], Version]], at: int) -> li
 
 
 def _first_member(members: Sequence[tuple[Member, ...]]) -> int | None:
-    """Where lists of members differ first, from 0; None where one is empty."""
+    """The first place, from 0, at which lists of members differ; None where one is empty."""
     if not all(members):
         return None
     for place in range(max(map(len, members))):

@@ -70,7 +70,7 @@ class RankMissingError(AgreementError):
 
 
 def this_environment() -> str:
-    """What must be the same on all ranks beside the launches: versions of what makes the code."""
+    """The versions of torch and of this package, which must be the same on all ranks."""
     torch_version = torch.__version__.split("+")[0]
     return f"torch {torch_version}, torch_ext_bucketing {package_digest()[:12]}"
 
@@ -128,7 +128,7 @@ class Exchange:
         return int(self.store.add(self.key(name), 1))
 
     def seen(self) -> int:
-        """How many ranks know that it failed."""
+        """The number of ranks that know that it failed."""
         return int(self.store.add(self.key("seen"), 0))
 
     def arrive(self) -> None:
@@ -159,7 +159,7 @@ class Exchange:
         self.put_first("bad", json.dumps([why, text]))
 
     def reached(self, name: str) -> bool:
-        """Whether ``name`` is set.
+        """True once ``name`` is set.
 
         Raises:
             _FailedError: the exchange failed, or its time is over.
@@ -194,7 +194,7 @@ class Exchange:
         )
 
     def mismatch_text(self) -> str:
-        """What every rank says; waits a little for ranks that have not come yet."""
+        """The message for every rank; waits a little for ranks that have not come yet."""
         deadline = time.monotonic() + min(_GATHER_S, self.timeout.total_seconds())
         _poll(lambda: not self.missing(), deadline)
         by_digest: dict[str, list[int]] = {}

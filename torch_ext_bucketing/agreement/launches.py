@@ -1,4 +1,4 @@
-"""What a graph launches on each process group: what a group's ranks must share.
+"""The launches of a graph on each process group, which a group's ranks must share.
 
 Ranks meet in a process group in the order in which they launch, and a bucket's bytes mean what
 their sender packed. So compared are, per group, the collectives in the order of the graph after
@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ..fsdp.tags import is_bucket, member_tags, tag_of
 from ..graph.collectives import argument, collective_group, kind_of, reduce_op
 from ..reports.buckets import BucketReport
-from ..tagging.tags import is_bucket, member_tags, tag_of
 
 __all__ = [
     "GraphLaunches",
@@ -98,7 +98,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class GroupLaunches:
-    """What one graph launches on one process group.
+    """The launches of one graph on one process group.
 
     Args:
         group: name of the process group.
@@ -120,48 +120,48 @@ class GroupLaunches:
 
 @dataclass(frozen=True)
 class GraphLaunches:
-    """What one graph launches.
+    """The launches of one graph.
 
     Args:
         stage: ``"forward"``, ``"backward"``, ``"inference"`` or ``"joint"``.
         groups: those of each process group, in the order of their first collectives.
-        basis: the times and the size hints that the order was planned with, in short; empty where
-            nothing was planned.
+        planned_with: the times and the size hints that the order was planned with, in short; empty
+            where nothing was planned.
     """
 
     stage: str
     groups: tuple[GroupLaunches, ...]
-    basis: str = ""
+    planned_with: str = ""
 
     def encode(self) -> str:
-        """As a short text without spaces or quotes, to travel in a graph."""
-        content = [self.stage, [[g.group, g.to_json()] for g in self.groups], self.basis]
+        """Return it as a short text without spaces or quotes, to travel in a graph."""
+        content = [self.stage, [[g.group, g.to_json()] for g in self.groups], self.planned_with]
         packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
         return base64.urlsafe_b64encode(packed).decode()
 
     @classmethod
     def decode(cls, text: str) -> GraphLaunches:
         """The reverse of :meth:`encode`."""
-        stage, groups, basis = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
+        stage, groups, planned_with = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
         launches = (GroupLaunches.from_json(name, content) for name, content in groups)
-        return cls(stage, tuple(launches), basis)
+        return cls(stage, tuple(launches), planned_with)
 
     def digest(self) -> str:
-        """SHA-256 (hex) of all of it."""
+        """SHA-256 (hex) of everything in it."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 def launches_of(
-    graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = (), basis: str = ""
+    graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = (), planned_with: str = ""
 ) -> GraphLaunches:
-    """What a graph launches as it stands.
+    """Read the launches off a graph as it stands.
 
     Args:
         graph: after all passes, in the order in which it will run.
         stage: see :class:`GraphLaunches`.
         buckets: what merged them knows of the buckets, found by the names of their nodes. Buckets
             that are not among these have their members' names alone.
-        basis: see :class:`GraphLaunches`.
+        planned_with: see :class:`GraphLaunches`.
     """
     known = {bucket.node: bucket for bucket in buckets}
     groups: dict[str, list[Launch]] = {}
@@ -170,7 +170,7 @@ def launches_of(
         if group is not None and _op_name(node) not in _POINT_TO_POINT:
             groups.setdefault(group, []).append(_launch_of(node, known))
     return GraphLaunches(
-        stage, tuple(GroupLaunches(g, tuple(found)) for g, found in groups.items()), basis
+        stage, tuple(GroupLaunches(g, tuple(found)) for g, found in groups.items()), planned_with
     )
 
 
@@ -223,7 +223,8 @@ def _dtype_of(node: fx.Node) -> str:
 
 
 def _nbytes_of(node: fx.Node) -> int | None:
-    """In one rank's part: what it sends to a gather, what it receives of a reduction."""
+    """Bytes in one rank's part: of what it sends to a gather, of what it receives of a
+    reduction."""
     value = _sent(node) if kind_of(node) == "all_gather" else node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(value.numel(), int):
         return None

@@ -6,16 +6,15 @@ together. Per bucket key, members are taken in the order of their waits, which i
 which their results are needed, and one bucket is open at a time. It is closed
 
 - by ``"bytes"``: the next member would exceed the cap;
-- by the ``"span"``: it would be too far away in graph order;
 - by the ``"run"``: a reduce-scatter would leave too many compute nodes behind the one before;
 - by a ``"dependency"``: it needs the bucket or is needed by it, directly or by way of buckets
   planned before, or a write to a tensor stands between them;
 - by the ``"end"``: there is no next member.
 
 The next member then starts a bucket. That is the rule of torch's greedy bucketing with
-``bucket_non_adjacent`` or ``bucket_max_node_span`` set (see ``torch_patches``), and gives the same
-buckets for the same settings; but torch counts spans without anything that handles a rank's own
-shards, takes every write for a barrier, and does not look at members that are buckets already.
+``bucket_non_adjacent`` set (see ``torch_patches``), and gives the same buckets for the same
+settings; but torch takes every write for a barrier, and does not look at members that are buckets
+already.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from typing import Any, Literal, TypeAlias
 import torch.fx as fx
 
 from .._torch.estimates import default_cap_mb
+from ..fsdp.tags import home_group, is_bucket, member_count, tag_of
+from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import (
     KINDS,
     Kind,
@@ -43,12 +44,11 @@ from ..graph.collectives import (
 )
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
-from ..tagging.tags import home_group, is_bucket, member_count, tag_of
 from .contraction import Contraction
 from .groups import Counts, GroupFilter, chosen_groups
 from .hook_guard import reading_only
 from .members import UNTAGGED, left_alone, unmergeable
-from .plan import Bucket, BucketingPlan
+from .plan import Bucket, MergePlan
 from .structure import fsdp_starts
 
 __all__ = [
@@ -70,20 +70,19 @@ _ALL = 2**63  # bytes: more than any bucket has
 
 
 def plan_by_cap(
-    graph: fx.Graph,
+    graph: fx.Graph | GraphAnalysis,
     cap_mb: CapMb = None,
     *,
     kinds: Collection[Kind] = KINDS,
     eligible: Eligible = "tag",
     group_filter: GroupFilter | None = None,
-    max_node_span: int | None = None,
     max_compute_run: int | None = None,
     non_adjacent: bool = True,
-) -> BucketingPlan:
+) -> MergePlan:
     """Buckets filled in wait order up to a byte cap. Reads the graph only.
 
     Args:
-        graph: in topological order.
+        graph: in topological order, or what is known of it.
         cap_mb: in MiB, counted as the larger of a member's input and output: a number, a callable
             of the bucket's index within its bucket key (0, 1, ...), or either per process group
             name, or per group name and kind. None, and what the mapping lacks: what saturates the
@@ -98,8 +97,6 @@ def plan_by_cap(
             returns are bucketed, group by group. None buckets all. Of kinds that are not in
             ``kinds``, all-gathers alone are counted. A gather in a smaller group
             (``ReshardAfterForward(to=...)``) counts for the group of the parameter's shards.
-        max_node_span: bound on the distance in graph order between a bucket's first and last
-            member, in nodes that every rank has (see :mod:`.graph.uneven`).
         max_compute_run: bound on the compute nodes (see :func:`.is_compute`), in graph order, that
             a bucket of reduce-scatters has to wait for after the one before of its bucket key; see
             :class:`.CapComputeRun`.
@@ -111,18 +108,13 @@ def plan_by_cap(
 
     Raises:
         TypeError: ``group_filter`` is no callable.
-        ValueError: an unknown kind or ``eligible``, a cap that is no positive number, a negative
-            span, a run below 1, or a graph that is not in topological order.
+        ValueError: an unknown kind or ``eligible``, a cap that is no positive number, a run below
+            1, or a graph that is not in topological order.
         RuntimeError: ``eligible``, ``group_filter`` or a cap callable failed (the cause is
             chained), changed the graph or communicated; a symbolic size has no hint (torch's own).
     """
     planner = CapPlanner(graph, kinds=kinds, eligible=eligible, group_filter=group_filter)
-    return planner.plan(
-        cap_mb,
-        max_node_span=max_node_span,
-        max_compute_run=max_compute_run,
-        non_adjacent=non_adjacent,
-    )
+    return planner.plan(cap_mb, max_compute_run=max_compute_run, non_adjacent=non_adjacent)
 
 
 class CapPlanner:
@@ -133,17 +125,18 @@ class CapPlanner:
 
     def __init__(
         self,
-        graph: fx.Graph,
+        graph: fx.Graph | GraphAnalysis,
         *,
         kinds: Collection[Kind] = KINDS,
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
     ) -> None:
         check_options(kinds=kinds, eligible=eligible, group_filter=group_filter)
-        self._graph = graph
-        with _reading_only(graph, eligible=eligible, group_filter=group_filter):
-            self._contracted = Contraction(graph)
-            self._candidates = _candidates(graph, kinds, eligible)
+        analysis = GraphAnalysis.of(graph)
+        self._graph = analysis.graph
+        with _reading_only(self._graph, eligible=eligible, group_filter=group_filter):
+            self._contracted = Contraction(analysis.nodes, analysis.unordered_writes)
+            self._candidates = _candidates(self._graph, kinds, eligible)
             self._scopes = _scopes(self._candidates.counts, group_filter)
         self._compute_before: dict[fx.Node, int] | None = None
 
@@ -151,17 +144,14 @@ class CapPlanner:
         self,
         cap_mb: CapMb = None,
         *,
-        max_node_span: int | None = None,
         max_compute_run: int | None = None,
         non_adjacent: bool = True,
-    ) -> BucketingPlan:
+    ) -> MergePlan:
         """The plan under one cap."""
-        check_options(cap_mb, max_node_span=max_node_span, max_compute_run=max_compute_run)
+        check_options(cap_mb, max_compute_run=max_compute_run)
         caps = list(cap_mb.values()) if isinstance(cap_mb, Mapping) else [cap_mb]
         self._contracted.reset()
-        planner = _Planner(
-            self._contracted, cap_mb, max_node_span, self._run_bound(max_compute_run)
-        )
+        planner = _Planner(self._contracted, cap_mb, self._run_bound(max_compute_run))
         with _reading_only(self._graph, cap_mb=next(filter(callable, caps), None)):
             return _plan(self._candidates, self._scopes, planner, non_adjacent)
 
@@ -184,7 +174,7 @@ def _plan(
     scopes: list[tuple[str, ...] | None],
     planner: _Planner,
     non_adjacent: bool,
-) -> BucketingPlan:
+) -> MergePlan:
     for groups in scopes:
         for kind in KINDS:
             members = [
@@ -203,7 +193,7 @@ def _plan(
             if candidates.group[s] not in chosen
         ]
     place = planner.contracted.position
-    return BucketingPlan(
+    return MergePlan(
         buckets=tuple(sorted(planner.buckets, key=lambda b: place(b.members[0]))),
         ineligible=tuple(left),
         unmerged=tuple(u for _, u in sorted(planner.unmerged, key=lambda item: item[0])),
@@ -321,14 +311,12 @@ class _Planner:
         self,
         contracted: Contraction,
         cap_mb: CapMb,
-        max_span: int | None,
         run_bound: _RunBound | None,
     ) -> None:
         self.contracted = contracted
         self.buckets: list[Bucket] = []
         self.unmerged: list[tuple[int, Unmerged]] = []
         self._cap_mb = cap_mb
-        self._max_span = max_span
         self._run_bound = run_bound
         self._reached = 0  # compute nodes before the last member of the bucket before
         self._default: dict[int, float] = {}
@@ -364,11 +352,8 @@ class _Planner:
             run = bound.reached(start) - self._reached
             if run > bound.most:
                 return "run", f"with {start.name}: {run} compute nodes since the bucket before"
-        refusal = self.contracted.try_add(start, self._max_span)
-        if refusal is None:
+        if self.contracted.try_add(start):
             return None, ""
-        if refusal == "span":
-            return "span", f"{start.name} is too far away for a span of {self._max_span} nodes"
         return "dependency", self.contracted.why(start)
 
     def _end(
@@ -380,14 +365,13 @@ class _Planner:
         closed_by: ClosedBy,
         detail: str,
     ) -> None:
-        span = self.contracted.span
         self.contracted.close()
         if self._run_bound is not None:
             self._reached = max(map(self._run_bound.reached, members))
         position = self.contracted.position
         if len(members) > 1:
             ordered = tuple(sorted(members, key=position))
-            self.buckets.append(Bucket(kind, None, ordered, span, closed_by, detail, filled, cap))
+            self.buckets.append(Bucket(kind, None, ordered, closed_by, detail, filled, cap))
             return
         (start,) = members
         tag = tag_of(start)
@@ -435,7 +419,6 @@ def check_options(
     kinds: Collection[Kind] = KINDS,
     eligible: Eligible = "tag",
     group_filter: GroupFilter | None = None,
-    max_node_span: int | None = None,
     max_compute_run: int | None = None,
     non_adjacent: bool = True,
 ) -> None:
@@ -445,12 +428,6 @@ def check_options(
         raise ValueError(f"eligible must be 'tag', 'structure' or a callable, got {eligible!r}")
     if group_filter is not None and not callable(group_filter):
         raise TypeError(f"group_filter must be a callable or None, got {group_filter!r}")
-    if max_node_span is not None and (
-        not isinstance(max_node_span, int) or isinstance(max_node_span, bool) or max_node_span < 0
-    ):
-        raise ValueError(
-            f"max_node_span must be a number of nodes of at least 0, or None, got {max_node_span!r}"
-        )
     most = max_compute_run
     if most is not None and (not isinstance(most, int) or isinstance(most, bool)):
         raise ValueError(f"max_compute_run must be a number of nodes, got {most!r}")

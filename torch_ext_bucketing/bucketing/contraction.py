@@ -24,22 +24,14 @@ members read; a start that has a write between its cast and itself merges with n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Sequence
 
 import torch.fx as fx
 
 from ..graph.collectives import kind_of
-from ..graph.uneven import shard_side
-from ..graph.writes import unordered_writes
 from .pack import merged_cast
 
-__all__ = [
-    "Contraction",
-    "Refusal",
-]
-
-Refusal = Literal["span", "dependency"]
+__all__ = ["Contraction"]
 
 
 class _Planned:
@@ -60,22 +52,21 @@ class Contraction:
     contracts nothing. A start that is in a closed bucket already brings that whole bucket along.
 
     Args:
-        graph: in topological order, and unchanged as long as this is used.
+        nodes: of a graph in topological order, unchanged as long as this is used.
+        writes: those of them that :func:`.unordered_writes` finds.
 
     Raises:
         ValueError: a node stands before one of its inputs.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        nodes = list(graph.nodes)
+    def __init__(self, nodes: Sequence[fx.Node], writes: Sequence[fx.Node]) -> None:
         self.starts: list[fx.Node] = []
         self._index: dict[fx.Node, int] = {}
         self._up: list[int] = []  # what each start needs, by edges of the graph alone
-        self._position: list[int] = []
         self._epoch: list[int] = []  # number of unordered writes before it
         self._alone: dict[int, fx.Node] = {}  # the write between it and what a bucket would read
-        self._writes = unordered_writes(nodes)
-        self._project(nodes, shard_side(graph).uncounted)
+        self._writes = writes
+        self._project(nodes)
         self.reset()
 
     def reset(self) -> None:
@@ -87,21 +78,18 @@ class Contraction:
         self._reach = 0
         self._settled = 0
         self._static = 0
-        self._first = self._last = 0
         self._open_epoch = 0
         self._open_alone: fx.Node | None = None
 
-    def _project(self, nodes: list[fx.Node], uncounted: Mapping[fx.Node, None]) -> None:
+    def _project(self, nodes: Sequence[fx.Node]) -> None:
         writes = dict.fromkeys(self._writes)
         needs: dict[fx.Node, int] = {}
         uses: dict[fx.Node, int] = {}
         epoch = 0
         epochs: dict[fx.Node, int] = {}
-        position = -1
         for node in nodes:
             if node.op == "output":
                 continue
-            position += node not in uncounted
             mask = 0
             for arg in node.all_input_nodes:
                 left = uses.get(arg)
@@ -124,7 +112,6 @@ class Contraction:
             if kind_of(node) is not None:
                 self._index[node] = len(self.starts)
                 self._up.append(mask)
-                self._position.append(position)
                 self._epoch.append(epoch)
                 if epoch:
                     cast = merged_cast(node)
@@ -141,8 +128,8 @@ class Contraction:
                 needs[node] = mask
 
     def position(self, start: fx.Node) -> int:
-        """Place of ``start`` among the nodes of the graph that every rank has, from 0."""
-        return self._position[self._index[start]]
+        """Place of ``start`` among the starts of the graph, from 0."""
+        return self._index[start]
 
     def open(self, start: fx.Node) -> None:
         """Begin a bucket with ``start``. A bucket that is open is closed."""
@@ -152,41 +139,32 @@ class Contraction:
         self._open = members
         self._static = self._up[index]
         self._reach, self._settled = self._closure(up, 0)
-        self._first = self._last = self._position[index]
         self._open_epoch = self._epoch[index]
         self._open_alone = self._alone.get(index)
 
-    def try_add(self, start: fx.Node, max_span: int | None = None) -> Refusal | None:
-        """Let ``start`` join the open bucket, unless that closes a cycle or exceeds the span.
+    def try_add(self, start: fx.Node) -> bool:
+        """Let ``start`` join the open bucket, unless that closes a cycle or merges across a write.
 
         Args:
             start: a start that is not in the open bucket.
-            max_span: bound on the distance in graph order between the bucket's first and last
-                member, in nodes that every rank has (see :mod:`.graph.uneven`).
 
         Returns:
-            None if it joined, else what forbids it. A start that must not join for both reasons
-            is refused for the dependency.
+            Whether it joined; where it did not, :meth:`why` says what forbids it.
         """
         index = self._index[start]
         if self._write_between(index) is not None:
-            return "dependency"
+            return False
         bits, up = self._own(index)
         members = self._open | bits
         reach, settled = self._closure(self._reach | up, self._settled)
         if reach & members:
-            return "dependency"
-        first = min(self._first, self._position[index])
-        last = max(self._last, self._position[index])
-        if max_span is not None and last - first > max_span:
-            return "span"
+            return False
         self._open, self._reach, self._settled = members, reach, settled
         self._static |= self._up[index]
-        self._first, self._last = first, last
-        return None
+        return True
 
     def why(self, start: fx.Node) -> str:
-        """In words, why :meth:`try_add` refused ``start`` for a dependency just now."""
+        """In words, why :meth:`try_add` refused ``start`` just now."""
         index = self._index[start]
         write = self._write_between(index)
         if write is not None:
@@ -221,11 +199,6 @@ class Contraction:
             for index in _bits(members):
                 self._bucket_of[index] = planned
         self._open = self._reach = self._settled = self._static = 0
-
-    @property
-    def span(self) -> int:
-        """Distance in graph order between the open bucket's first and last member, in nodes."""
-        return self._last - self._first
 
     def _own(self, index: int) -> tuple[int, int]:
         planned = self._bucket_of.get(index)

@@ -1,4 +1,4 @@
-"""What a caller's hook must not do: change the graph, or communicate.
+"""A guard around a caller's hook, which must not change the graph or communicate.
 
 Hooks are called while a graph is planned. One that changes the graph would make the plan wrong, and
 one that launches a collective would make compilation wait for the other ranks, which may be

@@ -6,9 +6,9 @@ import torch
 import torch.fx as fx
 
 from .._torch.symbols import depends_on_data
+from ..fsdp.tags import is_bucket, tag_of
 from ..graph.collectives import group_size, is_wait, kind_of
 from ..reports.base import LeftAlone
-from ..tagging.tags import is_bucket, tag_of
 
 __all__ = [
     "UNTAGGED",

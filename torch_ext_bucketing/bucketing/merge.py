@@ -17,13 +17,13 @@ import torch.fx as fx
 from .._gc import paused_gc
 from .._torch.estimates import size_hint
 from .._torch.sorting import sort_topologically
+from ..fsdp.tags import set_member_tags, tag_of
 from ..graph.collectives import group_name, group_size, kind_of, reduce_op
 from ..graph.snapshot import unchanged_on_error
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
-from ..tagging.tags import set_member_tags, tag_of
 from .hook_guard import reading_only
 from .pack import pack, packed_value
-from .plan import Bucket, BucketingPlan
+from .plan import Bucket, MergePlan
 
 __all__ = [
     "apply_plan",
@@ -54,7 +54,7 @@ class MemberKeys:
 
 
 def apply_plan(
-    graph: fx.Graph, plan: BucketingPlan, payload_key: PayloadKey | None = None
+    graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey | None = None
 ) -> list[BucketReport]:
     """Merge the plan's buckets. ``graph`` is in topological order afterwards.
 
@@ -83,7 +83,7 @@ def apply_plan(
 
 
 def merge_buckets(
-    graph: fx.Graph, plan: BucketingPlan, keys: MemberKeys | None = None
+    graph: fx.Graph, plan: MergePlan, keys: MemberKeys | None = None
 ) -> list[BucketReport]:
     """:func:`apply_plan` with keys at hand, and without a way back.
 
@@ -108,9 +108,7 @@ def merge_buckets(
     return sorted(reports, key=lambda r: place[r.node])
 
 
-def _payload_keys(
-    graph: fx.Graph, plan: BucketingPlan, payload_key: PayloadKey | None
-) -> MemberKeys:
+def _payload_keys(graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey | None) -> MemberKeys:
     """Every member's key, computed and compared before anything changes."""
     if payload_key is None:
         return MemberKeys()
@@ -187,7 +185,6 @@ def _apply_bucket(graph: fx.Graph, bucket: Bucket, order: MemberKeys) -> BucketR
         op,
         start.name,
         tuple(layout),
-        bucket.span,
         bucket.closed_by,
         bucket.detail,
         bucket.wire_bytes,

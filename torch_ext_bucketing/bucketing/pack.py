@@ -34,7 +34,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.fx as fx
@@ -50,7 +50,8 @@ _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 _prims = torch.ops.prims
 
-_Size = int | fx.Node
+_Size: TypeAlias = int | fx.Node
+"""A number, or the node that gives it where it is symbolic."""
 
 
 def packed_value(start: fx.Node) -> fx.Node:

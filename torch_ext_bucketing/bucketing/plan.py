@@ -1,4 +1,4 @@
-"""What a bucketing plan is: which collectives are merged, and why the others are not.
+"""Merge plans: which collectives become one, and why the others do not.
 
 Plans are made by :mod:`.bucketing.units` (one bucket per unit) and :mod:`.bucketing.caps` (up to a
 byte cap), and carried out by :mod:`.bucketing.merge`.
@@ -16,7 +16,7 @@ from ..reports.buckets import ClosedBy, Unmerged
 
 __all__ = [
     "Bucket",
-    "BucketingPlan",
+    "MergePlan",
 ]
 
 
@@ -28,7 +28,6 @@ class Bucket:
         kind: of all members.
         unit: its number in the order or plan; None for a bucket by size.
         members: in graph order.
-        span: distance in graph order between the first and the last member, in nodes.
         closed_by: what kept the next candidate out; ``"end"``: there was none.
         detail: which one, and why, in words.
         wire_bytes: what the members count against a byte cap, together; None where none is kept.
@@ -38,7 +37,6 @@ class Bucket:
     kind: Kind
     unit: int | None
     members: tuple[fx.Node, ...]
-    span: int = 0
     closed_by: ClosedBy = "end"
     detail: str = ""
     wire_bytes: int | None = None
@@ -46,8 +44,8 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class BucketingPlan:
-    """What to merge, and why the rest is left.
+class MergePlan:
+    """The buckets of one graph, and why the other collectives are in none.
 
     Args:
         buckets: in the graph order of their first members; each has two members or more.

@@ -8,16 +8,16 @@ from typing import Any
 import torch.fx as fx
 
 from .._torch.aot import in_backward
+from ..fsdp.tags import Tag, tag_of
+from ..fsdp.units import Units
+from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind, bucket_key, group_name, kind_of
 from ..graph.regions import Structures, cuts_behind, positions
-from ..graph.writes import written_roots
-from ..plans.membership import Units
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy
-from ..tagging.tags import Tag, tag_of
 from .contraction import Contraction
 from .members import UNTAGGED, left_alone, unmergeable
-from .plan import Bucket, BucketingPlan
+from .plan import Bucket, MergePlan
 
 __all__ = [
     "UncoveredParametersWarning",
@@ -30,12 +30,14 @@ class UncoveredParametersWarning(UserWarning):
 
 
 def plan_units(
-    graph: fx.Graph, units: Units, kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
-) -> BucketingPlan:
+    graph: fx.Graph | GraphAnalysis,
+    units: Units,
+    kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
+) -> MergePlan:
     """One bucket per unit and bucket key. Reads the graph only.
 
     Args:
-        graph: a graph whose collectives carry tags.
+        graph: a graph whose collectives carry tags, or what is known of it.
         units: which parameter is in which unit.
         kinds: what is bucketed; others are left alone and not reported one by one.
 
@@ -47,11 +49,11 @@ def plan_units(
     groups: dict[tuple[int, Any, bool], list[fx.Node]] = {}
     duplicates: list[tuple[fx.Node, fx.Node]] = []
     first_gather: dict[tuple[Any, ...], fx.Node] = {}
-    contracted = Contraction(graph)
-    written = written_roots(list(graph.nodes))
-    position = positions(graph)
+    analysis = GraphAnalysis.of(graph)
+    contracted = Contraction(analysis.nodes, analysis.unordered_writes)
+    position = positions(analysis.graph)
     structures = Structures(position)
-    for start in graph.nodes:
+    for start in analysis.nodes:
         kind = kind_of(start)
         if kind is None or kind not in kinds:
             continue
@@ -70,14 +72,14 @@ def plan_units(
             continue
         # In a trace of a whole step, a gather in backward is there to free memory in between.
         again = kind == "all_gather" and in_backward(start)
-        if kind == "all_gather" and start not in written:
+        if kind == "all_gather" and start not in analysis.written_roots:
             same = (start.target, again, *_gathered(start, position, structures))
             earlier = first_gather.setdefault(same, start)
             if earlier is not start:
                 contracted.open(earlier)
-                refused = contracted.try_add(start)
+                joined = contracted.try_add(start)
                 contracted.close()
-                if refused is None:
+                if joined:
                     duplicates.append((start, earlier))
                     continue
         groups.setdefault((unit, bucket_key(start), again), []).append(start)
@@ -91,7 +93,7 @@ def plan_units(
         assert kind is not None
         first = starts[0]
         while starts:
-            members, starts, detail, span = _fill(contracted, starts)
+            members, starts, detail = _fill(contracted, starts)
             if members[0] is not first:
                 splits += [
                     f"{start.name} depends on the bucket of {first.name} or is needed by it, "
@@ -100,31 +102,30 @@ def plan_units(
                 ]
             if len(members) > 1:
                 closed_by: ClosedBy = "dependency" if starts else "end"
-                buckets.append(Bucket(kind, unit, tuple(members), span, closed_by, detail))
+                buckets.append(Bucket(kind, unit, tuple(members), closed_by, detail))
             else:
                 why = "nothing can be merged with it without a cycle"
                 left.append(left_alone(members[0], why))
     buckets.sort(key=lambda b: position[b.members[0]])
-    return BucketingPlan(
+    return MergePlan(
         tuple(buckets), tuple(duplicates), tuple(uncovered), tuple(left), tuple(splits)
     )
 
 
 def _fill(
     contracted: Contraction, starts: list[fx.Node]
-) -> tuple[list[fx.Node], list[fx.Node], str, int]:
-    """The bucket of the first start, the starts that can't be in it, why so, and its span."""
+) -> tuple[list[fx.Node], list[fx.Node], str]:
+    """The bucket of the first start, the starts that can't be in it, and why so."""
     contracted.open(starts[0])
     members, rest, detail = [starts[0]], [], ""
     for start in starts[1:]:
-        if contracted.try_add(start) is None:
+        if contracted.try_add(start):
             members.append(start)
         else:
             rest.append(start)
             detail = detail or contracted.why(start)
-    span = contracted.span
     contracted.close()
-    return members, rest, detail, span
+    return members, rest, detail
 
 
 def _unit_of(tag: Tag, units: Units) -> tuple[int | None, str]:
@@ -140,7 +141,7 @@ def _unit_of(tag: Tag, units: Units) -> tuple[int | None, str]:
 def _gathered(
     start: fx.Node, position: Mapping[fx.Node, int], structures: Structures
 ) -> tuple[Any, ...]:
-    """What makes two gathers equal: the value, the casts and pads between, dtype, group.
+    """A key that equal gathers share: the value, the casts and pads between, dtype, group.
 
     Pads, too: ranks whose shard of an uneven parameter is short have them, and must find the same
     gathers equal as the others.

@@ -2,7 +2,7 @@
 and process group; how many bytes.
 
 Nothing here looks at a node's neighbours but a wait's start and a collective's input, and nothing
-knows of tags (:mod:`.tagging.tags`) or of dependencies (:mod:`.graph.dependencies`).
+knows of tags (:mod:`.fsdp.tags`) or of dependencies (:mod:`.graph.dependencies`).
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def bucket_key(start: fx.Node) -> tuple[Any, ...]:
-    """What members of one bucket share: kind, group, reduce op, dtype, device."""
+    """The key that members of one bucket share: kind, group, reduce op, dtype, device."""
     value = start.meta["val"]
     return (kind_of(start), group_name(start), reduce_op(start), value.dtype, str(value.device))
 
@@ -261,7 +261,7 @@ def reduce_op(start: fx.Node) -> str | None:
 
 
 def wire_bytes(start: fx.Node) -> int:
-    """What a collective counts against a byte cap: the larger of its input and its output.
+    """Bytes that a collective counts against a byte cap: the larger of its input and output.
 
     Raises:
         RuntimeError: for a symbolic size without a hint.
@@ -279,7 +279,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def waited_for(wait: fx.Node) -> fx.Node | None:
-    """What a wait waits for."""
+    """The node that a wait waits for."""
     return next(iter(wait.all_input_nodes), None)
 
 

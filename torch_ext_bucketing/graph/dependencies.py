@@ -1,4 +1,4 @@
-"""What may move past what: a graph as integers, with the dependencies that its edges do not show.
+"""Dependencies between the nodes of a graph, those included that its edges do not show.
 
 A node depends on its inputs. Besides, these keep their order whatever the edges say:
 
@@ -37,7 +37,7 @@ from .collectives import (
     is_wait,
     kind_of,
 )
-from .writes import aliases_of, unordered_writes, written_values
+from .writes import aliases_of, written_values
 
 __all__ = [
     "Dependencies",
@@ -96,7 +96,8 @@ class Dependencies(Precedence):
     Placeholders, ``get_attr`` and the output stay where they are and are not among the nodes.
 
     Args:
-        graph: in topological order, and unchanged as long as this is used.
+        everything: all nodes of a graph, in topological order.
+        writes: those of them that :func:`.unordered_writes` finds.
 
     Attributes:
         nodes: the movable ones, in graph order.
@@ -107,8 +108,7 @@ class Dependencies(Precedence):
         ValueError: a node stands before one of its inputs.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        everything = list(graph.nodes)
+    def __init__(self, everything: list[fx.Node], writes: Sequence[fx.Node]) -> None:
         self.nodes: list[fx.Node] = [
             n for n in everything if n.op not in ("placeholder", "get_attr", "output")
         ]
@@ -124,13 +124,17 @@ class Dependencies(Precedence):
             if node in self.index:
                 found = (self.index.get(arg) for arg in node.all_input_nodes)
                 needs.append(dict.fromkeys(at for at in found if at is not None))
-        self._order_writes(everything, needs)
+        self._order_writes(everything, writes, needs)
         self._order_assertions(needs)
         self._order_chains(needs)
         super().__init__(self.nodes, needs)
 
-    def _order_writes(self, everything: list[fx.Node], needs: list[dict[int, None]]) -> None:
-        writes = unordered_writes(everything)
+    def _order_writes(
+        self,
+        everything: list[fx.Node],
+        writes: Sequence[fx.Node],
+        needs: list[dict[int, None]],
+    ) -> None:
         if not writes:
             return
         roots, aliases = aliases_of(everything)
@@ -172,7 +176,7 @@ class Dependencies(Precedence):
                 continue
             chain: Any = None
             if is_collective(node):
-                self.group[i] = group_of(node)
+                self.group[i] = group_name(node)
                 chain = (self.group[i], kind_of(node))
             elif _draws_random_numbers(node):
                 chain = "random"
@@ -209,11 +213,6 @@ def unused(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def group_of(start: fx.Node) -> str:
-    """The name of a collective's process group."""
-    return group_name(start)
-
-
 def _is_barrier(node: fx.Node) -> bool:
     if node.op != "call_function":
         return True
@@ -232,8 +231,8 @@ def _is_barrier(node: fx.Node) -> bool:
 
 
 def _asserted(assertion: fx.Node) -> list[fx.Node]:
-    """What an assertion is about: its inputs, the numbers that they were computed from, and the
-    tensors whose sizes these are.
+    """The nodes that an assertion is about: its inputs, the numbers that they were computed from,
+    and the tensors whose sizes these are.
 
     Numbers that are inputs of the graph are left out where others are compared with them: nearly
     everything uses the batch size, and it is known before the graph runs.

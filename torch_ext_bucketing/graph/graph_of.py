@@ -1,4 +1,4 @@
-"""What functions take that are given a graph: a module of one, or the graph itself."""
+"""The type of arguments that are a graph or a module of one, and its graph."""
 
 from __future__ import annotations
 

@@ -64,14 +64,14 @@ def _values(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _storage_bytes(node: fx.Node, value: torch.Tensor, side: ShardSide, hints: SizeHints) -> int:
-    """Of a value of ``node``; of a shard that is not everywhere as large, the largest."""
+    """Bytes of a storage of ``node``; of an uneven shard, those of the largest rank."""
     if node in side.nodes:
         return side.elements.get(node, 0) * value.itemsize
     return hints(value.untyped_storage().nbytes())
 
 
 class Storages:
-    """What each node allocates and touches.
+    """The storages that each node allocates and touches.
 
     Args:
         size: bytes of each storage.
@@ -110,14 +110,15 @@ class Storages:
 
 
 class Liveness(Storages):
-    """What each movable node of a graph allocates and touches.
+    """The storages that each movable node of a graph allocates and touches.
 
     Args:
         graph: with fake tensors in ``meta["val"]``; values without one count nothing.
         dependencies: of the same graph.
-        donated: whether an input is freed at its last use; None: :func:`donated_by_autograd`.
+        side: of the same graph.
         hints: numbers for sizes that depend on data.
-        beside_bytes: what is in memory all the time beside the graph's own inputs.
+        donated: whether an input is freed at its last use; None: :func:`donated_by_autograd`.
+        external_live_bytes: what is in memory all the time beside the graph's own inputs.
 
     Attributes:
         size: of shards that are not everywhere as large, see :mod:`.graph.uneven`.
@@ -128,20 +129,20 @@ class Liveness(Storages):
         self,
         graph: fx.Graph,
         dependencies: Dependencies,
+        side: ShardSide,
+        hints: SizeHints,
         donated: Callable[[fx.Node], bool] | None = None,
-        hints: SizeHints | None = None,
-        beside_bytes: int = 0,
+        external_live_bytes: int = 0,
     ) -> None:
-        self._hint = hints = hints or SizeHints()
+        self._hint, self._side = hints, side
         donated = donated or donated_by_autograd(graph)
         self.size: list[int] = []
         self.allocates: list[tuple[int, ...]] = []
         self.touches: list[tuple[int, ...]] = []
-        self.at_start = beside_bytes
+        self.at_start = external_live_bytes
         self._ids: dict[Any, int] = {}
         self._of_node: dict[fx.Node, tuple[int, ...]] = {}
         self.kept: dict[int, None] = {}
-        self.shard_side = shard_side(graph, hints)
         seen: dict[int, None] = {}
         for node in graph.nodes:
             if node.op == "output":
@@ -169,7 +170,7 @@ class Liveness(Storages):
         super().__init__(self.size, self.allocates, self.touches, self.kept, self.at_start)
 
     def storages_of(self, node: fx.Node) -> tuple[int, ...]:
-        """What holds the result of a node of the graph."""
+        """The storages that hold the result of a node of the graph."""
         return self._of_node[node]
 
     def _storages(self, node: fx.Node) -> tuple[int, ...]:
@@ -188,7 +189,7 @@ class Liveness(Storages):
             at = self._ids.get(cdata)
             if at is None:
                 at = self._ids[cdata] = len(self.size)
-                self.size.append(_storage_bytes(node, value, self.shard_side, self._hint))
+                self.size.append(_storage_bytes(node, value, self._side, self._hint))
             found[at] = None
         return tuple(found)
 

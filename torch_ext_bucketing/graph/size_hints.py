@@ -31,7 +31,7 @@ GivenHints: TypeAlias = "int | Callable[[Any], int] | None"
 
 
 def check_size_hints(given: object) -> None:
-    """What a caller may give.
+    """Check the ``size_hints`` of a caller.
 
     Raises:
         TypeError: no whole number, no callable and not None.
@@ -116,7 +116,7 @@ class SizeHints:
         return None if callable(number) else number
 
     def to_text(self) -> str:
-        """What was taken for which symbols, in one line; empty where there was none."""
+        """The numbers taken for symbols, in one line; empty where there were none."""
         if not self.used:
             return ""
         by_number: dict[int, list[str]] = {}

@@ -126,7 +126,7 @@ def _is_other(node: fx.Node, saved: _Saved) -> bool:
 
 @contextlib.contextmanager
 def unchanged_on_error(graph: fx.Graph) -> Iterator[None]:
-    """What is raised inside goes on, after the graph was put back to what it was."""
+    """Put the graph back to what it was where something is raised inside, and let that go on."""
     snapshot = Snapshot(graph)
     try:
         yield

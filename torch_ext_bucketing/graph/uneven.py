@@ -10,7 +10,6 @@ All ranks have to decide alike all the same. So in a graph with such parameters,
 decision depends on what a rank does with its own shards:
 
 - it takes no time;
-- pads and cuts are not counted as nodes;
 - a shard counts as many bytes as the largest rank's: the rows after the pad, or before the cut;
 - copies between a shard and its gather count nothing, for torch casts while it packs, except where
   a pad stands in between.
@@ -50,18 +49,16 @@ _COPIES = frozenset(
 
 @dataclass(frozen=True)
 class ShardSide:
-    """What of a graph may be otherwise on other ranks. Empty where all shards are even.
+    """The nodes of a graph that may be different on other ranks. None where all shards are even.
 
     Args:
         nodes: those that only handle this rank's shards, inputs of the graph included: what stands
             before gathers without computation, and behind reductions up to the outputs.
-        uncounted: the pads and cuts among them, which only some ranks have.
         elements: per node, how many the largest rank has of its parameter or its gradient. Without
             an entry: what not every rank copies, and inputs that nothing uses.
     """
 
     nodes: dict[fx.Node, None] = field(default_factory=dict)
-    uncounted: dict[fx.Node, None] = field(default_factory=dict)
     elements: dict[fx.Node, int] = field(default_factory=dict)
 
 
@@ -102,10 +99,7 @@ def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
     # What a gather writes to is as large on every rank, and larger than a shard.
     buffers = dict.fromkeys(n.kwargs.get("out") for n in starts)
     found = {n: None for n in nodes if ours[n] and n not in buffers}
-    uncounted = {n: None for n in found if _is_pad(n) or _is_cut(n)}
-    return ShardSide(
-        found, uncounted, _parameters(found, elements) | _gradients(found, reduced, elements)
-    )
+    return ShardSide(found, _parameters(found, elements) | _gradients(found, reduced, elements))
 
 
 def _parameters(ours: dict[fx.Node, None], elements: _Elements) -> dict[fx.Node, int]:

@@ -29,7 +29,6 @@ from ..agreement.before_run import as_fresh_frame, before_first_run
 from ..agreement.launches import GraphLaunches, launches_of
 from ..graph.size_hints import GivenHints, check_size_hints
 from ..reports.compile import CompileReport
-from ..scheduling.overlap import DEFAULT_PREFETCH, PrefetchDepth
 from ..scheduling.pin_order import pin_order
 from .base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, graph_of, last_fact
 from .cache_key import NoUuidError, describe, digest, log_no_uuid
@@ -42,16 +41,59 @@ __all__ = [
     "backend",
 ]
 
+_PREFETCH = 50
+
 
 class BucketingBackend:
-    """A backend for ``torch.compile``. Made by :func:`backend`."""
+    """A backend for ``torch.compile`` that runs ``passes``.
+
+    ``"aot_eager"`` runs the graphs as they are, after the default partitioner, which respects
+    activation checkpointing and recomputes nothing else. ``"inductor"`` sets what it needs in
+    Inductor's config for its own compiles only. A callable gets every forward, backward and
+    inference graph, after the passes, as ``compiler(gm, example_inputs)``.
+
+    Args:
+        compiler: what compiles the graphs.
+        passes: see :class:`.Pipeline` for the order in which they run, and for what it refuses.
+        model: the module that FQNs are relative to. None takes the one that the latest order or
+            plan with the parameter was made from, whatever part of it is compiled, and without any
+            the compiled one.
+        prefetch: for ``"inductor"`` with torch's overlap scheduling enabled: compute nodes (matrix
+            products, attention) that a gather may be launched ahead of its use,
+            ``aten_distributed_optimizations.max_compute_pre_fetch``. 50 hides gathers of 5 to 7 ms
+            under the products of about three transformer layers; the figure is AutoParallel's
+            (AutoParallel PR 481), where it took 20 ms off a step of 385 ms of LLaMA-3 8B on 128
+            H100. None leaves it to torch, whose 200 lets gathered parameters pile up.
+        agree: before a graph's first collective runs for the first time, the ranks of each of its
+            process groups compare what they launch (:mod:`.agreement.exchange`). Nothing is done
+            where there is no process group, or one with a single rank.
+        agree_timeout: how long a rank waits for the others then, their compile times included;
+            None takes the time limit of each process group.
+        size_hints: for estimates of time and memory, what sizes that depend on data are taken as,
+            such as the tokens of an expert: a number for each of their symbols, or a callable of
+            the symbol (a sympy expression such as ``u0``) that returns one, the same on every rank.
+            None: the hint that torch was given (``mark_unbacked``), else 8192; never more than
+            the size can be. The schedule's report says what was taken. A callable without a
+            ``uuid()`` keeps Inductor's caches away.
+
+    Raises:
+        TypeError: something in ``passes`` is no pass; ``agree_timeout`` is no ``timedelta``;
+            ``size_hints`` is no whole number and no callable.
+        ValueError: an unknown ``compiler``; passes in an order in which one undoes another's work,
+            or two that decide the same; ``agree_timeout`` is not positive; ``prefetch`` or
+            ``size_hints`` is negative.
+
+    What is compiled raises, on every rank:
+        PlanMismatchError: the ranks launch different collectives.
+        RankMissingError: a rank did not come to compare them in time.
+    """
 
     def __init__(
         self,
-        compiler: Literal["aot_eager", "inductor"] | Callable[..., Any],
-        passes: Iterable[GraphPass],
-        model: torch.nn.Module | None,
-        prefetch: PrefetchDepth | None = None,
+        compiler: Literal["aot_eager", "inductor"] | Callable[..., Any] = "inductor",
+        passes: Iterable[GraphPass] = (),
+        model: torch.nn.Module | None = None,
+        prefetch: int | None = _PREFETCH,
         agree: bool = True,
         agree_timeout: timedelta | None = None,
         size_hints: GivenHints = None,
@@ -66,6 +108,10 @@ class BucketingBackend:
             raise TypeError(f"agree_timeout must be a datetime.timedelta, got {agree_timeout!r}")
         if agree_timeout is not None and agree_timeout <= timedelta():
             raise ValueError(f"agree_timeout must be positive, got {agree_timeout}")
+        if prefetch is not None and (type(prefetch) is not int or prefetch < 0):
+            raise ValueError(
+                f"prefetch must be a whole number of at least 0, or None, got {prefetch!r}"
+            )
         check_size_hints(size_hints)
         self.size_hints = size_hints
         self.prefetch = prefetch
@@ -113,7 +159,7 @@ class BucketingBackend:
                 ),
                 options=kwargs.get("options"),
                 mode=kwargs.get("mode"),
-                prefetch=None if self.prefetch is None else self.prefetch.compute_nodes,
+                prefetch=self.prefetch,
             )
             return as_fresh_frame(compiled) if agrees and fresh else compiled
 
@@ -133,7 +179,7 @@ class BucketingBackend:
         )
 
     def __repr__(self) -> str:
-        defaults = {"prefetch": DEFAULT_PREFETCH, "agree": True}
+        defaults = {"prefetch": _PREFETCH, "agree": True}
         options = {
             "model": None if self.model is None else type(self.model),
             "prefetch": self.prefetch,
@@ -161,7 +207,7 @@ class BucketingBackend:
 
 @dataclass(frozen=True)
 class _Agreement:
-    """That ranks compare what they launch, and how long they wait for each other."""
+    """Present where ranks compare what they launch; says how long they wait for each other."""
 
     timeout: timedelta | None
 
@@ -240,55 +286,9 @@ def _run_each(
     buckets = [b for report in compilation.report.graphs[done:] for b in report.buckets]
     planned = passes.cost_model_fingerprint(compilation.size_hints)
     chosen = "" if compilation.choice is None else compilation.choice.text
-    basis = ", ".join(filter(None, [planned, chosen]))
-    return lambda: launches_of(g, _aot.stage_of(g), buckets, basis)
+    planned_with = ", ".join(filter(None, [planned, chosen]))
+    return lambda: launches_of(g, _aot.stage_of(g), buckets, planned_with)
 
 
-def backend(
-    compiler: Literal["aot_eager", "inductor"] | Callable[..., Any] = "inductor",
-    passes: Iterable[GraphPass] = (),
-    model: torch.nn.Module | None = None,
-    prefetch: PrefetchDepth | None = DEFAULT_PREFETCH,
-    agree: bool = True,
-    agree_timeout: timedelta | None = None,
-    size_hints: GivenHints = None,
-) -> BucketingBackend:
-    """A backend for ``torch.compile`` that runs ``passes``.
-
-    ``"aot_eager"`` runs the graphs as they are, after the default partitioner, which respects
-    activation checkpointing and recomputes nothing else. ``"inductor"`` sets what it needs in
-    Inductor's config for its own compiles only. A callable gets every forward, backward and
-    inference graph, after the passes, as ``compiler(gm, example_inputs)``.
-
-    Args:
-        compiler: what compiles the graphs.
-        passes: see :class:`.Pipeline` for the order in which they run, and for what it refuses.
-        model: the module that FQNs are relative to. None takes the one that the latest order or
-            plan with the parameter was made from, whatever part of it is compiled, and without any
-            the compiled one.
-        prefetch: for ``"inductor"`` with torch's overlap scheduling enabled; None leaves the depth
-            to torch.
-        agree: before a graph's first collective runs for the first time, the ranks of each of its
-            process groups compare what they launch (:mod:`.agreement.exchange`). Nothing is done
-            where there is no process group, or one with a single rank.
-        agree_timeout: how long a rank waits for the others then, their compile times included;
-            None takes the time limit of each process group.
-        size_hints: for estimates of time and memory, what sizes that depend on data are taken as,
-            such as the tokens of an expert: a number for each of their symbols, or a callable of
-            the symbol (a sympy expression such as ``u0``) that returns one, the same on every rank.
-            None: the hint that torch was given (``mark_unbacked``), else 8192; never more than
-            the size can be. The schedule's report says what was taken. A callable without a
-            ``uuid()`` keeps Inductor's caches away.
-
-    Raises:
-        TypeError: something in ``passes`` is no pass; ``agree_timeout`` is no ``timedelta``;
-            ``size_hints`` is no whole number and no callable.
-        ValueError: an unknown ``compiler``; passes in an order in which one undoes another's work,
-            or two that decide the same; ``agree_timeout`` is not positive; ``size_hints`` is
-            negative.
-
-    What is compiled raises, on every rank:
-        PlanMismatchError: the ranks launch different collectives.
-        RankMissingError: a rank did not come to compare them in time.
-    """
-    return BucketingBackend(compiler, passes, model, prefetch, agree, agree_timeout, size_hints)
+backend = BucketingBackend
+"""What makes a backend; the class has the name for annotations."""

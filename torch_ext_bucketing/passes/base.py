@@ -1,4 +1,4 @@
-"""What a pass is, what it may say of itself, and what the passes of one compile share.
+"""Passes, the facts that they give, and what the passes of one compile share.
 
 A pass composes with any backend: it knows nothing of what compiles the graph afterwards. It says
 which facts about a graph it needs, gives and undoes; :class:`.Pipeline` checks a list of passes by
@@ -7,11 +7,12 @@ these before anything is compiled.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch.fx as fx
@@ -21,16 +22,16 @@ from .._torch.aot import stage_of
 from .._torch.inductor import CustomGraphPass
 from .._torch.process_groups import group_places
 from ..bucketing.units import UncoveredParametersWarning
+from ..fsdp.tag_graph import FqnOf
+from ..fsdp.units import Units
+from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import kept_inputs
 from ..graph.size_hints import GivenHints, SizeHints
-from ..plans.membership import Units
 from ..reports.compile import CompileReport
 from ..scheduling.machine import Machine
-from ..scheduling.model import peak_bytes
 from ..scheduling.policy import Policy
-from ..tagging.tag_graph import FqnOf
 from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
 from .diagnostics import warn_of_silence
 
@@ -111,7 +112,7 @@ class Order(Fact):
 
 @dataclass(frozen=True)
 class Baseline(Fact):
-    """What a graph took before the first pass of its stage changed it. No pass gives it: the
+    """The memory of a graph before the first pass of its stage changed it. No pass gives it: the
     pipeline measures it where a pass needs it.
 
     Args:
@@ -144,7 +145,7 @@ def last_fact(facts: Iterable[Fact], kind: type[F]) -> F | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a pass chose on the joint graph for the graphs after the partitioner.
+    """A pass's choice on the joint graph for the graphs after the partitioner.
 
     Args:
         text: what was chosen, in short; ranks compare it.
@@ -182,17 +183,28 @@ class Compilation:
     baseline: Baseline = field(default_factory=Baseline)
     _forward_inputs: dict[str, int] = field(default_factory=dict)
     _warned: set[type[Warning]] = field(default_factory=set)
+    _analysis: GraphAnalysis | None = None
+
+    def analysis(self, graph: GraphLike) -> GraphAnalysis:
+        """The analysis of the graph at hand as it is: one object for all who ask before the next
+        pass has run."""
+        g = graph_of(graph)
+        if self._analysis is None or self._analysis.graph is not g:
+            self._analysis = GraphAnalysis(
+                g, self.size_hints, external_live_bytes=self.baseline.external_live_bytes
+            )
+        return self._analysis
+
+    def changed(self) -> None:
+        """Forget the analysis: a pass has run, and it may not hold any more."""
+        self._analysis = None
 
     def measure(self, graph: fx.Graph) -> None:
         """Set :attr:`baseline` for a graph."""
-        hints = self.size_hints
-        external = self._external_live_bytes(graph)
-        try:
-            peak = peak_bytes(graph, size_hints=hints, beside_bytes=external)
-        except Exception:  # ``schedule`` will meet the same and say so
-            self.baseline = Baseline(None, external)
-        else:
-            self.baseline = Baseline(peak, external)
+        self.changed()
+        self.baseline = Baseline(None, self._external_live_bytes(graph))
+        with contextlib.suppress(Exception):  # ``schedule`` will meet the same and say so
+            self.baseline = replace(self.baseline, peak_bytes=self.analysis(graph).peak_bytes)
 
     def _external_live_bytes(self, graph: fx.Graph) -> int:
         mine = kept_inputs(graph, SizeHints.of(self.size_hints))
@@ -264,8 +276,8 @@ class GraphPass(CustomGraphPass):
         """Run on a graph of the pass's stage."""
 
     def finish(self, graph: GraphLike, compilation: Compilation) -> None:
-        """For a pass on the joint graph: finish what it began there on each graph after the
-        partitioner, before the passes of that stage run."""
+        """Finish on each graph after the partitioner what the pass began on the joint graph, before
+        the passes of that stage run."""
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
         """Run on one graph without any other pass, in place; a ``GraphModule`` is recompiled.
@@ -280,6 +292,7 @@ class GraphPass(CustomGraphPass):
         if Baseline in self.needs:
             compilation.measure(g)
         self.run(graph, compilation)
+        compilation.changed()
         if alone:
             warn_of_silence(g, compilation.report.graphs, compilation)
         if isinstance(graph, fx.GraphModule):
@@ -315,6 +328,6 @@ class GraphPass(CustomGraphPass):
         return digest(name, package_digest(), *sources, settings, groups)
 
     def settings(self) -> tuple[Any, ...]:
-        """What decides the pass's result: plain values, containers and dataclasses of them, and
-        objects with a ``uuid()``. A subclass adds what it adds."""
+        """The settings that decide the pass's result: plain values, containers and dataclasses of
+        them, and objects with a ``uuid()``. A subclass adds its own."""
         return ()

@@ -11,10 +11,10 @@ from .._torch import aot as _aot
 from ..bucketing.caps import CapMb, Eligible, check_options, plan_by_cap
 from ..bucketing.groups import GroupFilter
 from ..bucketing.merge import PayloadKey, apply_plan
-from ..bucketing.plan import BucketingPlan
+from ..bucketing.plan import MergePlan
 from ..bucketing.units import plan_units
+from ..fsdp.units import HasUnits, Units
 from ..graph.collectives import KINDS, Kind, check_kinds, count_collectives
-from ..plans.membership import HasUnits, Units
 from ..reports.graph import GraphReport, emit
 from .base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, Tags, graph_of
 from .code import call, code_of
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class BucketUnits(GraphPass):
-    """One collective per unit, kind, group and dtype.
+    """Merge into one collective per unit, kind, group and dtype.
 
     Args:
         units: an ``FSDPParamOrder``, a ``UnitSpec``, or a sequence of units, each a sequence of
@@ -68,7 +68,7 @@ class BucketUnits(GraphPass):
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
-        plan = plan_units(g, self._units, self.kinds)
+        plan = plan_units(compilation.analysis(g), self._units, self.kinds)
         self.last_report = apply_and_report(g, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(self.last_report)
         if plan.uncovered:
@@ -88,14 +88,13 @@ class BucketUnits(GraphPass):
 
 
 class BucketByCap(GraphPass):
-    """As few collectives as a byte cap allows; see :func:`.plan_by_cap` for the rules.
+    """Merge into as few collectives as a byte cap allows; see :func:`.plan_by_cap` for the rules.
 
     Args:
         cap_mb: in MiB, see :func:`.plan_by_cap`; None takes torch's estimate for each group.
         kinds: the kinds to bucket.
         eligible: see :func:`.plan_by_cap`.
         group_filter: see :func:`.plan_by_cap`; :data:`.primary_group` is one.
-        max_node_span: see :func:`.plan_by_cap`.
         non_adjacent: see :func:`.plan_by_cap`.
         payload_order: the order of a bucket's members in its payload: ascending by the key that
             this gives for a start node, such as an ``FSDPParamOrder``; None: graph order.
@@ -116,7 +115,6 @@ class BucketByCap(GraphPass):
         kinds: Collection[Kind] = KINDS,
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
-        max_node_span: int | None = None,
         non_adjacent: bool = True,
         payload_order: PayloadKey | None = None,
     ) -> None:
@@ -126,7 +124,6 @@ class BucketByCap(GraphPass):
             "kinds": check_kinds(kinds),
             "eligible": eligible,
             "group_filter": group_filter,
-            "max_node_span": max_node_span,
             "non_adjacent": non_adjacent,
         }
         check_options(**self.options)
@@ -135,7 +132,7 @@ class BucketByCap(GraphPass):
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
-        plan = plan_by_cap(g, **self.options)
+        plan = plan_by_cap(compilation.analysis(g), **self.options)
         self.last_report = apply_and_report(g, plan, self.payload_order, self.options["kinds"])
         compilation.report.graphs.append(self.last_report)
 
@@ -168,7 +165,7 @@ def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
 
 def apply_and_report(
     graph: fx.Graph,
-    plan: BucketingPlan,
+    plan: MergePlan,
     payload_order: PayloadKey | None,
     kinds: Collection[Kind],
 ) -> GraphReport:

@@ -1,4 +1,4 @@
-"""What stands for a pass in the keys of Inductor's caches: its code, its settings, its process.
+"""The part of a pass in the keys of Inductor's caches: its code, its settings, its process.
 
 Two passes with one key must do the same to a graph, in any process. Where that can't be promised
 there is no key, and the caches are bypassed: a plain function's name says nothing of what it does,
@@ -34,7 +34,7 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class NoUuidError(Exception):
-    """Something that no text can stand for. The message says what and why."""
+    """No text can stand for an object; the message says which and why."""
 
 
 def digest(*parts: str) -> str:

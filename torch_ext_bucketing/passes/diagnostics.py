@@ -41,11 +41,11 @@ from .._torch.dynamo_inputs import model_of
 from .._torch.process_groups import default_group
 from ..bucketing.members import UNTAGGED
 from ..fqns import format_names, parameter_names
+from ..fsdp.tags import member_tags, tag_of
+from ..fsdp.units import Units
 from ..graph.collectives import Kind, kind_of
-from ..plans.membership import Units
 from ..reports.buckets import NO_KEY
 from ..reports.graph import GraphReport
-from ..tagging.tags import member_tags, tag_of
 
 if TYPE_CHECKING:
     from .base import Compilation
@@ -264,7 +264,7 @@ class _Calls:
 
 @dataclass
 class _Known:
-    """What is known of one model.
+    """The state of the watch over one model.
 
     Args:
         compiled: the parameters that some compiled graph has.
@@ -294,7 +294,8 @@ class RunWatch:
         self._model = model
 
     def watch(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
-        """``compiled``, whose first calls are looked at; ``compilation`` takes the warnings."""
+        """Return ``compiled`` wrapped to look at its first calls; ``compilation`` takes the
+        warnings."""
         fqns: Any = compilation.input_fqns or {}
         planned = {i: f for i, f in fqns.items() if self._units.unit_of(f) is not None}
         if not planned:

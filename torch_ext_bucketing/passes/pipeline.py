@@ -7,7 +7,6 @@ import importlib
 import logging
 import os
 import pkgutil
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -82,7 +81,7 @@ class Pipeline:
 
     @property
     def ahead(self) -> tuple[Fact, ...]:
-        """What the passes after the partitioner give, in the order in which they run."""
+        """The facts that the passes after the partitioner give, in the order in which they run."""
         return tuple(fact for p in self.forward_backward for fact in p.gives)
 
     def compilation(self, **known: Any) -> Compilation:
@@ -108,10 +107,12 @@ class Pipeline:
         if stage == "forward_backward":
             for p in self.joint:
                 p.finish(graph, compilation)
+                compilation.changed()
         for i, p in enumerate(passes):
             _show(g, f"{name}_{i}_{p.name}_before")
             with _timed(seconds, i):
                 p.run(graph, compilation)
+            compilation.changed()
             _show(g, f"{name}_{i}_{p.name}_after")
             compilation.report.passes.append(PassTime(name, p.name, seconds[i]))
         warn_of_silence(g, compilation.report.graphs[done:], compilation)
@@ -226,9 +227,11 @@ def _switched_off(passes: Iterable[GraphPass]) -> tuple[str, ...]:
 
 def _names_of_passes() -> Iterator[str]:
     """The public passes of this package, whether imported yet or not."""
-    package = sys.modules[__package__]
-    for module in pkgutil.iter_modules(package.__path__, f"{__package__}."):
-        importlib.import_module(module.name)
+    above = __package__.rpartition(".")[0]
+    for folder in (f"{above}.passes", f"{above}.rewrites"):
+        package = importlib.import_module(folder)
+        for module in pkgutil.iter_modules(package.__path__, f"{folder}."):
+            importlib.import_module(module.name)
 
     def below(cls: type[Any]) -> Iterator[type[Any]]:
         child: type[Any]
@@ -237,7 +240,7 @@ def _names_of_passes() -> Iterator[str]:
             yield from below(child)
 
     for cls in below(GraphPass):
-        if cls.__module__.startswith(f"{__package__}.") and not cls.__name__.startswith("_"):
+        if cls.__module__.startswith(f"{above}.") and not cls.__name__.startswith("_"):
             yield cls.__name__
 
 

@@ -84,7 +84,7 @@ class Schedule(GraphPass):
             machine=self.machine,
             reference_bytes=compilation.baseline.peak_bytes,
             size_hints=compilation.size_hints,
-            beside_bytes=compilation.baseline.external_live_bytes,
+            external_live_bytes=compilation.baseline.external_live_bytes,
         )
         self.last_report = replace(report, caps=caps)
         compilation.report.schedules.append(self.last_report)
@@ -120,7 +120,6 @@ class BucketAndSchedule(Schedule):
         machine: as of :class:`Schedule`.
         eligible: see :func:`.plan_by_cap`.
         group_filter: see :func:`.plan_by_cap`.
-        max_node_span: see :func:`.plan_by_cap`.
 
     Raises:
         TypeError: as of :class:`Schedule`; ``payload_order`` is no callable.
@@ -141,7 +140,6 @@ class BucketAndSchedule(Schedule):
         machine: Machine = H100,
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
-        max_node_span: int | None = None,
     ) -> None:
         super().__init__(policies, machine)
         self.payload_order = check_payload_order(payload_order)
@@ -152,7 +150,6 @@ class BucketAndSchedule(Schedule):
             "kinds": check_kinds(kinds),
             "eligible": eligible,
             "group_filter": group_filter,
-            "max_node_span": max_node_span,
         }
         check_options(**self.options)
         self.gives = (Buckets(self.options["kinds"]), *self.gives)
@@ -161,13 +158,11 @@ class BucketAndSchedule(Schedule):
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
         plan, found = choose_caps(
-            g,
+            compilation.analysis(g),
             self._bounded(compilation),
             caps_mb=self.caps_mb,
             machine=self.machine,
             reference_bytes=compilation.baseline.peak_bytes,
-            size_hints=compilation.size_hints,
-            beside_bytes=compilation.baseline.external_live_bytes,
             **self.options,
         )
         self.last_buckets = apply_and_report(g, plan, self.payload_order, self.options["kinds"])

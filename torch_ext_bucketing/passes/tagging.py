@@ -9,10 +9,10 @@ from torch._guards import TracingContext
 
 from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import check_passes_run_here
-from ..plans.order import FSDPParamOrder
+from ..fsdp.order import FSDPParamOrder
+from ..fsdp.tag_graph import FqnOf, tag_joint_graph
+from ..fsdp.tags import TagReport, tag_of
 from ..reports.compile import CompileReport
-from ..tagging.tag_graph import FqnOf, tag_joint_graph
-from ..tagging.tags import TagReport, tag_of
 from .base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from .code import call
 
@@ -25,7 +25,7 @@ PAYLOAD_FIELD = "fsdp_payload_order"
 
 
 class TagParameters(GraphPass):
-    """Tag every collective with the parameters that it serves (see :mod:`.tagging.tag_graph`).
+    """Tag every collective with the parameters that it serves (see :mod:`.fsdp.tag_graph`).
 
     A backend made by :func:`backend` runs it by itself. On its own it is a value for
     ``torch._inductor.config.joint_custom_post_pass``.
@@ -66,9 +66,10 @@ class TagParameters(GraphPass):
         if fqn_of is None:
             fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))
         self.last_report = tag_joint_graph(graph, fqn_of, model=self.model)
-        for start in filter(tag_of, graph_of(graph).nodes if self.order is not None else ()):
-            if (place := self.order(start)) is not None:
-                start.meta[PAYLOAD_FIELD] = place
+        if self.order is not None:
+            for start in filter(tag_of, graph_of(graph).nodes):
+                if (place := self.order(start)) is not None:
+                    start.meta[PAYLOAD_FIELD] = place
         compilation.tagged = len(self.last_report.tagged)
         compilation.report.unnamed = tuple((u.node, u.reason) for u in self.last_report.unnamed)
 

@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..tagging.tag_graph import tag_joint_graph
+from ..fsdp.tag_graph import tag_joint_graph
 from .base import Compilation, GraphPass, Regathers, last_fact
 from .pipeline import Pipeline
 

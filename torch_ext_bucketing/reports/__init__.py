@@ -1,1 +1,1 @@
-"""What a compile did to its collectives: data, and how it is printed."""
+"""Reports of a compile: data, and how it is printed."""

@@ -1,4 +1,4 @@
-"""What all reports have in common."""
+"""The base of all reports, and the record of what was left alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["LeftAlone", "Report"]
 
 
 class Report:
-    """What a pass did to a graph: a dataclass of plain data, as text and as JSON."""
+    """A report of what was done to a graph: a dataclass of plain data, as text and as JSON."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The data, for JSON."""
         return asdict(cast("Any", self))
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -23,7 +23,7 @@ class Report:
 
     @abstractmethod
     def to_text(self) -> str:
-        """For people; empty, or lines that end with a newline each."""
+        """The report in words; empty, or lines that end with a newline each."""
 
 
 @dataclass(frozen=True)

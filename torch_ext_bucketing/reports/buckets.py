@@ -1,4 +1,4 @@
-"""What became of each collective: a member of a bucket, or not merged."""
+"""One record for each collective: a member of a bucket, or not merged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRAPH_ORDER = "graph order"
 NO_KEY = f"{GRAPH_ORDER}: a member has no key"
 """Two values of :attr:`BucketReport.packed_by`."""
 
-ClosedBy = Literal["bytes", "span", "run", "dependency", "end"]
+ClosedBy = Literal["bytes", "run", "dependency", "end"]
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,8 @@ class BucketReport:
         reduce_op: ``"avg"``, ``"sum"``, ...; None for a gather.
         node: name of the bucket's start in the graph.
         members: in the order of their bytes.
-        span: distance in graph order between the first and the last member before merging, in
-            nodes.
-        closed_by: what kept the next candidate out: the byte cap, the span bound, the bound on
-            compute runs, a dependency (or a write to a tensor), or ``"end"``: there was none.
+        closed_by: what kept the next candidate out: the byte cap, the bound on compute runs, a
+            dependency (or a write to a tensor), or ``"end"``: there was none.
         detail: which candidate, and why, in words.
         wire_bytes: what the members count against the byte cap: per member the larger of its input
             and its output; None where no cap was kept.
@@ -70,7 +68,6 @@ class BucketReport:
     reduce_op: str | None
     node: str
     members: tuple[PayloadMember, ...]
-    span: int = 0
     closed_by: ClosedBy = "end"
     detail: str = ""
     wire_bytes: int | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .base import Report
 
 __all__ = ["CapsReport", "TriedCaps"]
 
@@ -30,7 +32,7 @@ class TriedCaps:
 
 
 @dataclass(frozen=True)
-class CapsReport:
+class CapsReport(Report):
     """What :func:`.choose_caps` tried, and what it chose.
 
     Args:
@@ -54,10 +56,6 @@ class CapsReport:
     def alternatives(self) -> tuple[tuple[NamedCaps, float, int, float], ...]:
         """All that were tried, in short: the caps, step in ms, peak in bytes, misses."""
         return tuple((t.caps_mb, t.step_ms, t.peak_bytes, t.misses) for t in self.tried)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
     def to_text(self) -> str:
         """The caps that were chosen, and of how many, in one line."""

@@ -1,16 +1,16 @@
-"""All graphs of one compile."""
+"""The report of all graphs of one compile."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from .base import Report
 from .buckets import BucketReport
 from .graph import GraphReport, emit
 from .keep import KeepReport
-from .rewrites import CombineReport, ReshardReport, ScatterReport
+from .rewrites import RewriteReport
 from .schedule import ScheduleReport
 from .text import aligned, change
 
@@ -19,7 +19,7 @@ __all__ = ["CompileReport", "PassTime"]
 
 @dataclass(frozen=True)
 class PassTime:
-    """How long one pass took on one graph.
+    """The time that one pass took on one graph.
 
     Args:
         stage: ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``.
@@ -33,8 +33,8 @@ class PassTime:
 
 
 @dataclass
-class CompileReport:
-    """All graphs of one compile. The backward graph appears once it is compiled.
+class CompileReport(Report):
+    """The report of one compile. The backward graph appears once it is compiled.
 
     Args:
         graphs: in the order in which they were compiled.
@@ -52,9 +52,7 @@ class CompileReport:
     schedules: list[ScheduleReport] = field(default_factory=list)
     passes: list[PassTime] = field(default_factory=list)
     disabled: tuple[str, ...] = ()
-    rewrites: list[CombineReport | ScatterReport | ReshardReport | KeepReport] = field(
-        default_factory=list
-    )
+    rewrites: list[RewriteReport | KeepReport] = field(default_factory=list)
 
     def add_cached(self, kept: CompileReport | None) -> None:
         """Add what was reported of a graph when it was compiled, now that a cache had it.
@@ -94,7 +92,7 @@ class CompileReport:
         return next((g for g in reversed(self.graphs) if g.stage == stage), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields, and the totals."""
+        """The fields and the totals, for JSON."""
         return {
             "collectives_before": self.collectives_before,
             "collectives_after": self.collectives_after,
@@ -107,35 +105,26 @@ class CompileReport:
             "rewrites": [r.as_dict() for r in self.rewrites],
         }
 
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`as_dict` as JSON."""
-        return json.dumps(self.as_dict(), indent=indent)
-
     def to_text(self, members: bool = True) -> str:
         """Aligned tables, graph by graph, and the totals.
 
         Args:
             members: list each bucket's members with their byte offsets.
         """
-        return _compile_text(self, members)
-
-
-def _compile_text(report: CompileReport, members: bool = True) -> str:
-    """See :meth:`.CompileReport.to_text`."""
-    parts = [text for rewrite in report.rewrites if (text := rewrite.to_text())]
-    parts += [graph.to_text(members) for graph in report.graphs]
-    parts += [schedule.to_text() for schedule in report.schedules]
-    if report.passes:
-        rows = [(p.stage, p.name, f"{p.seconds:.3f}") for p in report.passes]
-        parts.append("\n".join(["time per pass, s:", *aligned(rows, right=(2,))]) + "\n")
-    total = f"all graphs: {change(report.collectives_before, report.collectives_after)}\n"
-    if report.unnamed:
-        total += "parameters whose name was not found:\n"
-        total += "".join(f"  {node}: {reason}\n" for node, reason in report.unnamed)
-    total += "".join(f"warning: {text}\n" for text in report.warnings)
-    if report.disabled:
-        total += f"switched off by TORCH_EXT_BUCKETING_DISABLE: {', '.join(report.disabled)}\n"
-    return "\n".join([*parts, total])
+        parts = [text for rewrite in self.rewrites if (text := rewrite.to_text())]
+        parts += [graph.to_text(members) for graph in self.graphs]
+        parts += [schedule.to_text() for schedule in self.schedules]
+        if self.passes:
+            rows = [(p.stage, p.name, f"{p.seconds:.3f}") for p in self.passes]
+            parts.append("\n".join(["time per pass, s:", *aligned(rows, right=(2,))]) + "\n")
+        total = f"all graphs: {change(self.collectives_before, self.collectives_after)}\n"
+        if self.unnamed:
+            total += "parameters whose name was not found:\n"
+            total += "".join(f"  {node}: {reason}\n" for node, reason in self.unnamed)
+        total += "".join(f"warning: {text}\n" for text in self.warnings)
+        if self.disabled:
+            total += f"switched off by TORCH_EXT_BUCKETING_DISABLE: {', '.join(self.disabled)}\n"
+        return "\n".join([*parts, total])
 
 
 def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What bucketing did to one graph, and where that is logged."""
+"""The report of bucketing on one graph, and where it is logged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("torch_ext_bucketing")
 
 @dataclass(frozen=True)
 class GraphReport(Report):
-    """What bucketing did to one graph.
+    """The result of bucketing on one graph.
 
     Args:
         stage: ``"forward"``, ``"backward"`` or ``"inference"``.
@@ -57,7 +57,7 @@ class GraphReport(Report):
         return {k: n for k, n in self.collectives_before.items() if k not in self.kinds}
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields, for JSON."""
         buckets = [{**asdict(b), "nbytes": b.nbytes} for b in self.buckets]
         return {**asdict(self), "buckets": buckets}
 
@@ -69,7 +69,7 @@ class GraphReport(Report):
         """
         lines = [self.summary()]
         if self.buckets:
-            table = aligned([_COLUMNS, *map(_bucket_row, self.buckets)], right=(2, 3, 4, 5, 6))
+            table = aligned([_COLUMNS, *map(_bucket_row, self.buckets)], right=(2, 3, 4, 5))
             lines += ["", table[0]]
             for bucket, line in zip(self.buckets, table[1:], strict=True):
                 lines.append(line)
@@ -130,7 +130,6 @@ _COLUMNS = (
     "members",
     "bytes",
     "of cap",
-    "span",
     "closed by",
     "packed by",
     "node",
@@ -147,7 +146,6 @@ def _bucket_row(bucket: BucketReport) -> tuple[str, ...]:
         str(len(bucket.members)),
         size_text(bucket.nbytes if wire is None else wire),
         share,
-        str(bucket.span),
         bucket.closed_by,
         bucket.packed_by,
         bucket.node,

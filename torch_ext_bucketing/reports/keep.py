@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from .base import Report
 from .text import aligned, size_text
 
 __all__ = ["KeepReport", "KeptUnit"]
@@ -34,7 +34,7 @@ class KeptUnit:
 
 
 @dataclass(frozen=True)
-class KeepReport:
+class KeepReport(Report):
     """What :class:`.ReshardAfterForward` with ``keep="auto"`` chose for one graph. Times are the
     cost model's, of forward and backward together, scheduled; bytes are estimated peaks of the two.
 
@@ -79,12 +79,8 @@ class KeepReport:
         return tuple(u.name for u in self.units if u.kept)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"rewrite": "keep gathered", **asdict(self)}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`as_dict` as JSON."""
-        return json.dumps(self.as_dict(), indent=indent)
+        """The fields, for JSON."""
+        return {"rewrite": "keep gathered", **super().as_dict()}
 
     def to_text(self) -> str:
         """A few lines, and a table of the units."""

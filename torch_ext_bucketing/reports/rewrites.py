@@ -1,4 +1,4 @@
-"""What the rewrites of the joint graph did, and what they left alone."""
+"""Reports of the rewrites of the joint graph."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ __all__ = [
     "ReducedShard",
     "ReshardReport",
     "Resharded",
+    "RewriteReport",
     "ScatterReport",
 ]
 
 
 class RewriteReport(Report):
-    """What a rewrite of the joint graph did.
+    """The report of one rewrite of the joint graph.
 
     Subclasses are dataclasses with ``left``: what the rewrite did not touch.
     """
@@ -35,7 +36,8 @@ class RewriteReport(Report):
         return {"rewrite": self.name, **super().as_dict()}
 
     def to_text(self) -> str:
-        """What was done, and a line for each left alone; empty where there is nothing to say."""
+        """A line for each change, and for each thing left alone; empty where there is nothing to
+        say."""
         said = [*self._lines(), *(f"left alone: {_names(x)}: {x.reason}" for x in self.left)]
         return "".join([f"{self.heading}:\n", *(f"  {line}\n" for line in said)]) if said else ""
 
@@ -71,7 +73,7 @@ class CombinedUses:
 
 @dataclass(frozen=True)
 class CombineReport(RewriteReport):
-    """What :class:`.CombineUses` did to one graph.
+    """The result of :class:`.CombineUses` on one graph.
 
     Args:
         combined: the parameters with fewer collectives than before.
@@ -118,7 +120,7 @@ class ReducedShard:
 
 @dataclass(frozen=True)
 class ScatterReport(RewriteReport):
-    """What :class:`.ReduceScatterFirst` did to one graph.
+    """The result of :class:`.ReduceScatterFirst` on one graph.
 
     Args:
         swapped: in graph order.
@@ -169,7 +171,7 @@ class Resharded:
 
 @dataclass(frozen=True)
 class ReshardReport(RewriteReport):
-    """What :class:`.ReshardAfterForward` did to one graph with ``to=``.
+    """The result of :class:`.ReshardAfterForward` with ``to=`` on one graph.
 
     Args:
         ranks: in the smaller group.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .base import Report
 from .caps import CapsReport
 from .text import aligned
 
@@ -30,7 +31,7 @@ class PolicyReport:
 
 
 @dataclass(frozen=True)
-class ScheduleReport:
+class ScheduleReport(Report):
     """What :func:`.schedule` reached. Pairs are before and after; times are the cost
     model's, in milliseconds.
 

@@ -1,10 +1,10 @@
-"""How numbers, shapes and tables are printed in reports."""
+"""Prints numbers, shapes and tables in reports."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["KIND_NAMES", "aligned", "change", "shape_text", "size_text"]
+__all__ = ["KIND_NAMES", "aligned", "change", "shape_text", "size_text", "sizes_text"]
 
 KIND_NAMES = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
 
@@ -27,6 +27,20 @@ def size_text(nbytes: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def sizes_text(*sizes: int) -> list[str]:
+    """Numbers of bytes, in the unit that suits the largest and with as many digits as it takes to
+    show which of them differ; in bytes where that is shorter than six digits behind the point."""
+    most = max(map(abs, sizes), default=0)
+    unit, factor = next(
+        ((u, f) for u, f in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if most >= f), ("B", 1)
+    )
+    for digits in range(3, 6) if factor > 1 else ():
+        texts = [f"{size / factor:.{digits}f} {unit}" for size in sizes]
+        if len(set(texts)) == len(set(sizes)):
+            return texts
+    return [f"{size} B" for size in sizes]
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:

@@ -23,17 +23,40 @@ import torch.fx as fx
 
 from .._torch.process_groups import group_by_name, ranks_of
 from .._torch.sorting import sort_topologically
+from ..fsdp.tags import tag_of
 from ..graph.collectives import group_name, is_wait, kind_of, reduce_op, waited_for
 from ..graph.moves import SCALES, is_move
 from ..graph.regions import Cut, cuts_behind, outside_reader, positions
 from ..graph.snapshot import unchanged_on_error
 from ..graph.writes import written_roots
+from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import LeftAlone, ReducedShard, ScatterReport
-from ..tagging.tags import tag_of
 
-__all__ = ["is_inside", "on_one_grid", "reduce_scatter_first"]
+__all__ = ["ReduceScatterFirst", "is_inside", "on_one_grid", "reduce_scatter_first"]
 
 _c10d = torch.ops._c10d_functional
+
+
+class ReduceScatterFirst(GraphPass):
+    """Reduce-scatter over the shards before all-reducing over the replicas (HSDP).
+
+    torchtitan's ``hybrid_shard`` does it the other way round, and so sends whole gradients over the
+    replicas' network: as many times the bytes as there are shards, and other bits than eager
+    FSDP2's. A graph in eager's order already is left as it is.
+    """
+
+    stage: Stage = "joint"
+    needs = (Tags,)
+
+    def __init__(self) -> None:
+        self.last_report: ScatterReport | None = None
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        self.last_report = reduce_scatter_first(graph_of(graph))
+        compilation.report.rewrites.append(self.last_report)
+
+    def __repr__(self) -> str:
+        return "ReduceScatterFirst()"
 
 
 def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
@@ -97,7 +120,7 @@ def _between(reduce: fx.Node, scatter: fx.Node, position: dict[fx.Node, int]) ->
 
 
 def _why_not(reduce: fx.Node, scatter: fx.Node, cut: Cut | None, written: set[fx.Node]) -> str:
-    """Why the two can't be swapped; empty if they can."""
+    """The reason why the two can't be swapped; empty if they can."""
     if reduce.target is not _c10d.all_reduce.default:
         return f"{reduce.name} works in place"
     for start in (reduce, scatter):
@@ -138,7 +161,7 @@ def _why_not(reduce: fx.Node, scatter: fx.Node, cut: Cut | None, written: set[fx
 
 
 def on_one_grid(replicas: Sequence[int], shards: Sequence[int]) -> bool:
-    """Whether a rank's two groups are a row and a column of one regular grid of ranks.
+    """True where a rank's two groups are a row and a column of one regular grid of ranks.
 
     Then all ranks of its replica group are at the same place in their shard groups, and get the
     same part of a reduce-scatter; else a swap would add different parts up. Every rank checks its
@@ -170,7 +193,8 @@ def on_one_grid(replicas: Sequence[int], shards: Sequence[int]) -> bool:
 
 
 def is_inside(ranks: Sequence[int], shards: Sequence[int]) -> bool:
-    """Whether a group is an inner dimension of the grid that the shards' group is a dimension of.
+    """True for a group that is an inner dimension of the grid that the shards' group is a dimension
+    of.
 
     Replicas are outside of the shards in a mesh, tensor parallelism is inside, and its partial
     gradients (of a norm under sequence parallelism) are added up first, in eager FSDP2 as well::

@@ -30,21 +30,24 @@ dtype that was gathered: equal parts on every rank, with the bytes that eager ke
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.fx as fx
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.aot import mark_recompute, mark_save, read_in_backward
-from .._torch.process_groups import group_by_name, ranks_of
+from .._torch.process_groups import default_group, group_by_name, new_groups, ranks_of
+from ..fsdp.tag_graph import parameter_chains
+from ..fsdp.tags import Tag, is_bucket, moved_from, set_home_group, set_tag, tag_of
 from ..graph.collectives import group_name, group_size, is_wait, kind_of
 from ..graph.snapshot import unchanged_on_error
 from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
-from ..tagging.tag_graph import parameter_chains
-from ..tagging.tags import Tag, is_bucket, moved_from, set_home_group, set_tag, tag_of
 
-__all__ = ["SmallerGroup", "read_first_gathers", "reshard_to"]
+__all__ = ["SmallerGroup", "make_smaller_group", "read_first_gathers", "reshard_to"]
 
 _c10d = torch.ops._c10d_functional
 # A copy, so that the whole can be freed. Not slice and clone: Inductor takes such a clone for one
@@ -65,6 +68,51 @@ class SmallerGroup:
     name: str
     ranks: tuple[int, ...]
     place: int
+
+
+def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:
+    """The group in which backward gathers; None for one rank, which keeps parameters gathered.
+
+    A number means the ranks of the job in runs of so many: groups are created, by all ranks
+    together. A mesh has them.
+
+    Raises:
+        TypeError: ``to`` is no mesh and no number.
+        ValueError: a number that does not divide the ranks of the job, or without a process group.
+    """
+    if isinstance(to, DeviceMesh):
+        size = to.size(to.ndim - 1)
+    elif isinstance(to, int) and not isinstance(to, bool):
+        size = to
+    else:
+        raise TypeError(f"to must be a number of ranks or a DeviceMesh, got {to!r}")
+    if size == 1:
+        warnings.warn(
+            "to has a single rank: every rank keeps all parameters gathered until backward, as in "
+            "eager FSDP2 with reshard_after_forward=1. Where that is wanted, leave this pass out; "
+            "where they are to be freed, leave out to=",
+            UserWarning,
+            stacklevel=3,
+        )
+        return None
+    group = to.get_group(to.ndim - 1) if isinstance(to, DeviceMesh) else _run_of_neighbours(size)
+    return SmallerGroup(group.group_name, ranks_of(group), group.rank())
+
+
+def _run_of_neighbours(size: int) -> dist.ProcessGroup:
+    """This rank's group of those that divide the job; see :func:`make_smaller_group`."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            f"to={size} creates process groups: make this pass after init_process_group(), on "
+            "every rank at the same point of the program"
+        )
+    world = dist.get_world_size()
+    if size < 1 or world % size:
+        raise ValueError(f"to must be a factor of the {world} ranks of the job, got {size}")
+    if size == world:
+        return default_group()  # type: ignore[no-any-return]
+    rows = [range(first, first + size) for first in range(0, world, size)]
+    return new_groups(rows, dist.get_backend())  # type: ignore[no-any-return]
 
 
 def reshard_to(
@@ -115,8 +163,8 @@ def reshard_to(
 
 
 def _misfit(group: str, smaller: SmallerGroup) -> str:
-    """Why parameters that are sharded over ``group`` can't be gathered in the smaller one; empty if
-    they can."""
+    """The reason why parameters that are sharded over ``group`` can't be gathered in the smaller
+    one; empty if they can."""
     ranks = ranks_of(group_by_name(group))
     if set(smaller.ranks) <= set(ranks) and len(ranks) % len(smaller.ranks) == 0:
         return ""
@@ -132,7 +180,7 @@ def _short(ranks: tuple[int, ...]) -> str:
 
 
 def _cannot_cut(start: fx.Node, smaller: SmallerGroup) -> str:
-    """Why the result of a gather is left as it is; empty if it can be cut up."""
+    """The reason why the result of a gather is left as it is; empty if it can be cut up."""
     users = list(start.users)
     if start.kwargs or is_bucket(start) or len(users) != 1 or not is_wait(users[0]):
         return f"{start.name} is no plain gather with one wait"
@@ -188,7 +236,7 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def read_first_gathers(graph: fx.Graph) -> int:
-    """In a forward graph, let what reads a second gather read the first again, whose copy it is.
+    """Let readers of a second gather, in a forward graph, read the first again, whose copy it is.
 
     Returns:
         How many gathers that saves. None are left where the copies are inputs, as in backward.

@@ -17,8 +17,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch.fx as fx
@@ -26,14 +27,14 @@ import torch.fx as fx
 from .._gc import paused_gc
 from ..bucketing.caps import CapPlanner, check_cap
 from ..bucketing.merge import merge_buckets
-from ..bucketing.plan import BucketingPlan
+from ..bucketing.plan import MergePlan
+from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind, group_name, is_collective
-from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.caps import CapsReport, TriedCaps
 from ..reports.schedule import ScheduleReport
 from .cost import H100, Costs, Machine
 from .merged_model import merged_model
-from .model import Model, model_of, peak_bytes
+from .model import Model, model_of
 from .policy import Policy, policies_of
 from .scheduler import BoundNotKeptWarning, schedule_model
 
@@ -54,22 +55,21 @@ _Caps: TypeAlias = tuple[tuple[tuple[str, str], float], ...]
 
 
 def choose_caps(
-    graph: fx.Graph,
+    graph: fx.Graph | GraphAnalysis,
     policies: Policy | Iterable[Policy],
     *,
     caps_mb: Sequence[float] | None = None,
     kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
     machine: Machine = H100,
     reference_bytes: int | None = None,
-    size_hints: SizeHints | GivenHints = None,
-    beside_bytes: int = 0,
     **options: Any,
-) -> tuple[BucketingPlan, CapsReport]:
+) -> tuple[MergePlan, CapsReport]:
     """The plan with the caps that give the fastest step within the policies' bounds. The graph is
     only read.
 
     Args:
-        graph: as of :func:`.plan_by_cap`.
+        graph: in topological order, or what is known of it: that says what sizes that depend on
+            data are taken as, and what is in memory beside the inputs.
         policies: as of :func:`.schedule`.
         caps_mb: what to try, ascending, in MiB; None tries :data:`CAPS_MB`, and larger ones where
             the largest is the best. Where all miss a bound, smaller ones are tried. Caps that can't
@@ -77,9 +77,7 @@ def choose_caps(
         kinds: what is bucketed.
         machine: what the cost model times nodes for.
         reference_bytes: see :func:`.schedule`; None: the peak of ``graph``.
-        size_hints: as of :func:`.backend`.
-        beside_bytes: see :func:`.schedule`.
-        options: of :func:`.plan_by_cap`: ``eligible``, ``group_filter``, ``max_node_span``.
+        options: of :func:`.plan_by_cap`: ``eligible`` and ``group_filter``.
 
     Returns:
         The plan for ``graph``, and what was tried. Where an estimate fails, the plan has torch's
@@ -94,12 +92,10 @@ def choose_caps(
     caps_mb = CAPS_MB if caps_mb is None else caps_mb
     check_caps(caps_mb)
     policies = policies_of(policies)
-    hints = SizeHints.of(size_hints)
-    costs = Costs(machine, hints)
-    search = _Search(graph, policies, costs, reference_bytes or 0, kinds, options, beside_bytes)
+    analysis = GraphAnalysis.of(graph)
+    costs = Costs(machine, analysis.hints)
+    search = _Search(analysis, policies, costs, reference_bytes, kinds, options)
     try:
-        if reference_bytes is None:
-            search.reference_bytes = peak_bytes(graph, size_hints=hints, beside_bytes=beside_bytes)
         plan = search.run([float(c) for c in caps_mb], largest)
     except Exception as error:
         plan = search.plan(None)  # raises anew what comes of the caller's options
@@ -133,35 +129,27 @@ class _Search:
 
     def __init__(
         self,
-        graph: fx.Graph,
+        analysis: GraphAnalysis,
         policies: tuple[Policy, ...],
         costs: Costs,
-        reference_bytes: int,
+        reference_bytes: int | None,
         kinds: Collection[Kind],
         options: dict[str, Any],
-        beside_bytes: int = 0,
     ) -> None:
         self.tried: dict[_Caps, ScheduleReport] = {}
-        self.bounds: dict[_Caps, Mapping[str, int]] = {}  # that their buckets keep
-        self._graph = graph
+        self.runs: dict[_Caps, int | None] = {}  # the bound on runs that their buckets keep
+        self._analysis = analysis
         self._policies = policies
-        self._max_node_span = options.pop("max_node_span", None)
-        self._bounds: dict[str, int] = {}
-        for policy in policies:
-            for name, bound in policy.bucket_bounds().items():
-                self._bounds[name] = min(bound, self._bounds.get(name, bound))
-        if self._max_node_span is not None and "max_node_span" in self._bounds:
-            self._bounds["max_node_span"] = min(self._max_node_span, self._bounds["max_node_span"])
+        runs = (policy.max_bucket_run() for policy in policies)
+        self._max_run = min((run for run in runs if run is not None), default=None)
         self._costs = costs
-        self._model: Model | None = None
-        self._groups = {n: group_name(n) for n in graph.nodes if is_collective(n)}
-        self.reference_bytes = reference_bytes
-        self._beside_bytes = beside_bytes
-        self._planner = CapPlanner(graph, kinds=kinds, **options)
-        self._plans: dict[str, BucketingPlan] = {}
+        self._groups = {n: group_name(n) for n in analysis.nodes if is_collective(n)}
+        self._reference_bytes = reference_bytes
+        self._planner = CapPlanner(analysis, kinds=kinds, **options)
+        self._plans: dict[tuple[str, int | None], MergePlan] = {}
         self._known: dict[tuple[Any, ...], ScheduleReport | None] = {}
 
-    def run(self, ladder: list[float], largest: float) -> BucketingPlan:
+    def run(self, ladder: list[float], largest: float) -> MergePlan:
         """Try caps of ``ladder``, in MiB ascending, and others near the best, up to ``largest``.
 
         Returns:
@@ -184,37 +172,36 @@ class _Search:
                 if 0 <= near < len(ladder):
                     self.attempt({**caps, key: ladder[near]})
         chosen = self.best()
-        return self.plan(dict(chosen) or ladder[0], self.bounds[chosen])
+        return self.plan(dict(chosen) or ladder[0], self.runs[chosen])
 
-    def plan(self, caps: Any, bounds: Mapping[str, int] | None = None) -> BucketingPlan:
-        """The plan for the graph itself, with buckets that keep ``bounds``."""
-        options: dict[str, Any] = {"max_node_span": self._max_node_span, **(bounds or {})}
-        name = repr((caps, options))
+    def plan(self, caps: Any, max_run: int | None = None) -> MergePlan:
+        """The plan for the graph itself, with buckets that leave no longer runs."""
+        name = (repr(caps), max_run)
         if name not in self._plans:
-            self._plans[name] = self._planner.plan(caps, **options)
+            self._plans[name] = self._planner.plan(caps, max_compute_run=max_run)
         return self._plans[name]
 
     def attempt(self, caps: dict[tuple[str, str], float] | float) -> None:
-        """Try caps: where a policy has bounds for buckets, with buckets that keep them, and
-        without only while nothing keeps the policies' bounds."""
-        plan = self.plan(caps, self._bounds)
+        """Try caps: where a policy bounds the runs that buckets leave, with buckets that keep it,
+        and without only while nothing keeps the policies' bounds."""
+        plan = self.plan(caps, self._max_run)
         name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in _keys(plan))
         if name in self.tried or self._too_slow(plan):
             return
         outcome = self._outcome(plan)
         if outcome is None:
             return
-        self.tried[name], self.bounds[name] = outcome, self._bounds
-        if self.tried[self.best()].misses and self._bounds:
+        self.tried[name], self.runs[name] = outcome, self._max_run
+        if self.tried[self.best()].misses and self._max_run is not None:
             free = self._outcome(self.plan(caps))
             if free is not None and _rank(free) < _rank(self.tried[name]):
-                self.tried[name], self.bounds[name] = free, {}
+                self.tried[name], self.runs[name] = free, None
 
     def busiest_ms(self, caps: dict[tuple[str, str], float] | float) -> float:
         """The time that the collectives of the busiest process group take: no step is faster."""
-        return self._busiest_ms(self.plan(caps, self._bounds))
+        return self._busiest_ms(self.plan(caps, self._max_run))
 
-    def _busiest_ms(self, plan: BucketingPlan) -> float:
+    def _busiest_ms(self, plan: MergePlan) -> float:
         busy = dict.fromkeys(self._groups.values(), 0.0)
         merged = {m for b in plan.buckets for m in b.members}
         for start, group in self._groups.items():
@@ -226,7 +213,7 @@ class _Search:
             busy[self._groups[first]] += self._costs.collective(first, nbytes)
         return max(busy.values(), default=0.0)
 
-    def _too_slow(self, plan: BucketingPlan) -> bool:
+    def _too_slow(self, plan: MergePlan) -> bool:
         return self._busiest_ms(plan) >= self._best_ms()
 
     def _best_ms(self) -> float:
@@ -234,8 +221,8 @@ class _Search:
         best = self.tried[self.best()] if self.tried else None
         return math.inf if best is None or best.misses else best.step_ms[1]
 
-    def _outcome(self, plan: BucketingPlan) -> ScheduleReport | None:
-        """What comes of a plan; None if that is known to be slower than the best so far."""
+    def _outcome(self, plan: MergePlan) -> ScheduleReport | None:
+        """The schedule of a plan; None if it is known to be slower than the best so far."""
         members = tuple(b.members for b in plan.buckets)
         if members not in self._known:
             best_ms = self._best_ms()
@@ -243,22 +230,32 @@ class _Search:
                 model = self._merged(plan)
                 found: ScheduleReport | None
                 found, _ = schedule_model(
-                    model, self._policies, self.reference_bytes, quick=True, at_most_ms=best_ms
+                    model, self._policies, self._reference, quick=True, at_most_ms=best_ms
                 )
             slower = found.step_ms[1] > best_ms
             self._known[members] = None if slower else found
         return self._known[members]
 
-    def _merged(self, plan: BucketingPlan) -> Model:
-        if self._model is None:
-            self._model = model_of(self._graph, self._costs, beside_bytes=self._beside_bytes)
+    @cached_property
+    def _reference(self) -> int:
+        given = self._reference_bytes
+        return self._analysis.peak_bytes if given is None else given
+
+    @cached_property
+    def _model(self) -> Model:
+        """The model of the graph before any merging."""
+        return model_of(self._analysis, self._costs)
+
+    def _merged(self, plan: MergePlan) -> Model:
         merged = merged_model(self._model, plan.buckets, self._costs)
         if merged is not None:
             return merged
         # Members on both sides of a side effect: merging may move them past it, scheduling may not.
-        copy, copied = _copied(self._graph, plan)
+        copy, copied = _copied(self._analysis.graph, plan)
         merge_buckets(copy, copied)
-        return model_of(copy, self._costs, beside_bytes=self._beside_bytes)
+        external = self._analysis.external_live_bytes
+        there = GraphAnalysis(copy, self._costs.hints, external_live_bytes=external)
+        return model_of(there, self._costs)
 
     def best(self) -> _Caps:
         return min(self.tried, key=lambda k: _rank(self.tried[k]))
@@ -272,13 +269,13 @@ def _rank(report: ScheduleReport) -> tuple[float, float]:
     return report.misses, report.step_ms[1]
 
 
-def _keys(plan: BucketingPlan) -> Iterable[tuple[str, str]]:
+def _keys(plan: MergePlan) -> Iterable[tuple[str, str]]:
     """Groups and kinds of which something could be merged."""
     merged = [(group_name(b.members[0]), b.kind) for b in plan.buckets]
     return dict.fromkeys([*merged, *((u.group, u.kind) for u in plan.unmerged)])
 
 
-def _copied(graph: fx.Graph, plan: BucketingPlan) -> tuple[fx.Graph, BucketingPlan]:
+def _copied(graph: fx.Graph, plan: MergePlan) -> tuple[fx.Graph, MergePlan]:
     """A copy of the graph that shares its fake tensors, and the plan for it."""
     copy = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}

@@ -111,7 +111,7 @@ class Costs:
         for group in dict.fromkeys(groups):
             ranks = self._ranks_of(group)
             if len(ranks) > 1:
-                _, nodes = self.machine.shape_of(ranks)
+                _, nodes = self.machine.layout_of(ranks)
                 found.setdefault("inside nodes" if nodes == 1 else "between nodes", []).append(
                     group
                 )
@@ -132,7 +132,7 @@ class Costs:
         return float(ms)
 
     def collective_bytes(self, node: fx.Node) -> int:
-        """What a collective moves: its input and its output."""
+        """Bytes that a collective moves, input and output together."""
         out = node.kwargs.get("out")
         inputs = (a for a in node.all_input_nodes if a is not out)
         return self.result_bytes(node) + sum(map(self.result_bytes, inputs))

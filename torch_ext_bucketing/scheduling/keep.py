@@ -4,11 +4,11 @@ Keeping a unit saves its gathers in backward and holds their bytes from its last
 its first in backward. What it saves depends on all others: a gather that runs under computation
 saves nothing, until so many of the others are kept that the stream is free anyway; and what is kept
 takes the room in which other gathers are prefetched. So units are taken one by one, each time the
-one that saves the most exposed time for the bytes and the time that it holds them, on a sketch of
-both halves (:mod:`.scheduling.sketch`). Dropping units from all of them, each time the one that
-costs least, is the other way to go; then single units are exchanged. The best choices are looked at
-with a real schedule of both halves, then, as far as the size of the graph allows, their neighbours;
-and the fastest that keeps the bound is taken.
+one that saves the most exposed time for the bytes and the time that it holds them, by the coarse
+simulation of both halves (:mod:`.scheduling.coarse`). Dropping units from all of them, each time
+the one that costs least, is the other way to go; then single units are exchanged. The best choices
+are looked at with a real schedule of both halves, then, as far as the size of the graph allows,
+their neighbours; and the fastest that keeps the bound is taken.
 
 Nothing depends on clocks or hash order: the same graph gives the same choice on every rank.
 """
@@ -27,18 +27,16 @@ from .._gc import paused_gc
 from ..graph.collectives import KINDS, Kind
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.keep import KeepReport, KeptUnit
+from ..reports.schedule import ScheduleReport
 from ..reports.text import size_text
+from .coarse import CoarseSimulator
 from .cost import H100, Costs, Machine
-from .floors import Floors
-from .halves import Halves, UnitOf
 from .memory import within
 from .model import Model
-from .options import Options
 from .overlap import Overlap
-from .policy import Case, Policy, policies_of
+from .partitioned import PartitionedModel, UnitOf
+from .policy import Policy, policies_of
 from .scheduler import schedule_model
-from .sketch import Sketch
-from .timeline import Timeline
 
 __all__ = [
     "CURVE",
@@ -54,23 +52,22 @@ _NODES = 12_000
 _SMALL_NODES = 20_000
 """How many nodes may be scheduled, over all choices looked at, and how many of small graphs."""
 _FEW = 2
-"""At least so many choices are scheduled, and no more of a large graph, each in few ways."""
+"""At least so many choices are scheduled, and no more of a large graph, in few orders each."""
 _FAR = 1.1
 """Where an order that misses the bound is so many times as fast as the best that keeps it, orders
 are made under a lower one."""
 _SCHEDULED = 80
 """At most so many choices are scheduled."""
 _SMALL = 500
-"""Up to so many nodes choices are scheduled in more ways, and ruled out by their floors, which take
-the square of them."""
+"""Up to so many nodes choices are scheduled in more orders."""
 _NEAR = 10_000
-"""How many segments of sketches may be walked through for the neighbours of one choice."""
+"""How many segments may be simulated coarsely for the neighbours of one choice."""
 _LOOKS = 4
 """How many of the best units are looked at again for each one that is taken."""
 _SEVERAL = 40
 """Of so many units that may be added, one is taken between two looks."""
 _SEGMENTS = 30_000
-"""How many segments of sketches may be walked through to exchange units."""
+"""How many segments may be simulated coarsely to exchange units."""
 DEFAULT_POLICIES: tuple[Policy, ...] = (Overlap(),)
 CURVE = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
 """The bounds of a curve, in parts of the peak with everything gathered again."""
@@ -78,7 +75,7 @@ CURVE = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a choice comes to, scheduled.
+    """The schedules of forward and backward that a choice leads to.
 
     Args:
         kept: places of the units.
@@ -100,34 +97,13 @@ class Outcome:
         return self.above, round(self.misses, 9), round(self.step_ms, 6), -len(self.kept)
 
 
-@dataclass(frozen=True)
-class _Ways(Policy):
-    """A policy that has some of its ways tried alone: those of some names, or the first two."""
-
-    policy: Policy
-    names: tuple[str, ...] | None
-
-    def ways(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
-        ways = list(self.policy.ways(case, quick))
-        return ways[:2] if self.names is None else [w for w in ways if w[0] in self.names]
-
-    def ask(self, case: Case, options: Options) -> Options:
-        return self.policy.ask(case, options)
-
-    def misses(self, case: Case, timeline: Timeline) -> float:
-        return self.policy.misses(case, timeline)
-
-    def spare_bytes(self, case: Case) -> int:
-        return self.policy.spare_bytes(case)
-
-
 def _order(kept: _Set, step_ms: float) -> tuple[float, int, tuple[int, ...]]:
-    """What of equally fast choices comes first: the one that gathers less."""
+    """A key that sorts choices by time, and equally fast ones by how little they gather."""
     return round(step_ms, 6), -len(kept), tuple(sorted(kept))
 
 
 class KeepPlanner:
-    """Chooses for one graph, for any number of bounds.
+    """Chooses what stays gathered in one graph, for any number of bounds.
 
     Args:
         graph: a tagged joint graph. It is only read.
@@ -156,23 +132,22 @@ class KeepPlanner:
         self.machine = machine
         self._policies = policies_of(policies)
         with paused_gc():
-            self.halves = Halves(graph, Costs(machine, self.hints), unit_of, kinds)
-            self._sketch = Sketch(self.halves)
-        self.candidates = [k for k, unit in enumerate(self.halves.units) if unit.held]
-        self._largest = max((self.halves.units[k].nbytes for k in self.candidates), default=0)
+            self.partitioned = PartitionedModel(graph, Costs(machine, self.hints), unit_of, kinds)
+            self._coarse = CoarseSimulator(self.partitioned)
+        self.candidates = [k for k, unit in enumerate(self.partitioned.units) if unit.held]
+        self._largest = max((self.partitioned.units[k].nbytes for k in self.candidates), default=0)
         # Ranks may differ in what pads and cuts their shards.
-        halves = (self.halves.forward, self.halves.backward)
+        halves = (self.partitioned.forward, self.partitioned.backward)
         self._size = sum(
             len(h) - sum(n in h.shard_side.nodes for n in h.dependencies.nodes) for h in halves
         )
-        self._ways: dict[int, tuple[str, ...]] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
         self._outcomes: dict[tuple[_Set, int], Outcome] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._steps: dict[tuple[_Set, int], float] = {}
         self._peaks: dict[_Set, int] = {}
-        self._nothing_bytes = self._sketch.peak_bytes(())
-        self._at_start = self.halves.backward.liveness.at_start
-        self._floors: Floors | None = None
+        self._nothing_bytes = self._coarse.peak_bytes(())
+        self._at_start = self.partitioned.backward.liveness.at_start
         self._short: set[tuple[int, int]] = set()
         self.tried = 0
         self.seconds = time.perf_counter() - clock
@@ -189,7 +164,7 @@ class KeepPlanner:
         return self.scheduled((), limit) if best.above else best
 
     def scheduled(self, kept: Collection[int], limit: int) -> Outcome:
-        """What a choice comes to under a bound in bytes."""
+        """The schedules of a choice under a bound in bytes."""
         key = (frozenset(kept), limit)
         if key not in self._outcomes:
             self._outcomes[key] = self._scheduled(*key)
@@ -197,7 +172,7 @@ class KeepPlanner:
 
     def _scheduled(self, kept: _Set, limit: int) -> Outcome:
         self.tried += 1
-        forward, backward = self.halves.models(kept)
+        forward, backward = self.partitioned.models(kept)
         first = self._known_forward(forward, limit) or self._schedule(0, forward, limit)
         second = self._schedule(1, backward, limit)
         peak = max(first[1], second[1])
@@ -214,25 +189,28 @@ class KeepPlanner:
 
     def _schedule(self, half: int, model: Model, limit: int) -> tuple[float, int, float]:
         reference = model.liveness.peak(range(len(model)))
-        policies: Sequence[Policy] = within(self._policies, limit, reference)
-        known = self._ways.get(half)
-        if self._size > _SMALL:
-            policies = [_Ways(p, known) if isinstance(p, Overlap) else p for p in policies]
+        policies = within(self._policies, limit, reference)
         lower = within(policies, limit - 2 * self._largest, reference)
+        known = self._names.get(half)
+        some = None if self._size <= _SMALL else 2 if known is None else known
+
+        def scheduled(policies: Sequence[Policy]) -> tuple[ScheduleReport, Sequence[int]]:
+            return schedule_model(model, policies, reference, quick=True, some=some)
+
         short = (half, limit) in self._short
-        report, order = schedule_model(model, lower if short else policies, reference, quick=True)
+        report, order = scheduled(lower if short else policies)
         if not short and _FAR * min(a[1] for a in report.alternatives) < report.step_ms[1]:
-            again, other = schedule_model(model, lower, reference, quick=True)
+            again, other = scheduled(lower)
             if again.peak_bytes[1] <= limit and again.step_ms[1] < report.step_ms[1]:
                 report, order, short = again, other, True
                 self._short.add((half, limit))
         bound = limit - 2 * self._largest * short
         if known is None:
-            # The way that was taken, and the one that is fastest where memory is not short.
+            # The candidate that was taken, and the one that is fastest where memory is not short.
             tried = [a for a in report.alternatives[1:] if ", limit" not in a[0]]
             taken = [name for name, _, _ in tried if report.chosen.startswith(name)]
             fastest = [name for name, _, _ in sorted(tried, key=lambda a: a[1])]
-            self._ways[half] = tuple(dict.fromkeys([*taken[:1], *fastest[:1]]))
+            self._names[half] = tuple(dict.fromkeys([*taken[:1], *fastest[:1]]))
         above = max(0, report.peak_bytes[1] - bound) / max(1, bound)
         misses = max(0.0, report.misses - above)
         if half == 0 and self._forward is None and report.peak_bytes[1] <= limit:
@@ -255,7 +233,7 @@ class KeepPlanner:
         seen.update((kept, self.scheduled(kept, limit)) for kept in list(first)[:left])
         best = min(seen.values(), key=lambda o: o.rank)
         left -= len(first)
-        # Then what is near to them: by turns what is fastest on the sketch near to the best, and
+        # Then what is near to them: by turns what is simulated fastest near to the best, and
         # what the most can be expected of, wherever it is.
         expected: dict[_Set, float] = {}
         for outcome in seen.values() if most > _FEW else ():
@@ -267,7 +245,7 @@ class KeepPlanner:
             else:
                 kept = min(expected, key=lambda s: _order(s, expected[s]))
             del expected[kept]
-            if kept in seen or self._is_ruled_out(kept, limit, best):
+            if kept in seen:
                 continue
             left -= 1
             seen[kept] = self.scheduled(kept, limit)
@@ -280,31 +258,21 @@ class KeepPlanner:
         out = [k for k in self.candidates if k not in kept]
         near = [kept ^ {k} for k in self.candidates]
         near += [kept - {k} | {o} for k in sorted(kept) for o in out]
-        return near[: max(len(self.candidates), _NEAR // self._sketch.segments)]
+        return near[: max(len(self.candidates), _NEAR // self._coarse.segments)]
 
     def _expect(self, outcome: Outcome, limit: int, expected: dict[_Set, float]) -> None:
-        """Note the steps to expect near to ``outcome``: the sketch's, as far off as it is there."""
+        """Note the steps to expect near to ``outcome``: simulated, as far off as it is there."""
         off = outcome.step_ms - self.step(outcome.kept, limit)
         for kept in self._near(outcome.kept):
             if self.fits(kept, limit + self._largest):
                 step = self.step(kept, limit) + off
                 expected[kept] = min(step, expected.get(kept, step))
 
-    def _is_ruled_out(self, kept: _Set, limit: int, best: Outcome) -> bool:
-        """Whether a choice can't be better than ``best`` in any order."""
-        if self._size > _SMALL:
-            return False
-        if self._floors is None:
-            self._floors = Floors(self.halves)
-        if self._floors.peak_bytes(kept) > limit:
-            return not best.above
-        return not best.above and self._floors.step_ms(kept) >= best.step_ms
-
     def step(self, kept: _Set, limit: int) -> float:
-        """Time of both halves on the sketch."""
+        """Milliseconds of both halves, simulated coarsely."""
         key = (kept, limit)
         if key not in self._steps:
-            self._steps[key] = self._sketch.step_ms(kept, limit)
+            self._steps[key] = self._coarse.step_ms(kept, limit)
         return self._steps[key]
 
     def fits(self, kept: Collection[int], room: int) -> bool:
@@ -312,17 +280,17 @@ class KeepPlanner:
         kept = frozenset(kept)
         peak = self._peaks.get(kept)
         if peak is None:
-            more = sum(self.halves.units[k].nbytes for k in kept)
+            more = sum(self.partitioned.units[k].nbytes for k in kept)
             if self._at_start + more > room:
                 return False  # backward begins with as much
             if self._nothing_bytes + more <= room:
                 return True
-            peak = self._peaks[kept] = self._sketch.peak_bytes(kept)
+            peak = self._peaks[kept] = self._coarse.peak_bytes(kept)
         return peak <= room
 
     def _search(self, limit: int) -> list[dict[_Set, float]]:
-        """Choices that are fast on the sketch, with their times: of those that fit, and of those
-        that leave room for one more gather."""
+        """Choices that are fast by the coarse simulation, with their times: of those that fit, and
+        of those that leave room for one more gather."""
         full = self._within(limit, limit)
         if frozenset(self.candidates) in full or not full:
             return [full]
@@ -340,7 +308,7 @@ class KeepPlanner:
 
     def _cost(self, k: int) -> float:
         """Bytes and milliseconds that a unit holds them."""
-        return self.halves.units[k].nbytes * max(self._sketch.held_ms[k], 1e-6)
+        return self.partitioned.units[k].nbytes * max(self._coarse.held_ms[k], 1e-6)
 
     def _added(self, kept: _Set, room: int, limit: int) -> _Set:
         """Add units, each time the one that saves most for the bytes and time that it holds."""
@@ -349,7 +317,7 @@ class KeepPlanner:
         def value(k: int) -> tuple[float, float]:
             saved = round(now - self.step(kept | {k}, limit), 6)
             # Of those that save nothing yet the one that keeps the network busiest.
-            return saved / self._cost(k), self._sketch.gather_ms(k) / self._cost(k)
+            return saved / self._cost(k), self._coarse.gather_ms(k) / self._cost(k)
 
         out = (k for k in self.candidates if k not in kept)
         values = {k: value(k) for k in out if self.fits(kept | {k}, room)}
@@ -374,8 +342,8 @@ class KeepPlanner:
 
             def loss(k: int, kept: _Set = kept, now: float = now) -> tuple[float, float]:
                 lost = round(self.step(kept - {k}, limit) - now, 6)
-                nbytes = self.halves.units[k].nbytes
-                return lost / nbytes, self._sketch.gather_ms(k) / self._cost(k)
+                nbytes = self.partitioned.units[k].nbytes
+                return lost / nbytes, self._coarse.gather_ms(k) / self._cost(k)
 
             if not losses:
                 losses = {k: loss(k) for k in kept}
@@ -396,7 +364,7 @@ class KeepPlanner:
         if not self.fits(kept, room):
             return {}
         looked = {kept: self.step(kept, limit)}
-        left = _SEGMENTS // self._sketch.segments
+        left = _SEGMENTS // self._coarse.segments
         if left < len(self.candidates):  # not enough to see which ones to exchange
             return looked
 
@@ -456,7 +424,7 @@ class KeepPlanner:
             next_kept = self._added(kept, larger, larger)
             next_ms = max(0.0, self.step(kept, limit) - self.step(next_kept, larger))
             units = self._units(kept, limit)
-        named = self.halves.units
+        named = self.partitioned.units
         if next_ms <= 0.0:
             next_kept = kept
         drawn = self.curve() if curve else ()
@@ -465,7 +433,7 @@ class KeepPlanner:
             units=units,
             step_ms=(nothing.step_ms, chosen.step_ms),
             peak_bytes=(nothing.peak_bytes, chosen.peak_bytes),
-            all_peak_bytes=self._sketch.peak_bytes(self.candidates),
+            all_peak_bytes=self._coarse.peak_bytes(self.candidates),
             unread=tuple(u.name for u in named if not u.held),
             next_ms=next_ms,
             next_units=tuple(named[k].name for k in sorted(next_kept - kept)),
@@ -498,13 +466,13 @@ class KeepPlanner:
         found = []
         for k in self.candidates:
             other = self.step(kept ^ {k}, limit)
-            unit = self.halves.units[k]
+            unit = self.partitioned.units[k]
             found.append(
                 KeptUnit(
                     unit.name,
                     k in kept,
                     unit.nbytes,
-                    self._sketch.gather_ms(k),
+                    self._coarse.gather_ms(k),
                     other - now if k in kept else now - other,
                     len(unit.fqns),
                 )
@@ -520,9 +488,9 @@ class KeepPlanner:
             )
         if chosen.kept or not self.candidates:
             return ""
-        peaks = {k: self._sketch.peak_bytes((k,)) for k in self.candidates}
+        peaks = {k: self._coarse.peak_bytes((k,)) for k in self.candidates}
         k = min(peaks, key=lambda k: (peaks[k], k))
-        unit = self.halves.units[k]
+        unit = self.partitioned.units[k]
         if peaks[k] > limit:
             return (
                 f"nothing is kept: the cheapest unit, {unit.name}, needs a peak of "

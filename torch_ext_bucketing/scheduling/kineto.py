@@ -1,4 +1,4 @@
-"""What torch's profiler wrote of collectives and kernels (Chrome traces), one trace per rank.
+"""Times of collectives and kernels from traces of torch's profiler, one trace per rank.
 
 A collective ends when the last of its ranks has come and the data have moved. On a rank that came
 early its kernel, or gloo's worker thread, waits for the others, and that wait is in its duration::
@@ -224,7 +224,7 @@ def _dims(event: Mapping[str, Any]) -> Any:
 
 
 def _elements(dims: Any) -> int:
-    """Of a tensor, or of a list of them, or of a list of arguments."""
+    """Number of elements of a tensor, of a list of tensors, or of a list of arguments."""
     if all(isinstance(n, int) for n in dims):
         return math.prod(dims) if dims else 0
     return sum(map(_elements, dims))
@@ -307,14 +307,14 @@ def _said(event: _Event) -> str:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of products, operations per second by dtype; of copies, bytes per second, or None."""
+    """Operations per second of products, by dtype, and bytes per second of copies, or None."""
 
     flops: dict[str, float]
     bandwidth: float | None
 
 
 def rates(traces: Sequence[RankTrace]) -> Rates:
-    """What large products and copies reached, all of them together; needs shapes in the traces."""
+    """The rates of all large products and copies together; needs shapes in the traces."""
     products: dict[str, list[float]] = {}
     copied, copying = 0.0, 0.0
     for trace in traces:

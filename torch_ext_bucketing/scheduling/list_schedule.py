@@ -24,9 +24,8 @@ Nodes are of three sorts:
 Under a limit on memory, gathers and overtaking kernels must leave room for what the graph's order
 has before them, and where a kernel would go above it, collectives under way are waited for first.
 
-A policy whose bound has to be kept node by node gives a :class:`.Gate`. Time is that of
-:mod:`.timeline`. Nothing depends on hash order: the same graph gives the same order in every
-process and on every rank.
+Time is that of :mod:`.timeline`. Nothing depends on hash order: the same graph gives the same order
+in every process and on every rank.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from collections.abc import Sequence
 from ..graph.liveness import LiveBytes
 from .model import Model
 from .options import Options
-from .shape import shape_of
 from .streams import Streams
 
 __all__ = [
@@ -84,50 +82,47 @@ class ListScheduler:
         self.hurried = False  # or was not, for its deadline
         self.short = False  # memory was
         self.capped = False  # a run was as long as it may be
-        self.shape = shape_of(model)
+        self.analysis = analysis = model.analysis
         self.needs = model.dependencies.needs
         self.needed_by = model.dependencies.needed_by
         size = len(model)
         self.order: list[int] = []
         self.done = [False] * size
-        shape = self.shape
-        self.missing = list(shape.missing)  # needs that are neither done nor available
-        self.available = list(shape.available)
-        self.ready = list(shape.ready)  # kernels whose needs are done or available, by number
+        self.missing = list(analysis.missing)  # needs that are neither done nor available
+        self.available = list(analysis.available)
+        self.ready = list(analysis.ready)  # kernels whose needs are done or available, by number
         self.pending: dict[int, list[int]] = {}  # of a ready kernel: starts that it waits for
-        self.to_launch = list(shape.produced)
+        self.to_launch = list(analysis.produced)
         self.held: list[int] = []  # starts whose inputs would have to be waited for
         self.in_flight: list[int] = []  # reductions whose wait is still to come
         self.unwaited: list[int] = []  # all collectives that have one to come, and some others
-        self.wait_of = shape.wait_of
+        self.wait_of = analysis.wait_of
         self.live = LiveBytes(model.liveness)
         self.freed_by_waits = 0  # live bytes that waits alone keep
         self.freed: dict[int, int] = {}
         self.now = 0.0
-        self.left_ms = self.shape.all_ms  # of what is no collective
+        self.left_ms = self.analysis.all_ms  # of what is no collective
         self.streams = Streams(model.group, model.ms, model.shared)
         self.end = self.streams.end
-        self.to_send = dict(self.shape.sent_ms)  # milliseconds, by group
-        self.next_gather = dict.fromkeys(self.shape.gathers, 0)
+        self.to_send = dict(self.analysis.sent_ms)  # milliseconds, by group
+        self.next_gather = dict.fromkeys(self.analysis.gathers, 0)
         self.next_filler = 0
         self.head = 0
         self.run_length = 0
-        self.reductions = {group: list(starts) for group, starts in shape.reductions.items()}
+        self.reductions = {group: list(starts) for group, starts in analysis.reductions.items()}
         self.wanted: dict[int, None] = {}  # compute nodes that the next reduction needs
         self.reducing = False  # whether there is a next one
         self.under: dict[int, list[int]] = {}
         for gather, kernel in options.under.items():
             self.under.setdefault(kernel, []).append(gather)
-        self.gates = [make(model) for make in options.gates]
-        self.asking = False  # a gate's nodes are being placed
 
     def run(self) -> list[int] | None:
         """The order; None if it was given up."""
         self._want_next_reduction()
         for i in range(len(self.model)):
-            if self.shape.ends[i] and not self.needs[i]:
+            if self.analysis.ends[i] and not self.needs[i]:
                 self._emit(i)
-        kernels = self.shape.kernels
+        kernels = self.analysis.kernels
         while True:
             while self.head < len(kernels) and self.done[kernels[self.head]]:
                 self.head += 1
@@ -140,7 +135,7 @@ class ListScheduler:
             if self._launch_held(kernels[chosen]) or self._fill(kernels[chosen]):
                 continue
             for gather in self.under.pop(kernels[chosen], ()):
-                if self._fits(gather) and self._allowed(gather):
+                if self._fits(gather):
                     self._emit(gather)
             self._make_room(kernels[chosen])
             self._emit(kernels[chosen])
@@ -171,8 +166,7 @@ class ListScheduler:
             and (mine.deadlines == other.deadlines or (mine.deadlines and not self.hurried))
             and (mine.limit_bytes == other.limit_bytes or roomier)
             and (mine.max_run == other.max_run or longer)
-            and (mine.max_prefetch, mine.under, mine.gates)
-            == (other.max_prefetch, other.under, other.gates)
+            and (mine.max_prefetch, mine.under) == (other.max_prefetch, other.under)
         )
 
     # --- emission --------------------------------------------------------------------------------
@@ -193,32 +187,12 @@ class ListScheduler:
             if len(stack) > size:
                 continue
             stack.pop()
-            if self.gates:
-                self._place_for_gates(node)
-                if done[node]:
-                    continue
             self._place(node)
 
-    def _allowed(self, start: int) -> bool:
-        return all(gate.may_launch(start) for gate in self.gates)
-
-    def _place_for_gates(self, node: int) -> None:
-        """Place what gates want before ``node``, as far as it needs nothing that is still open."""
-        if self.asking:  # one thing after the other: what they want must not call for more
-            return
-        self.asking = True
-        for gate in self.gates:
-            for other in gate.before(node):
-                if self.available[other] or not self.missing[other]:
-                    self._emit(other)
-        self.asking = False
-
     def _place(self, i: int) -> None:
-        model, shape = self.model, self.shape
+        model, analysis = self.model, self.analysis
         self.order.append(i)
         self.done[i] = True
-        for gate in self.gates:
-            gate.placed(i)
         self.live.run(i)
         if model.group[i] is not None:
             self._launch(i)
@@ -234,7 +208,7 @@ class ListScheduler:
         if model.compute[i]:
             self.run_length += 1
             self.wanted.pop(i, None)
-        number = shape.at.get(i)
+        number = analysis.at.get(i)
         if number is not None:
             at = bisect.bisect_left(self.ready, number)
             if at < len(self.ready) and self.ready[at] == number:
@@ -243,7 +217,7 @@ class ListScheduler:
         if not self.available[i]:
             self.available[i] = True
             self._satisfied(i)
-        for j in shape.ends_behind[i]:
+        for j in analysis.ends_behind[i]:
             # Here it keeps nothing alive that others are done with.
             if all(self.done[k] for k in self.needs[j]):
                 self._emit(j)
@@ -252,10 +226,10 @@ class ListScheduler:
         self.streams.launch(i, self.now)
         group = str(self.model.group[i])
         self.to_send[group] -= self.model.ms[i]
-        after = max(self.shape.tail[i] - self.model.ms[i], self.to_send[group])
+        after = max(self.analysis.tail[i] - self.model.ms[i], self.to_send[group])
         if self.end[i] + after > self.at_most_ms:
             self.lost = True
-        if not self.shape.source[i]:
+        if not self.analysis.source[i]:
             self.in_flight.append(i)
         if i in self.wait_of:
             self.unwaited.append(i)
@@ -274,12 +248,12 @@ class ListScheduler:
                 missing[j] -= 1
                 if missing[j] or self.done[j] or available[j]:
                     continue
-                number = self.shape.at.get(j)
+                number = self.analysis.at.get(j)
                 if number is not None:
                     bisect.insort(self.ready, number)
                     continue
                 available[j] = True
-                if self.model.group[j] is not None and not self.shape.source[j]:
+                if self.model.group[j] is not None and not self.analysis.source[j]:
                     self.to_launch.append(j)
                 stack.append(j)
 
@@ -292,7 +266,7 @@ class ListScheduler:
             for i in starts:
                 if self.done[i]:
                     continue
-                if self._allowed(i) and self._stall(i) <= _NO_STALL_MS:
+                if self._stall(i) <= _NO_STALL_MS:
                     self._emit(i)
                 else:
                     self.held.append(i)
@@ -303,11 +277,11 @@ class ListScheduler:
         """Whether a start was launched that has to be waited for: no longer than ``kernel`` would
         have to wait itself, or because what follows it would end later behind ``kernel`` than what
         is left to compute, and what follows ``kernel``, would after the wait."""
-        tail, ms = self.shape.tail, self.model.ms
+        tail, ms = self.analysis.tail, self.model.ms
         for start in self.held:
             stall = self._stall(start)
             late = ms[kernel] + tail[start] > stall + max(tail[kernel], self.left_ms)
-            if (late or stall <= self._stall(kernel)) and self._allowed(start):
+            if late or stall <= self._stall(kernel):
                 self._emit(start)
                 return True
         return False
@@ -338,13 +312,13 @@ class ListScheduler:
 
     def _is_reduction(self, start: int) -> bool:
         # What leads to no kernel is waited for for its memory's sake alone.
-        return self.shape.first_use[start] == len(self.shape.kernels)
+        return self.analysis.first_use[start] == len(self.analysis.kernels)
 
     # --- prefetching -----------------------------------------------------------------------------
 
     def _prefetch(self) -> None:
-        shape, options = self.shape, self.options
-        for group, gathers in shape.gathers.items():
+        analysis, options = self.analysis, self.options
+        for group, gathers in analysis.gathers.items():
             at = self.next_gather[group]
             while at < len(gathers):
                 gather = gathers[at]
@@ -358,27 +332,25 @@ class ListScheduler:
             self.next_gather[group] = at
 
     def _may_launch(self, gather: int, gathers: Sequence[int], at: int) -> bool:
-        shape, options = self.shape, self.options
-        use = shape.first_use[gather]
+        analysis, options = self.analysis, self.options
+        use = analysis.first_use[gather]
         if self.missing[gather]:
             return False
         head = self.head
-        distance = shape.compute_before[use] - shape.compute_before[head]
+        distance = analysis.compute_before[use] - analysis.compute_before[head]
         if distance > options.max_prefetch:
             return False
         ahead = 0
         for other in reversed(gathers[max(0, at - options.depth) : at]):
-            by = shape.first_use[other]  # by no kernel if it is a result of the graph
-            unused = by < len(shape.kernels) and not self.done[shape.kernels[by]]
+            by = analysis.first_use[other]  # by no kernel if it is a result of the graph
+            unused = by < len(analysis.kernels) and not self.done[analysis.kernels[by]]
             ahead += self.done[other] and unused
-        late = options.deadlines and shape.latest[gather] <= shape.ms_before[head]
+        late = options.deadlines and analysis.latest[gather] <= analysis.ms_before[head]
         if ahead >= options.depth:
             self.hurried |= late
             if not late:
                 self.too_deep = True
                 return False
-        if not self._allowed(gather):
-            return False
         return use <= head or self._fits(gather)
 
     def _fits(self, node: int) -> bool:
@@ -387,14 +359,14 @@ class ListScheduler:
         limit = self.options.limit_bytes
         if limit is None:
             return True
-        liveness, shape = self.model.liveness, self.shape
+        liveness, analysis = self.model.liveness, self.analysis
         added = sum(liveness.size[s] for s in liveness.allocates[node])
         for need in self.needs[node]:
             if not self.done[need]:
                 added += sum(liveness.size[s] for s in liveness.allocates[need])
         most = self.live.now + added
         if most <= limit:
-            there = bisect.bisect_left(shape.kernels, node)  # kernels before it in the graph
+            there = bisect.bisect_left(analysis.kernels, node)  # kernels before it in the graph
             most += self._growth(there)
         self.short |= most > limit
         return most <= limit
@@ -402,15 +374,15 @@ class ListScheduler:
     def _growth(self, number: int) -> int:
         """By how much live bytes grow at most until the kernel of that number, in the order of the
         graph."""
-        shape, here = self.shape, self.shape.live[self.head]
-        return max(shape.most[self.head : number], default=here) - here
+        analysis, here = self.analysis, self.analysis.live[self.head]
+        return max(analysis.most[self.head : number], default=here) - here
 
     # --- the next kernel -------------------------------------------------------------------------
 
     def _choose(self) -> int:
         """Number of the kernel to run next."""
-        shape, options, model = self.shape, self.options, self.model
-        before, kernels = shape.compute_before, shape.kernels
+        analysis, options, model = self.analysis, self.options, self.model
+        before, kernels = analysis.compute_before, analysis.kernels
         reach = before[self.head] + max(options.window, options.fill)
         near = before[self.head] + options.window
         capped = self._run_is_full()
@@ -423,7 +395,7 @@ class ListScheduler:
             kernel = kernels[number]
             if capped and model.compute[kernel] and kernel not in self.wanted:
                 continue
-            tail = shape.tail[kernel]
+            tail = analysis.tail[kernel]
             stall = self._stall(kernel)
             if self.now + tail > self.at_most_ms:
                 self.lost = True
@@ -454,16 +426,16 @@ class ListScheduler:
         """Whether there was a lazy node to place in the time that ``kernel`` would have to wait."""
         if not self.options.window:  # the graph's order, which holds the least memory
             return False
-        stall, shape, ms = self._stall(kernel), self.shape, self.model.ms
+        stall, analysis, ms = self._stall(kernel), self.analysis, self.model.ms
         if stall <= _NO_STALL_MS:
             return False
-        fillers, before = shape.fillers, shape.compute_before
+        fillers, before = analysis.fillers, analysis.compute_before
         while self.next_filler < len(fillers) and self.done[fillers[self.next_filler]]:
             self.next_filler += 1
         reach = before[self.head] + max(self.options.window, self.options.fill)
         for at in range(self.next_filler, len(fillers)):
             i = fillers[at]
-            if before[shape.first_use[i]] > reach:
+            if before[analysis.first_use[i]] > reach:
                 break
             if not self.done[i] and ms[i] <= stall and self._fits(i):
                 self.filled = True
@@ -498,7 +470,7 @@ class ListScheduler:
 
     def _affordable(self, kernel: int) -> bool:
         limit = self.options.limit_bytes
-        if limit is None or self.live.now + self.shape.adds[kernel] <= limit:
+        if limit is None or self.live.now + self.analysis.adds[kernel] <= limit:
             return True
         most, _ = self.live.after(self._open_needs(kernel))
         self.short |= most > limit
@@ -509,8 +481,8 @@ class ListScheduler:
         limit = self.options.limit_bytes
         if limit is None:
             return True
-        kernel, growth = self.shape.kernels[number], self._growth(number)
-        if self.live.now + self.shape.adds[kernel] + growth <= limit:
+        kernel, growth = self.analysis.kernels[number], self._growth(number)
+        if self.live.now + self.analysis.adds[kernel] + growth <= limit:
             return True
         most, then = self.live.after(self._open_needs(kernel))
         most = max(most, then - self.freed_by_waits + growth)

@@ -1,6 +1,6 @@
-"""What a graph runs on: how fast one GPU computes, and how long its networks take.
+"""The machine that a graph runs on: the speed of one GPU and of its networks.
 
-A group of ranks is told by its *shape*: its number of ranks, and the number of nodes that they are
+A group of ranks is told by its *layout*: its number of ranks, and the number of nodes that they are
 on. Ranks of one node talk over one level of the network, nodes over another, which may be ten times
 slower; so eight ranks of one node and eight ranks on eight nodes are different groups.
 """
@@ -21,16 +21,16 @@ from .kineto import RankTrace, collective_times, rates, read_trace
 
 __all__ = [
     "H100",
+    "GroupLayout",
     "Level",
     "Machine",
-    "Shape",
     "check_machine",
 ]
 
 
-Shape = tuple[int, int]
-"""Ranks of a group, and the nodes that they are on."""
-Table = Mapping[tuple[str, int | Shape], Sequence[tuple[int, float]]]
+GroupLayout = tuple[int, int]
+"""The number of ranks of a process group, and the number of nodes that they are on."""
+Table = Mapping[tuple[str, int | GroupLayout], Sequence[tuple[int, float]]]
 _FORMAT = 1
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -89,7 +89,7 @@ class Machine:
             :class:`.Level`, or ``estimate`` no callable.
         ValueError: a rate that is no positive number, a time that is none of at least 0, a
             number of ranks below 1, levels without ``ranks_per_node`` or one without the other, a
-            key that names no group shape, or a series of measurements that is empty or holds
+            key that names no group layout, or a series of measurements that is empty or holds
             something else than bytes above 0 and times.
     """
 
@@ -141,7 +141,7 @@ class Machine:
         if self.estimate is not None and not callable(self.estimate):
             raise TypeError(f"estimate must be a callable or None, got {self.estimate!r}")
 
-    def shape_of(self, ranks: Sequence[int]) -> Shape:
+    def layout_of(self, ranks: Sequence[int]) -> GroupLayout:
         """How many ranks a group has, and on how many nodes. ``ranks``: their global numbers."""
         n = self.ranks_per_node
         return len(ranks), 1 if n is None else len({rank // n for rank in ranks})
@@ -161,15 +161,15 @@ class Machine:
             ranks: of the group, by their global numbers.
             nbytes: of input and output together.
         """
-        shape = self.shape_of(ranks)
-        series = self.collectives.get((kind, shape))
-        if series is None and shape[1] == 1:
-            series = self.collectives.get((kind, shape[0]))
+        layout = self.layout_of(ranks)
+        series = self.collectives.get((kind, layout))
+        if series is None and layout[1] == 1:
+            series = self.collectives.get((kind, layout[0]))
         if series is not None:
             return _interpolated(series, nbytes)
         if self.intra is None or self.inter is None or self.ranks_per_node is None:
             return None
-        n, nodes = shape
+        n, nodes = layout
         if n == 1:
             return 0.0
         members: dict[int, int] = {}
@@ -221,15 +221,15 @@ class Machine:
             "ranks_per_node": self.ranks_per_node,
             **levels,
             "collectives": [
-                [kind, shape, [list(point) for point in series]]
-                for (kind, shape), series in self.collectives.items()
+                [kind, layout, [list(point) for point in series]]
+                for (kind, layout), series in self.collectives.items()
             ],
         }
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """What :meth:`save` or ``python -m torch_ext_bucketing measure`` wrote.
+        """Read what :meth:`save` or ``python -m torch_ext_bucketing measure`` wrote.
 
         Raises:
             ValueError: the file holds no machine.
@@ -244,8 +244,8 @@ class Machine:
                 level = fields[name]
                 fields[name] = None if level is None else Level(*level)
             fields["collectives"] = {
-                (kind, shape if isinstance(shape, int) else tuple(shape)): tuple(map(tuple, series))
-                for kind, shape, series in fields["collectives"]
+                (kind, group if isinstance(group, int) else tuple(group)): tuple(map(tuple, series))
+                for kind, group, series in fields["collectives"]
             }
             return cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
@@ -264,7 +264,7 @@ class Machine:
         ``torch.profiler`` with ``record_shapes=True``, the same steps on all ranks, and
         ``export_chrome_trace``. A collective is timed from the arrival of its last rank, without
         the wait for it (:mod:`.kineto`); of several of one size the median counts, of several
-        groups of one shape the slowest. Times are those of the run, so collectives that ran beside
+        groups of one layout the slowest. Times are those of the run, so collectives that ran beside
         others share the network in them. Products and copies tell rates where they are large.
 
         Args:
@@ -300,9 +300,9 @@ class Machine:
             name=f"traced, {traces[0].world_size} ranks",
             ranks_per_node=per_node,
         )
-        table: dict[tuple[str, int | Shape], dict[int, float]] = {}
+        table: dict[tuple[str, int | GroupLayout], dict[int, float]] = {}
         for (kind, ranks), sizes in times.items():
-            series = table.setdefault((kind, base.shape_of(ranks)), {})
+            series = table.setdefault((kind, base.layout_of(ranks)), {})
             for nbytes, ms in sizes.items():
                 series[nbytes] = max(ms, series.get(nbytes, 0.0))
         return replace(
@@ -344,9 +344,9 @@ def _is_number(value: object) -> bool:
 def _is_key(key: object) -> bool:
     if not isinstance(key, tuple) or len(key) != 2 or key[0] not in _KINDS:
         return False
-    shape = key[1] if isinstance(key[1], tuple) else (key[1],)
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
-    return whole and len(shape) in (1, 2)
+    layout = key[1] if isinstance(key[1], tuple) else (key[1],)
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in layout)
+    return whole and len(layout) in (1, 2)
 
 
 def _is_measurement(nbytes: float, ms: float) -> bool:

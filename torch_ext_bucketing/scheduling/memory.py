@@ -1,15 +1,15 @@
 """Policies that bound what an order may do to memory.
 
 A bound that can't be kept is never silent: the report and one warning say by how much it is missed
-and what stands in the way. The third bound, on the span of a bucket, prevents instead:
-``max_node_span`` of :func:`.plan_by_cap`.
+and what stands in the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..reports.text import sizes_text
 from .model import Model
 from .policy import Case, Options, Policy, PolicyReport
 from .timeline import Timeline
@@ -76,9 +76,9 @@ class CapComputeRun(Policy):
         )
         return PolicyReport(repr(self), figures, warning=warning)
 
-    def bucket_bounds(self) -> Mapping[str, int]:
+    def max_bucket_run(self) -> int:
         """Buckets of reduce-scatters that leave no longer run."""
-        return {"max_compute_run": self.max_consecutive}
+        return self.max_consecutive
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,11 @@ class PeakMemory(Policy):
         nodes = case.model.dependencies.nodes
         at = timeline.live.index(timeline.peak_bytes) if timeline.live else 0
         where = nodes[timeline.order[at]].name if timeline.live else "the inputs"
+        reached, bound, given = sizes_text(timeline.peak_bytes, limit, case.model.liveness.at_start)
         warning = (
-            f"PeakMemory: {timeline.peak_bytes / _GIB:.3f} GiB live at {where}, above the bound "
-            f"of {limit / _GIB:.3f} GiB; inputs, saved values and constants are "
-            f"{case.model.liveness.at_start / _GIB:.3f} GiB of it, and no order tried needs less. "
-            "Smaller buckets and more recomputation need less."
+            f"PeakMemory: {reached} live at {where}, above the bound of {bound}; inputs, saved "
+            f"values and constants are {given} of it, and no order tried needs less. Smaller "
+            "buckets and more recomputation need less."
         )
         return PolicyReport(repr(self), figures, warning=warning)
 

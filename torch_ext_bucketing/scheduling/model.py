@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch.fx as fx
 
-from ..graph.collectives import is_compute, is_view, kind_of, started_by
-from ..graph.dependencies import Dependencies, Precedence, unused
+from ..graph.analysis import GraphAnalysis
+from ..graph.collectives import Kind, is_compute, is_view, kind_of, started_by
+from ..graph.dependencies import Precedence, unused
 from ..graph.graph_of import GraphLike, graph_of
-from ..graph.liveness import Liveness, Storages
+from ..graph.liveness import Storages
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.uneven import ShardSide
 from .cost import H100, Costs, Machine
+from .model_analysis import ModelAnalysis
 
 __all__ = [
     "Model",
@@ -22,34 +25,37 @@ __all__ = [
 ]
 
 
-def model_of(
-    graph: fx.Graph,
-    machine: Machine | Costs = H100,
-    donated: Callable[[fx.Node], bool] | None = None,
-    hints: SizeHints | None = None,
-    beside_bytes: int = 0,
-) -> Model:
-    """A graph with costs, dependencies and live bytes. ``machine``: costs of one may be shared;
-    their hints hold then, else ``hints``. The others are :class:`.Liveness`'s.
+def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) -> Model:
+    """The model of a graph, in its own order.
+
+    Args:
+        graph: a graph, or what is known of it already.
+        machine: what nodes are timed for, or the costs of one, so that several models share them.
+            They take sizes that depend on data as ``graph`` does where that is an analysis.
 
     Raises:
         ValueError: the graph is not in topological order.
     """
-    costs = machine if isinstance(machine, Costs) else Costs(machine, hints)
-    dependencies = Dependencies(graph)
-    liveness = Liveness(graph, dependencies, donated, costs.hints, beside_bytes)
-    free = {*liveness.shard_side.nodes, *unused(dependencies.nodes)}
+    if isinstance(machine, Costs):
+        costs = machine
+        if not isinstance(graph, GraphAnalysis):
+            graph = GraphAnalysis(graph_of(graph), costs.hints)
+    else:
+        graph = GraphAnalysis.of(graph)
+        costs = Costs(machine, graph.hints)
+    dependencies = graph.dependencies
+    free = {*graph.shard_side.nodes, *unused(dependencies.nodes)}
     nodes, index = dependencies.nodes, dependencies.index
     return Model(
         dependencies=dependencies,
-        liveness=liveness,
+        liveness=graph.liveness,
         ms=[0.0 if n in free else costs(n) for n in nodes],
         group=[dependencies.group.get(i) for i in range(len(nodes))],
         start_of=[-1 if (s := started_by(n)) is None else index[s] for n in nodes],
         compute=[is_compute(n) for n in nodes],
         reduces=[kind_of(n) == "reduce_scatter" for n in nodes],
         view=[is_view(n) for n in nodes],
-        shard_side=liveness.shard_side,
+        shard_side=graph.shard_side,
         hints=costs.hints,
         shared=costs.shared_levels(dependencies.group.values()),
     )
@@ -59,30 +65,28 @@ def peak_bytes(
     gm: GraphLike,
     donated: Callable[[fx.Node], bool] | None = None,
     size_hints: SizeHints | GivenHints = None,
-    beside_bytes: int = 0,
+    external_live_bytes: int = 0,
 ) -> int:
     """The estimated peak of live bytes of a graph in its own order; see :mod:`.graph.liveness`.
 
     Args:
         gm: a graph with fake tensors in ``meta["val"]``.
-        donated: see :class:`.Liveness`.
+        donated: see :class:`.GraphAnalysis`.
         size_hints: as of :func:`.backend`.
-        beside_bytes: see :class:`.Liveness`.
+        external_live_bytes: see :class:`.GraphAnalysis`.
 
     Raises:
         TypeError: ``size_hints`` is no whole number and no callable.
         ValueError: the graph is not in topological order, or ``size_hints`` is negative.
     """
-    graph = graph_of(gm)
-    dependencies = Dependencies(graph)
-    hints = SizeHints.of(size_hints)
-    liveness = Liveness(graph, dependencies, donated, hints, beside_bytes)
-    return liveness.peak(range(len(dependencies.nodes)))
+    return GraphAnalysis(
+        graph_of(gm), size_hints, donated=donated, external_live_bytes=external_live_bytes
+    ).peak_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """What is known of each movable node of a graph, by place; see :func:`.model_of`.
+    """The movable nodes of a graph, by place, as the scheduler sees them; see :func:`.model_of`.
 
     Args:
         dependencies: the nodes, and what each one needs.
@@ -115,6 +119,46 @@ class Model:
 
     def __len__(self) -> int:
         return len(self.ms)
+
+    @cached_property
+    def analysis(self) -> ModelAnalysis:
+        """Facts that every order of the model has in common, computed once."""
+        return ModelAnalysis(self)
+
+    def part(self, places: Sequence[int], liveness: Storages) -> Model:
+        """The model of some of the nodes.
+
+        Args:
+            places: of the nodes, in their new order. Collectives of one group and kind are launched
+                in this order; of the other dependencies those among these nodes stay.
+            liveness: of these nodes.
+        """
+        nodes = self.dependencies.nodes
+        at = [-1] * len(self)
+        needs: list[set[int]] = []
+        last: dict[tuple[str, Kind | None], int] = {}
+        for new, i in enumerate(places):
+            at[i] = new
+            mine = self.dependencies.needs[i]
+            needs.append({at[j] for j in mine if at[j] >= 0 and not self.only_ordered(j, i)})
+            group = self.group[i]
+            if group is not None:
+                key = group, kind_of(nodes[i])
+                if key in last:
+                    needs[new].add(last[key])
+                last[key] = new
+        return replace(
+            self,
+            dependencies=Precedence([nodes[i] for i in places], needs),
+            liveness=liveness,
+            ms=[self.ms[i] for i in places],
+            group=[self.group[i] for i in places],
+            start_of=[-1 if self.start_of[i] < 0 else at[self.start_of[i]] for i in places],
+            compute=[self.compute[i] for i in places],
+            reduces=[self.reduces[i] for i in places],
+            view=[self.view[i] for i in places],
+            members={at[i]: m for i, m in self.members.items() if at[i] >= 0},
+        )
 
     def only_ordered(self, before: int, after: int) -> bool:
         """Whether the two are starts: then ``after`` needs ``before`` for the launch order alone,

@@ -1,37 +1,16 @@
-"""What bounds and guides the order that the list scheduler makes."""
+"""The options of the list scheduler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-from .model import Model
-
-__all__ = [
-    "Gate",
-    "Options",
-]
-
-
-class Gate(Protocol):
-    """A bound that is kept while an order grows. Nodes are named by their places in the model."""
-
-    def may_launch(self, start: int) -> bool:
-        """Whether a collective may be launched that nothing is waiting for yet. One that is held
-        back is asked for again later, and launched at the latest when something needs it."""
-
-    def before(self, node: int) -> Iterable[int]:
-        """What is to be placed before ``node``, which comes next. Nodes that can't be, because
-        something that they need must come later, are left out."""
-
-    def placed(self, node: int) -> None:
-        """``node`` was placed."""
+__all__ = ["Options"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What bounds and guides an order.
+    """Bounds and preferences for one order.
 
     Args:
         limit_bytes: live bytes that prefetching and overtaking must stay under; where what follows
@@ -45,7 +24,6 @@ class Options:
         max_run: most compute nodes between two reduce-scatters; None: no bound.
         under: for a gather, by place, the place of the kernel before which it must be launched and
             not long before.
-        gates: bounds that are kept node by node; each makes a gate for one order of a model.
     """
 
     limit_bytes: int | None = None
@@ -56,21 +34,13 @@ class Options:
     deadlines: bool = True
     max_run: int | None = None
     under: Mapping[int, int] = field(default_factory=dict)
-    gates: tuple[Callable[[Model], Gate], ...] = ()
 
-    def tightened(
-        self,
-        *,
-        limit_bytes: int | None = None,
-        max_run: int | None = None,
-        gate: Callable[[Model], Gate] | None = None,
-    ) -> Options:
+    def tightened(self, *, limit_bytes: int | None = None, max_run: int | None = None) -> Options:
         """These options with further bounds; of two bounds of one sort the tighter one holds."""
         return replace(
             self,
             limit_bytes=_tighter(self.limit_bytes, limit_bytes),
             max_run=_tighter(self.max_run, max_run),
-            gates=self.gates if gate is None else (*self.gates, gate),
         )
 
 

@@ -1,4 +1,4 @@
-"""How communication is hidden: what torch's scheduler is told, and an overlap of our own."""
+"""How communication is hidden under computation."""
 
 from __future__ import annotations
 
@@ -7,43 +7,18 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
+from ..fsdp.tags import member_tags, tag_of
 from ..graph.collectives import kind_of
-from ..tagging.tags import member_tags, tag_of
 from .model import Model
 from .options import Options
 from .policy import Case, Policy
-from .shape import first_uses
 
 __all__ = [
-    "DEFAULT_PREFETCH",
     "Overlap",
-    "PrefetchDepth",
 ]
 
 _WINDOWS = (0, 8, 16, 40, 100)
 _QUICK_WINDOWS = (0, 16, 100)
-
-
-@dataclass(frozen=True)
-class PrefetchDepth:
-    """How far ahead of its use torch's overlap scheduler may launch a gather.
-
-    The default hides all-gathers of 5 to 7 ms under the matmuls of about three transformer layers;
-    the figure is AutoParallel's (AutoParallel PR 481), where it took 20 ms off a step of 385 ms of
-    LLaMA-3 8B on 128 H100. torch's own default, 200, lets gathered parameters pile up.
-
-    Args:
-        compute_nodes: bound on the number of compute nodes (matrix products, attention) between
-            launch and use: ``aten_distributed_optimizations.max_compute_pre_fetch``.
-
-    Raises:
-        ValueError: a negative or fractional number.
-    """
-
-    compute_nodes: int = 50
-
-    def __post_init__(self) -> None:
-        _check_count("compute_nodes", self.compute_nodes)
 
 
 @dataclass(frozen=True)
@@ -83,18 +58,18 @@ class Overlap(Policy):
         ):
             raise TypeError(f"prefetch_under must map names to names, got {under!r}")
 
-    def ways(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
+    def candidates(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
         """Windows from 0 to :attr:`window`, depths up to twice :attr:`depth`, and gathers that
         leave the stream to reductions until they have to go."""
         under, _ = self._launch_places(case.model)
         given = _QUICK_WINDOWS if quick else _WINDOWS
         windows = tuple(dict.fromkeys(min(w, self.window) for w in given))
-        ways = [(w, self.depth, True) for w in windows]
+        found = [(w, self.depth, True) for w in windows]
         if not quick:
-            ways += [(w, 2 * self.depth, True) for w in windows if self.depth]
-            ways += [(w, 0, True) for w in windows[:1] if self.depth]
-        ways += [(w, self.depth, False) for w in windows[:1]]
-        for window, depth, deadlines in ways:
+            found += [(w, 2 * self.depth, True) for w in windows if self.depth]
+            found += [(w, 0, True) for w in windows[:1] if self.depth]
+        found += [(w, self.depth, False) for w in windows[:1]]
+        for window, depth, deadlines in found:
             yield (
                 f"window {window}, depth {depth}{', by deadline' if deadlines else ''}",
                 Options(
@@ -112,7 +87,7 @@ class Overlap(Policy):
         return self._launch_places(case.model)[1]
 
     def spare_bytes(self, case: Case) -> int:
-        """What the collectives under way take, each as much as the largest."""
+        """The bytes of the collectives under way, each as large as the largest."""
         return (self.depth + 1) * case.fact(_largest_collective)
 
     def _launch_places(self, model: Model) -> tuple[dict[int, int], list[str]]:
@@ -120,7 +95,7 @@ class Overlap(Policy):
         before."""
         if not self.prefetch_under:
             return {}, []
-        uses = first_uses(model)
+        uses = model.analysis.first_uses()
         nodes = model.dependencies.nodes
         gathers = {
             i: _fqns(model.members.get(i, (nodes[i],)))
@@ -162,6 +137,3 @@ def _covers(name: str, fqns: Iterable[str]) -> bool:
 def _check_count(name: str, number: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(f"{name} must be a whole number of at least 0, got {number!r}")
-
-
-DEFAULT_PREFETCH = PrefetchDepth()

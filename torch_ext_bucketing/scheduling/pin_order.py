@@ -56,7 +56,7 @@ def pin_order(graph: fx.Graph) -> int:
 
 
 def _pack(start: fx.Node) -> fx.Node | None:
-    """What makes one buffer of several tensors for a collective alone."""
+    """The ``cat`` that makes one buffer of several tensors for a collective alone, or None."""
     node = start
     while node is start or is_view(node):
         if not node.all_input_nodes:

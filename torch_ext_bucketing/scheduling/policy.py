@@ -1,9 +1,9 @@
-"""What a scheduling policy is, so that a new one is one class, in this package or in yours.
+"""Scheduling policies: a new one is one class, in this package or in yours.
 
 The scheduler (:mod:`.scheduling.scheduler`) knows no policy by name. It asks each one, in this
 order:
 
-- :meth:`.Policy.ways`: which orders to try, as :class:`.Options` of the list scheduler;
+- :meth:`.Policy.candidates`: which orders to try, as :class:`.Options` of the list scheduler;
 - :meth:`.Policy.ask`: what bound each of them has to keep on the way;
 - :meth:`.Policy.misses`: by how much an order that came out misses the bound;
 - :meth:`.Policy.report` and :meth:`.Policy.notes`: what to tell about the order that was taken.
@@ -15,8 +15,9 @@ A policy that bounds the number of collectives under way, as an example::
     class InFlight(Policy):
         most: int = 4
 
-        def ask(self, case, options):  # `Window` is a `Gate` that places waits in time
-            return options.tightened(gate=lambda model: Window(model, self.most))
+        def candidates(self, case, quick):
+            yield "one gather ahead", Options(depth=1)
+            yield "gathers at their use", Options(depth=0, deadlines=False)
 
         def misses(self, case, timeline):
             return max(0, in_flight(case.model, timeline.order) - self.most) / self.most
@@ -28,19 +29,18 @@ A policy that bounds the number of collectives under way, as an example::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .._source import note_sources
 from ..reports.schedule import PolicyReport
 from .model import Model
-from .options import Gate, Options
+from .options import Options
 from .timeline import Timeline
 
 __all__ = [
     "Case",
-    "Gate",
     "Options",
     "Policy",
     "PolicyReport",
@@ -74,7 +74,7 @@ class Case:
 
 
 class Policy:
-    """What bounds or guides an order: the base class of policies for :func:`.schedule`.
+    """A bound or a preference for orders: the base class of policies for :func:`.schedule`.
 
     Subclasses are frozen dataclasses whose fields are plain values: the fields, and the source of
     the modules that define the class, are its part of the cache keys. A policy whose fields are
@@ -86,7 +86,7 @@ class Policy:
         super().__init_subclass__(**kwargs)
         note_sources(cls)
 
-    def ways(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
+    def candidates(self, case: Case, quick: bool) -> Iterable[tuple[str, Options]]:
         """Orders to try for the sake of speed: a name for the report, and how to make it. Where no
         policy names any, the graph's order is changed only if it misses a bound.
 
@@ -107,11 +107,11 @@ class Policy:
         return 0.0
 
     def report(self, case: Case, timeline: Timeline) -> PolicyReport:
-        """What the order that was taken reached, and a warning where it misses the bound."""
+        """Figures of the order that was taken, and a warning where it misses the bound."""
         return PolicyReport(repr(self))
 
     def notes(self, case: Case) -> Iterable[str]:
-        """What was asked for and does not apply to this graph."""
+        """Texts about what was asked for and does not apply to this graph."""
         return ()
 
     def spare_bytes(self, case: Case) -> int:
@@ -119,10 +119,10 @@ class Policy:
         bounds."""
         return 0
 
-    def bucket_bounds(self) -> Mapping[str, int]:
-        """Bounds of :func:`.plan_by_cap`, ``max_compute_run`` or ``max_node_span``, that help to
-        keep this one where :func:`.choose_caps` plans. Of several the smallest holds."""
-        return {}
+    def max_bucket_run(self) -> int | None:
+        """The bound ``max_compute_run`` of :func:`.plan_by_cap` that helps to keep this one where
+        :func:`.choose_caps` plans; None: none does. Of several the smallest holds."""
+        return None
 
 
 def policies_of(policy: Policy | Iterable[Policy]) -> tuple[Policy, ...]:

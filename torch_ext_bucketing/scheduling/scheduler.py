@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
 from .._gc import paused_gc
+from ..graph.analysis import GraphAnalysis
 from ..graph.dependencies import Precedence
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.size_hints import GivenHints, SizeHints
@@ -30,7 +31,6 @@ from .list_schedule import ROUNDING, ListScheduler, list_schedule
 from .model import Model, model_of
 from .options import Options
 from .policy import Case, Policy, policies_of
-from .shape import shape_of
 from .timeline import Timeline, lower_bound
 
 __all__ = [
@@ -72,7 +72,7 @@ def schedule(
     reference_bytes: int | None = None,
     donated: Callable[[fx.Node], bool] | None = None,
     size_hints: SizeHints | GivenHints = None,
-    beside_bytes: int = 0,
+    external_live_bytes: int = 0,
 ) -> ScheduleReport:
     """Reorder a graph's nodes, in place. A ``GraphModule`` is recompiled.
 
@@ -82,10 +82,10 @@ def schedule(
         machine: what the cost model times nodes for.
         reference_bytes: the peak that ``PeakMemory(ratio=...)`` refers to, such as the unbucketed
             graph's (see :func:`peak_bytes`); None: the peak of ``gm`` as it is.
-        donated: see :class:`.Liveness`.
+        donated: see :class:`.GraphAnalysis`.
         size_hints: as of :func:`.backend`.
-        beside_bytes: what is in memory all the time beside the graph's own inputs, such as the
-            parameters that a backward graph does not read. It counts in every peak.
+        external_live_bytes: what is in memory all the time beside the graph's own inputs, such as
+            the parameters that a backward graph does not read. It counts in every peak.
 
     Returns:
         What was reached. A bound that is missed is also a ``BoundNotKeptWarning``.
@@ -93,19 +93,22 @@ def schedule(
     Raises:
         TypeError: something in ``policy`` is no policy, or ``machine`` is none;
             ``size_hints`` is no whole number and no callable.
-        ValueError: two policies of one class, ``reference_bytes`` or ``beside_bytes`` is no number
-            of bytes, or ``size_hints`` is negative.
+        ValueError: two policies of one class, ``reference_bytes`` or ``external_live_bytes`` is no
+            number of bytes, or ``size_hints`` is negative.
     """
     policies = policies_of(policy)
     check_machine(machine)
-    hints = SizeHints.of(size_hints)
-    for name, value in (("reference_bytes", reference_bytes or 0), ("beside_bytes", beside_bytes)):
+    given = {"reference_bytes": reference_bytes or 0, "external_live_bytes": external_live_bytes}
+    for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} must be a number of bytes, got {value!r}")
     graph = graph_of(gm)
+    analysis = GraphAnalysis(
+        graph, size_hints, donated=donated, external_live_bytes=external_live_bytes
+    )
     try:
         with paused_gc():
-            model = model_of(graph, machine, donated, hints, beside_bytes)
+            model = model_of(analysis, machine)
             report, order = schedule_model(model, policies, reference_bytes)
         if not model.dependencies.is_order(order):
             raise AssertionError("the order breaks a dependency")
@@ -143,9 +146,18 @@ def schedule_model(
     reference_bytes: int | None,
     quick: bool = False,
     at_most_ms: float = math.inf,
+    some: int | Collection[str] | None = None,
 ) -> tuple[ScheduleReport, Sequence[int]]:
-    """The report and the order, without touching the graph. Arguments as of :func:`schedule`;
-    ``quick`` tries few orders, and orders that take longer than ``at_most_ms`` are given up."""
+    """The report and the order of a model, as places of its nodes; no graph is touched.
+
+    Args:
+        model: is only read.
+        policy: as of :func:`schedule`.
+        reference_bytes: as of :func:`schedule`.
+        quick: few orders are tried, and no lower bound is looked for.
+        at_most_ms: orders that take longer are given up.
+        some: of the policies' candidates only so many are tried, or those with these names.
+    """
     policies = policies_of(policy)
     clock = time.perf_counter()
     given = Timeline.of(model)
@@ -168,15 +180,19 @@ def schedule_model(
             misses += max(0, timeline.peak_bytes - limit) / max(1, limit)
         return _Try(name, timeline, misses)
 
-    ways = [way for p in policies for way in p.ways(case, quick)]
+    wanted = [c for p in policies for c in p.candidates(case, quick)]
+    if isinstance(some, int):
+        wanted = wanted[:some]
+    elif some is not None:
+        wanted = [c for c in wanted if c[0] in some]
     passes = list[tuple[ListScheduler, Timeline | None]]()
-    bound = shape_of(model).bound_ms
+    bound = model.analysis.bound_ms
 
     def tried(name: str, options: Options, free: Options) -> _Try | None:
-        """What comes of a pass, unless it is known to be no better than what was tried."""
+        """The order that a pass makes, unless it is known to be no better than what was tried."""
         least = min(tries, key=_rank)
         at_most = at_most_ms
-        if ways and not least.misses:
+        if wanted and not least.misses:
             at_most = min(at_most, least.timeline.step_ms)
             if least.timeline.step_ms <= bound * ROUNDING:
                 return None
@@ -194,14 +210,14 @@ def schedule_model(
 
     tries = [judged("as given", given)]
     # The widest first: what it has no use for needs no pass of its own.
-    for name, free in sorted(ways or _FOR_MEMORY, key=lambda way: -way[1].window):
+    for name, free in sorted(wanted or _FOR_MEMORY, key=lambda c: -c[1].window):
         options = ask(free)
         if unbounded:
             options = replace(options, limit_bytes=limit)
         found = tried(name, options, free)
         if found is not None:
             tries.append(found)
-    if ways:
+    if wanted:
         tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER)
         best = min(tries, key=_rank)
     else:  # nobody asked for speed: an order is changed only where it misses a bound
@@ -221,7 +237,7 @@ def schedule_model(
         misses=best.misses,
         chosen=best.name,
         alternatives=tuple((t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
-        bounds_cost_ms=0.0 if quick or not ways else _cost(model, best, passes),
+        bounds_cost_ms=0.0 if quick or not wanted else _cost(model, best, passes),
         notes=tuple(note for p in policies for note in p.notes(case)),
         warnings=(*model.hints.problems, *(b.warning for b in bounds if b.warning)),
         order=tuple(model.dependencies.nodes[i].name for i in reached.order),
@@ -267,7 +283,7 @@ def _tightened(
 def _cost(
     model: Model, taken: _Try, passes: Sequence[tuple[ListScheduler, Timeline | None]]
 ) -> float:
-    """Milliseconds by which the step would be shorter if nothing were bounded, by the same way."""
+    """Milliseconds by which the step would be shorter with the same options and no bound."""
     if taken.free is None:
         return 0.0
     free = next((timeline for made, timeline in passes if made.as_with(taken.free)), None)

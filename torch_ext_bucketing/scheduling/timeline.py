@@ -1,4 +1,4 @@
-"""What an order costs: when each node runs, on one compute stream and one stream per process group.
+"""The times of an order, on one compute stream and one stream per process group.
 
 The CPU is taken to run ahead, so kernels start when their stream and their inputs are ready. A
 collective starts when its group's stream is free and the compute stream has come to it
@@ -20,7 +20,6 @@ __all__ = [
     "Timeline",
     "longest_compute_run",
     "lower_bound",
-    "path_bound",
 ]
 
 
@@ -85,7 +84,7 @@ class Timeline:
 
 
 def longest_compute_run(model: Model, order: Sequence[int]) -> int:
-    """See :attr:`Timeline.longest_run`."""
+    """Most compute nodes between two reduce-scatter starts; see :attr:`Timeline.longest_run`."""
     run = longest = 0
     for i in order:
         run += model.compute[i]
@@ -96,8 +95,8 @@ def longest_compute_run(model: Model, order: Sequence[int]) -> int:
 
 
 def lower_bound(model: Model) -> float:
-    """Milliseconds that no order can beat: that of :func:`path_bound`, or the collectives of a
-    longest path with all that has to be computed between them.
+    """Milliseconds that no order can beat: :attr:`.ModelAnalysis.busiest_ms`, or the collectives of
+    a longest path with all that has to be computed between them.
 
     A path has one node after the other. Between two of its collectives there is more: whatever
     needs the first one's result and is needed by the second runs on the one compute stream::
@@ -105,33 +104,11 @@ def lower_bound(model: Model) -> float:
         all_to_all -> wait -> mm1 -> mul -> all_to_all      path: mm1, mul
                            `-> mm2 -----^                   between them: mm1, mm2, mul
     """
-    done, before = _longest_paths(model)
-    if not done:
-        return 0.0
-    path = [max(range(len(done)), key=done.__getitem__)]
-    while before[path[-1]] >= 0:
-        path.append(before[path[-1]])
-    return max(_largest(model, done), _serial_ms(model, path[::-1]))
+    return max(model.analysis.busiest_ms, _serial_ms(model, _longest_path(model)))
 
 
-def path_bound(model: Model) -> float:
-    """The largest of the longest path through the graph, all compute, and all communication of the
-    busiest process group, or network level where groups share one, in milliseconds."""
-    return _largest(model, _longest_paths(model)[0])
-
-
-def _largest(model: Model, done: Sequence[float]) -> float:
-    streams: dict[str, float] = {}
-    for i, ms in enumerate(model.ms):
-        name = model.group[i] or ""
-        name = model.shared.get(name, name)
-        streams[name] = streams.get(name, 0.0) + ms
-    return max([0.0, *done, *streams.values()])
-
-
-def _longest_paths(model: Model) -> tuple[list[float], list[int]]:
-    """When each node is done at the earliest, if only paths counted, and what is before it on the
-    longest one, or -1."""
+def _longest_path(model: Model) -> list[int]:
+    """The places of the nodes of a longest path, first to last."""
     done, before = [0.0] * len(model), [-1] * len(model)
     for i, needs in enumerate(model.dependencies.needs):
         longest = 0.0
@@ -139,18 +116,24 @@ def _longest_paths(model: Model) -> tuple[list[float], list[int]]:
             if done[j] > longest and model.needs_end(j, i):
                 longest, before[i] = done[j], j
         done[i] = model.ms[i] + longest
-    return done, before
+    path = [max(range(len(done)), key=done.__getitem__)] if done else []
+    while path and before[path[-1]] >= 0:
+        path.append(before[path[-1]])
+    return path[::-1]
 
 
 def _serial_ms(model: Model, path: Sequence[int]) -> float:
     """The time of the collectives of a path, and of what is computed before, between and after."""
+    if not path:
+        return 0.0
     needs, needed_by = model.dependencies.needs, model.dependencies.needed_by
     total, after = 0.0, -1  # the last collective, as far as the path has gone
     for node in (*path, -1):
         if node >= 0 and model.group[node] is None:
             continue
         ahead = _reached(model, node, needs, after) if node >= 0 else None
-        behind = _reached(model, after, needed_by, len(model)) if after >= 0 else None
+        last = node if node >= 0 else len(model)
+        behind = _reached(model, after, needed_by, last) if after >= 0 else None
         if ahead is None:
             between = behind if behind is not None else set(range(len(model)))
         else:
@@ -162,7 +145,7 @@ def _serial_ms(model: Model, path: Sequence[int]) -> float:
 
 
 def _reached(model: Model, start: int, edges: Sequence[Sequence[int]], last: int) -> set[int]:
-    """What ``start`` waits for, or what waits for it, by way of ``edges``, up to ``last``."""
+    """The nodes that ``start`` waits for, or that wait for it, along ``edges`` up to ``last``."""
     back = last < start
     found, stack = set[int](), [start]
     while stack:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from ..plans.order import FSDPParamOrder
+    from ..fsdp.order import FSDPParamOrder
     from ..reports.buckets import BucketReport
 
 __all__ = [

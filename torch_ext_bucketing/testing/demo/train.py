@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from ...fsdp.order import FSDPParamOrder
+from ...fsdp.simple_fsdp import data_parallel
 from ...passes.backends import BucketingBackend, backend
 from ...passes.bucketing import BucketUnits
-from ...passes.resharding import ReshardAfterForward
-from ...plans.order import FSDPParamOrder
-from ...plans.simple_fsdp import data_parallel
+from ...rewrites.resharding import ReshardAfterForward
 from .. import text
 from ..compare import count_collectives, digest
 from ..model import ModelConfig, Transformer

@@ -24,9 +24,9 @@ from .._source import package_digest
 from .._torch.dynamo_inputs import names_are_relative_to
 from .._torch.inductor import CustomPassBase
 from ..fqns import canonical_fqn, nearest_names, parameter_names
-from ..tagging import tag_graph as tags
-from .abbreviate import abbreviated
-from .units import find_units, unit_names
+from . import tag_graph as tags
+from .unit_spec import abbreviated, find_units, unit_names
+from .units import Units
 
 __all__ = ["FSDPParamOrder", "GroupKey"]
 
@@ -41,12 +41,12 @@ _VERSION = 1
 
 GroupKey = Callable[[str, nn.Parameter], Hashable]
 Pairs = tuple[tuple[str, str], ...]
-Units = tuple[tuple[str, ...], ...]
+Payloads = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, repr=False)
 class FSDPParamOrder(CustomPassBase):
-    """Which parameters eager FSDP2 packs together, and in which order: a hashable, picklable value.
+    """The parameters that eager FSDP2 packs together, in its order: a hashable, picklable value.
 
     Payloads are in the order of the ``fully_shard`` calls that they stand for. A call that splits
     its parameters over several meshes makes several payloads, in the order in which FSDP2 first
@@ -61,11 +61,11 @@ class FSDPParamOrder(CustomPassBase):
         ValueError: no parameter at all, an empty payload, or one FQN twice.
     """
 
-    units: Units
+    units: Payloads
     """Per payload the canonical parameter FQNs in payload order."""
     aliases: Pairs = ()
     """(other FQN, FQN in ``units``) of shared parameters, sorted."""
-    reduce_units: Units = ()
+    reduce_units: Payloads = ()
     """``units`` in the order of the reduce-scatter's payloads where it is another one, else empty:
     torch 2.15 packs gradients by dtype where ``param.grad_dtype`` differs inside a unit."""
     made_by: str = field(default="", compare=False)
@@ -273,13 +273,12 @@ class FSDPParamOrder(CustomPassBase):
             _warn_unknown(self, unknown)
             return None
         reduces = tags.kind_of(start) in ("reduce_scatter", "all_reduce")
-        positions = self._reduce_positions if reduces else self._gather_positions
-        return min(positions[canonical_fqn(fqn)] for fqn in tag.fqns)
+        payloads = self._reduced if reduces else self._gathered
+        return min(place for fqn in tag.fqns if (place := payloads.place_of(fqn)) is not None)
 
     def unknown(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """Those of ``fqns`` that are in no payload, in the order given."""
-        positions = self._gather_positions
-        return tuple(fqn for fqn in fqns if canonical_fqn(fqn) not in positions)
+        """The names among ``fqns`` that are in no payload, in the order given."""
+        return tuple(fqn for fqn in fqns if self._gathered.place_of(fqn) is None)
 
     def uuid(self) -> str:
         """A name (hex) for what the order does, for Inductor's caches.
@@ -295,21 +294,15 @@ class FSDPParamOrder(CustomPassBase):
         return type(self), (self.units, self.aliases, self.reduce_units)
 
     @functools.cached_property
-    def _gather_positions(self) -> Mapping[str, tuple[int, int]]:
-        return _lookup(self.units, self.aliases)
+    def _gathered(self) -> Units:
+        return Units(self.units, self.aliases)
 
     @functools.cached_property
-    def _reduce_positions(self) -> Mapping[str, tuple[int, int]]:
-        return _lookup(self.reduce_units or self.units, self.aliases)
+    def _reduced(self) -> Units:
+        return Units(self.reduce_units or self.units, self.aliases)
 
 
-def _lookup(units: Units, aliases: Pairs) -> dict[str, tuple[int, int]]:
-    positions = {fqn: (i, j) for i, unit in enumerate(units) for j, fqn in enumerate(unit)}
-    positions.update({alias: positions[fqn] for alias, fqn in aliases})
-    return positions
-
-
-def _as_units(units: object, field: str) -> Units:
+def _as_units(units: object, field: str) -> Payloads:
     if isinstance(units, str) or not isinstance(units, Iterable):
         raise TypeError(f"{field} must be a sequence of payloads, got {units!r}")
     result = []
@@ -411,5 +404,5 @@ def _warn_unknown(order: FSDPParamOrder, unknown: tuple[str, ...]) -> None:
         "payload order: no payload holds %s, so the buckets of their collectives keep graph order, "
         "not FSDP2's%s",
         ", ".join(sorted(missing)),
-        nearest_names(min(missing), order._gather_positions),
+        nearest_names(min(missing), (fqn for unit in order.units for fqn in unit)),
     )

@@ -10,19 +10,27 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import aot as _aot
-from ..plans.membership import HasUnits, Units
+from ..fsdp.tag_graph import parameter_chains
+from ..fsdp.tags import Tag, tag_of
+from ..fsdp.units import HasUnits, Units
+from ..passes.base import (
+    Choice,
+    Compilation,
+    GraphLike,
+    GraphPass,
+    Regathers,
+    Stage,
+    Tags,
+    graph_of,
+)
+from ..passes.code import call
 from ..reports.keep import KeepReport
 from ..reports.rewrites import ReshardReport
-from ..rewrites.reshard_to import read_first_gathers, reshard_to
 from ..scheduling.cost import Machine, check_machine
 from ..scheduling.memory import PeakMemory
 from ..scheduling.scheduler import BoundNotKeptWarning
-from ..tagging.tag_graph import parameter_chains
-from ..tagging.tags import Tag, tag_of
-from .base import Choice, Compilation, GraphLike, GraphPass, Regathers, Stage, Tags, graph_of
-from .code import call
 from .keep import choose_for
-from .reshard_to import make_smaller_group
+from .reshard_to import make_smaller_group, read_first_gathers, reshard_to
 
 __all__ = [
     "ReshardAfterForward",
@@ -185,7 +193,8 @@ class ReshardAfterForward(GraphPass):
         )
 
     def settings(self) -> tuple[Any, ...]:
-        """What is kept, or what it is chosen by; the smaller group with this rank's place in it."""
+        """The names that are kept, or what they are chosen by; the smaller group with this rank's
+        place."""
         units = None if self.units is None else (self.units.units, self.units.aliases)
         chosen_by = (self.auto, self.memory, units, self.machine, self.curve)
         return (self.keep, *chosen_by, self.to is None, self._smaller)

@@ -26,6 +26,9 @@ import torch.fx as fx
 from .._torch import aot as _aot
 from ..bucketing.members import unmergeable
 from ..bucketing.plan import Bucket
+from ..fsdp.tag_graph import parameter_chains
+from ..fsdp.tags import tag_of
+from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import (
     KINDS,
     Kind,
@@ -35,16 +38,13 @@ from ..graph.collectives import (
     is_wait,
     kind_of,
 )
-from ..graph.dependencies import Precedence
 from ..graph.liveness import Liveness, Storages
-from ..tagging.tag_graph import parameter_chains
-from ..tagging.tags import tag_of
 from .cost import Costs
 from .merged_model import merged_model
 from .model import Model, model_of
 
 __all__ = [
-    "Halves",
+    "PartitionedModel",
     "Unit",
     "UnitOf",
 ]
@@ -74,8 +74,8 @@ class Unit:
     held: tuple[int, ...] = ()
 
 
-class Halves:
-    """See :mod:`.scheduling.halves`.
+class PartitionedModel:
+    """A joint graph as a model of forward and one of backward, for any choice of kept units.
 
     Args:
         graph: a tagged joint graph. It is only read.
@@ -96,7 +96,8 @@ class Halves:
     def __init__(
         self, graph: fx.Graph, costs: Costs, unit_of: UnitOf, kinds: Collection[Kind] = KINDS[:2]
     ) -> None:
-        joint = model_of(graph, costs, donated=lambda node: False)
+        analysis = GraphAnalysis(graph, costs.hints, donated=lambda node: False)
+        joint = model_of(analysis, costs)
         units = _units(graph, unit_of)
         split = _Split(graph, joint, {n for u in units for n in u.chains})
         both = split.forward_model(), split.backward_model()
@@ -169,9 +170,8 @@ class Halves:
         stay = [i for i, o in enumerate(self._serves) if o is None or not o <= kept]
         saved = sum(live.size[s] for s in held)
         allocates, touches = ([of[i] for i in stay] for of in (live.allocates, live.touches))
-        return _part_of(
-            old, stay, Storages(live.size, allocates, touches, live.kept, live.at_start + saved)
-        )
+        at_start = live.at_start + saved
+        return old.part(stay, Storages(live.size, allocates, touches, live.kept, at_start))
 
 
 class _Split:
@@ -251,43 +251,7 @@ class _Split:
             there.update(dict.fromkeys(fresh))
             allocates.append(fresh)
             touches.append(tuple(s for s in live.touches[i] if s in there))
-        return _part_of(
-            self._joint, places, Storages(live.size, allocates, touches, kept, at_start)
-        )
-
-
-def _part_of(model: Model, places: Sequence[int], liveness: Storages) -> Model:
-    """Some nodes of a model, in this order. Collectives of a kind stay in order on each group."""
-    nodes = model.dependencies.nodes
-    at = [-1] * len(model)
-    needs: list[set[int]] = []
-    last: dict[tuple[str, Kind | None], int] = {}
-    for new, i in enumerate(places):
-        at[i] = new
-        mine = {
-            at[j]
-            for j in model.dependencies.needs[i]
-            if at[j] >= 0 and not model.only_ordered(j, i)
-        }
-        group = model.group[i]
-        if group is not None:
-            key = group, kind_of(nodes[i])
-            if key in last:
-                mine.add(last[key])
-            last[key] = new
-        needs.append(mine)
-    return replace(
-        model,
-        dependencies=Precedence([nodes[i] for i in places], needs),
-        liveness=liveness,
-        ms=[model.ms[i] for i in places],
-        group=[model.group[i] for i in places],
-        start_of=[-1 if model.start_of[i] < 0 else at[model.start_of[i]] for i in places],
-        compute=[model.compute[i] for i in places],
-        reduces=[model.reduces[i] for i in places],
-        view=[model.view[i] for i in places],
-        members={at[i]: m for i, m in model.members.items() if at[i] >= 0},
-    )
+        return self._joint.part(places, Storages(live.size, allocates, touches, kept, at_start))
 
 
 def _has_effects(node: fx.Node) -> bool:

@@ -8,9 +8,8 @@ import torch.nn as nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..fqns import canonical_fqn
-from .plan import UnitSpec
 from .tree import ModuleTree, has_parameters, is_plain_container, unwrapped
-from .units import spec_of_units
+from .unit_spec import UnitSpec, spec_of_units
 
 __all__ = ["transformer_block_plan"]
 
@@ -109,8 +108,7 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
 
 
 def _class_of(module: nn.Module) -> object:
-    """What alike modules have in common: the class, and for a bare ``Sequential`` parameter
-    names."""
+    """A key that alike modules share: the class, and for a bare ``Sequential`` parameter names."""
     inner = unwrapped(module)
     # parametrize() gives each module a class of its own; fully_shard and SimpleFSDP one per class.
     kind = type_before_parametrizations(inner)
@@ -167,7 +165,8 @@ def _outermost_lists(tree: ModuleTree, path: str, least: int) -> list[str]:
 
 
 def _inner_lists(tree: ModuleTree, path: str) -> list[str]:
-    """What may be the block lists of a stage: no experts, and no lists of mere pairs of layers."""
+    """Candidates for the block lists of a stage: no experts, and no lists of mere pairs of
+    layers."""
     return [
         inner
         for inner in _outermost_lists(tree, path, least=2)

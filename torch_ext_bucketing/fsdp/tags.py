@@ -1,6 +1,6 @@
 """A collective's tag: its kind and the parameters (FQNs) whose bytes it moves.
 
-Tags are made on the joint forward+backward graph (:mod:`.tagging.tag_graph`) and stored in
+Tags are made on the joint forward+backward graph (:mod:`.fsdp.tag_graph`) and stored in
 ``node.meta["custom"]``. That dictionary is copied by the partitioners, by recomputation and by
 Inductor's passes, and torch's bucketing collects it from every member of a bucket, so a tag can be
 read at every later stage with :func:`tag_of` and :func:`member_tags`.
@@ -43,7 +43,7 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Tag:
-    """What a collective serves.
+    """The kind of a collective and the parameters that it serves.
 
     Args:
         kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
@@ -75,7 +75,7 @@ class Untagged:
 
 @dataclass(frozen=True)
 class TagReport:
-    """What :func:`tag_joint_graph` did, each tuple in graph order.
+    """The result of :func:`tag_joint_graph`, each tuple in graph order.
 
     Args:
         tagged: ``(node name, tag)``, those that were tagged already included.
@@ -115,7 +115,8 @@ def set_home_group(start: fx.Node, group: str) -> None:
 
 
 def moved_from(start: fx.Node) -> str | None:
-    """What :func:`set_home_group` has recorded; None for a collective on its own group."""
+    """The process group that :func:`set_home_group` recorded; None for a collective on its own
+    group."""
     return (start.meta.get("custom") or {}).get(_HOME_KEY)
 
 
@@ -158,12 +159,12 @@ def member_tags(start: fx.Node) -> tuple[Tag, ...]:
 
 
 def member_count(start: fx.Node) -> int:
-    """How many collectives were merged into this one; 1 for one that is no bucket."""
+    """The number of collectives that were merged into this one; 1 for one that is no bucket."""
     return len(_raw_members(start)) if is_bucket(start) else 1
 
 
 def is_bucket(node: fx.Node) -> bool:
-    """Whether ``node`` came of merging several collectives, by this package or by torch."""
+    """True for a collective that came of merging several, by this package or by torch."""
     return _MEMBERS_KEY in (node.meta.get("custom") or {}) or _SOURCES_KEY in node.meta
 
 

@@ -1,4 +1,4 @@
-"""What :class:`.ReshardAfterForward` keeps with ``keep="auto"``, in a backend with other passes."""
+"""Chooses what :class:`.ReshardAfterForward` keeps with ``keep="auto"``, among other passes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 import torch.fx as fx
 
 from .._torch import aot as _aot
-from ..plans.membership import Units
+from ..fsdp.tag_graph import parameter_chains
+from ..fsdp.tags import tag_of
+from ..fsdp.units import Units
+from ..passes.base import Buckets, Choice, Compilation, Order, last_fact
+from ..passes.cache_key import digest
 from ..reports.keep import KeepReport
 from ..scheduling.cost import H100, Machine
-from ..scheduling.halves import UnitOf
 from ..scheduling.keep import KeepPlanner, block_units
 from ..scheduling.memory import PeakMemory
 from ..scheduling.overlap import Overlap
-from ..tagging.tag_graph import parameter_chains
-from ..tagging.tags import tag_of
-from .base import Buckets, Choice, Compilation, Order, last_fact
-from .cache_key import digest
+from ..scheduling.partitioned import UnitOf
 
 __all__ = ["NothingKeptWarning", "choose_for"]
 
@@ -74,7 +74,7 @@ def choose_for(
     )
     if report.warning:
         compilation.warn(report.warning, NothingKeptWarning)
-    kept = {f for k in outcome.kept for f in planner.halves.units[k].fqns}
+    kept = {f for k in outcome.kept for f in planner.partitioned.units[k].fqns}
     nodes: dict[fx.Node, None] = {}
     for start, chain in parameter_chains(graph).items():
         tag = tag_of(start)

@@ -1,4 +1,4 @@
-"""Which parameter is in which unit, and at which place in it."""
+"""Units of parameters: finds a parameter's unit, and its place in it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Units:
 
     @classmethod
     def of(cls, given: HasUnits | Iterable[Sequence[str]]) -> Units:
-        """Those of an order or a plan, or the units themselves; errors are those of the class."""
+        """Take the units of an order or a plan, or the units themselves; errors are those of the
+        class."""
         if isinstance(given, HasUnits):
             return cls(given.units, getattr(given, "aliases", ()))
         return cls(given)

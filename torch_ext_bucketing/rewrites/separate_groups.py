@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.process_groups import new_groups
+from ..fsdp.tags import tag_of
 from ..graph.collectives import Kind, check_kinds, group_name, kind_of, set_group_name
-from ..tagging.tags import tag_of
-from .base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, Tags, graph_of
-from .code import call
+from ..passes.base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, Tags, graph_of
+from ..passes.code import call
 
 __all__ = [
     "SeparateGroups",
@@ -88,7 +88,7 @@ class SeparateGroups(GraphPass):
         return call("SeparateGroups", self._mesh, kinds=self.kinds, dims=self._dims)
 
     def settings(self) -> tuple[Any, ...]:
-        """What moves, and where to."""
+        """The kinds that move, and the groups that they move to."""
         return (self.kinds, tuple(self.second.items()))
 
 

@@ -23,12 +23,12 @@ import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from .halves import Halves
 from .model import Model
-from .shape import shape_of
+from .model_analysis import latest_starts
+from .partitioned import PartitionedModel
 
 __all__ = [
-    "Sketch",
+    "CoarseSimulator",
 ]
 
 
@@ -42,7 +42,7 @@ class _Gather:
 
 
 @dataclass
-class _Half:
+class _CoarseHalf:
     """One half, cut into segments.
 
     Args:
@@ -85,20 +85,9 @@ class _Half:
         return list(map(operator.add, self.live, itertools.accumulate(steps)))
 
     def latest(self, group: int, gathers: Sequence[_Gather]) -> list[float]:
-        """When each gather must begin for its stream to be done in time, in kernels' time."""
-        others = self.load[self.stream[group]]
-        at = len(others)
-        found, bound = [0.0] * len(gathers), self.clock[-1]
-        for i in reversed(range(len(gathers))):
-            bound = min(bound, self.clock[gathers[i].use])
-            while at and others[at - 1][0] >= bound:
-                at -= 1
-            bound -= gathers[i].ms
-            while at and others[at - 1][0] >= bound:
-                at -= 1
-                bound -= others[at][1]
-            found[i] = bound
-        return found
+        """When each gather must begin; see :func:`.latest_starts`."""
+        uses = [(self.clock[g.use], g.ms) for g in gathers]
+        return latest_starts(uses, self.load[self.stream[group]], self.clock[-1])
 
     def step_ms(self, kept: Collection[int], live: Sequence[int], limit: int) -> float:
         """Time of the half when the gathers of ``kept`` are not needed."""
@@ -157,27 +146,27 @@ class _Half:
         return max([now, *free])
 
 
-class Sketch:
+class CoarseSimulator:
     """Step and peak for any choice of what is kept.
 
     Args:
-        halves: of the joint graph.
+        partitioned: of the joint graph.
     """
 
-    def __init__(self, halves: Halves) -> None:
-        self._forward = _half(halves, halves.forward, forward=True)
-        self._backward = _half(halves, halves.backward, forward=False)
+    def __init__(self, partitioned: PartitionedModel) -> None:
+        self._forward = _half(partitioned, partitioned.forward, forward=True)
+        self._backward = _half(partitioned, partitioned.backward, forward=False)
         self._ahead = sum(g.nbytes for mine in self._forward.gathers for g in mine)
         self._free: float | None = None
         self.segments = len(self._forward.ms) + len(self._backward.ms)
         """Of both halves: what a look at a choice costs."""
-        self.held_ms = self._held_ms(halves)
+        self.held_ms = self._held_ms(partitioned)
         """How long each unit is held, from forward to backward, in kernels' time."""
 
-    def _held_ms(self, halves: Halves) -> list[float]:
+    def _held_ms(self, partitioned: PartitionedModel) -> list[float]:
         forward, backward = self._forward, self._backward
         found = []
-        for k in range(len(halves.units)):
+        for k in range(len(partitioned.units)):
             last = max((first for first, _, _ in forward.changes[k]), default=len(forward.ms))
             first = max((end for _, end, n in backward.changes[k] if n > 0), default=0)
             found.append(forward.clock[-1] - forward.clock[last] + backward.clock[first])
@@ -188,11 +177,11 @@ class Sketch:
         return sum(g.ms for mine in self._backward.gathers for g in mine if g.unit == k)
 
     def peak_bytes(self, kept: Collection[int]) -> int:
-        """The peak of both halves, in the order of the graph."""
+        """The peak of both partitioned, in the order of the graph."""
         return max(max(h.with_kept(kept), default=0) for h in (self._forward, self._backward))
 
     def step_ms(self, kept: Collection[int], limit: int) -> float:
-        """Time of both halves, with prefetching under ``limit`` bytes."""
+        """Time of both partitioned, with prefetching under ``limit`` bytes."""
         kept = frozenset(kept)
         forward, backward = self._forward, self._backward
         live = forward.with_kept(kept)
@@ -206,13 +195,13 @@ class Sketch:
         return first + backward.step_ms(kept, backward.with_kept(kept), limit)
 
 
-def _half(halves: Halves, model: Model, forward: bool) -> _Half:
-    shape, live = shape_of(model), model.liveness
-    nodes = model.dependencies.nodes
-    owner = halves.unit_of_place(model)
-    count, units = len(model), len(halves.units)
+def _half(partitioned: PartitionedModel, model: Model, forward: bool) -> _CoarseHalf:
+    analysis, live = model.analysis, model.liveness
+    nodes, kernels = model.dependencies.nodes, model.analysis.kernels
+    owner = partitioned.unit_of_place(model)
+    count, units = len(model), len(partitioned.units)
     uses = {
-        i: shape.kernels[shape.first_use[i]] if shape.first_use[i] < len(shape.kernels) else count
+        i: kernels[analysis.first_use[i]] if analysis.first_use[i] < len(kernels) else count
         for i, group in enumerate(model.group)
         if group is not None
     }
@@ -225,7 +214,7 @@ def _half(halves: Halves, model: Model, forward: bool) -> _Half:
         for s in live.touches[i]:
             last[s] = i
     spans: list[list[tuple[int, int, int]]] = [[] for _ in range(units)]
-    for k, unit in enumerate(halves.units):
+    for k, unit in enumerate(partitioned.units):
         if forward:
             for s in unit.held:
                 if s in first and s not in live.kept:
@@ -235,7 +224,7 @@ def _half(halves: Halves, model: Model, forward: bool) -> _Half:
     if not forward:
         for s, i in first.items():
             mine = owner[i]
-            if mine is not None and s not in halves.units[mine].held:
+            if mine is not None and s not in partitioned.units[mine].held:
                 spans[mine].append((i, last[s] + 1, -live.size[s]))
     cuts = sorted(
         {0, *(x for mine in spans for a, b, _ in mine for x in (a, b))}
@@ -267,7 +256,7 @@ def _half(halves: Halves, model: Model, forward: bool) -> _Half:
             else:
                 ms[segment(i)] += model.ms[i]
             continue
-        if shape.source[i]:
+        if analysis.source[i]:
             nbytes = sum(live.size[s] for s in live.touches[i] if s in first)
             use = min(segment(uses[i]), len(cuts) - 1)
             gathers[number[group]].append(_Gather(owner[i], use, model.ms[i], 0.0, nbytes))
@@ -279,7 +268,7 @@ def _half(halves: Halves, model: Model, forward: bool) -> _Half:
         for g in of_group:
             if g.unit is not None:  # all of a unit's copies are charged to its first gather
                 g.around_ms, around[g.unit] = around[g.unit], 0.0
-    return _Half(
+    return _CoarseHalf(
         ms,
         [max(profile[a:b], default=0) for a, b in zip(cuts, ends, strict=True)],
         gathers,

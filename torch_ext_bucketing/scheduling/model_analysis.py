@@ -1,23 +1,45 @@
-"""What the list scheduler needs to know of a model whatever its options are; see
-:mod:`.list_schedule` for the sorts of nodes."""
+"""Facts that all orders of a model have in common; :mod:`.list_schedule` has the sorts of nodes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from ..graph.liveness import LiveBytes
-from .model import Model
 
-__all__ = [
-    "Shape",
-    "first_uses",
-    "shape_of",
-]
+if TYPE_CHECKING:
+    from .model import Model
 
+__all__ = ["ModelAnalysis", "latest_starts"]
 
 _LARGE = 2**62  # bytes
 
 
-class Shape:
-    """What scheduling needs to know of a model whatever the options; made once per model."""
+class ModelAnalysis:
+    """Facts that all orders of a model have in common: :attr:`.Model.analysis`.
+
+    Places are those of the model's nodes; kernels are also numbered, in the order of the graph.
+
+    Attributes:
+        lazy: by place, whether the node is a wait, a view or the like, and comes right before the
+            first node that uses it.
+        source: by place, whether no kernel comes before it.
+        kernels: places of the kernels, by number.
+        at: number of each kernel, by place.
+        compute_before: by number, compute nodes before the kernel.
+        ms_before: by number, milliseconds of the kernels before it.
+        total_ms: of all kernels; ``all_ms`` of all that is no collective.
+        tail: by place, milliseconds of the longest path from the node's begin to the end.
+        first_use: by place, number of the first kernel that needs the node.
+        sent_ms: by process group, milliseconds of all its collectives.
+        busiest_ms: all computation, or all communication of the busiest process group, or network
+            level where groups share one.
+        bound_ms: no order takes less: ``busiest_ms``, or the longest path.
+        gathers: by process group, the starts that need no computation and are used by some.
+        wait_of: by place of a start, the place of its wait.
+        latest: by place of a gather, when it must begin; see :func:`latest_starts`.
+        live: by number, bytes live before the kernel; ``most``: the most until the next one.
+    """
 
     def __init__(self, model: Model) -> None:
         needs = model.dependencies.needs
@@ -66,14 +88,14 @@ class Shape:
                 and _adds_less(model, i)
             )
         self.sent_ms: dict[str, float] = {}  # by group
+        levels: dict[str, float] = {}
         for group, ms in zip(model.group, model.ms, strict=True):
             if group is not None:
                 self.sent_ms[group] = self.sent_ms.get(group, 0.0) + ms
-        levels: dict[str, float] = {}
-        for group, ms in self.sent_ms.items():
-            level = model.shared.get(group, group)
-            levels[level] = levels.get(level, 0.0) + ms
-        self.bound_ms = max([self.all_ms, *self.tail, *levels.values()])
+                level = model.shared.get(group, group)
+                levels[level] = levels.get(level, 0.0) + ms
+        self.busiest_ms = max([self.all_ms, *levels.values()])
+        self.bound_ms = max([self.busiest_ms, *self.tail])
         self.ends_behind = [
             [j for j in users if self.ends[j]] for users in model.dependencies.needed_by
         ]
@@ -114,8 +136,8 @@ class Shape:
         self.live, self.most = self._live_at_kernels(model)
 
     def _find_available(self, model: Model) -> None:
-        """What is there before anything was run: lazy nodes and starts that need no kernel, those
-        of them that are no gathers, and the kernels that need only such."""
+        """Find what is there before anything was run: lazy nodes and starts that need no kernel,
+        those of them that are no gathers, and the kernels that need only such."""
         self.missing = [len(n) for n in model.dependencies.needs]
         self.available = [False] * len(model)
         self.ready: list[int] = []
@@ -146,17 +168,13 @@ class Shape:
         latest: dict[int, float] = {}
         for group, gathers in self.gathers.items():
             others = sorted(load.get(model.shared.get(group, group), []))
-            bound = self.total_ms
-            for i in reversed(gathers):
-                bound = min(bound, self.ms_before[self.first_use[i]])
-                while others and others[-1][0] >= bound:
-                    others.pop()
-                bound -= model.ms[i]
-                # Reductions that would run in between push the gather further ahead.
-                while others and others[-1][0] >= bound:
-                    bound -= others.pop()[1]
-                latest[i] = bound
+            uses = [(self.ms_before[self.first_use[i]], model.ms[i]) for i in gathers]
+            latest.update(zip(gathers, latest_starts(uses, others, self.total_ms), strict=True))
         return latest
+
+    def first_uses(self) -> dict[int, int]:
+        """For each start that needs no computation, the place of the first kernel that uses it."""
+        return {i: self.kernels[self.first_use[i]] for mine in self.gathers.values() for i in mine}
 
     def _kernels_behind(self, model: Model, i: int) -> list[int]:
         found, seen, stack = [], {i}, [i]
@@ -195,17 +213,26 @@ def _adds_less(model: Model, i: int) -> bool:
     return not added or added < read
 
 
-def first_uses(model: Model) -> dict[int, int]:
-    """For each start that needs no computation, the place of the first kernel that uses it."""
-    shape = shape_of(model)
-    return {
-        i: shape.kernels[shape.first_use[i]] for gathers in shape.gathers.values() for i in gathers
-    }
+def latest_starts(
+    gathers: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]], end_ms: float
+) -> list[float]:
+    """When each gather of a stream must begin for all of them to be done in time, in milliseconds
+    of the kernels' time. What else runs on the stream after that pushes it further ahead.
 
-
-def shape_of(model: Model) -> Shape:
-    """The model's shape, kept with it."""
-    found = model.__dict__.get("_shape")
-    if found is None:
-        found = model.__dict__["_shape"] = Shape(model)
-    return found  # type: ignore[no-any-return]
+    Args:
+        gathers: in the order of launch: when each one is used, and how long it takes.
+        others: when each other collective of the stream can begin, ascending, and what it takes.
+        end_ms: when all kernels are done.
+    """
+    found, bound, left = [0.0] * len(gathers), end_ms, len(others)
+    for i in reversed(range(len(gathers))):
+        use_ms, ms = gathers[i]
+        bound = min(bound, use_ms)
+        while left and others[left - 1][0] >= bound:
+            left -= 1
+        bound -= ms
+        while left and others[left - 1][0] >= bound:
+            left -= 1
+            bound -= others[left][1]
+        found[i] = bound
+    return found

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch.nn as nn
 
 from ..fqns import canonical_fqn, canonical_modules, nearest_names
-from .plan import UnitSpec
 from .tree import has_parameters
-from .units import spec_of_units
+from .unit_spec import UnitSpec, spec_of_units
 
 __all__ = ["manual_plan"]
 

@@ -224,7 +224,8 @@ def _gathering_class(cls: Any, names: tuple[str, ...]) -> Any:
 
 
 def _parametrizations(module: nn.Module, names: tuple[str, ...]) -> nn.ModuleDict:
-    """What ``torch.nn.utils.parametrize.register_parametrization`` looks for and appends to.
+    """The attribute that ``torch.nn.utils.parametrize.register_parametrization`` looks for and
+    appends to.
 
     It finds each sharded parameter parametrized, by no step yet, and so appends one, which gets the
     gathered tensor. Only then does this become a part of the module.

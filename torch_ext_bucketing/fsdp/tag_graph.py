@@ -1,4 +1,4 @@
-"""Whose parameter a collective serves.
+"""Finds the parameters that each collective of a joint graph serves.
 
 A *tag* names a collective's kind and the parameters (FQNs) whose bytes it moves. Tags are made on
 the joint forward+backward graph, the only place where AOTAutograd's descriptors say which
@@ -113,7 +113,7 @@ def tag_joint_graph(
 
 
 def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """For every tagged gather the nodes from the parameter to its last mere rearrangement.
+    """Map every tagged gather to the nodes from the parameter to its last mere rearrangement.
 
     ::
 
@@ -205,7 +205,8 @@ class _InputNames:
 
 
 def _parameters_behind(nodes: Sequence[fx.Node], names: _InputNames) -> dict[fx.Node, _Origin]:
-    """For every node the parameters that it is a mere rearrangement of, in order of appearance."""
+    """Map every node to the parameters that it is a mere rearrangement of, in order of
+    appearance."""
     origin: dict[fx.Node, _Origin] = {}
     for node in nodes:
         if node.op == "placeholder":
@@ -247,7 +248,7 @@ def _source_of(start: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
 def _gradients_ahead(
     nodes: Sequence[fx.Node], names: _InputNames, grad_fqns: Sequence[str | None] | None
 ) -> dict[fx.Node, _Origin]:
-    """For every node the parameters whose gradient it becomes, by way of collectives, moves,
+    """Map every node to the parameters whose gradient it becomes, by way of collectives, moves,
     accumulation and scaling only."""
     ahead: dict[fx.Node, dict[str, None]] = {}
     nameless: dict[fx.Node, str] = {}

@@ -9,22 +9,22 @@ from typing import Literal
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .._torch.fsdp2 import is_wrapped
-from ..fqns import format_names
-from ..graph.collectives import KINDS, Kind
-from ..plans.blocks import transformer_block_plan
-from ..plans.order import FSDPParamOrder
-from ..plans.plan import UnitSpec
-from ..scheduling.machine import H100, Machine
-from ..scheduling.memory import CapComputeRun, PeakMemory
-from ..scheduling.overlap import Overlap
-from .base import GraphPass
-from .bucketing import BucketUnits
-from .combine_uses import CombineUses
-from .diagnostics import NotBucketedWarning
-from .reduce_scatter_first import ReduceScatterFirst
-from .resharding import ReshardAfterForward
-from .scheduling import BucketAndSchedule, Schedule
+from ._torch.fsdp2 import is_wrapped
+from .fqns import format_names, parameter_names
+from .fsdp.blocks import transformer_block_plan
+from .fsdp.order import FSDPParamOrder
+from .fsdp.unit_spec import UnitSpec
+from .graph.collectives import KINDS, Kind
+from .passes.base import GraphPass
+from .passes.bucketing import BucketUnits
+from .passes.diagnostics import NotBucketedWarning
+from .passes.scheduling import BucketAndSchedule, Schedule
+from .rewrites.combine_uses import CombineUses
+from .rewrites.reduce_scatter_first import ReduceScatterFirst
+from .rewrites.resharding import ReshardAfterForward
+from .scheduling.machine import H100, Machine
+from .scheduling.memory import CapComputeRun, PeakMemory
+from .scheduling.overlap import Overlap
 
 __all__ = ["Goal", "recipe"]
 
@@ -114,7 +114,7 @@ def recipe(
 
 
 def _kinds(model: nn.Module) -> tuple[Kind, ...]:
-    """What the collectives of the parameters are, told by their placements.
+    """The kinds of collectives that the parameters' placements make.
 
     Raises:
         ValueError: it has no ``DTensor`` parameters, or is wrapped by ``fully_shard``.
@@ -149,7 +149,8 @@ def _order(
     """The order, and the names of what stays gathered between forward and backward."""
     if reference is not None:
         order = FSDPParamOrder.from_fsdp(reference)
-        missing = FSDPParamOrder.from_model(model).unknown(f for u in order.units for f in u)
+        names = {fqn for fqns in parameter_names(model).values() for fqn in fqns}
+        missing = [fqn for unit in order.units for fqn in unit if fqn not in names]
         if missing:
             raise ValueError(
                 f"the reference has parameters that the model has not: {', '.join(missing[:8])}. "

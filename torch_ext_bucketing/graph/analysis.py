@@ -1,0 +1,104 @@
+"""The facts about one state of a graph that planning, searching and scheduling share.
+
+Planning buckets, searching for byte caps and scheduling ask the same questions: what depends on
+what, what is written to, how many bytes are live. Each answer takes a pass over the graph or more,
+and holds as long as nothing in the graph changes::
+
+    analysis = GraphAnalysis(graph)
+    plan_by_cap(analysis, 25.0)         writes
+    choose_caps(analysis, policies)     writes, dependencies, live bytes
+    apply_plan(graph, plan)             now the analysis is of a graph that is no more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch.fx as fx
+
+from .dependencies import Dependencies
+from .graph_of import GraphLike, graph_of
+from .liveness import Liveness
+from .size_hints import GivenHints, SizeHints
+from .uneven import ShardSide, shard_side
+from .writes import unordered_writes, written_roots
+
+__all__ = ["GraphAnalysis"]
+
+
+class GraphAnalysis:
+    """Facts about a graph, each computed when it is first asked for, and once.
+
+    Args:
+        graph: in topological order, with fake tensors in ``meta["val"]``, and unchanged as long as
+            this is used.
+        size_hints: numbers for sizes that depend on data, as of :func:`.backend`.
+        donated: whether an input is freed at its last use; None: :func:`.donated_by_autograd`.
+        external_live_bytes: bytes that are in memory all the time beside the graph's own inputs.
+
+    Raises:
+        TypeError: ``size_hints`` is no whole number and no callable.
+        ValueError: ``size_hints`` is negative. On the first use of :attr:`dependencies` or
+            :attr:`liveness`: a node stands before one of its inputs.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        size_hints: SizeHints | GivenHints = None,
+        *,
+        donated: Callable[[fx.Node], bool] | None = None,
+        external_live_bytes: int = 0,
+    ) -> None:
+        self.graph = graph
+        self.hints = SizeHints.of(size_hints)
+        self.external_live_bytes = external_live_bytes
+        self._donated = donated
+
+    @staticmethod
+    def of(graph: GraphLike | GraphAnalysis) -> GraphAnalysis:
+        """``graph`` itself if it is an analysis, else a new one of it, without any hints."""
+        return graph if isinstance(graph, GraphAnalysis) else GraphAnalysis(graph_of(graph))
+
+    @cached_property
+    def nodes(self) -> list[fx.Node]:
+        """All nodes in graph order, placeholders and output included."""
+        return list(self.graph.nodes)
+
+    @cached_property
+    def unordered_writes(self) -> list[fx.Node]:
+        """The writes that edges do not order; see :func:`.unordered_writes`."""
+        return unordered_writes(self.nodes)
+
+    @cached_property
+    def written_roots(self) -> set[fx.Node]:
+        """The nodes whose memory a later node writes to; see :func:`.written_roots`."""
+        return written_roots(self.nodes)
+
+    @cached_property
+    def shard_side(self) -> ShardSide:
+        """The nodes that may be different on other ranks; see :mod:`.uneven`."""
+        return shard_side(self.graph, self.hints)
+
+    @cached_property
+    def dependencies(self) -> Dependencies:
+        """The movable nodes, and what each one needs."""
+        return Dependencies(self.nodes, self.unordered_writes)
+
+    @cached_property
+    def liveness(self) -> Liveness:
+        """The storages that each movable node allocates and touches."""
+        return Liveness(
+            self.graph,
+            self.dependencies,
+            self.shard_side,
+            self.hints,
+            self._donated,
+            self.external_live_bytes,
+        )
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes live at any time, in the order of the graph."""
+        return self.liveness.peak(range(len(self.dependencies.nodes)))

@@ -1,1 +1,0 @@
-"""Which parameters share a unit, and in which order they are packed."""

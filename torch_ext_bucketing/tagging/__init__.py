@@ -1,1 +1,0 @@
-"""Which parameter a collective serves."""
