@@ -34,9 +34,9 @@ HOOKS = """
 from torch_ext_bucketing import BucketUnits
 
 class OwnPass(BucketUnits):
-    def __call__(self, graph, compilation=None):
+    def run(self, graph, compilation):
         if 1 > 0:
-            super().__call__(graph, compilation)
+            super().run(graph, compilation)
 """
 EDITED_HOOKS = HOOKS.replace("1 > 0", "-1 > 0")
 
@@ -213,8 +213,8 @@ AUTO = Together(
 # For every parameter of every pass another value than in the first row.
 PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
     teb.TagParameters: (
-        {"model": torch.nn.Linear(1, 1), "fqn_of": {0: "a"}},
-        {"model": torch.nn.Linear(1, 1, bias=False), "fqn_of": {0: "b"}},
+        {"model": torch.nn.Linear(1, 1), "fqn_of": {0: "a"}, "order": ORDER},
+        {"model": torch.nn.Linear(1, 1, bias=False), "fqn_of": {0: "b"}, "order": OTHER},
     ),
     teb.CombineUses: ({"peak": None}, {"peak": teb.PeakMemory(gib=1.0)}),
     teb.ReduceScatterFirst: ({}, {}),
