@@ -213,8 +213,8 @@ AUTO = Together(
 # For every parameter of every pass another value than in the first row.
 PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
     teb.TagParameters: (
-        {"model": torch.nn.Linear(1, 1), "fqn_of": {0: "a"}, "order": ORDER},
-        {"model": torch.nn.Linear(1, 1, bias=False), "fqn_of": {0: "b"}, "order": OTHER},
+        {"model": torch.nn.Linear(1, 1), "fqn_of": {0: "a"}, "order": None},
+        {"model": torch.nn.Linear(1, 1, bias=False), "fqn_of": {0: "b"}, "order": ORDER},
     ),
     teb.CombineUses: ({"peak": None}, {"peak": teb.PeakMemory(gib=1.0)}),
     teb.ReduceScatterFirst: ({}, {}),

@@ -319,7 +319,7 @@ def test_what_a_list_of_passes_leaves_out_is_warned_of(fake_world, make, mode, p
 def test_mode_reaches_inductor(fake_world, monkeypatch):
     seen = []
 
-    def compile_fx(gm, example_inputs, config_patches):
+    def compile_fx(gm, example_inputs, config_patches, **options):
         seen.append(config_patches)
         return gm.forward
 

@@ -136,7 +136,7 @@ def test_schedules_of_a_traced_model(traced, stage, cap):
 
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])
-@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.scheduling.BoundNotKeptWarning")
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.scheduling.scheduler.BoundNotKeptWarning")
 def test_the_search_chooses_as_it_would_by_merging(traced, stage, monkeypatch):
     search = {"caps_mb": (0.05, 0.3, 1.0, 4.0), "machine": SLOW}
     plan, report = choose_caps(traced[stage].graph, POLICIES, **search)

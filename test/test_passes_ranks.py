@@ -107,6 +107,7 @@ def _inductor_equals_inductor_without_buckets(rank):
     assert b.last_report().collectives_after == {"all_gather": 3, "reduce_scatter": 3}
 
 
+@pytest.mark.slow
 def test_inductor_equals_inductor_without_buckets():
     on_ranks(_inductor_equals_inductor_without_buckets)
 

@@ -36,7 +36,6 @@ from ..graph.collectives import (
     check_kinds,
     group_name,
     group_size,
-    is_compute,
     is_wait,
     kind_of,
     waited_for,
@@ -138,7 +137,7 @@ class CapPlanner:
             self._contracted = Contraction(analysis.nodes, analysis.unordered_writes)
             self._candidates = _candidates(self._graph, kinds, eligible)
             self._scopes = _scopes(self._candidates.counts, group_filter)
-        self._compute_before: dict[fx.Node, int] | None = None
+        self._analysis = analysis
 
     def plan(
         self,
@@ -151,16 +150,10 @@ class CapPlanner:
         check_options(cap_mb, max_compute_run=max_compute_run)
         caps = list(cap_mb.values()) if isinstance(cap_mb, Mapping) else [cap_mb]
         self._contracted.reset()
-        planner = _Planner(self._contracted, cap_mb, self._run_bound(max_compute_run))
+        reached = {} if max_compute_run is None else self._analysis.compute_before
+        planner = _Planner(self._contracted, cap_mb, max_compute_run, reached)
         with _reading_only(self._graph, cap_mb=next(filter(callable, caps), None)):
             return _plan(self._candidates, self._scopes, planner, non_adjacent)
-
-    def _run_bound(self, most: int | None) -> _RunBound | None:
-        if most is None:
-            return None
-        if self._compute_before is None:
-            self._compute_before = _compute_before(self._graph)
-        return _RunBound(self._compute_before, most)
 
 
 def _reading_only(graph: fx.Graph, **hooks: Any) -> contextlib.AbstractContextManager[Any]:
@@ -280,44 +273,19 @@ def _runs(members: list[fx.Node], non_adjacent: bool) -> list[list[fx.Node]]:
     return list(runs.values())
 
 
-def _compute_before(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Compute nodes in graph order up to the last one that a node needs, or is."""
-    reached: dict[fx.Node, int] = {}
-    count = 0
-    for node in graph.nodes:
-        needed = (reached[n] for n in node.all_input_nodes)
-        reached[node] = max(needed, default=0)
-        if is_compute(node):
-            count += 1
-            reached[node] = count
-    return reached
-
-
-class _RunBound:
-    """How many compute nodes a bucket of reduce-scatters would leave behind the one before."""
-
-    def __init__(self, compute_before: Mapping[fx.Node, int], most: int) -> None:
-        self.most = most
-        self._reached = compute_before
-
-    def reached(self, start: fx.Node) -> int:
-        """Compute nodes in graph order up to the last one that ``start`` needs. Where it stands
-        itself says less: a sort may have put all reduce-scatters at the end."""
-        return self._reached[start]
-
-
 class _Planner:
     def __init__(
         self,
         contracted: Contraction,
         cap_mb: CapMb,
-        run_bound: _RunBound | None,
+        max_run: int | None,
+        compute_before: Mapping[fx.Node, int],
     ) -> None:
         self.contracted = contracted
         self.buckets: list[Bucket] = []
         self.unmerged: list[tuple[int, Unmerged]] = []
         self._cap_mb = cap_mb
-        self._run_bound = run_bound
+        self._max_run, self._compute_before = max_run, compute_before
         self._reached = 0  # compute nodes before the last member of the bucket before
         self._default: dict[int, float] = {}
 
@@ -347,10 +315,9 @@ class _Planner:
     ) -> tuple[ClosedBy | None, str]:
         if filled + nbytes > cap:
             return "bytes", f"with {start.name}: {filled + nbytes} bytes, above the cap of {cap}"
-        bound = self._run_bound
-        if bound is not None and kind_of(start) == "reduce_scatter":
-            run = bound.reached(start) - self._reached
-            if run > bound.most:
+        if self._max_run is not None and kind_of(start) == "reduce_scatter":
+            run = self._compute_before[start] - self._reached
+            if run > self._max_run:
                 return "run", f"with {start.name}: {run} compute nodes since the bucket before"
         if self.contracted.try_add(start):
             return None, ""
@@ -366,8 +333,8 @@ class _Planner:
         detail: str,
     ) -> None:
         self.contracted.close()
-        if self._run_bound is not None:
-            self._reached = max(map(self._run_bound.reached, members))
+        if self._max_run is not None:
+            self._reached = max(map(self._compute_before.__getitem__, members))
         position = self.contracted.position
         if len(members) > 1:
             ordered = tuple(sorted(members, key=position))

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import torch.fx as fx
 
+from .collectives import is_compute
 from .dependencies import Dependencies
 from .graph_of import GraphLike, graph_of
 from .liveness import Liveness
@@ -75,6 +76,19 @@ class GraphAnalysis:
     def written_roots(self) -> set[fx.Node]:
         """The nodes whose memory a later node writes to; see :func:`.written_roots`."""
         return written_roots(self.nodes)
+
+    @cached_property
+    def compute_before(self) -> dict[fx.Node, int]:
+        """By node, compute nodes in graph order up to the last one that it needs, or is. Where the
+        node stands says less: a sort may have put all reduce-scatters at the end."""
+        reached: dict[fx.Node, int] = {}
+        count = 0
+        for node in self.nodes:
+            reached[node] = max((reached[n] for n in node.all_input_nodes), default=0)
+            if is_compute(node):
+                count += 1
+                reached[node] = count
+        return reached
 
     @cached_property
     def shard_side(self) -> ShardSide:
