@@ -7,8 +7,8 @@ Each row is one graph of :mod:`.graphs` at one cap. Three ways, each in a proces
 after the other on the same graph:
 
 - ``unpatched``: torch's ``pre_bucket_fsdp_collectives`` from the installed torch's own source;
-- ``hooks``: the same function of the patched torch, with ``bucket_non_adjacent`` and a
-  ``fsdp_group_filter`` that keeps the groups on which parameters are sharded;
+- ``hooks``: the same function of the patched torch, with ``bucket_non_adjacent`` and, as
+  ``fsdp_group_filter``, the groups on which parameters are sharded;
 - ``ours``: :func:`.plan_by_cap`, then :func:`.apply_plan`.
 
 Counts are of all-gathers and reduce-scatters on those groups. The byte lower bound is what bytes
@@ -62,9 +62,9 @@ def run_child(module: str, way: str, arguments: Sequence[str]) -> Any:
 
 def check_torch(way: str) -> None:
     """Fail if this process does not run the torch that ``way`` asks for."""
-    from torch._inductor.fx_passes import bucketing
+    from torch._inductor import config
 
-    patched = hasattr(bucketing, "_payload_order")
+    patched = hasattr(config.aten_distributed_optimizations, "bucket_non_adjacent")
     if patched == (way == "unpatched"):
         raise RuntimeError(f"{way}: the bucketing module is {'patched' if patched else 'original'}")
 
@@ -120,10 +120,9 @@ def run_hooks(graph: Graph, cap_mb: float) -> dict[str, float]:
     from torch._inductor import config
 
     prefix = "aten_distributed_optimizations."
-    keep = parameter_groups(graph)
     hooks = {
         prefix + "bucket_non_adjacent": True,
-        prefix + "fsdp_group_filter": lambda found: [g for g in found if g in keep],
+        prefix + "fsdp_group_filter": parameter_groups(graph),
     }
     with config.patch(hooks):
         return run_unpatched(graph, cap_mb)

@@ -23,7 +23,6 @@ OPTIONS = "aten_distributed_optimizations."
 PAYLOAD_ORDER = OPTIONS + "bucket_payload_order_key"
 GROUP_FILTER = OPTIONS + "fsdp_group_filter"
 NON_ADJACENT = OPTIONS + "bucket_non_adjacent"
-MAX_SPAN = OPTIONS + "bucket_max_node_span"
 
 STARTS = {
     C10D.all_gather_into_tensor.default: "all_gather",

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from random_graphs import WORLD, Builder, layered_graph, random_graph
 from test_schedule import demo_graphs
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch_features import packs_in_parts
 
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import merge_buckets
@@ -78,7 +77,6 @@ def bytes_left(model: Model) -> int:
 
 
 @pytest.mark.once
-@packs_in_parts
 @given(seed=st.integers(0, 10**6), size=st.integers(2, 16), cap=st.integers(50, 3000))
 @settings(max_examples=200, deadline=None)
 def test_times_are_those_of_the_merged_graph(seed, size, cap):
@@ -118,7 +116,6 @@ def traced(world):
 POLICIES = [Overlap(), PeakMemory(ratio=1.1), CapComputeRun(3)]
 
 
-@packs_in_parts
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 @pytest.mark.parametrize("cap", [0.05, 0.3, 100.0])
 def test_schedules_of_a_traced_model(traced, stage, cap):

@@ -820,3 +820,11 @@ def test_all_passes_can_be_switched_off_by_name():
         [sys.executable, "-c", KNOWN], capture_output=True, text=True, check=True, timeout=120
     )
     assert run.stdout == "()\n"
+
+
+def test_a_pass_with_a_call_of_its_own_is_refused_where_it_is_defined():
+    with pytest.raises(TypeError, match=r"Loud overrides __call__.*override run\("):
+
+        class Loud(BucketUnits):
+            def __call__(self, graph, compilation=None):
+                return super().__call__(graph, compilation)

@@ -9,13 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from collective_graphs import MAX_SPAN, NON_ADJACENT
 from sharded_models import TwoBlocks
-from torch._inductor import config
-from torch._inductor.fx_passes import bucketing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch_features import packs_in_parts
 
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import apply_plan
@@ -38,10 +34,6 @@ from torch_ext_bucketing.scheduling.timeline import Timeline
 
 WORLD = 2
 CAPS_MB = (0.0002, 0.0005, 0.002)
-needs_positions = pytest.mark.skipif(
-    not hasattr(bucketing, "_positions_on_every_rank"),
-    reason=f"the series of torch {torch.__version__} counts every node",
-)
 
 
 def graphs(rank, world=WORLD, **sizes):
@@ -128,52 +120,6 @@ def test_plans(uneven):
             assert plans[0] == plans[1]
 
 
-def torchs_plans(gm):
-    """Of torch's greedy bucketing, of gathers and of reductions, by span."""
-
-    def plans(merged):
-        found = []
-        for span in range(1, 41):
-            with config.patch({NON_ADJACENT: True, MAX_SPAN: span}):
-                found += (
-                    [[names(n) for n in bucket] for bucket in planner(merged, lambda _: 1.0)]
-                    for planner in (
-                        bucketing.bucket_all_gather_by_mb,
-                        bucketing.bucket_reduce_scatter_by_mb,
-                    )
-                )
-        return found
-
-    found = plans(gm)
-    # Pre-bucketing plans reductions in a graph in which gathers are merged.
-    merged = copy.deepcopy(gm)
-    with config.patch({NON_ADJACENT: True}):
-        bucketing.bucket_all_gather(merged, lambda _: 1.0)
-    return found + plans(merged)
-
-
-@pytest.mark.slow
-@needs_positions
-def test_torchs_spans(monkeypatch):
-    """Four ranks with 3, 3, 3 and no rows of a weight, and 4, 4, 4 and 1 of another."""
-    dist.destroy_process_group()
-    found, counting_all = [], []
-    for rank in range(4):
-        stages = graphs(rank, world=4, dim=9, vocabulary=13)
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
-        found.append([torchs_plans(gm) for gm in stages])
-        with monkeypatch.context() as patched:
-            everything = lambda graph: {n: i for i, n in enumerate(graph.nodes)}  # noqa: E731
-            patched.setattr(bucketing, "_positions_on_every_rank", everything)
-            counting_all.append([torchs_plans(gm) for gm in stages])
-        dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    assert found == found[:1] * 4
-    assert counting_all != counting_all[:1] * 4
-    for plans in found[0]:
-        assert len({str(plan) for plan in plans}) > 3
-
-
 def test_schedules(uneven):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some bounds can't be kept
@@ -213,7 +159,6 @@ def test_nothing_is_left_out_of_even_graphs(even, uneven):
             assert not any(kind_of(n) for n in side.nodes)
 
 
-@packs_in_parts
 @pytest.mark.parametrize("cap", [0.0005, 0.002, 1.0])
 @pytest.mark.parametrize("phase", [0, 1], ids=["forward", "backward"])
 def test_a_merged_model_is_alike_on_all_ranks_and_as_if_merged(uneven, phase, cap):

@@ -8,17 +8,12 @@ import torch
 import torch_ext_bucketing  # noqa: F401  (the hooks come before torch's bucketing)
 
 from torch._inductor import config  # isort: skip
-from torch._inductor.fx_passes import bucketing, fsdp  # isort: skip
+from torch._inductor.fx_passes import fsdp  # isort: skip
 
 HAS_PRE_BUCKETING = hasattr(fsdp, "pre_bucket_fsdp_collectives")
 needs_pre_bucketing = pytest.mark.skipif(
     not HAS_PRE_BUCKETING,
     reason=f"torch {torch.__version__} has no pre-bucketing and no FSDP groups to filter",
-)
-
-packs_in_parts = pytest.mark.skipif(
-    not hasattr(bucketing, "_default_bucket_mode"),
-    reason=f"torch {torch.__version__} packs a gather with one operator, which takes another time",
 )
 
 has_simple_overlap = pytest.mark.skipif(

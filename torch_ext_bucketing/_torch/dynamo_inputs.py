@@ -31,6 +31,7 @@ with private_torch():
 __all__ = [
     "frame_number",
     "input_fqns",
+    "is_compiling",
     "is_first_compile",
     "model_of",
     "module_path",
@@ -138,6 +139,11 @@ def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
         if fqn is not None:
             fqns[index] = canonical_fqn(fqn)
     return fqns
+
+
+def is_compiling() -> bool:
+    """Whether a compile runs now, in which inputs of graphs have sources."""
+    return TracingContext.try_get() is not None
 
 
 def traced_fqns() -> tuple[str | None, ...]:

@@ -300,7 +300,16 @@ class GraphPass(CustomGraphPass):
         return compilation.report
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises:
+        TypeError: a subclass outside of this package has a ``__call__`` of its own.
+        """
         super().__init_subclass__(**kwargs)
+        ours = __package__.partition(".")[0]
+        if "__call__" in vars(cls) and cls.__module__.partition(".")[0] != ours:
+            raise TypeError(
+                f"{cls.__qualname__} overrides __call__, which a backend does not call: override "
+                "run(graph, compilation)"
+            )
         note_sources(cls)
 
     def uuid(self) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
 
 from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import check_passes_run_here
@@ -55,7 +54,7 @@ class TagParameters(GraphPass):
         self.last_report = TagReport()
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
-        if TracingContext.try_get() is not None:
+        if _dynamo_inputs.is_compiling():
             check_passes_run_here()
         return super().__call__(graph, compilation)
 
