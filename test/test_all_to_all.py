@@ -290,7 +290,7 @@ def digests(rank, reduce_dtype, backend_name, shape):
     ],
 )
 def test_one_hash_for_all_buckets_orders_and_units(reduce_dtype, backend_name, shape):
-    for rank in run_ranks(digests, 4, (reduce_dtype, backend_name, shape), timeout_s=400):
+    for rank in run_ranks(digests, 4, reduce_dtype, backend_name, shape, timeout_s=400):
         ring = {tuple(v) for k, v in rank.items() if k[-1] is False or k[-1] == "ring, all"}
         sums = {k: v for k, v in rank.items() if k[-1] is not False and k[-1] != "ring, all"}
         assert len(sums) == 9
