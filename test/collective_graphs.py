@@ -114,7 +114,10 @@ def run_all_ranks(
         # What has an output buffer reads its input from that.
         if kind in ("all_gather", "reduce_scatter") and "out" not in node.kwargs:
             in_flight[node] = ([a[0] for a in args], [a[0].clone() for a in args])
-        if kind is None:
+        if node.target is C10D.all_to_all_single.default:
+            sent = [a[0].split(a[2]) for a in args]
+            results = [torch.cat([parts[rank] for parts in sent]) for rank in range(world)]
+        elif kind is None:
             results = [node.target(*a, **k) for a, k in zip(args, kwargs, strict=True)]
         elif kind == "all_gather":
             gathered = torch.cat([a[0] for a in args])

@@ -31,6 +31,7 @@ def lists(order, mesh, model):
         "ReshardAfterForward": [teb.ReshardAfterForward(), teb.BucketUnits(order)],
         "BucketUnits": [teb.BucketUnits(order)],
         "BucketByCap": [teb.BucketByCap(1.0)],
+        "ReduceByAllToAll": [teb.ReduceByAllToAll()],
         "Schedule": [teb.Schedule(teb.Overlap())],
         "BucketAndSchedule": [teb.BucketAndSchedule(teb.Overlap())],
         "SeparateGroups": [teb.SeparateGroups(mesh)],

@@ -25,10 +25,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import hooks as hooks
     from .agreement.exchange import PlanMismatchError, RankMissingError
+    from .fsdp.all_to_all import AllToAllReduceScatter
     from .fsdp.blocks import transformer_block_plan
     from .fsdp.manual import manual_plan
     from .fsdp.order import FSDPParamOrder
     from .fsdp.simple_fsdp import data_parallel
+    from .passes.all_to_all import ReduceByAllToAll
     from .passes.backends import backend
     from .passes.base import GraphPass
     from .passes.bucketing import BucketByCap, BucketUnits
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllToAllReduceScatter",
     "BoundNotKeptWarning",
     "BucketAndSchedule",
     "BucketByCap",
@@ -66,6 +69,7 @@ __all__ = [
     "PlanMismatchError",
     "Policy",
     "RankMissingError",
+    "ReduceByAllToAll",
     "ReduceScatterFirst",
     "ReshardAfterForward",
     "Schedule",
@@ -80,6 +84,7 @@ __all__ = [
 
 _HOME = {
     "agreement.exchange": ("PlanMismatchError", "RankMissingError"),
+    "passes.all_to_all": ("ReduceByAllToAll",),
     "passes.backends": ("backend",),
     "passes.base": ("GraphPass",),
     "passes.bucketing": ("BucketByCap", "BucketUnits"),
@@ -91,6 +96,7 @@ _HOME = {
     "passes.scheduling": ("BucketAndSchedule", "Schedule"),
     "rewrites.separate_groups": ("SeparateGroups",),
     "passes.tagging": ("TagParameters",),
+    "fsdp.all_to_all": ("AllToAllReduceScatter",),
     "fsdp.blocks": ("transformer_block_plan",),
     "fsdp.manual": ("manual_plan",),
     "fsdp.order": ("FSDPParamOrder",),

@@ -15,6 +15,7 @@ from .fsdp.blocks import transformer_block_plan
 from .fsdp.order import FSDPParamOrder
 from .fsdp.unit_spec import UnitSpec
 from .graph.collectives import KINDS, Kind
+from .passes.all_to_all import ReduceByAllToAll
 from .passes.base import GraphPass
 from .passes.bucketing import BucketUnits
 from .passes.diagnostics import NotBucketedWarning
@@ -38,6 +39,7 @@ def recipe(
     units: UnitSpec | Sequence[str | Sequence[str]] | None = None,
     reference: nn.Module | None = None,
     machine: Machine = H100,
+    reduce: Literal["all_to_all"] | None = None,
 ) -> list[GraphPass]:
     """The recommended passes for a sharded model, for :func:`.backend`.
 
@@ -49,7 +51,8 @@ def recipe(
       no result.
     - ``"speed"``: byte caps chosen by trying several on a cost model, and an order that overlaps
       within 1.02 of the unbucketed graph's peak memory and 8 compute nodes between two
-      reduce-scatters. Buckets are not eager's units, so bits are not eager's either.
+      reduce-scatters. Buckets are not eager's units, so bits are not eager's either, but with
+      ``reduce``.
 
     Every parameter is gathered and reduced once, however often it is used; with hybrid sharding,
     gradients are scattered over the shards before they are reduced over the replicas.
@@ -67,15 +70,20 @@ def recipe(
         reference: for ``"parity"``: the model as wrapped by ``fully_shard``, whose units and order
             are read instead.
         machine: what the cost model times nodes for.
+        reduce: ``"all_to_all"`` adds gradients up in the order of the ranks
+            (:class:`.ReduceByAllToAll`): with either goal, whatever the buckets, the bits are those
+            of eager FSDP2 with :class:`.AllToAllReduceScatter`. None: the process group adds.
 
     Raises:
         TypeError: ``model`` or ``reference`` is no module, or ``machine`` is no machine.
-        ValueError: an unknown goal; a model without ``DTensor`` parameters, or wrapped by
-            ``fully_shard``; no transformer blocks and no ``units``; ``units`` or ``reference`` that
-            don't fit, or given together or for ``"speed"``.
+        ValueError: an unknown goal or ``reduce``; a model without ``DTensor`` parameters, or
+            wrapped by ``fully_shard``; no transformer blocks and no ``units``; ``units`` or
+            ``reference`` that don't fit, or given together or for ``"speed"``.
     """
     if goal not in ("parity", "speed"):
         raise ValueError(f"goal must be 'parity' or 'speed', got {goal!r}")
+    if reduce not in (None, "all_to_all"):
+        raise ValueError(f"reduce must be 'all_to_all' or None, got {reduce!r}")
     for name, module in (("model", model), ("reference", reference)):
         if not isinstance(module, nn.Module) and not (name == "reference" and module is None):
             raise TypeError(f"{name} must be a torch.nn.Module, got {module!r}")
@@ -103,13 +111,18 @@ def recipe(
                 [Overlap(), PeakMemory(ratio=1.02), CapComputeRun(max_consecutive=8)],
                 kinds=kinds,
                 machine=machine,
+                reduce=ReduceByAllToAll() if reduce else None,
             )
         ]
         return [*first, ReshardAfterForward(), *passes] if gathers else [*first, *passes]
     if units is not None and reference is not None:
         raise ValueError("give units= or reference=, not both: a reference has units of its own")
     order, keep = _order(model, units, reference)
-    passes = [BucketUnits(order, kinds=kinds), Schedule([Overlap()], machine)]
+    passes = [
+        BucketUnits(order, kinds=kinds),
+        *([ReduceByAllToAll()] if reduce else []),
+        Schedule([Overlap()], machine),
+    ]
     return [*first, ReshardAfterForward(keep=keep), *passes] if gathers else [*first, *passes]
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.fx as fx
 
 from ..fsdp.tags import is_bucket, member_tags, tag_of
-from ..graph.collectives import argument, collective_group, kind_of, reduce_op
+from ..graph.collectives import argument, collective_group, kind_of
 from ..reports.buckets import BucketReport
 
 __all__ = [
@@ -185,20 +185,18 @@ def first_difference(versions: Sequence[GroupLaunches]) -> int | None:
 
 
 def _launch_of(node: fx.Node, known: Mapping[str, BucketReport]) -> Launch:
-    kind = kind_of(node)
-    dtype = _dtype_of(node)
+    kind = kind_of(node) or _op_name(node)
+    op, dtype = _reduce_op_argument(node), _dtype_of(node)
     report = known.get(node.name)
-    if kind is None:
-        return Launch(_op_name(node), _reduce_op_argument(node), dtype, False)
     if report is not None:
         members = tuple(Member(m.fqns, m.offset, m.nbytes, m.dtype) for m in report.members)
-        return Launch(kind, reduce_op(node), dtype, True, members)
+        return Launch(kind, op, dtype, True, members)
     if is_bucket(node):
         members = tuple(Member(t.fqns) for t in member_tags(node))
-        return Launch(kind, reduce_op(node), dtype, True, members)
+        return Launch(kind, op, dtype, True, members)
     tag = tag_of(node)
     own = () if tag is None else (Member(tag.fqns, 0, _nbytes_of(node), dtype),)
-    return Launch(kind, reduce_op(node), dtype, False, own)
+    return Launch(kind, op, dtype, False, own)
 
 
 def _op_name(node: fx.Node) -> str:

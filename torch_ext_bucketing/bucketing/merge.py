@@ -26,6 +26,7 @@ from .pack import pack, packed_value
 from .plan import Bucket, MergePlan
 
 __all__ = [
+    "BACKWARD",
     "apply_plan",
     "merge_buckets",
 ]
@@ -35,7 +36,7 @@ PayloadKey = Callable[[fx.Node], Any]
 _ASKED = "payload_order"
 """What errors call the key: the argument of the passes."""
 
-_BACKWARD = "autograd_backward"
+BACKWARD = "autograd_backward"
 """torch's mark, in ``node.meta``, of what was traced while autograd ran: passes on the graph of a
 whole step tell backward by it."""
 
@@ -144,7 +145,7 @@ def _apply_bucket(graph: fx.Graph, bucket: Bucket, order: MemberKeys) -> BucketR
     tags = {m: tag_of(m) for m in bucket.members}
     shapes = {m: _payload_shape(m) for m in bucket.members}
     dtypes = {m: m.meta["val"].dtype for m in bucket.members}
-    backward = all(m.meta.get(_BACKWARD) for m in bucket.members)
+    backward = all(m.meta.get(BACKWARD) for m in bucket.members)
     group, size, op = group_name(first), group_size(first), reduce_op(first)
 
     payload, packed_by, keyless = list(bucket.members), order.packed_by, []
@@ -162,7 +163,7 @@ def _apply_bucket(graph: fx.Graph, bucket: Bucket, order: MemberKeys) -> BucketR
     set_member_tags(start, [tags[m] for m in payload])
     if backward:
         for node in new_nodes:
-            node.meta[_BACKWARD] = True
+            node.meta[BACKWARD] = True
     layout, offset = [], 0
     for member in payload:
         nbytes = math.prod(shapes[member]) * dtypes[member].itemsize

@@ -44,7 +44,7 @@ from .._torch.process_groups import group_by_name
 from .._torch.provenance import merged_metadata
 from ..graph.collectives import group_name, group_size, kind_of
 
-__all__ = ["merged_cast", "pack", "packed_value"]
+__all__ = ["Writer", "merged_cast", "pack", "packed_value"]
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -98,7 +98,7 @@ def pack(
     kind = kind_of(members[0])
     assert kind is not None
     with graph.inserting_before(before):
-        writer = _Writer(graph, members)
+        writer = Writer(graph, members)
         results = {
             "all_gather": _all_gather,
             "reduce_scatter": _reduce_scatter,
@@ -115,7 +115,7 @@ def pack(
     return writer.nodes
 
 
-def _all_gather(w: _Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
+def _all_gather(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
     first = payload[0]
     ranks, group = group_size(first), first.args[2]
     gathered = first.meta["val"]
@@ -165,7 +165,7 @@ def _all_gather(w: _Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
     return results
 
 
-def _reduce_scatter(w: _Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
+def _reduce_scatter(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
     first = payload[0]
     _, reduce_op, ranks, group = first.args
     assert isinstance(ranks, int)
@@ -193,7 +193,7 @@ def _reduce_scatter(w: _Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
     ]
 
 
-def _all_reduce(w: _Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
+def _all_reduce(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
     _, reduce_op, group = payload[0].args
     values = [packed_value(member) for member in payload]
     dtype = values[0].meta["val"].dtype
@@ -214,7 +214,7 @@ def _common_dtype(values: Sequence[fx.Node]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (v.meta["val"].dtype for v in values))
 
 
-class _Writer:
+class Writer:
     """Writes the nodes of one bucket where the graph inserts nodes, each with its value.
 
     Layouts are computed here and not by running the operators: a bucket has four nodes per member,
@@ -249,6 +249,17 @@ class _Writer:
         with torch.no_grad() if self._mode is None else self._mode:
             node.meta["val"] = node.target(*args, **kwargs)
         return node
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        """The result of an operator, with the layout that running it gives."""
+        return self._run(self._add(target, args, {}))
+
+    def change(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
+        """Let a node of the graph call another operator, under its name and with its metadata."""
+        node.target, node.args, node.kwargs = target, args, {}
+        node.meta["original_aten"] = target
+        node.meta.pop("tensor_meta", None)
+        return self._run(node)
 
     def new(
         self,
@@ -291,6 +302,9 @@ class _Writer:
         if not self._static or given.stride() != tuple(_contiguous(given.shape)):
             node = self._add(_aten.view.default, [value, list(shape)], {})
             try:
+                if self._static and 1 in given.shape and not given.is_contiguous():
+                    # torch 2.15 views a fake tensor of (2, 1, 2) with strides (1, 2, 2) as (4,).
+                    raise ValueError("not sure to be a view")
                 return self._run(node)
             except (RuntimeError, ValueError):  # its strides don't allow it
                 self.nodes.remove(node)

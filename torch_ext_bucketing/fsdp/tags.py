@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..graph.collectives import KINDS, Kind, group_name, kind_of
+from ..graph.collectives import KINDS, Kind, group_name, is_collective, kind_of
 
 __all__ = [
     "Tag",
@@ -23,9 +23,11 @@ __all__ = [
     "Untagged",
     "home_group",
     "is_bucket",
+    "mark_replaced",
     "member_count",
     "member_tags",
     "moved_from",
+    "replaced_kind",
     "set_home_group",
     "set_member_tags",
     "set_tag",
@@ -35,6 +37,7 @@ __all__ = [
 _TAG_KEY = "bucketing_tag"
 _MEMBERS_KEY = "bucketing_member_tags"
 _HOME_KEY = "bucketing_home_group"
+_REPLACES_KEY = "bucketing_replaces"
 _SOURCES_KEY = "bucketing_custom_sources"  # written by torch's bucketing, one entry per member
 
 _aten = torch.ops.aten
@@ -126,13 +129,28 @@ def home_group(start: fx.Node) -> str:
     return moved_from(start) or group_name(start)
 
 
+def mark_replaced(start: fx.Node) -> None:
+    """Keep the tags of a reduction whose node is to start a collective of another kind that does
+    its work, such as an all-to-all."""
+    start.meta["custom"] = {**(start.meta.get("custom") or {}), _REPLACES_KEY: kind_of(start)}
+
+
+def replaced_kind(node: fx.Node) -> Kind | None:
+    """The kind of a collective as its tags have it: that of the reduction whose work it does
+    (:func:`mark_replaced`), else its own; None for any other node."""
+    if not is_collective(node):
+        return None
+    kind: Kind | None = (node.meta.get("custom") or {}).get(_REPLACES_KEY)
+    return kind or kind_of(node)
+
+
 def tag_of(node: fx.Node) -> Tag | None:
     """The tag of a collective's start; None for any other node and for an untagged collective.
 
     For a bucket: all its members' FQNs, in payload order where this package merged it and in the
     order of the members otherwise. None as soon as one member has none.
     """
-    kind = kind_of(node)
+    kind = replaced_kind(node)
     if kind is None:
         return None
     if is_bucket(node):
@@ -150,7 +168,7 @@ def member_tags(start: fx.Node) -> tuple[Tag, ...]:
     A collective that is no bucket is its own only member. Members without a tag are left out;
     the result is empty for a node that starts no collective.
     """
-    if kind_of(start) is None:
+    if replaced_kind(start) is None:
         return ()
     if is_bucket(start):
         return tuple(m for m in _raw_members(start) if m is not None)

@@ -44,6 +44,7 @@ __all__ = [
     "GraphLike",
     "GraphPass",
     "Order",
+    "RankOrder",
     "Regathers",
     "Stage",
     "Tags",
@@ -94,6 +95,13 @@ class Buckets(Fact):
     once = False
     kinds: tuple[Kind, ...] = ()
     units: Units | None = None
+
+
+@dataclass(frozen=True)
+class RankOrder(Fact):
+    """Gradients are added in the order of the ranks; no reduction is left to be merged."""
+
+    text = "how gradients are added up"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,17 @@ from ..bucketing.units import plan_units
 from ..fsdp.units import HasUnits, Units
 from ..graph.collectives import KINDS, Kind, check_kinds, count_collectives
 from ..reports.graph import GraphReport, emit
-from .base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, Tags, graph_of
+from .base import (
+    Buckets,
+    Compilation,
+    GraphLike,
+    GraphPass,
+    Order,
+    RankOrder,
+    Stage,
+    Tags,
+    graph_of,
+)
 from .code import call, code_of
 from .diagnostics import DividedUnits
 
@@ -44,7 +54,7 @@ class BucketUnits(GraphPass):
 
     stage: Stage = "forward_backward"
     needs = (Tags,)
-    undoes = (Order,)
+    undoes = (RankOrder, Order)
 
     def __init__(
         self,
@@ -106,7 +116,7 @@ class BucketByCap(GraphPass):
 
     stage: Stage = "forward_backward"
     needs = (Tags,)
-    undoes = (Order,)
+    undoes = (RankOrder, Order)
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ from .base import (
     GraphLike,
     GraphPass,
     Order,
+    RankOrder,
     Stage,
     Tags,
     graph_of,
@@ -120,15 +121,18 @@ class BucketAndSchedule(Schedule):
         machine: as of :class:`Schedule`.
         eligible: see :func:`.plan_by_cap`.
         group_filter: see :func:`.plan_by_cap`.
+        reduce: replaces the merged reductions before they are scheduled, as
+            :class:`.ReduceByAllToAll` does. The caps are chosen with the reductions as they were.
 
     Raises:
-        TypeError: as of :class:`Schedule`; ``payload_order`` is no callable.
+        TypeError: as of :class:`Schedule`; ``payload_order`` is no callable; ``reduce`` is no such
+            pass.
         ValueError: as of :class:`Schedule`; no cap, or one that is no positive number; or what an
             option may not be.
     """
 
     needs = (Tags, Baseline)
-    undoes = (Order,)
+    undoes = (RankOrder, Order)
 
     def __init__(
         self,
@@ -140,8 +144,12 @@ class BucketAndSchedule(Schedule):
         machine: Machine = H100,
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
+        reduce: GraphPass | None = None,
     ) -> None:
         super().__init__(policies, machine)
+        if reduce is not None and RankOrder() not in getattr(reduce, "gives", ()):
+            raise TypeError(f"reduce must be a ReduceByAllToAll or None, got {reduce!r}")
+        self.reduce = reduce
         self.payload_order = check_payload_order(payload_order)
         self.caps_mb = None if caps_mb is None else tuple(caps_mb)
         if self.caps_mb is not None:
@@ -152,7 +160,11 @@ class BucketAndSchedule(Schedule):
             "group_filter": group_filter,
         }
         check_options(**self.options)
-        self.gives = (Buckets(self.options["kinds"]), *self.gives)
+        self.gives = (
+            Buckets(self.options["kinds"]),
+            *(() if reduce is None else reduce.gives),
+            *self.gives,
+        )
         self.last_buckets: GraphReport | None = None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
@@ -167,6 +179,8 @@ class BucketAndSchedule(Schedule):
         )
         self.last_buckets = apply_and_report(g, plan, self.payload_order, self.options["kinds"])
         compilation.report.graphs.append(self.last_buckets)
+        if self.reduce is not None:
+            self.reduce.run(graph, compilation)
         self._schedule(graph, compilation, found)
 
     def __repr__(self) -> str:
@@ -179,8 +193,9 @@ class BucketAndSchedule(Schedule):
             **changed,
             payload_order=self.payload_order,
             machine=None if self.machine == H100 else self.machine,
+            reduce=self.reduce,
         )
 
     def settings(self) -> tuple[Any, ...]:
         """Everything that was given."""
-        return (*super().settings(), self.caps_mb, self.options, self.payload_order)
+        return (*super().settings(), self.caps_mb, self.options, self.payload_order, self.reduce)

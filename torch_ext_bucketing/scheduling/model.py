@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch.fx as fx
 
+from ..fsdp.tags import replaced_kind
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind, is_compute, is_view, kind_of, started_by
 from ..graph.dependencies import Precedence, unused
@@ -53,7 +54,7 @@ def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) 
         group=[dependencies.group.get(i) for i in range(len(nodes))],
         start_of=[-1 if (s := started_by(n)) is None else index[s] for n in nodes],
         compute=[is_compute(n) for n in nodes],
-        reduces=[kind_of(n) == "reduce_scatter" for n in nodes],
+        reduces=[replaced_kind(n) == "reduce_scatter" for n in nodes],
         view=[is_view(n) for n in nodes],
         shard_side=graph.shard_side,
         hints=costs.hints,

@@ -1,0 +1,341 @@
+"""Reductions by all-to-all and sums in the order of the ranks: the same bits in any bucket."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_graphs import C10D, all_reduce, reduce_scatter, run_all_ranks, starts, trace
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from recipe_ranks import small_model, trained
+from torch._inductor.compile_fx import compile_fx_inner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing.agreement.launches import launches_of
+from torch_ext_bucketing.fsdp.tags import Tag, member_tags, set_tag
+from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.testing.ranks import run_ranks
+from torch_ext_bucketing.testing.ring import RingTopology, on_ranks, ring_rank
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ALL_TO_ALL = C10D.all_to_all_single.default
+
+members = st.lists(
+    st.tuples(
+        st.sampled_from(("reduce_scatter", "all_reduce", "transposed")),
+        st.integers(0, 3),
+        st.lists(st.sampled_from((1, 2, 3, 7)), max_size=2),
+        st.sampled_from(DTYPES),
+        st.sampled_from(("sum", "avg")),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def graph_of(made, world):
+    group = dist.group.WORLD
+
+    def step(*gradients):
+        out = []
+        for gradient, (kind, *_, op) in zip(gradients, made, strict=True):
+            if kind == "all_reduce":
+                out.append(all_reduce(gradient, group, op) * 1)
+            else:
+                if kind == "transposed":
+                    gradient = gradient.permute(*reversed(range(gradient.ndim)))
+                out.append(reduce_scatter(gradient, group, op) * 1)
+        return out
+
+    shapes = []
+    for kind, rows, rest, *_ in made:
+        shape = (rows if kind == "all_reduce" else rows * world, *rest)
+        shapes.append(shape[::-1] if kind == "transposed" else shape)
+    inputs = [torch.empty(s, dtype=m[3]) for s, m in zip(shapes, made, strict=True)]
+    gm = trace(step, *inputs)
+    for i, start in enumerate(starts(gm)):
+        set_tag(start, Tag(kind_of(start), (f"w{i}",)))
+    return gm, inputs
+
+
+def in_rank_order(gradients, op):
+    """The sum of one gradient of all ranks."""
+    wire = gradients[0].dtype
+    wide = torch.float64 if wire is torch.float64 else torch.float32
+    total = gradients[0].to(wide)
+    for gradient in gradients[1:]:
+        total = total + gradient.to(wide)
+    if op == "avg":
+        total = total * torch.tensor(1 / len(gradients), dtype=wide)
+    return total.to(wire)
+
+
+@pytest.mark.parametrize("fake_world", [2, 3, 5], indirect=True)
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(made=members, cap_mb=st.sampled_from((1e-5, 1e-4, 25)), seed=st.integers(0, 99))
+def test_gradients_are_added_in_the_order_of_the_ranks(fake_world, made, cap_mb, seed):
+    gm, inputs = graph_of(made, fake_world)
+    compilation = Compilation()
+    teb.BucketByCap(cap_mb)(gm, compilation)
+    teb.ReduceByAllToAll()(gm, compilation)
+    left = [n for n in starts(gm) if kind_of(n) != "all_gather"]
+    assert not left
+    generator = torch.Generator().manual_seed(seed)
+    ranks = [
+        [torch.randn(x.shape, generator=generator).to(x.dtype) for x in inputs]
+        for _ in range(fake_world)
+    ]
+    results = run_all_ranks(gm, ranks)
+    for i, (kind, *_, op) in enumerate(made):
+        gradients = [r[i] for r in ranks]
+        if kind == "transposed":
+            gradients = [g.permute(*reversed(range(g.ndim))) for g in gradients]
+        expected = in_rank_order(gradients, op)
+        for rank, result in enumerate(results):
+            mine = expected if kind == "all_reduce" else expected.chunk(fake_world)[rank:][:1]
+            mine = mine if kind == "all_reduce" else (mine[0] if mine else expected)
+            assert torch.equal(result[i], mine), (kind, op, rank)
+
+
+BUCKET = [("reduce_scatter", 2, [3], torch.bfloat16, "avg")] * 3
+
+
+def test_tags_and_launches_name_the_parameters(fake_world):
+    gm, _ = graph_of(BUCKET, fake_world)
+    compilation = Compilation()
+    teb.BucketByCap(25)(gm, compilation)
+    teb.ReduceByAllToAll()(gm, compilation)
+    (start,) = (n for n in gm.graph.nodes if n.target is ALL_TO_ALL)
+    assert [tag.fqns for tag in member_tags(start)] == [("w0",), ("w1",), ("w2",)]
+    assert {tag.kind for tag in member_tags(start)} == {"reduce_scatter"}
+    for buckets in ((), compilation.report.buckets):
+        (group,) = launches_of(gm.graph, "backward", buckets).groups
+        (launch,) = group.launches
+        assert (launch.kind, launch.dtype, launch.bucketed) == (
+            "all_to_all_single",
+            "bfloat16",
+            True,
+        )
+        assert [m.fqns for m in launch.members] == [("w0",), ("w1",), ("w2",)]
+        assert [m.nbytes for m in launch.members] == [12 if buckets else None] * 3
+
+
+def test_what_is_no_sum_of_gradients_stays(fake_world):
+    made = [("reduce_scatter", 2, [], torch.float32, op) for op in ("max", "sum", "sum")]
+    gm, _ = graph_of(made, fake_world)
+    untagged = starts(gm)[1]
+    untagged.meta.pop("custom")
+    teb.ReduceByAllToAll()(gm, Compilation())
+    kept = [n for n in gm.graph.nodes if kind_of(n) == "reduce_scatter"]
+    assert [n.args[1] for n in kept] == ["max", "sum"]
+    assert kept[1] is untagged
+
+
+@pytest.mark.parametrize("fake_world", [1], indirect=True)
+def test_one_rank_adds_nothing(fake_world):
+    gm, _ = graph_of(BUCKET, fake_world)
+    before = gm.code
+    teb.ReduceByAllToAll()(gm, Compilation())
+    assert gm.code == before
+
+
+def test_the_list_is_checked(fake_world):
+    cap, sums, order = teb.BucketByCap(25), teb.ReduceByAllToAll(), teb.Schedule([teb.Overlap()])
+    teb.backend("aot_eager", [cap, sums, order])
+    right = r"The right order: \[BucketByCap, ReduceByAllToAll, Schedule\]"
+    for wrong in ([sums, cap, order], [cap, order, sums]):
+        with pytest.raises(ValueError, match=right):
+            teb.backend("aot_eager", wrong)
+    both = [teb.BucketAndSchedule([teb.Overlap()], reduce=sums), sums]
+    with pytest.raises(ValueError, match="both decide"):
+        teb.backend("aot_eager", both)
+    with pytest.raises(TypeError, match="reduce must be a ReduceByAllToAll or None"):
+        teb.BucketAndSchedule([teb.Overlap()], reduce=cap)
+    with pytest.raises(ValueError, match=r"accumulate must be torch\.float32 or torch\.float64"):
+        teb.ReduceByAllToAll(torch.bfloat16)
+    assert teb.ReduceByAllToAll(torch.float64).uuid() != sums.uuid()
+
+
+def test_recipes_take_it_by_name(fake_world):
+    model = teb.data_parallel(small_model(), init_device_mesh("cpu", (4,)))
+    parity = teb.recipe(model, reduce="all_to_all")
+    assert [type(p).__name__ for p in parity][-3:] == [
+        "BucketUnits",
+        "ReduceByAllToAll",
+        "Schedule",
+    ]
+    *_, last = teb.recipe(model, "speed", reduce="all_to_all")
+    assert repr(last).endswith("reduce=ReduceByAllToAll())")
+    assert last.uuid() != teb.recipe(model, "speed")[-1].uuid()
+    with pytest.raises(ValueError, match="reduce must be 'all_to_all' or None"):
+        teb.recipe(model, reduce="ring")
+
+
+# --- Inductor ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fake_world", [3], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
+    """The sum alone, in one kernel with what casts and scales it: the reads that follow a rounding
+    see the rounded value."""
+    gm, _ = graph_of([("reduce_scatter", 40, [3], dtype, "avg")], fake_world)
+    teb.ReduceByAllToAll()(gm, Compilation())
+    (wait,) = (n for n in gm.graph.nodes if n.target is C10D.wait_tensor.default)
+    placeholder = gm.graph.find_nodes(op="placeholder")[0]
+    (start,) = wait.all_input_nodes
+    value = wait.meta["val"]
+    wait.replace_all_uses_with(placeholder)
+    placeholder.meta["val"] = value
+    gm.graph.erase_node(wait)
+    gm.graph.erase_node(start)
+    gm.graph.eliminate_dead_code()
+    output = gm.graph.output_node()
+    (result,) = output.args[0]
+    with gm.graph.inserting_before(output):
+        wide = gm.graph.call_function(
+            torch.ops.prims.convert_element_type.default, (result, torch.float64)
+        )
+        wide.meta["val"] = result.meta["val"].double()
+    output.args = ([wide],)
+    gm.recompile()
+    x = torch.randn(value.shape).to(dtype)
+    (expected,) = copy.deepcopy(gm)(x)
+    assert torch.equal(expected.flatten(), in_rank_order(x.chunk(3), "avg").double())
+    with torch._guards.tracing(torch._guards.TracingContext(value.fake_mode)):
+        compiled = compile_fx_inner(gm, [value])
+    (found,) = compiled([x.clone()])
+    assert torch.equal(found, expected)
+
+
+# --- real ranks ----------------------------------------------------------------------------------
+
+
+def eager(mesh, reduce_dtype, units, twin):
+    model = small_model()
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, cast_forward_inputs=False)
+    for module in [*units(model), model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    if twin:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(teb.AllToAllReduceScatter())
+    return model
+
+
+def by_block(model):
+    return [model.embed, *model.blocks, [model.norm, model.output]]
+
+
+def other_units(model):
+    return [[model.embed, model.blocks[0]], model.blocks[1]]
+
+
+def digests(rank, reduce_dtype, backend_name, shape):
+    found = {}
+    with ring_rank(rank, RingTopology(ranks_per_node=2)):
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for twin in (False, True):
+            for name, units in (("units", by_block), ("other units", other_units)):
+                model = eager(mesh, reduce_dtype, units, twin)
+                found["eager", name, twin] = trained(rank.rank, model, model)
+        reference = eager(mesh, reduce_dtype, by_block, False)
+        order = teb.FSDPParamOrder.from_fsdp(reference)
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")[: len(shape) + 1]
+        sums, overlap = teb.ReduceByAllToAll(), teb.Schedule([teb.Overlap()])
+        ways = {
+            "per unit": [teb.BucketUnits(order, kinds), sums, overlap],
+            "small, graph order": [teb.BucketByCap(0.002, kinds=kinds), sums],
+            "small, FSDP2 order": [
+                teb.BucketByCap(0.002, kinds=kinds, payload_order=order),
+                sums,
+                overlap,
+            ],
+            "middle": [teb.BucketByCap(0.02, kinds=kinds), sums, overlap],
+            "all": [teb.BucketByCap(500, kinds=kinds, payload_order=order), sums],
+            "alone": [sums],
+            "ring, all": [teb.BucketByCap(500, kinds=kinds)],
+            "speed": None,
+        }
+        for name, passes in ways.items():
+            torch._dynamo.reset()
+            mode = "fully_shard" if len(shape) == 1 else "hybrid_shard"
+            model = teb.data_parallel(
+                small_model(), mesh, mode, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype
+            )
+            if passes is None:
+                passes = teb.recipe(model, "speed", reduce="all_to_all")
+            elif len(shape) > 1:
+                passes = [teb.ReduceScatterFirst(), *passes]
+            compiled = torch.compile(model, backend=teb.backend(backend_name, passes))
+            found["compiled", name] = trained(rank.rank, model, compiled)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("reduce_dtype", "backend_name", "shape"),
+    [
+        (torch.bfloat16, "aot_eager", (4,)),
+        pytest.param(torch.float32, "aot_eager", (4,), marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "aot_eager", (2, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_one_hash_for_all_buckets_orders_and_units(reduce_dtype, backend_name, shape):
+    for rank in run_ranks(digests, 4, reduce_dtype, backend_name, shape, timeout_s=400):
+        ring = {tuple(v) for k, v in rank.items() if k[-1] is False or k[-1] == "ring, all"}
+        sums = {k: v for k, v in rank.items() if k[-1] is not False and k[-1] != "ring, all"}
+        assert len(sums) == 9
+        expected = sums["eager", "units", True]
+        assert {k: v == expected for k, v in sums.items()} == dict.fromkeys(sums, True)
+        if shape == (4,):  # of two ranks a ring has no order
+            assert len(ring) == 3
+            assert tuple(expected) not in ring
+
+
+def twin_alone(rank):
+    group = dist.group.WORLD
+    world = dist.get_world_size()
+    comm = teb.AllToAllReduceScatter()
+    for dtype in DTYPES:
+        gradients = [
+            torch.randn(world * 37, generator=torch.Generator().manual_seed(r)).to(dtype)
+            for r in range(world)
+        ]
+        for op, name in ((dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "avg")):
+            out = comm.allocate((37,), dtype=dtype, device=torch.device("cpu"))
+            comm(output_tensor=out, input_tensor=gradients[rank], group=group, op=op)
+            assert torch.equal(out, in_rank_order(gradients, name).chunk(world)[rank])
+    out = torch.empty(37)
+    with pytest.raises(ValueError, match="set_force_sum_reduction_for_comms"):
+        comm(out, torch.empty(world * 37), group, dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match="floating-point tensors of one dtype"):
+        comm(out, torch.empty(world * 37, dtype=torch.bfloat16), group, dist.ReduceOp.SUM)
+    with pytest.raises(ValueError, match="async_op=False"):
+        comm(out, torch.empty(world * 37), group, dist.ReduceOp.SUM, async_op=True)
+
+
+def test_the_twin_on_a_ring_group():
+    on_ranks(twin_alone, world=3)
+
+
+def _gloo(rank):
+    store = dist.FileStore(rank.store_path, rank.world_size)
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size)
+    try:
+        twin_alone(rank.rank)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_twin_on_gloo():
+    run_ranks(_gloo, 3, timeout_s=120)

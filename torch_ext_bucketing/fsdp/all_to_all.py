@@ -1,0 +1,122 @@
+"""Eager FSDP2's reduce-scatter as an all-to-all and a sum over the ranks in their order.
+
+The eager twin of the pass :class:`.ReduceByAllToAll`: both do the same additions on the same
+values, so their bits are equal whatever is packed with what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .._torch.fsdp2 import ReduceScatter
+
+__all__ = ["AllToAllReduceScatter", "check_accumulate", "sum_in_rank_order"]
+
+
+def check_accumulate(dtype: torch.dtype) -> torch.dtype:
+    """``dtype``, if sums can be accumulated in it.
+
+    Raises:
+        ValueError: it is neither ``torch.float32`` nor ``torch.float64``.
+    """
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"accumulate must be torch.float32 or torch.float64, got {dtype!r}")
+    return dtype
+
+
+def sum_in_rank_order(
+    parts: Sequence[torch.Tensor], accumulate: torch.dtype = torch.float32, average: bool = False
+) -> torch.Tensor:
+    """``((parts[0] + parts[1]) + parts[2]) + ...``, rounded to the dtype of the parts at the end.
+
+    Args:
+        parts: one per rank, of one shape and floating-point dtype.
+        accumulate: the dtype of the additions, unless that of the parts is wider.
+        average: whether the sum is multiplied by ``1 / len(parts)`` before it is rounded. Not
+            divided: on a GPU neither ATen nor Inductor divides by a constant.
+
+    Returns:
+        A tensor of that shape and dtype in memory of its own.
+    """
+    wire = parts[0].dtype
+    total = parts[0].to(torch.promote_types(wire, accumulate), copy=True)
+    for part in parts[1:]:
+        total += part
+    if average:
+        total *= 1 / len(parts)
+    return total.to(wire)
+
+
+class AllToAllReduceScatter(ReduceScatter):
+    """For ``set_custom_reduce_scatter`` of eager FSDP2, on every module that is wrapped::
+
+        reduce = AllToAllReduceScatter()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(reduce)
+
+    Gradients are then those of a model compiled with :class:`.ReduceByAllToAll`, bit for bit, with
+    any units and byte caps there. A rank receives as many bytes as it sends, the size of the
+    unit's packed gradients, and holds these as well while it adds.
+
+    With hybrid sharding FSDP2 all-reduces over the replicas itself. Two replicas give the same bits
+    in either order; with more of them eager's bits depend on the units, as before.
+
+    Args:
+        accumulate: the dtype of the sums, ``torch.float32`` or ``torch.float64``.
+
+    Raises:
+        ValueError: another dtype.
+    """
+
+    def __init__(self, accumulate: torch.dtype = torch.float32) -> None:
+        self.accumulate = check_accumulate(accumulate)
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A new tensor."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce-scatter; on return the result is in ``output_tensor``, on the current stream.
+
+        Args:
+            output_tensor: of n elements.
+            input_tensor: of n elements for each rank, rank by rank, in the same floating-point
+                dtype.
+            group: the ranks.
+            op: a sum or an average.
+            async_op: must be False, as FSDP2 has it.
+
+        Raises:
+            ValueError: another ``op``, ``async_op``, or dtypes that differ or are no
+                floating-point ones. Nothing was sent.
+        """
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(
+                f"AllToAllReduceScatter sums or averages, got {op}. Beside "
+                "set_gradient_divide_factor call set_force_sum_reduction_for_comms(True): FSDP2 "
+                "then divides itself"
+            )
+        wire = input_tensor.dtype
+        if async_op or not wire.is_floating_point or output_tensor.dtype is not wire:
+            raise ValueError(
+                "AllToAllReduceScatter needs async_op=False and floating-point tensors of one "
+                f"dtype, got async_op={async_op}, {wire} and {output_tensor.dtype}"
+            )
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        parts = received.view(-1).chunk(group.size()) if received.numel() else [output_tensor]
+        total = sum_in_rank_order(parts, self.accumulate, op == dist.ReduceOp.AVG)
+        output_tensor.copy_(total.view(output_tensor.shape))
