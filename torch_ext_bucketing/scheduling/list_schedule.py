@@ -445,17 +445,21 @@ class ListScheduler:
 
     def _stall(self, kernel: int) -> float:
         """How long the compute stream would have to wait before ``kernel``."""
-        starts = self.pending.get(kernel)
-        if starts is None:
-            starts = self.pending[kernel] = self._starts_behind(kernel)
+        waits = self.pending.get(kernel)
+        if waits is None:
+            waits = self.pending[kernel] = self._waits_behind(kernel)
         latest = 0.0
-        for start in starts:
+        for wait in waits:
+            if self.done[wait]:  # since it was looked for
+                continue
+            start = self.model.start_of[wait]
             end = self.end[start] if self.done[start] else self.streams.would_end(start, self.now)
             if end > latest:
                 latest = end
         return latest - self.now
 
-    def _starts_behind(self, node: int) -> list[int]:
+    def _waits_behind(self, node: int) -> list[int]:
+        """The waits still to come before ``node``."""
         done, needs, start_of = self.done, self.needs, self.model.start_of
         found, seen, stack = [], {node}, [node]
         while stack:
@@ -464,7 +468,7 @@ class ListScheduler:
                     continue
                 seen.add(j)
                 if start_of[j] >= 0:
-                    found.append(start_of[j])
+                    found.append(j)
                 stack.append(j)
         return found
 
