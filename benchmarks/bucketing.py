@@ -3,10 +3,11 @@
     python -m benchmarks.bucketing                           every graph at its cap, prints a table
     python -m benchmarks.bucketing --only 'llama3_8b_*' --cap 25 --json out.json
 
-Each row is one graph of :mod:`.graphs` at one cap. Three ways, each in a process of its own, one
+Each row is one graph of :mod:`.graphs` at one cap. Four ways, each in a process of its own, one
 after the other on the same graph:
 
 - ``unpatched``: torch's ``pre_bucket_fsdp_collectives`` from the installed torch's own source;
+- ``unset``: the same function of the patched torch, with no entry set;
 - ``hooks``: the same function of the patched torch, with ``bucket_non_adjacent`` and, as
   ``fsdp_group_filter``, the groups on which parameters are sharded;
 - ``ours``: :func:`.plan_by_cap`, then :func:`.apply_plan`.
@@ -35,7 +36,7 @@ from typing import Any
 
 from .graphs import NAMES, Graph, available, load
 
-WAYS = ("unpatched", "hooks", "ours")
+WAYS = ("unpatched", "unset", "hooks", "ours")
 PARAMETER_ROLES = ("fsdp", "expert_fsdp")
 
 
@@ -150,7 +151,7 @@ def run_ours(graph: Graph, cap_mb: float) -> dict[str, Any]:
 def child(way: str, name: str, cap_mb: float, repeat: int, layers: int | None) -> None:
     """Measure one way on one graph and print the result as JSON."""
     logging.getLogger("torch._inductor.fx_passes.fsdp").setLevel(logging.WARNING)
-    run = {"unpatched": run_unpatched, "hooks": run_hooks, "ours": run_ours}[way]
+    run = {"hooks": run_hooks, "ours": run_ours}.get(way, run_unpatched)
     results: list[dict[str, Any]] = []
     for _ in range(repeat):
         graph = load(name, layers, quiet=True)
@@ -187,7 +188,7 @@ def measure(name: str, cap_mb: float, repeat: int, layers: int | None) -> dict[s
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """An aligned table with one line per graph, cap and kind."""
     head: list[str] = ["graph", "cap", "kind", "before", "bound", "unpatched", "hooks", "ours"]
-    head += ["plan s", "pass s", "unpatched s", "MiB", "unpatched MiB", "closed by"]
+    head += ["plan s", "pass s", "unpatched s", "unset s", "MiB", "unpatched MiB", "closed by"]
     lines = [head]
     for row in rows:
         for i, kind in enumerate(row["before"]):
@@ -206,6 +207,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                     f"{row['plan_s']:.2f}" if first else "",
                     f"{row['pass_s']:.2f}" if first else "",
                     f"{row['unpatched_pass_s']:.2f}" if first else "",
+                    f"{row['unset_pass_s']:.2f}" if first else "",
                     f"{row['grown_mib']:.0f}" if first else "",
                     f"{row['unpatched_grown_mib']:.0f}" if first else "",
                     closed if first else "",
