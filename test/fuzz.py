@@ -517,6 +517,12 @@ CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
     "peak_bytes": (4, lambda e: peak_bytes(e.gm, e.rng.choice((None, lambda n: True)))),
     "CombineUses": (4, _combine_uses),
     "ReduceScatterFirst": (4, lambda e: _run_pass(e, teb.ReduceScatterFirst())),
+    "ReduceByAllToAll": (
+        2,
+        lambda e: _run_pass(
+            e, teb.ReduceByAllToAll(e.v.pick(torch.float32, torch.float64, torch.int8, "fp32"))
+        ),
+    ),
     "ReshardAfterForward": (
         3,
         lambda e: _run_pass(e, teb.ReshardAfterForward(e.v.junk(lambda: e.rng.sample(NAMES, 2)))),

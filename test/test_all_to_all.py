@@ -296,7 +296,8 @@ def test_one_hash_for_all_buckets_orders_and_units(reduce_dtype, backend_name, s
         assert len(sums) == 9
         expected = sums["eager", "units", True]
         assert {k: v == expected for k, v in sums.items()} == dict.fromkeys(sums, True)
-        if shape == (4,):  # of two ranks a ring has no order
+        # Of two ranks a ring has no order, and fp32 adds four bf16 gradients without rounding.
+        if shape == (4,) and reduce_dtype is torch.bfloat16:
             assert len(ring) == 3
             assert tuple(expected) not in ring
 
