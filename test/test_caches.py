@@ -218,6 +218,7 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     teb.CombineUses: ({"peak": None}, {"peak": teb.PeakMemory(gib=1.0)}),
     teb.ReduceScatterFirst: ({}, {}),
+    teb.ReduceByAllToAll: ({"accumulate": torch.float32}, {"accumulate": torch.float64}),
     teb.ReshardAfterForward: (
         {"keep": (), **dict.fromkeys(("memory", "units", "machine", "to")), "curve": False},
         {"keep": ("a",), **dict.fromkeys(("memory", "units", "machine", "curve"), AUTO), "to": 1},
@@ -257,6 +258,7 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "machine": _machine(),
             "eligible": "tag",
             "group_filter": None,
+            "reduce": None,
         },
         {
             "policies": teb.Overlap(depth=3),
@@ -266,6 +268,7 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "machine": _machine(kernel_ms=1.0),
             "eligible": "structure",
             "group_filter": primary_group,
+            "reduce": teb.ReduceByAllToAll(),
         },
     ),
 }
