@@ -16,6 +16,7 @@ import torch
 from test_warm import CHILD, HIT, MISS, assert_state, run
 
 from torch_ext_bucketing._torch import caches
+from torch_ext_bucketing.testing.untouched import require_untouched_torch, touched_torch
 
 KEY = "fkey"
 
@@ -90,6 +91,18 @@ def test_a_full_folder_is_named_where_torch_must_write(folder, monkeypatch):
             codecache.write_atomic(code, "2")
     monkeypatch.undo()
     assert Path(code).read_text() == "1"
+
+
+def test_what_a_compile_wraps_in_torch_is_found_and_is_gone_afterwards():
+    assert touched_torch() == []
+    with caches.watched_caches():
+        assert touched_torch() == [
+            "torch._inductor.codecache.write_atomic",
+            "torch._inductor.output_code.CompiledFxGraph.post_compile",
+        ]
+        with pytest.raises(RuntimeError, match=r"this package changed torch: .*write_atomic"):
+            require_untouched_torch()
+    require_untouched_torch()
 
 
 def test_killed_while_writing(folder):

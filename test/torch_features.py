@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-import torch_ext_bucketing  # noqa: F401  (the hooks come before torch's bucketing)
-
-from torch._inductor import config  # isort: skip
-from torch._inductor.fx_passes import fsdp  # isort: skip
+from torch._inductor import config
+from torch._inductor.fx_passes import fsdp
 
 HAS_PRE_BUCKETING = hasattr(fsdp, "pre_bucket_fsdp_collectives")
 needs_pre_bucketing = pytest.mark.skipif(

@@ -56,8 +56,8 @@ class BucketReport:
             and its output; None where no cap was kept.
         cap_bytes: the cap; None where no cap was kept.
         packed_by: what decides the order of ``members``: the name of the payload order that was
-            asked for, such as ``"FSDPParamOrder"``; ``"bucket_payload_order_key"`` where that
-            config entry decides; ``"graph order"``; or ``"graph order: a member has no key"``.
+            asked for, such as ``"FSDPParamOrder"``; ``"graph order"``; or
+            ``"graph order: a member has no key"``.
         no_key: the members without a key: their parameters, or the node's name for want of a tag.
     """
 

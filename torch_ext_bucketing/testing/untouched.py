@@ -42,20 +42,23 @@ def touched_torch() -> list[str]:
         if _module_of(loader).partition(".")[0] == package:
             found.append(f"module {name}")
         for attribute, value in list(vars(module).items()):
-            ours = any(code.co_filename.startswith(tuple(_PACKAGE)) for code in _codes(value))
-            if ours:
+            if _is_ours(value):
                 found.append(f"{name}.{attribute}")
             if issubclass(type(value), type) and value.__module__ == name:
                 found += [
                     f"{name}.{attribute}.{member}"
                     for member, inner in list(vars(value).items())
-                    if any(c.co_filename.startswith(tuple(_PACKAGE)) for c in _codes(inner))
+                    if _is_ours(inner)
                 ]
     return sorted(found)
 
 
 def _module_of(value: Any) -> str:
     return value.__module__ if isinstance(value, type) else type(value).__module__
+
+
+def _is_ours(value: Any) -> bool:
+    return any(code.co_filename.startswith(tuple(_PACKAGE)) for code in _codes(value))
 
 
 def _codes(value: Any) -> Iterator[CodeType]:
