@@ -36,7 +36,6 @@ from torch_ext_bucketing.hooks import (
     HOOK_ENTRIES,
     HooksError,
     ImportedTooEarlyError,
-    PatchDoesNotApplyError,
     disk,
     install,
     series,
@@ -222,10 +221,9 @@ def test_served_modules_look_normal_and_threads_may_install(small: Path) -> None
 
 
 def config_first(rank: Rank, folder: Path) -> None:
-    import torch._dynamo
-    import torch._functorch.aot_autograd
+    for name in ("_dynamo", "distributed.fsdp", "_functorch.aot_autograd"):
+        importlib.import_module(f"torch.{name}")
     import torch._inductor.config as config
-    import torch.distributed.fsdp  # noqa: F401
 
     config.max_autotune = True
     config.aten_distributed_optimizations.collective_bucketing = True
@@ -265,8 +263,7 @@ def config_first(rank: Rank, folder: Path) -> None:
     assert out == [False]
     with pytest.raises(AttributeError):  # unknown entries are still refused
         part.no_such_entry = 1
-    import torch._inductor.compile_fx
-
+    importlib.import_module("torch._inductor.compile_fx")
     assert importlib.import_module(f"{MODULES}.bucketing").boom
 
 
@@ -331,11 +328,10 @@ def test_too_early_is_an_error_that_changes_nothing(small: Path, tmp_path: Path)
 # ---------------------------------------------------------------- other torches
 
 
-def installed(rank: Rank, folder: Path, torch_dir: Path | None = None) -> tuple[str, str] | str:
+def installed(rank: Rank, folder: Path, torch_dir: Path = TORCH_DIR) -> tuple[str, str] | str:
     """The status after ``install``, or its error, which changes nothing."""
     with_series(folder)
-    if torch_dir is not None:
-        series._importable_torch_dir = lambda: torch_dir
+    series._importable_torch_dir = lambda: torch_dir
     finders = list(sys.meta_path)
     for _ in range(2):
         try:
@@ -344,9 +340,6 @@ def installed(rank: Rank, folder: Path, torch_dir: Path | None = None) -> tuple[
             found = now.state, now.series
         except HooksError as error:
             found = str(error)
-            if isinstance(error, PatchDoesNotApplyError):
-                assert all(failure in found for failure in error.failures)
-                assert status().state == "none"
     assert (sys.meta_path == finders) == (found[0] != "in memory")
     return found
 
@@ -360,6 +353,7 @@ def test_series_that_do_not_fit(tmp_path: Path) -> None:
     new = old.replace(head, "import other\n"), old.replace(head, "import another\n")
     write_series(tmp_path / "hunks", MINOR, {BUCKETING: new})
     said = fresh(installed, tmp_path / "hunks")
+    assert said.startswith("1 hunk(s)")
     assert f"{BUCKETING}: @@ -" in said
     assert "expected 'import other', found 'import torch'" in said
     for minor in ("1.99", "9.0"):
