@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .passes.tagging import TagParameters
     from .recipes import recipe
     from .reports.compile import CompileReport
+    from .rewrites.add_by_unit import AddByUnit
     from .rewrites.combine_uses import CombineUses
     from .rewrites.reduce_scatter_first import ReduceScatterFirst
     from .rewrites.resharding import ReshardAfterForward
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AddByUnit",
     "AllToAllReduceScatter",
     "BoundNotKeptWarning",
     "BucketAndSchedule",
@@ -88,6 +90,7 @@ _HOME = {
     "passes.backends": ("backend",),
     "passes.base": ("GraphPass",),
     "passes.bucketing": ("BucketByCap", "BucketUnits"),
+    "rewrites.add_by_unit": ("AddByUnit",),
     "rewrites.combine_uses": ("CombineUses",),
     "passes.diagnostics": ("NotBucketedWarning",),
     "recipes": ("recipe",),

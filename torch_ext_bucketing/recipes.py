@@ -9,7 +9,7 @@ from typing import Literal
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from ._torch.fsdp2 import is_wrapped
+from ._torch.fsdp2 import is_wrapped, read_param_groups
 from .fqns import format_names, parameter_names
 from .fsdp.blocks import transformer_block_plan
 from .fsdp.order import FSDPParamOrder
@@ -20,6 +20,7 @@ from .passes.base import GraphPass
 from .passes.bucketing import BucketUnits
 from .passes.diagnostics import NotBucketedWarning
 from .passes.scheduling import BucketAndSchedule, Schedule
+from .rewrites.add_by_unit import AddByUnit
 from .rewrites.combine_uses import CombineUses
 from .rewrites.reduce_scatter_first import ReduceScatterFirst
 from .rewrites.resharding import ReshardAfterForward
@@ -47,8 +48,8 @@ def recipe(
     them.
 
     - ``"parity"``: the same weights as eager FSDP2, bit for bit. One bucket per unit of eager
-      FSDP2, its members in eager's order; then the graph is reordered for overlap, which changes
-      no result.
+      FSDP2, its members in eager's order, and gradients of activations added unit by unit; then the
+      graph is reordered for overlap, which changes no result.
     - ``"speed"``: byte caps chosen by trying several on a cost model, and an order that overlaps
       within 1.02 of the unbucketed graph's peak memory and 8 compute nodes between two
       reduce-scatters. Buckets are not eager's units, so bits are not eager's either, but with
@@ -117,7 +118,8 @@ def recipe(
         return [*first, ReshardAfterForward(), *passes] if gathers else [*first, *passes]
     if units is not None and reference is not None:
         raise ValueError("give units= or reference=, not both: a reference has units of its own")
-    order, keep = _order(model, units, reference)
+    order, keep, named = _order(model, units, reference)
+    first.insert(0, AddByUnit(model, named))
     passes = [
         BucketUnits(order, kinds=kinds),
         *([ReduceByAllToAll()] if reduce else []),
@@ -158,8 +160,9 @@ def _order(
     model: nn.Module,
     units: UnitSpec | Sequence[str | Sequence[str]] | None,
     reference: nn.Module | None,
-) -> tuple[FSDPParamOrder, tuple[str, ...]]:
-    """The order, and the names of what stays gathered between forward and backward."""
+) -> tuple[FSDPParamOrder, tuple[str, ...], list[tuple[str, ...]]]:
+    """The order, the names of what stays gathered between forward and backward, and the units'
+    modules."""
     if reference is not None:
         order = FSDPParamOrder.from_fsdp(reference)
         names = {fqn for fqns in parameter_names(model).values() for fqn in fqns}
@@ -169,7 +172,8 @@ def _order(
                 f"the reference has parameters that the model has not: {', '.join(missing[:8])}. "
                 "Both must be made by the same code"
             )
-        return order, order.units[-1]
+        modules = dict.fromkeys(g.modules for g in read_param_groups(reference) if g.params)
+        return order, order.units[-1], list(modules)
     if units is None:
         try:
             units = transformer_block_plan(model)
@@ -182,6 +186,6 @@ def _order(
     order = FSDPParamOrder.from_model(model, units=units)
     named = [tuple([unit] if isinstance(unit, str) else unit) for unit in units]
     if named[-1] != ("",):
-        return order, named[-1]
+        return order, named[-1], named
     # The root's own parameters by name: "" would stand for all that are in the model.
-    return order, (*(named[-2] if len(named) > 1 else ()), *order.units[-1])
+    return order, (*(named[-2] if len(named) > 1 else ()), *order.units[-1]), named

@@ -26,12 +26,16 @@ from .private import private_torch
 
 with private_torch():
     from torch.distributed import _composable_state
+    from torch.distributed.fsdp import _common_utils
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 # Whether this torch packs reduce-scatters by gradient dtype (2.15 and later).
 REDUCES_BY_GRAD_DTYPE = hasattr(FSDPParamGroup, "_init_reduce_scatter_param_order")
+
+# Whether this torch looks for a unit's inputs in dataclasses, too (2.12 and later).
+WRAPS_DATACLASSES = hasattr(_common_utils, "replace_grad_tensors")
 
 
 @dataclass(frozen=True)

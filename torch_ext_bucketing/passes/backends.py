@@ -126,8 +126,10 @@ class BucketingBackend:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[..., Any]:
         """Compile ``gm``, as Dynamo asks for it."""
+        fqns = _dynamo_inputs.input_fqns(gm, example_inputs, self.model)
         compilation = self.passes.compilation(
-            input_fqns=_dynamo_inputs.input_fqns(gm, example_inputs, self.model),
+            input_fqns=fqns,
+            input_names=_dynamo_inputs.input_names(gm, fqns),
             frame=_dynamo_inputs.frame_number(),
             size_hints=self.size_hints,
         )

@@ -78,6 +78,8 @@ class Pipeline:
         running = [p for p in ours if p.name not in self.disabled]
         self.joint = tuple(p for p in running if p.stage == "joint")
         self.forward_backward = tuple(p for p in running if p.stage == "forward_backward")
+        for p in running:
+            p.install()
 
     @property
     def ahead(self) -> tuple[Fact, ...]:

@@ -10,6 +10,8 @@ from .base import LeftAlone, Report
 from .text import size_text
 
 __all__ = [
+    "AddReport",
+    "AddedByUnit",
     "CombineReport",
     "CombinedUses",
     "LeftAlone",
@@ -194,3 +196,40 @@ class ReshardReport(RewriteReport):
                 f"them: {size_text(nbytes)}"
             )
         return lines
+
+
+@dataclass(frozen=True)
+class AddedByUnit:
+    """An activation whose gradients are added unit by unit.
+
+    Args:
+        node: name of the node that makes it.
+        module: FQN of the module that it is made in; None where that is not known.
+        sums: of units, that are added to what came before where autograd would have added use by
+            use.
+    """
+
+    node: str
+    module: str | None
+    sums: int
+
+
+@dataclass(frozen=True)
+class AddReport(RewriteReport):
+    """The result of :class:`.AddByUnit` on one graph.
+
+    Args:
+        added: in the order of backward. Activations whose gradients are added in the same order
+            either way are not among them.
+    """
+
+    name = heading = "added by unit"
+    added: tuple[AddedByUnit, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        """A line per activation."""
+        return [
+            f"gradients of {a.node}{f', made in {a.module}' if a.module else ''}: {a.sums} sums"
+            for a in self.added
+        ]

@@ -1,0 +1,117 @@
+"""An autograd node of its own for what a unit is called with, as eager FSDP2 has it.
+
+Eager FSDP2 passes the inputs of a unit that need a gradient through a node of its own, to learn
+when the unit's backward has ended (``FSDPParamGroup._register_post_backward_hook``, torch 2.11 to
+2.15). There the gradients of all uses inside the unit meet before they are added to those of other
+uses. So the gradients of an activation that several units read are added unit by unit::
+
+    x is read twice by unit a, twice by unit b, and then by r, outside of units
+    use by use        (((r + b2) + b1) + a2) + a1
+    eager FSDP2       (r + (b2 + b1)) + (a2 + a1)
+
+A view to the same shape is such a node, too, in eager mode and in a trace, where it costs nothing.
+It is made by a hook before ``forward``, which Dynamo traces along with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+from torch.fx.traceback import annotate
+
+from .._torch.fsdp2 import WRAPS_DATACLASSES
+from .tree import unwrapped
+from .unit_spec import find_units
+
+__all__ = ["give_nodes", "is_unit_input", "modules_with_nodes"]
+
+_KEY = "unit_input"
+
+
+def modules_with_nodes(model: nn.Module, units: Iterable[str | Sequence[str]]) -> list[nn.Module]:
+    """The modules whose inputs get nodes: of each unit that holds parameters the first one. That is
+    eager FSDP2's choice where a unit's modules are called in the order in which they are given.
+
+    Raises:
+        TypeError, ValueError: as of :func:`.find_units`.
+    """
+    held: set[nn.Parameter] = set()
+    found = []
+    for _, modules in find_units(model, units):
+        own = {p for module in modules for p in module.parameters()} - held
+        if own:
+            found.append(unwrapped(modules[0]))
+        held |= own
+    return found
+
+
+def give_nodes(modules: Iterable[nn.Module]) -> None:
+    """Have every call of these modules give its inputs nodes of their own, from now on."""
+    for module in modules:
+        if _hook not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_hook, prepend=True, with_kwargs=True)
+
+
+def is_unit_input(node: fx.Node) -> bool:
+    """Whether a node makes a unit's input, or in backward the gradient of one."""
+    return _KEY in (node.meta.get("custom") or {})
+
+
+def _hook(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not torch.is_grad_enabled():
+        return None
+    given: list[torch.Tensor] = []
+    _replace((args, kwargs), lambda t: given.append(t) or t)  # type: ignore[func-returns-value]
+    # The last first: of a tensor that is given twice, eager adds the first one's gradient first,
+    # and what is made last has its gradient first.
+    with annotate({_KEY: True}):
+        made = [t.view_as(t) for t in reversed(given)]
+    replaced: tuple[tuple[Any, ...], dict[str, Any]] = _replace(
+        (args, kwargs), lambda t: made.pop()
+    )
+    return replaced
+
+
+def _replace(value: Any, by: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Replace the tensors that need a gradient, in what eager FSDP2 takes for containers
+    (``replace_grad_tensors``; ``tree_map`` in 2.11). A container without any stays itself."""
+    if isinstance(value, torch.Tensor):
+        return by(value) if value.requires_grad else value
+    items: list[Any]
+    names: list[str] = []
+    if WRAPS_DATACLASSES and _is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        items = [getattr(value, name) for name in names]
+    elif isinstance(value, dict):
+        items = list(value.values())
+    elif isinstance(value, list | tuple):
+        items = list(value)
+    else:
+        return value
+    replaced = [_replace(item, by) for item in items]
+    if all(new is old for new, old in zip(replaced, items, strict=True)):
+        return value
+    cls: Any = type(value)
+    if names:
+        changes = zip(names, replaced, items, strict=True)
+        return dataclasses.replace(value, **{n: new for n, new, old in changes if new is not old})
+    if isinstance(value, dict):
+        return cls(dict(zip(value, replaced, strict=True)))
+    if hasattr(value, "_fields"):
+        return cls(*replaced)
+    try:
+        return cls(replaced)
+    except TypeError:  # a subclass with a constructor of its own
+        return replaced if isinstance(value, list) else tuple(replaced)
+
+
+def _is_dataclass(value: Any) -> bool:
+    named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and not named_tuple
