@@ -29,7 +29,7 @@ from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.compare import digest
+from torch_ext_bucketing.testing.training import digest
 
 SEQ = 12
 UNITS = ("blocks.0", "blocks.1", "")

@@ -43,7 +43,7 @@ from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, S
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-from torch_ext_bucketing.testing.compare import Trained, count_collectives, train
+from torch_ext_bucketing.testing.training import Trained, count_collectives, train
 from torch_ext_bucketing.testing.payloads import (
     Payload,
     bucket_payloads,
