@@ -64,6 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "no row is left by these options; names look like llama/2x2/aot_eager/fsdp/bf16, or "
             f"with --rows like {ROWS[0].name}"
         )
+    resumed = [row.name for row in rows if row.case.startswith("resume")]
+    least = 3 if resumed else 1
+    if args.steps < least:
+        parser.error(f"--steps must be at least {least}{' for '.join(['', *resumed[:1]])}")
     left_out = {row: row.why_left_out(MODELS) for row in rows}
     todo = [row for row in rows if not left_out[row]]
     results = _passed(args.json, todo) if args.resume else []

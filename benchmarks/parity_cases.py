@@ -22,9 +22,10 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks.parity_ranks import RowReport, Runs, aten_kernels
+from benchmarks.parity_base import Unit
+from benchmarks.parity_ranks import RowReport, Runs, aten_kernels, wrap_units
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.recipes import recipe
@@ -103,7 +104,7 @@ class Way:
     def shard(
         self,
         model: nn.Module,
-        units: Sequence[str | Sequence[str]] = UNITS,
+        units: Sequence[Unit] = UNITS,
         dtype: torch.dtype | None = torch.bfloat16,
     ) -> nn.Module:
         """Shard ``model`` in place; gathers and reductions in ``dtype``."""
@@ -114,14 +115,8 @@ class Way:
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False
         )
-        for unit in units:
-            names = [unit] if isinstance(unit, str) else unit
-            modules = [model.get_submodule(name) for name in names]
-            fully_shard(
-                modules[0] if len(modules) == 1 else modules, mesh=self.mesh, mp_policy=policy
-            )
-        if "" not in units:
-            fully_shard(model, mesh=self.mesh, mp_policy=policy)
+        units = units if "" in units else (*units, "")
+        wrap_units(model, units, mesh=self.mesh, mp_policy=policy)
         return model
 
     def backend(self, compiler: Any = "aot_eager", **options: Any) -> BucketingBackend:

@@ -8,6 +8,7 @@ autograd runs them and when AOTAutograd's graph is replayed. A new one is an ent
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -263,7 +264,11 @@ def _of(kind: Callable[..., nn.Module], width: int | None = None) -> Callable[..
 
 
 _MATRIX = Model(_of(Llama)).parallelism
-_REUSE = {"parallelism": FSDP_AND_HSDP, "backends": ("aot_eager",), "group": "reuse"}
+_REUSE: dict[str, Any] = {
+    "parallelism": FSDP_AND_HSDP,
+    "backends": ("aot_eager",),
+    "group": "reuse",
+}
 
 MODELS: dict[str, Model] = {
     "llama": Model(_of(Llama), parallelism=(*_MATRIX, "fsdp+tp")),

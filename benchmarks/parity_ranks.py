@@ -43,7 +43,6 @@ from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, S
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-from torch_ext_bucketing.testing.training import Trained, count_collectives, train
 from torch_ext_bucketing.testing.payloads import (
     Payload,
     bucket_payloads,
@@ -52,6 +51,7 @@ from torch_ext_bucketing.testing.payloads import (
 )
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
+from torch_ext_bucketing.testing.training import Trained, count_collectives, train
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DIMS = {"cpu": None, "cuda": 1024}
@@ -424,10 +424,7 @@ class Runs:
             wrap = replicate
         if self.row.to:
             options["reshard_after_forward"] = self.row.to
-        for unit in self.units(model):
-            names = [unit] if isinstance(unit, str) else unit
-            modules = [model.get_submodule(name) for name in names]
-            wrap(modules[0] if len(modules) == 1 else modules, **options)
+        wrap_units(model, self.units(model), wrap, **options)
         if self.row.client == "torchtitan":
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -527,6 +524,18 @@ class Runs:
         ``stop_unlike``."""
         again = self.row.graphs > 1 or self.row.regional
         return train(model, step, self.steps, recompiles=again, stop_unlike=stop_unlike)
+
+
+def wrap_units(
+    model: nn.Module,
+    units: Sequence[Unit],
+    wrap: Callable[..., Any] = fully_shard,
+    **options: Any,
+) -> None:
+    """Call ``fully_shard``, or another, for each unit."""
+    for unit in units:
+        modules = [model.get_submodule(n) for n in ([unit] if isinstance(unit, str) else unit)]
+        wrap(modules[0] if len(modules) == 1 else modules, **options)
 
 
 def in_graph_order(bucket: BucketUnits, eager: nn.Module) -> BucketUnits:

@@ -49,7 +49,9 @@ import torch
 import torch._inductor.compile_fx
 import torch.distributed.checkpoint.state_dict
 
-from benchmarks.everyday_ranks import CASES, run_cases
+from benchmarks.parity_cases import CaseRuns
+from benchmarks.parity_ranks import row_group, runs_of
+from benchmarks.parity_rows import ROWS
 from torch_ext_bucketing.testing.ranks import Rank
 
 TIMEOUT_S = 300.0
@@ -76,9 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--resume", action="store_true", help="keep the starts in --json, and make those missing"
     )
     args = parser.parse_args(argv)
-    names = [name for name in CASES if fnmatchcase(name, args.only)]
+    cases = [row.case for row in ROWS if row.case]
+    names = [name for name in cases if fnmatchcase(name, args.only)]
     if not names:
-        parser.error(f"--only {args.only}: no such case; there are {', '.join(CASES)}")
+        parser.error(f"--only {args.only}: no such case; there are {', '.join(cases)}")
     if args.ranks < 2 or args.ranks % 2:
         parser.error(f"--ranks must be even and at least 2, got {args.ranks}")
     if args.starts < 1 or args.loops < 1:
@@ -245,15 +248,19 @@ def _rank(name: str, rank: int, world: int, folder: Path, log: Path) -> int:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _kept, pipe = Pipe(duplex=False)
     me = Rank(rank, world, f"{folder}/store", timedelta(seconds=TIMEOUT_S), pipe)
+    (row,) = [row for row in ROWS if row.case == name]
     # A case that goes on from a checkpoint does so after two steps, another compiles again.
     steps = 3 if name.startswith("resume") else 2
     try:
-        error = run_cases(me, [name], steps, eager_too=False)[name].error
+        with row_group(me, row):
+            runs = runs_of(me, row, steps)
+            assert isinstance(runs, CaseRuns)
+            _, compiled = runs.ways()
+            runs.run(compiled)
     except Exception:
-        error = traceback.format_exc()
-    if error:
-        print(error, file=sys.stderr)
-    return 1 if error else 0
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def table(document: dict[str, Any]) -> str:
