@@ -5,6 +5,7 @@
     python benchmarks/parity.py --only 'moe/4x2/*/hsdp/*' --json moe.json
     python benchmarks/parity.py --rows 'torchtitan/*' --json torchtitan.json
     python benchmarks/parity.py --rows 'everyday/*' --steps 6
+    python benchmarks/parity.py --rows 'everyday/*' --steps 3 --starts 20
     python benchmarks/parity.py --virtual-ranks 64,128,256
     python benchmarks/parity.py --device cuda --topologies 1x2,2x2,4x2 --parallelism fsdp,hsdp
 
@@ -14,7 +15,9 @@ in the order of NCCL's rings over the simulated nodes, or are NCCL's own on GPUs
 (see ``benchmarks/devices.py`` for ranks that share one). Every row runs the compiled step with
 buckets in FSDP2's payload order, and as a control in graph order. Rows of the Inductor backend run
 a third time with every operator on ATen's kernels: where Inductor's own kernels round differently
-from eager's, that run shows that nothing else differs.
+from eager's, that run shows that nothing else differs. A rank that dies, or waits longer than
+``--timeout``, is named, with the end of what it printed or its stacks; ``--starts`` looks for those
+that seldom do.
 
 Exit status: 0 if every row passes, 1 if one does not (weights differ without a proven cause, the
 layout differs, or the control matches where it must not) or all were left out, 2 for bad options.
@@ -46,6 +49,8 @@ from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_rank
 
 BACKENDS = ("aot_eager", "inductor")
 DTYPES = ("bf16", "fp32")
+START_S = 900.0
+"""For one of several starts of a row."""
 GROUPS = tuple(dict.fromkeys(m.group for m in MODELS.values() if m.group))
 IN_MATRIX = tuple(name for name, m in MODELS.items() if m.parallelism)
 
@@ -69,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.steps < least:
         parser.error(f"--steps must be at least {least}{' for '.join(['', *resumed[:1]])}")
     left_out = {row: row.why_left_out(MODELS) for row in rows}
-    todo = [row for row in rows if not left_out[row]]
+    todo = [row for row in rows if not left_out[row]] * args.starts
     results = _passed(args.json, todo) if args.resume else []
     begin = time.monotonic()
     say = sayer(begin)
@@ -86,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finish,
         say if args.verbose else lambda text: None,
         begin + args.timeout,
+        alone=args.starts > 1,
     )
     results.sort(key=lambda result: rows.index(result.row))
     write_json(args.json, [r.as_dict() for r in results])
@@ -125,9 +131,11 @@ def run(
     finish: Callable[[RowResult], None],
     say: Callable[[str], None],
     deadline: float,
+    alone: bool = False,
 ) -> list[str]:
-    """Run rows, those of one topology on one set of ranks; ``finish`` is called with each one's
-    result. Where a rank fails, the rows after the one that it was at run on new ranks.
+    """Run rows, those of one topology on one set of ranks, or each ``alone``; ``finish`` is called
+    with each one's result. Where a rank fails, the rows after the one that it was at run on new
+    ranks.
 
     Returns how ranks failed, by row.
     """
@@ -137,9 +145,14 @@ def run(
 
     # The quick backend first: a run that is cut short leaves the most.
     ordered = sorted(rows, key=lambda row: row.backend)
+    groups = [[row] for row in ordered]
+    if not alone:
+        groups = [
+            [row for row in ordered if key(row) == topology]
+            for topology in dict.fromkeys(map(key, ordered))
+        ]
     errors = []
-    for topology in dict.fromkeys(map(key, ordered)):
-        left = [row for row in ordered if key(row) == topology]
+    for left in groups:
         while left and time.monotonic() < deadline:
             done: list[Row] = []
 
@@ -147,8 +160,9 @@ def run(
                 done.append(result.row)
                 finish(result)
 
+            limit = deadline - time.monotonic()
             try:
-                run_topology(left, steps, complete, say, deadline - time.monotonic())
+                run_topology(left, steps, complete, say, min(limit, START_S) if alone else limit)
                 break
             except RankError as error:
                 errors.append(f"{left[len(done)].name}: {error}")
@@ -250,6 +264,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", metavar="PATTERNS", help="instead: named rows, such as 'blocks'")
     add_number(parser, "steps", 25, "optimizer steps")
     add_number(parser, "layers", 1, "blocks of the matrix's models")
+    add_number(
+        parser, "starts", 1, "how often each row is run; more than once: on ranks of its own"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every row")
     parser.add_argument(
         "--resume", action="store_true", help="keep the rows that pass in --json's file"
