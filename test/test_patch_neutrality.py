@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from linked_torch import LinkedTorch, make_repository
 from patching_trees import needs_unpatched_torch
 from torch_features import HAS_PRE_BUCKETING
@@ -47,6 +48,7 @@ def without_plumbing(nodes: list[Any]) -> list[Any]:
     return [(n[1], n[2], n[-1]) for n in nodes if not PLUMBING.search(n[2])]
 
 
+@pytest.mark.slow
 @needs_unpatched_torch
 def test_unset_entries_change_nothing(tmp_path: Path):
     env = os.environ | {"PYTHONPATH": str(HERE), "PYTHONHASHSEED": "0"}

@@ -125,10 +125,9 @@ runpy.run_path(test, run_name="__main__")
 LAST = COMMITS[series_folder().name]
 
 
+@pytest.mark.slow
 @needs_unpatched_torch
-@pytest.mark.parametrize(
-    "number", [*(pytest.param(n, marks=pytest.mark.slow) for n in range(1, LAST)), LAST]
-)
+@pytest.mark.parametrize("number", range(1, LAST + 1))
 def test_each_commit_imports_and_passes_its_tests(repository: Path, number: int):
     torch = LinkedTorch(repository.parent / f"torch-{number}", repository, f"commit-{number}")
     modules = [p.removesuffix(".py").replace("/", ".") for p in touched(series_folder())]
