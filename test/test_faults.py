@@ -522,75 +522,93 @@ class Blocks(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(4)
 
 
-BAD_CALLS: dict[type[Exception], dict[str, Callable[[], Any]]] = {
-    ValueError: {
-        "no module 'layer'; did you mean 'layers": lambda: teb.manual_plan(["layer.0"], Blocks()),
-        r"no module 'layers\.3'": lambda: teb.manual_plan(["layers.[0-3]"], Blocks()),
-        "no module 'layers.3'": lambda: teb.manual_plan(["layers.[0-99999999999999]"], Blocks()),
-        "'layers.1' is listed twice, before in unit 'layers.1'": lambda: teb.manual_plan(
-            ["layers.[0-2]", "norm+layers.1"], Blocks()
+BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
+    ValueError: [
+        ("no module 'layer'; did you mean 'layers", lambda: teb.manual_plan(["layer.0"], Blocks())),
+        (r"no module 'layers\.3'", lambda: teb.manual_plan(["layers.[0-3]"], Blocks())),
+        (
+            r"no module 'layers\.3'",
+            lambda: teb.manual_plan(["layers.[0-99999999999999]"], Blocks()),
         ),
-        "'layers.1' lies inside 'layers', which comes earlier": lambda: teb.manual_plan(
-            ["layers", "layers.1"], Blocks()
+        (
+            "'layers.1' is listed twice, before in unit 'layers.1'",
+            lambda: teb.manual_plan(["layers.[0-2]", "norm+layers.1"], Blocks()),
         ),
-        "'a' is in two units": lambda: UnitSpec((("a",), ("a", "b"))),
-        "no module is named 'head'": lambda: UnitSpec((("head",),)).uncovered(Blocks()),
-        "no module is named 'layers.7'": lambda: teb.FSDPParamOrder.from_model(
-            Blocks(), ["layers.7"]
+        (
+            "'layers.1' lies inside 'layers', which comes earlier",
+            lambda: teb.manual_plan(["layers", "layers.1"], Blocks()),
         ),
-        "'layers.0' is listed twice": lambda: teb.FSDPParamOrder.from_model(
-            Blocks(), ["layers.0", "layers.0"]
+        ("'a' is in two units", lambda: UnitSpec((("a",), ("a", "b")))),
+        ("no module is named 'head'", lambda: UnitSpec((("head",),)).uncovered(Blocks())),
+        (
+            "no module is named 'layers.7'",
+            lambda: teb.FSDPParamOrder.from_model(Blocks(), ["layers.7"]),
         ),
-        "'b' is listed twice": lambda: teb.FSDPParamOrder.from_fqns([["a", "b"], ["b"]]),
-        "'b' stands for 'c', which is in no payload": lambda: teb.FSDPParamOrder.from_fqns(
-            ["a"], aliases={"b": "c"}
+        (
+            "'layers.0' is listed twice",
+            lambda: teb.FSDPParamOrder.from_model(Blocks(), ["layers.0", "layers.0"]),
         ),
-        "'b' is in two units, 0 and 1": lambda: teb.BucketUnits([["a", "b"], ["b"]]),
-        "needs a bound: memory=PeakMemory": lambda: teb.ReshardAfterForward("auto"),
-        "memory= belongs to keep='auto'": lambda: teb.ReshardAfterForward(
-            ["a"], memory=teb.PeakMemory(gib=1)
+        ("'b' is listed twice", lambda: teb.FSDPParamOrder.from_fqns([["a", "b"], ["b"]])),
+        (
+            "'b' stands for 'c', which is in no payload",
+            lambda: teb.FSDPParamOrder.from_fqns(["a"], aliases={"b": "c"}),
         ),
-        "'a' is in two units, 0 and 1": lambda: teb.ReshardAfterForward(
-            "auto", memory=teb.PeakMemory(gib=1), units=[["a"], ["b", "a"]]
+        ("'b' is in two units, 0 and 1", lambda: teb.BucketUnits([["a", "b"], ["b"]])),
+        ("needs a bound: memory=PeakMemory", lambda: teb.ReshardAfterForward("auto")),
+        (
+            "memory= belongs to keep='auto'",
+            lambda: teb.ReshardAfterForward(["a"], memory=teb.PeakMemory(gib=1)),
         ),
-        "tuple of names": lambda: Tag("all_gather", (None,)),
-        "a positive number, got '4'": lambda: teb.PeakMemory(gib="4"),
-        "a positive number": lambda: teb.PeakMemory(ratio=math.nan),
-        "bandwidth must be a positive": lambda: teb.Machine(bandwidth="fast"),
-        "kernel_ms must be a time": lambda: teb.Machine(kernel_ms=math.nan),
-        r"\(0, 1.0\) is no \(bytes above 0, ms\)": lambda: teb.Machine(
-            collectives={("all_gather", 2): [(0, 1.0)]}
+        (
+            "'a' is in two units, 0 and 1",
+            lambda: teb.ReshardAfterForward(
+                "auto", memory=teb.PeakMemory(gib=1), units=[["a"], ["b", "a"]]
+            ),
         ),
-        "caps_mb is empty": lambda: teb.BucketAndSchedule([], caps_mb=()),
-        "each of caps_mb must be a positive number": lambda: teb.BucketAndSchedule(
-            [], caps_mb=("x",)
+        ("tuple of names", lambda: Tag("all_gather", (None,))),
+        ("a positive number, got '4'", lambda: teb.PeakMemory(gib="4")),
+        ("a positive number", lambda: teb.PeakMemory(ratio=math.nan)),
+        ("bandwidth must be a positive", lambda: teb.Machine(bandwidth="fast")),
+        ("kernel_ms must be a time", lambda: teb.Machine(kernel_ms=math.nan)),
+        (
+            r"\(0, 1.0\) is no \(bytes above 0, ms\)",
+            lambda: teb.Machine(collectives={("all_gather", 2): [(0, 1.0)]}),
         ),
-        "kinds must be some of": lambda: teb.BucketByCap(kinds=["gather"]),
-    },
-    TypeError: {
-        "got the string": lambda: teb.BucketUnits("layers.0"),
-        "must be a string, got 3": lambda: teb.BucketUnits([["a", 3]]),
-        "got the string 'head'": lambda: teb.ReshardAfterForward("head"),
-        "must be a string, got 1": lambda: teb.ReshardAfterForward([1]),
-        "memory must be a PeakMemory or None, got 70": lambda: teb.ReshardAfterForward(
-            "auto", memory=70
+        ("caps_mb is empty", lambda: teb.BucketAndSchedule([], caps_mb=())),
+        (
+            "each of caps_mb must be a positive number",
+            lambda: teb.BucketAndSchedule([], caps_mb=("x",)),
         ),
-        "payload_order must be a callable": lambda: teb.BucketUnits([["a"]], payload_order="name"),
-        "prefetch_under must map names": lambda: teb.Overlap(prefetch_under=["a"]),
-        "group_filter must be a callable": lambda: teb.BucketByCap(group_filter="0"),
-        "eligibel": lambda: teb.BucketAndSchedule([], eligibel="tag"),
-        "payload_order must be": lambda: teb.BucketAndSchedule([], payload_order=3),
-    },
+        ("kinds must be some of", lambda: teb.BucketByCap(kinds=["gather"])),
+    ],
+    TypeError: [
+        ("got the string", lambda: teb.BucketUnits("layers.0")),
+        ("must be a string, got 3", lambda: teb.BucketUnits([["a", 3]])),
+        ("got the string 'head'", lambda: teb.ReshardAfterForward("head")),
+        ("must be a string, got 1", lambda: teb.ReshardAfterForward([1])),
+        (
+            "memory must be a PeakMemory or None, got 70",
+            lambda: teb.ReshardAfterForward("auto", memory=70),
+        ),
+        (
+            "payload_order must be a callable",
+            lambda: teb.BucketUnits([["a"]], payload_order="name"),
+        ),
+        ("prefetch_under must map names", lambda: teb.Overlap(prefetch_under=["a"])),
+        ("group_filter must be a callable", lambda: teb.BucketByCap(group_filter="0")),
+        ("eligibel", lambda: teb.BucketAndSchedule([], eligibel="tag")),
+        ("payload_order must be a callable", lambda: teb.BucketAndSchedule([], payload_order=3)),
+    ],
 }
-"""Calls by what their error says."""
+"""Calls, and what their error says."""
 
 
 @pytest.mark.parametrize(
-    ("error", "match"), [(error, match) for error, calls in BAD_CALLS.items() for match in calls]
+    ("error", "match", "call"), [(e, *row) for e, rows in BAD_CALLS.items() for row in rows]
 )
-def test_bad_calls(error, match):
+def test_bad_calls(error, match, call):
     with pytest.raises(error, match=match):
-        BAD_CALLS[error][match]()
+        call()
 
 
 def test_units_that_no_parameter_has_are_no_units():
