@@ -325,6 +325,7 @@ def test_device_is_chosen_when_loading(cache):
     assert {v.device.type for v in values if isinstance(v, torch.Tensor)} == {"cuda"}
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_same_graph_in_another_process_and_hash_seed(loaded):
     name = "llama3_8b_fsdp64.backward.recompute"
