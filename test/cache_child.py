@@ -18,29 +18,17 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from sharded_models import shard_by_parametrization
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from warm_child import Pair, states
 
 import torch_ext_bucketing as teb
 
 AB = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
 BA = teb.FSDPParamOrder.from_fqns([["b.weight", "a.weight"]])
 ENTRIES = "aten_distributed_optimizations."
-
-
-class Pair(nn.Module):
-    """Two layers of one size: turned round, its graphs are the same but for the names."""
-
-    def __init__(self, turned: bool) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8, bias=False)
-        self.b = nn.Linear(8, 8, bias=False)
-        self.turned = turned
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(self.b(x)) if self.turned else self.b(self.a(x))
 
 
 class PassOfAScript(teb.BucketUnits):
@@ -131,7 +119,6 @@ class Log(logging.Handler):
 
 
 def run(name: str, mesh) -> dict[str, object]:
-    from torch._dynamo.utils import counters
     from torch._inductor import config
 
     torch._dynamo.reset()
@@ -150,12 +137,9 @@ def run(name: str, mesh) -> dict[str, object]:
         torch.compile(model, backend=compiler)(torch.ones(4, 8)).sum().backward()
     for logger in loggers:
         logger.removeHandler(log)
-    inductor, aot = counters["inductor"], counters["aot_autograd"]
-    states = ("hit", "miss", "bypass")
     return {
         "name": name,
-        "graphs": {s: inductor[f"fxgraph_cache_{s}"] for s in states},
-        "aot": {s: aot[f"autograd_cache_{s}"] for s in states},
+        **states(),
         "codes": codes,
         "log": log.messages,
         "file": teb.__file__,

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from patching_trees import copy_package
+from test_warm import BYPASS, HIT, MISS, assert_state
 from torch._inductor import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -40,10 +41,6 @@ class OwnPass(BucketUnits):
             super().run(graph, compilation)
 """
 EDITED_HOOKS = HOOKS.replace("1 > 0", "-1 > 0")
-
-HIT, MISS, BYPASS = (
-    {s: 2 * (s == state) for s in ("hit", "miss", "bypass")} for state in ("hit", "miss", "bypass")
-)
 
 
 class Checkout:
@@ -101,12 +98,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 def cold(checkout: Checkout) -> dict[str, dict[str, Any]]:
     """The first process. What every later one is compared with."""
     return checkout.run(*CACHED)
-
-
-def assert_state(result: dict[str, Any], graphs: dict[str, int]) -> None:
-    """Both graphs of a step, and the whole of it in the AOTAutograd cache."""
-    aot = {state: count // 2 for state, count in graphs.items()}
-    assert (result["graphs"], result["aot"]) == (graphs, aot), result
 
 
 def test_cold_processes_miss(cold: dict[str, dict[str, Any]]):

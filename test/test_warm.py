@@ -16,7 +16,7 @@ CHILD = Path(__file__).parent / "warm_child.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LIMIT_S = 400
 
-HIT, MISS = [1, 0, 0], [0, 1, 0]
+HIT, MISS, BYPASS = [1, 0, 0], [0, 1, 0], [0, 0, 1]
 
 # That the rank is in the key is shown by test_caches.
 pytestmark = pytest.mark.slow
