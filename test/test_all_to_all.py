@@ -26,6 +26,7 @@ from torch_ext_bucketing.testing.ring import RingTopology, on_ranks, ring_rank
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ALL_TO_ALL = C10D.all_to_all_single.default
 RING = "ring"
+SLOW_ONCE = [pytest.mark.slow, pytest.mark.once]
 
 members = st.lists(
     st.tuples(
@@ -298,8 +299,8 @@ def digests(rank, reduce_dtype, shape, ways):
     ("reduce_dtype", "shape", "ways"),
     [
         (torch.bfloat16, (4,), ("small, FSDP2 order", "speed", RING)),
-        pytest.param(torch.bfloat16, (4,), tuple(WAYS), marks=pytest.mark.slow),
-        pytest.param(torch.float32, (4,), ("per unit", "middle", "speed"), marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, (4,), tuple(WAYS), marks=SLOW_ONCE),
+        pytest.param(torch.float32, (4,), ("per unit", "middle", "speed"), marks=SLOW_ONCE),
         pytest.param(torch.bfloat16, (2, 2), ("per unit", "all", "speed"), marks=pytest.mark.slow),
     ],
     ids=["some", "all", "float32", "replicas"],

@@ -135,7 +135,9 @@ FIELDS = [
     "only",
     [
         pytest.param("uneven/2x2/aot_eager/fsdp/bf16", marks=pytest.mark.once),
-        pytest.param("uneven/2x2/aot_eager/fsdp+*/bf16", marks=pytest.mark.slow),
+        pytest.param(
+            "uneven/2x2/aot_eager/fsdp+*/bf16", marks=[pytest.mark.slow, pytest.mark.once]
+        ),
         pytest.param("uneven/2x2/inductor/fsdp/bf16", marks=pytest.mark.slow),
     ],
 )
@@ -156,6 +158,7 @@ def test_cells_on_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.slow
+@pytest.mark.once
 def test_virtual_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "virtual.json"
     status = parity.main(["--virtual-ranks", "16", "--steps", "2", "--json", str(path)])
