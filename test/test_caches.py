@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from patching_trees import copy_package
+from patching_trees import copy_package, run_python
 from test_warm import BYPASS, HIT, MISS, assert_state
 from torch._inductor import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
@@ -428,12 +428,4 @@ def test_every_module_of_the_package_counts(tmp_path: Path):
     assert len(set(digests)) == len(modules) + 1
     assert "torch" not in sys.modules
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(package)],
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("", tmp_path, args=("-c", textwrap.dedent(code), str(package)))
