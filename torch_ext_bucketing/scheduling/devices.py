@@ -11,9 +11,9 @@ from .machine import H100, Level, Machine
 
 __all__ = ["A100", "B200", "GB200", "H200", "job_machine"]
 
-# From NVIDIA's data sheets, dense, of which products reach about seven tenths, copies and links eight
-# tenths, as with the H100: operations per second in 16 bit and in TF32, bytes per second of memory,
-# of NVLink each way, and of a GPU's adapter.
+# From NVIDIA's data sheets: dense operations per second in 16 bit and in TF32, bytes per second of
+# memory, of NVLink each way, and of a GPU's adapter. As with the H100, products reach about seven
+# tenths of that, copies and links eight tenths.
 A100 = replace(  # 312 and 156 TFLOP/s, 2.04 TB/s, 300 GB/s; a DGX A100 has 200 Gbit/s
     H100,
     name="A100",
@@ -43,10 +43,11 @@ _DEVICES = (GB200, B200, H200, H100, A100)  # a name may hold a later one's
 def job_machine() -> Machine:
     """The machine that estimates are for where none is given.
 
-    Its rates and links are those of the current CUDA device, by its name; of an H100 where that is not
-    known, or where there is none, which the machine's name then says. A node has ``LOCAL_WORLD_SIZE``
-    ranks, which torchrun sets, else those of the device's usual node; the GPUs that NVLink joins
-    across hosts (GB200) are one node. Ranks compare it before they run what was planned with it.
+    Its rates and links are those of the current CUDA device, by its name; of an H100 where that is
+    not known, or where there is none, which the machine's name then says. A node has
+    ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets, else those of the device's usual node; GPUs
+    that NVLink joins across hosts (GB200) are on one. Ranks compare it before they run what was
+    planned with it.
     """
     machine, why = _by_name()
     local = os.environ.get("LOCAL_WORLD_SIZE", "")

@@ -364,9 +364,9 @@ H100 = Machine(
     # products reach about seven tenths of that, copies about eight tenths.
     flops={"bfloat16": 692e12, "float16": 692e12, "float32": 346e12},
     bandwidth=2.7e12,
-    # A DGX H100's: eight GPUs, NVLink at 450 GB/s each way, an adapter of 400 Gbit/s for each. About
-    # eight tenths of both are reached. NCCL's tuning model has 3.4 and 14 us for a step of a ring by
-    # its Simple protocol (src/graph/tuning.cc), without what launching and other traffic add.
+    # A DGX H100 has eight, with NVLink at 450 GB/s each way and an adapter of 400 Gbit/s for each.
+    # About eight tenths of both are reached. NCCL's tuning model has 3.4 and 14 us for a step of a
+    # ring by its Simple protocol (src/graph/tuning.cc), to which launching and other traffic add.
     ranks_per_node=8,
     intra=Level(360e9, 0.012),
     inter=Level(42e9, 0.03),
