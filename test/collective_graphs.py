@@ -142,7 +142,7 @@ def run_all_ranks(
 
 
 def _run_script(rank: object, script: str) -> Any:
-    sys.path[:0] = [str(Path(__file__).parent)]
+    sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:2]]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(script, {})
     return json.loads(printed.getvalue().splitlines()[-1])
