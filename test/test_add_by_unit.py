@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.fsdp2 import WRAPS_DATACLASSES
-from torch_ext_bucketing.passes.diagnostics import DividedUnitWarning
 
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -199,7 +198,12 @@ def programs(draw):
     return calls, units, draw(st.booleans())
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # an example takes seconds
+)
 @given(programs(), st.integers(0, 1000))
 def test_any_program_of_units(program, seed):
     torch.manual_seed(seed)
@@ -208,3 +212,104 @@ def test_any_program_of_units(program, seed):
     units = [*nested, *(f"units.{i}" for i in range(program[1])), ""]
     eager, ours, _, _ = both(model, units, inputs(3, 4), fullgraph=True)
     assert not differing(eager, ours)
+
+
+class Layer(nn.Module):
+    """Attention on itself with a shared bias, which it hands on, and where there is a memory on
+    that."""
+
+    def __init__(self, dim: int = 8):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x, bias, memory=None):
+        read = self.norm(x) if memory is None else memory
+        scores = self.q(x) @ self.k(read).transpose(-1, -2)
+        if memory is None:
+            scores = scores + bias
+        return x + self.out(scores.softmax(-1) @ self.v(read)), bias
+
+
+class EncoderDecoder(nn.Module):
+    """As T5: decoder layers read the encoder's result, all encoder layers one trained bias."""
+
+    def __init__(self, dim: int = 8):
+        super().__init__()
+        self.embed = nn.Embedding(16, dim)
+        self.bias = nn.Parameter(torch.randn(1, 6, 6))
+        self.encoder, self.decoder = (nn.ModuleList(Layer(dim) for _ in range(3)) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 16, bias=False)
+
+    def forward(self, tokens):
+        x, bias = self.embed(tokens), self.bias * 2
+        for layer in self.encoder:
+            x, bias = layer(x, bias)
+        y = self.embed(tokens.flip(-1))
+        for layer in self.decoder:
+            y, _ = layer(y, None, memory=x)
+        return self.head(self.norm(y)).float().logsumexp(-1).mean()
+
+
+UNITS = [f"{side}.{i}" for side in ("encoder", "decoder") for i in range(3)]
+
+
+@pytest.fixture
+def translated():
+    torch.manual_seed(0)
+    tokens = torch.randint(16, (2, 6), generator=torch.Generator().manual_seed(0))
+    return both(EncoderDecoder(), [*UNITS, ["norm", "head"], ""], tokens, fullgraph=True)
+
+
+def test_cross_attention_and_a_shared_bias(translated):
+    eager, ours, plain, reports = translated
+    assert not differing(eager, ours)
+    wrong = differing(eager, plain)
+    assert any(name.startswith("encoder.") for name in wrong)
+    assert not any(name.startswith(("decoder.", "head")) for name in wrong)
+    (report,) = reports
+    said = report.to_text()
+    assert "added by unit:" in said
+    assert "2 sums" in said
+
+
+def test_the_graph_has_no_views_of_inputs_left(translated):
+    (report,) = translated[3]
+    (added,) = (r for r in report.rewrites if r.name == "added by unit")
+    assert all(a.sums > 0 for a in added.added)
+    assert added.as_dict()["rewrite"] == "added by unit"
+
+
+def hooks(model):
+    return [name for name, module in model.named_modules() if module._forward_pre_hooks]
+
+
+def test_hooks_come_with_the_backend_and_once():
+    mesh = init_device_mesh("cpu", (1,))
+    model = teb.data_parallel(EncoderDecoder(), mesh)
+    passes = teb.recipe(model, units=[*UNITS, ["norm", "head"], ""])
+    assert hooks(model) == []
+    for _ in range(2):
+        teb.backend("aot_eager", passes)
+    assert hooks(model) == ["", *UNITS, "norm"]
+    assert all(len(m._forward_pre_hooks) < 2 for m in model.modules())
+    assert not hooks(teb.data_parallel(EncoderDecoder(), mesh))
+
+
+def test_a_unit_that_holds_no_parameter_gets_none():
+    """Nor does eager FSDP2 give it one."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    teb.backend("aot_eager", [teb.AddByUnit(model, ["0", "1", ""])])
+    assert hooks(model) == ["0", "1"]
+
+
+def test_switched_off_there_are_no_hooks(monkeypatch):
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "AddByUnit")
+    model = nn.Linear(2, 2)
+    teb.backend("aot_eager", [teb.AddByUnit(model, [""])])
+    assert hooks(model) == []
+
+
+def test_units_that_do_not_fit():
+    with pytest.raises(ValueError, match="no module is named 'layers'"):
+        teb.AddByUnit(nn.Linear(2, 2), ["layers"])

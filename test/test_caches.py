@@ -203,6 +203,10 @@ PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": torch.nn.Linear(1, 1), "fqn_of": {0: "a"}, "order": None},
         {"model": torch.nn.Linear(1, 1, bias=False), "fqn_of": {0: "b"}, "order": ORDER},
     ),
+    teb.AddByUnit: (
+        {"model": torch.nn.Sequential(torch.nn.Linear(1, 1)), "units": ["0"]},
+        {"model": torch.nn.Sequential(torch.nn.ReLU()), "units": ["0", ""]},
+    ),
     teb.CombineUses: ({"peak": None}, {"peak": teb.PeakMemory(gib=1.0)}),
     teb.ReduceScatterFirst: ({}, {}),
     teb.ReduceByAllToAll: ({"accumulate": torch.float32}, {"accumulate": torch.float64}),

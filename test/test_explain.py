@@ -75,6 +75,7 @@ def test_whole_model_fits_one_bucket():
 
 PARITY = """\
 recipe(model, 'parity'):
+  AddByUnit(model, manual_plan(['embed', 'blocks.[0-3]', 'norm+output'], model))
   CombineUses()
   ReshardAfterForward(keep=['norm', 'output'])
   BucketUnits(FSDPParamOrder.from_model(model, units=manual_plan(\

@@ -28,31 +28,34 @@ def sharded(mode="fully_shard", model=None):
     return teb.data_parallel(model or small_model(), init_device_mesh("cpu", MESHES[mode]), mode)
 
 
-ORDER = (
-    "FSDPParamOrder.from_model(model, units=manual_plan(['embed', 'blocks.[0-1]', 'norm+output'], "
-    "model))"
-)
+UNITS = "manual_plan(['embed', 'blocks.[0-1]', 'norm+output'], model)"
+ORDER = f"FSDPParamOrder.from_model(model, units={UNITS})"
 KEEP = "ReshardAfterForward(keep=['norm', 'output'])"
 BOUNDS = "[Overlap(), PeakMemory(ratio=1.02), CapComputeRun()]"
 ALL = "kinds=['all_gather', 'reduce_scatter', 'all_reduce']"
 
 
 ONCE, HYBRID = "CombineUses()", "CombineUses(), ReduceScatterFirst()"
+BY_UNIT = f"AddByUnit(model, {UNITS})"
 
 
 @pytest.mark.parametrize(
     ("mode", "goal", "code"),
     [
-        ("fully_shard", "parity", f"[{ONCE}, {KEEP}, BucketUnits({ORDER}), Schedule([Overlap()])]"),
+        (
+            "fully_shard",
+            "parity",
+            f"[{BY_UNIT}, {ONCE}, {KEEP}, BucketUnits({ORDER}), Schedule([Overlap()])]",
+        ),
         (
             "hybrid_shard",
             "parity",
-            f"[{HYBRID}, {KEEP}, BucketUnits({ORDER}, {ALL}), Schedule([Overlap()])]",
+            f"[{BY_UNIT}, {HYBRID}, {KEEP}, BucketUnits({ORDER}, {ALL}), Schedule([Overlap()])]",
         ),
         (
             "replicate",
             "parity",
-            f"[{ONCE}, BucketUnits({ORDER}, kinds=['all_reduce']), Schedule([Overlap()])]",
+            f"[{BY_UNIT}, {ONCE}, BucketUnits({ORDER}, kinds=['all_reduce']), Schedule([Overlap()])]",
         ),
         ("fully_shard", "speed", f"[{ONCE}, ReshardAfterForward(), BucketAndSchedule({BOUNDS})]"),
         (
@@ -116,16 +119,16 @@ def test_what_tensor_parallelism_replicates_is_no_replica(fake_world):
 def test_the_units_may_be_given(fake_world):
     model = sharded()
     passes = teb.recipe(model, units=["blocks.0", "blocks.1", ""])
-    assert passes[2].units[-1] == ("embed.weight", "norm.weight", "output.weight")
+    assert passes[3].units[-1] == ("embed.weight", "norm.weight", "output.weight")
     # Not "", which is every parameter of the model.
-    assert passes[1].keep == ("blocks.1", *passes[2].units[-1])
+    assert passes[2].keep == ("blocks.1", *passes[3].units[-1])
     assert "units=manual_plan(['blocks.[0-1]', ''], model)" in repr(passes)
 
 
 def test_a_reference_gives_units_and_order(fake_world):
     reference = wrapped(init_device_mesh("cpu", MESHES["fully_shard"]))
     passes = teb.recipe(sharded(), reference=reference)
-    assert passes[2].units == teb.FSDPParamOrder.from_fsdp(reference).units
+    assert passes[3].units == teb.FSDPParamOrder.from_fsdp(reference).units
     assert "BucketUnits(FSDPParamOrder.from_fsdp(model))" in repr(passes)
 
 

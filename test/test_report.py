@@ -143,7 +143,9 @@ step(torch.compile(model, backend=backend), torch.zeros(2, 3, dtype=torch.long))
 PASSES = [
     *[
         f"joint_{i}_{name}"
-        for i, name in enumerate(("TagParameters", "CombineUses", "ReshardAfterForward"))
+        for i, name in enumerate(
+            ("TagParameters", "AddByUnit", "CombineUses", "ReshardAfterForward")
+        )
     ],
     *[
         f"{s}_{i}_{n}"

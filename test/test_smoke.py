@@ -22,6 +22,7 @@ def lists(order, mesh, model):
     """Lists of passes by the name of the one that they are about."""
     return {
         "TagParameters": [teb.TagParameters(model)],
+        "AddByUnit": [teb.AddByUnit(model, ["layers.0", "layers.1", ""])],
         "CombineUses": [teb.CombineUses()],
         "ReduceScatterFirst": [teb.ReduceScatterFirst()],
         "ReshardAfterForward": [teb.ReshardAfterForward(), teb.BucketUnits(order)],

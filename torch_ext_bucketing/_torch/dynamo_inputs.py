@@ -31,7 +31,6 @@ with private_torch():
 __all__ = [
     "frame_number",
     "input_fqns",
-    "input_names",
     "is_compiling",
     "is_first_compile",
     "model_of",
@@ -113,23 +112,6 @@ def input_fqns(
         if fqn is not None:
             fqns[index] = canonical_fqn(fqn)
     return fqns
-
-
-def input_names(gm: fx.GraphModule, fqns: Mapping[int, str]) -> dict[int, str]:
-    """By position, the expressions that reach the inputs that are no parameters, such as
-    ``L['x']``.
-
-    Args:
-        gm: the graph module that Dynamo hands to a backend.
-        fqns: of :func:`input_fqns`.
-    """
-    placeholders = enumerate(gm.graph.find_nodes(op="placeholder"))
-    sources = {i: (p.name, getattr(p, "_dynamo_source", None)) for i, p in placeholders}
-    return {
-        i: name if source is None else _name(source)
-        for i, (name, source) in sources.items()
-        if i not in fqns
-    }
 
 
 def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:

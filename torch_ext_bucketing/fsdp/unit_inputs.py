@@ -33,19 +33,21 @@ __all__ = ["give_nodes", "is_unit_input", "modules_with_nodes"]
 _KEY = "unit_input"
 
 
-def modules_with_nodes(model: nn.Module, units: Iterable[str | Sequence[str]]) -> list[nn.Module]:
-    """The modules whose inputs get nodes: of each unit that holds parameters the first one. That is
-    eager FSDP2's choice where a unit's modules are called in the order in which they are given.
+def modules_with_nodes(
+    model: nn.Module, units: Iterable[str | Sequence[str]]
+) -> dict[str, nn.Module]:
+    """The modules whose inputs get nodes, by FQN: of each unit that holds parameters the first one.
+    That is eager FSDP2's choice where a unit's modules are called in the order of the unit.
 
     Raises:
         TypeError, ValueError: as of :func:`.find_units`.
     """
     held: set[nn.Parameter] = set()
-    found = []
-    for _, modules in find_units(model, units):
+    found = {}
+    for names, modules in find_units(model, units):
         own = {p for module in modules for p in module.parameters()} - held
         if own:
-            found.append(unwrapped(modules[0]))
+            found[names[0]] = unwrapped(modules[0])
         held |= own
     return found
 

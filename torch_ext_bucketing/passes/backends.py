@@ -126,10 +126,8 @@ class BucketingBackend:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[..., Any]:
         """Compile ``gm``, as Dynamo asks for it."""
-        fqns = _dynamo_inputs.input_fqns(gm, example_inputs, self.model)
         compilation = self.passes.compilation(
-            input_fqns=fqns,
-            input_names=_dynamo_inputs.input_names(gm, fqns),
+            input_fqns=_dynamo_inputs.input_fqns(gm, example_inputs, self.model),
             frame=_dynamo_inputs.frame_number(),
             size_hints=self.size_hints,
         )

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -170,9 +170,8 @@ class Compilation:
     """One compile.
 
     Args:
-        input_fqns: FQN of each graph input that is a parameter, by position. Like the next four
+        input_fqns: FQN of each graph input that is a parameter, by position. Like the next three
             it is known before the first pass runs.
-        input_names: of the other inputs, in the code that is compiled.
         frame: number of the code that is compiled, the same when it is compiled again.
         size_hints: as given to :func:`.backend`.
         ahead: what the passes after the partitioner will give, in the order in which they run.
@@ -183,7 +182,6 @@ class Compilation:
     """
 
     input_fqns: FqnOf | None = None
-    input_names: Mapping[int | None, str] = field(default_factory=dict)
     frame: int | None = None
     size_hints: GivenHints = None
     ahead: tuple[Fact, ...] = ()

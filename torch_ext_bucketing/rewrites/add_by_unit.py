@@ -11,15 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch.fx as fx
 import torch.nn as nn
-import torch.utils._pytree as pytree
 
-from .._torch import descriptors as _descriptors
 from .._torch.dynamo_inputs import module_path
 from ..fsdp.unit_inputs import give_nodes, is_unit_input, modules_with_nodes
 from ..fsdp.unit_spec import UnitSpec
 from ..graph.moves import keeps_values
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
-from ..passes.diagnostics import DividedUnitWarning
 from ..reports.rewrites import AddedByUnit, AddReport
 
 __all__ = ["AddByUnit"]
@@ -37,8 +34,8 @@ class AddByUnit(GraphPass):
     is traced. The hooks stay, and change no value but by the order of these sums.
 
     What a unit is called with and does not read gets no gradient from it, where eager FSDP2 gives
-    zeros. What is read in several graphs is added graph by graph: a graph break inside a unit that
-    reads an activation on both sides is a ``DividedUnitWarning``.
+    zeros. What is read in several graphs is added graph by graph, so a unit with a graph break
+    inside has other bits (``BucketUnits`` warns where its parameters are in several graphs).
 
     Args:
         model: whose units they are. It is not kept alive.
@@ -54,26 +51,19 @@ class AddByUnit(GraphPass):
     def __init__(self, model: nn.Module, units: Iterable[str | Sequence[str]]) -> None:
         named = ((unit,) if isinstance(unit, str) else tuple(unit) for unit in units)
         self.units = UnitSpec(tuple(named))
-        self._modules = weakref.WeakSet(modules_with_nodes(model, self.units))
+        self._modules = weakref.WeakValueDictionary(modules_with_nodes(model, self.units))
+        self._names = tuple(self._modules)
 
     def install(self) -> None:
         """Put the hooks on the units' modules."""
-        give_nodes(self._modules)
+        give_nodes(self._modules.values())
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
         views = {n: n.all_input_nodes[0] for n in g.nodes if is_unit_input(n) and keeps_values(n)}
         compilation.report.rewrites.append(AddReport(tuple(_added(views))))
-        for name in _added_at_the_border(g, views, compilation):
-            compilation.warn(
-                f"the gradients of the uses of {name} in this graph are added before those of its "
-                "uses in other graphs, where eager FSDP2 adds all of a unit one after the other. "
-                "If there are such, weights are not eager FSDP2's bit for bit: mend the graph "
-                "break inside the unit (torch.compile(..., fullgraph=True) says where it is)",
-                DividedUnitWarning,
-            )
-        for view, value in views.items():
-            view.replace_all_uses_with(value, lambda user: user.op != "output")
+        for view in views:
+            view.replace_all_uses_with(_behind(view, views), lambda user: user.op != "output")
             if not view.users:
                 g.erase_node(view)
 
@@ -81,8 +71,8 @@ class AddByUnit(GraphPass):
         return f"AddByUnit(model, {self.units!r})"
 
     def settings(self) -> tuple[object, ...]:
-        """The units."""
-        return (self.units.units,)
+        """The units, and the modules with hooks."""
+        return (self.units.units, self._names)
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -118,16 +108,3 @@ def _behind(node: fx.Node, views: Mapping[fx.Node, fx.Node]) -> fx.Node:
     while node in views:
         node = views[node]
     return node
-
-
-def _added_at_the_border(
-    graph: fx.Graph, views: Mapping[fx.Node, fx.Node], compilation: Compilation
-) -> Iterator[str]:
-    """The activations that the graph is given, and whose gradient is a sum that no unit made."""
-    names = compilation.input_names
-    (output,) = graph.find_nodes(op="output")
-    values, descs = pytree.tree_leaves(output.args[0]), pytree.tree_leaves(output.meta.get("desc"))
-    for value, desc in zip(values, descs, strict=False):
-        index = _descriptors.plain_index(_descriptors.base_input(_descriptors.grad_of(desc)))
-        if index in names and isinstance(value, fx.Node) and value not in views and _is_sum(value):
-            yield names[index]
