@@ -25,6 +25,7 @@ from benchmarks.parity_base import (
     blocks_then_root,
 )
 from benchmarks.parity_reuse import REUSE_MODELS
+from benchmarks.parity_shared import SHARED_MODELS
 from benchmarks.parity_tensor import TensorDecoder
 from torch_ext_bucketing.testing.model import ModelConfig, RMSNorm, Transformer
 
@@ -277,6 +278,11 @@ MODELS: dict[str, Model] = {
     "uneven": Model(_of(Uneven)),
     # A parameter used more than once, run as it is.
     **{name: Model(_of(kind), **_REUSE) for name, kind in REUSE_MODELS.items()},
+    # An activation that several units read.
+    **{
+        name: Model(_of(kind), parallelism=FSDP_AND_HSDP, backends=("aot_eager",), group="shared")
+        for name, kind in SHARED_MODELS.items()
+    },
     # Of named rows.
     "decoder": Model(_of(Llama, 32), parallelism=()),
     "frozen": Model(_of(Frozen), parallelism=()),
