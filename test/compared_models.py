@@ -109,6 +109,10 @@ def no_loss() -> Any:
     return nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)), inputs
 
 
+def without_add_by_unit(model: nn.Module) -> Any:
+    return [p for p in teb.recipe(model) if p.name != "AddByUnit"]
+
+
 def without_combine_uses(model: nn.Module) -> Any:
     return [p for p in teb.recipe(model) if p.name != "CombineUses"]
 
