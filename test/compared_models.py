@@ -113,6 +113,10 @@ def without_combine_uses(model: nn.Module) -> Any:
     return [p for p in teb.recipe(model) if p.name != "CombineUses"]
 
 
+def without_add_by_unit(model: nn.Module) -> Any:
+    return [p for p in teb.recipe(model) if p.name != "AddByUnit"]
+
+
 def without_scatter_first(model: nn.Module) -> Any:
     return [p for p in teb.recipe(model) if p.name != "ReduceScatterFirst"]
 

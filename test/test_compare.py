@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "nondeterminism": {"build": models.randomly},
     "Dynamo": {"build": models.branching},
     "decompositions": {"build": models.decomposed},
-    "activations": {"build": models.crossing},
+    "activations": {"build": models.crossing, "passes": models.without_add_by_unit},
     "no collective": {"build": models.sound, "shard": models.all_but_last},
     "uses": {"build": models.twice, "passes": models.without_combine_uses},
 }
