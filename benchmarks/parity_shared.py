@@ -164,7 +164,8 @@ class NextToken(nn.Module):
 
     def forward(self, x: torch.Tensor, *, embedded: torch.Tensor) -> torch.Tensor:
         x = self.join(torch.cat((self.norm(x), self.embed_norm(embedded)), -1))
-        return self.block(x, None)[0]
+        x, _ = self.block(x, None)
+        return x
 
 
 class MultiToken(ValueResidual):

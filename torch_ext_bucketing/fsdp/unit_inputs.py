@@ -70,7 +70,12 @@ def _hook(
     if not torch.is_grad_enabled():
         return None
     given: list[torch.Tensor] = []
-    _replace((args, kwargs), lambda t: given.append(t) or t)  # type: ignore[func-returns-value]
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        given.append(tensor)
+        return tensor
+
+    _replace((args, kwargs), note)
     # The last first: of a tensor that is given twice, eager adds the first one's gradient first,
     # and what is made last has its gradient first.
     with annotate({_KEY: True}):
