@@ -345,9 +345,7 @@ class Runs:
             model = self.sharded()
             passes = self.passes(model, eager)
             if not ordered:
-                passes = [
-                    in_graph_order(p, eager) if isinstance(p, BucketUnits) else p for p in passes
-                ]
+                passes = [in_graph_order(p) if isinstance(p, BucketUnits) else p for p in passes]
             compiler = backend("inductor", passes=passes, model=model)
             with aten_kernels() if on_aten else contextlib.nullcontext():
                 step = self.step(model, self.compiled(model, compiler), compiler)
@@ -361,7 +359,7 @@ class Runs:
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
         passes = self.passes(model, eager)
         at, bucket = next((i, p) for i, p in enumerate(passes) if isinstance(p, BucketUnits))
-        twin = GraphOrderTwin(in_graph_order(bucket, eager))
+        twin = GraphOrderTwin(in_graph_order(bucket))
         tally = Tally(self.row.per_node, twin)
         passes = [tally.as_traced, *passes[:at], twin, *passes[at:]]
         compiler = backend(tally.compile, passes=passes, model=model)
@@ -538,9 +536,10 @@ def wrap_units(
         wrap(modules[0] if len(modules) == 1 else modules, **options)
 
 
-def in_graph_order(bucket: BucketUnits, eager: nn.Module) -> BucketUnits:
-    """The same buckets as ``bucket``, which are those of ``eager``, packed in graph order."""
-    order = FSDPParamOrder.from_fsdp(eager)
+def in_graph_order(bucket: BucketUnits) -> BucketUnits:
+    """The same buckets, packed in graph order."""
+    order = bucket.payload_order
+    assert isinstance(order, FSDPParamOrder)
     return BucketUnits(order, kinds=bucket.kinds, payload_order=None)
 
 

@@ -63,9 +63,7 @@ class TrainerRuns(TitanRuns):
             model = self.sharded()
             passes = self.passes(model, eager)
             if name == "control":
-                passes = [
-                    in_graph_order(p, eager) if isinstance(p, BucketUnits) else p for p in passes
-                ]
+                passes = [in_graph_order(p) if isinstance(p, BucketUnits) else p for p in passes]
             compilation = Compilation()
             traced, graph = self.traced(model, passes, compilation)
             if name == "fsdp_order":
