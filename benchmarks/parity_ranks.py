@@ -324,10 +324,7 @@ class Runs:
         """Run all."""
         clock = time.perf_counter()
         report = RowReport(self.row)
-        eager = self.eager()
-        with count_collectives() as counts:
-            step = self.step(eager, eager, after_first=lambda: self._count(report, counts))
-            report.ran("eager", self.train(eager, step))
+        eager = self.run_eager(report)
         payloads = self.payloads(eager) if self.row.layout else []
         if self.row.backend == "inductor":
             self._inductor(eager, payloads, report)
@@ -336,9 +333,16 @@ class Runs:
         report.seconds = time.perf_counter() - clock
         return report
 
-    @staticmethod
-    def _count(report: RowReport, counts: dict[str, int]) -> None:
-        report.eager_collectives = dict(counts)
+    def run_eager(self, report: RowReport) -> nn.Module:
+        """Train eager FSDP2, and count what its first step calls."""
+        eager = self.eager()
+        with count_collectives() as counts:
+
+            def after_first() -> None:
+                report.eager_collectives = dict(counts)
+
+            report.ran("eager", self.train(eager, self.step(eager, eager, after_first=after_first)))
+        return eager
 
     def _inductor(self, eager: nn.Module, payloads: Sequence[Payload], report: RowReport) -> None:
         for name, (ordered, on_aten) in INDUCTOR_RUNS.items():

@@ -37,7 +37,6 @@ from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.training import count_collectives
 
 __all__ = ["TrainerRuns"]
 
@@ -55,10 +54,7 @@ class TrainerRuns(TitanRuns):
     def report(self) -> RowReport:
         clock = time.perf_counter()
         report = RowReport(self.row)
-        eager = self.eager()
-        with count_collectives() as counts:
-            step = self.step(eager, eager, after_first=lambda: self._count(report, counts))
-            report.ran("eager", self.train(eager, step))
+        eager = self.run_eager(report)
         for name in ("fsdp_order", "control"):
             model = self.sharded()
             passes = self.passes(model, eager)
