@@ -464,11 +464,13 @@ class Runs:
         return model
 
     def passes(self, model: nn.Module, eager: nn.Module) -> list[GraphPass]:
-        """The recipe, with eager's way to gather again."""
+        """The recipe, with what eager FSDP2 gathers again: all but the root's own parameters."""
         passes = recipe(model, units=self.units(model))
-        if not self.row.to:
-            return passes
-        again = ReshardAfterForward(to=self.row.to)
+        order = next(p.payload_order for p in passes if isinstance(p, BucketUnits))
+        assert isinstance(order, FSDPParamOrder)
+        again = ReshardAfterForward(keep=order.units[-1])
+        if self.row.to:
+            again = ReshardAfterForward(to=self.row.to)
         return [again if isinstance(p, ReshardAfterForward) else p for p in passes]
 
     # --- steps ----------------------------------------------------------------------
