@@ -42,6 +42,7 @@ from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.recipes import recipe
+from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.testing.payloads import (
     Payload,
@@ -112,12 +113,12 @@ class RowReport:
         """Keep a run."""
         self.digests[name], self.loss[name] = done.digests, done.loss
 
-    def look(self, compiler: BucketingBackend, graphs: int) -> None:
-        """Keep what the reports of a compiled run say, which has so many of them."""
+    def look(self, reports: Sequence[CompileReport], expected: int = 0) -> None:
+        """Keep what the reports of a compiled run say, which has so many of them, or any number."""
         found = []
-        if graphs and len(compiler.reports) != graphs:
-            found.append(f"compiled {len(compiler.reports)} times")
-        for report in compiler.reports:
+        if expected and len(reports) != expected:
+            found.append(f"compiled {len(reports)} times")
+        for report in reports:
             found += report.warnings
             found += [f"unnamed: {name}" for name in report.unnamed]
             for rewrite in report.rewrites:
@@ -386,7 +387,7 @@ class Runs:
     def _look(
         self, compiler: BucketingBackend, payloads: Sequence[Payload], report: RowReport
     ) -> None:
-        report.look(compiler, self.row.graphs)
+        report.look(compiler.reports, self.row.graphs)
         if self.row.layout:
             report.layout_differences += compare_layout(compiler, payloads)
 

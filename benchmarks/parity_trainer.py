@@ -68,8 +68,7 @@ class TrainerRuns(TitanRuns):
                 whole_step_pass(model, [])(tagged)
                 add_sent(report.before, collectives_of(tagged.graph.nodes, self.row.per_node))
                 add_sent(report.after, self.sent(traced.gm))
-                found = [*compilation.report.warnings, *map(str, compilation.report.unnamed)]
-                report.notes = found
+                report.look([compilation.report])
             stop = report.digests["eager"] if name == "control" else None
             run = self.traced_step(model, traced)
             report.ran(name, self.train(model, run, stop_unlike=stop))
