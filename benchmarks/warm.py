@@ -188,8 +188,8 @@ def run_rank(way: str, rank: int, world: int, port: int) -> None:
     torch.compile(model, backend=compiler)(tokens).logsumexp(-1).mean().backward()
     finished, times = time.time(), os.times()
     cpu_seconds = times.user + times.system + times.children_user + times.children_system
-    result = {"finished": finished, "cpu_seconds": cpu_seconds, "delayed": len(_delayed)}
-    result |= cache_counts()
+    result: dict[str, Any] = {"finished": finished, "cpu_seconds": cpu_seconds}
+    result |= {"delayed": len(_delayed), **cache_counts()}
     print(json.dumps(result), flush=True)
     dist.barrier()
     os._exit(0)
