@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import __version__, explain, measure
-from .testing.demo import cli as demo
+from . import __version__, explain_cli, measure_cli
+from .testing.demo import cli as demo_cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(required=True, metavar="command")
     from .hooks import command as patch  # only here: nothing of the package needs the hooks
 
-    for subcommand in (patch, demo, explain, measure):
+    for subcommand in (patch, demo_cli, explain_cli, measure_cli):
         subcommand.add_parser(subparsers)
     args = parser.parse_args(argv)
     status: int = args.run(args)
