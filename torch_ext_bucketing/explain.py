@@ -81,19 +81,11 @@ def explain(
     Args:
         target: ``"module:function"``, which returns the model and its inputs; None takes the demo's
             model, sharded over all ranks.
-        goal: ``"parity"`` or ``"speed"``, for the passes of :func:`.recipe`; None takes those of
-            ``mode``.
-        mode: buckets by byte cap (``"auto"``), one per transformer block (``"transformer_block"``),
-            or ``"none"``.
-        cap_mb: byte cap in MiB, see :func:`.plan_by_cap`.
-        primary: bucket only the primary process group.
-        world_size: number of ranks; this process plays rank 0.
-        overlap: also schedule the graphs, with :class:`.Overlap`.
-        keep_gib: a bound in GiB, under which units stay gathered from forward to backward, see
-            :class:`.ReshardAfterForward`.
         draw: whether to keep the timelines of the graphs.
         machine: what nodes are timed for.
         size_hints: as of :func:`.backend`.
+
+    The others are the command's options, which ``explain --help`` describes.
 
     Raises:
         ExplainError: the target can't be found, returns something else, or can't be compiled; an

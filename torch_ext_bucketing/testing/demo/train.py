@@ -75,7 +75,6 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
     """
     topology = RingTopology(
         ranks_per_node=settings.ranks // settings.nodes,
-        nodes=settings.nodes,
         channels=settings.channels,
         chunk_bytes=settings.chunk_bytes,
     )
