@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import __version__, explain_cli, measure_cli
-from .testing.demo import cli as demo_cli
+from . import __version__
+from .commands import explain, measure
+from .testing.demo import cli as demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(required=True, metavar="command")
     from .hooks import command as patch  # only here: nothing of the package needs the hooks
 
-    for subcommand in (patch, demo_cli, explain_cli, measure_cli):
+    for subcommand in (patch, demo, explain, measure):
         subcommand.add_parser(subparsers)
     args = parser.parse_args(argv)
     status: int = args.run(args)

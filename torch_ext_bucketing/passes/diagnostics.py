@@ -44,6 +44,7 @@ from ..fqns import format_names, parameter_names
 from ..fsdp.tags import member_tags, tag_of
 from ..fsdp.units import Units
 from ..graph.collectives import Kind, kind_of
+from ..reports.base import LeftAlone
 from ..reports.buckets import NO_KEY, Unmerged
 from ..reports.graph import GraphReport
 
@@ -128,20 +129,20 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
     starts = serving or starts
     if len(starts) < 2:
         return ""
-    left = {x.node: x for r in reports for x in (*r.ineligible, *r.unmerged)}
+    left: dict[str, LeftAlone] = {x.node: x for r in reports for x in r.unmerged}
+    left |= {x.node: x for r in reports for x in r.ineligible}
     asked = {kind for report in reports for kind in report.kinds}
     whys: Counter[str] = Counter()
     ways: dict[str, None] = {}
     for node in starts:
         kind, alone = kind_of(node), left.get(node.name)
+        cause = _NO_PARTNER if kind in asked else _NOT_ASKED
+        why = cause if kind in asked else f"{cause} {kind}"
         if isinstance(alone, Unmerged):
-            why, cause = f"closed by {alone.closed_by}", alone.closed_by
+            cause = alone.closed_by
+            why = f"closed by {cause}"
         elif alone is not None:
             why = cause = alone.reason
-        elif kind not in asked:
-            why, cause = f"{_NOT_ASKED} {kind}", _NOT_ASKED
-        else:
-            why = cause = _NO_PARTNER
         whys[why] += 1
         ways.update({way: None for start, way in _WAYS_OUT.items() if cause.startswith(start)})
     counts = Counter(str(kind_of(node)) for node in starts)

@@ -47,8 +47,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    from .measure import KIB, MeasureError, measure
-    from .scheduling.machine import Machine
+    from ..measure import KIB, MeasureError, measure
+    from ..scheduling.machine import Machine
 
     def say(text: str) -> None:
         if not dist.is_initialized() or dist.get_rank() == 0:

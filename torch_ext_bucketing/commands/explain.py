@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .testing.target import output_file
+from ..testing.target import output_file
 
 _DESCRIPTION = """\
 Compile a model's forward and backward on this process, with a fake process group of any number of
@@ -142,10 +142,10 @@ def run(args: argparse.Namespace) -> int:
     """Explain; returns the exit status: 0, or 1 if it failed. Bad options exit with 2."""
     if wrong := _wrong(args):
         args.parser.error(wrong)
-    from .explain import ExplainError, explain
-    from .reports.keep import KeepReport
-    from .scheduling.machine import H100, Machine
-    from .scheduling.trace import write_trace
+    from ..explain import ExplainError, explain
+    from ..reports.keep import KeepReport
+    from ..scheduling.machine import H100, Machine
+    from ..scheduling.trace import write_trace
 
     try:
         machine = H100 if args.machine is None else Machine.load(args.machine)
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
         if args.trace is not None:
             write_trace(found.drawn, args.trace)
         if args.plot is not None:
-            from .scheduling.plot import plot
+            from ..scheduling.plot import plot
 
             kept = (r for r in found.report.rewrites if isinstance(r, KeepReport))
             plot(found.drawn, args.plot, next(kept, None))
