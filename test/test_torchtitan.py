@@ -106,9 +106,7 @@ def _train(rank: Rank) -> dict[str, Trained]:
         rank.rank,
         rank.world_size,
         store=dist.FileStore(rank.store_path, rank.world_size),
-        topology=RingTopology(
-            ranks_per_node=RANKS // NODES, nodes=NODES, channels=8, chunk_bytes=512
-        ),
+        topology=RingTopology(ranks_per_node=RANKS // NODES, channels=8, chunk_bytes=512),
         timeout=rank.timeout,
     )
     try:
