@@ -30,7 +30,8 @@ from .passes.scheduling import Schedule
 from .recipes import recipe
 from .reports.compile import CompileReport
 from .rewrites.resharding import ReshardAfterForward
-from .scheduling.machine import H100, Machine
+from .scheduling.devices import job_machine
+from .scheduling.machine import Machine
 from .scheduling.memory import PeakMemory
 from .scheduling.model import model_of
 from .scheduling.overlap import Overlap
@@ -73,7 +74,7 @@ def explain(
     overlap: bool = False,
     keep_gib: float | None = None,
     draw: bool = False,
-    machine: Machine = H100,
+    machine: Machine | None = None,
     size_hints: GivenHints = None,
 ) -> Explanation:
     """Compile a model's forward and backward on a fake process group.
@@ -82,7 +83,7 @@ def explain(
         target: ``"module:function"``, which returns the model and its inputs; None takes the demo's
             model, sharded over all ranks.
         draw: whether to keep the timelines of the graphs.
-        machine: what nodes are timed for.
+        machine: what nodes are timed for; None: this job's.
         size_hints: as of :func:`.backend`.
 
     The others are the command's options, which ``explain --help`` describes.
@@ -108,6 +109,7 @@ def explain(
                 f"with; it returned {type(made).__name__}"
             )
         model, inputs = made
+        machine = job_machine() if machine is None else machine
         if goal is not None:
             with _explained(f"recipe(model, {goal!r}): ", ValueError, TypeError):
                 passes = recipe(model, goal, machine=machine)  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="times of --goal, --overlap, --keep-gib, --trace and --plot: a file that measure "
-        "wrote (default: an H100)",
+        "wrote (default: this GPU's data sheet, or an H100's)",
     )
     option(
         "--size-hint",
@@ -144,11 +144,11 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(wrong)
     from ..explain import ExplainError, explain
     from ..reports.keep import KeepReport
-    from ..scheduling.machine import H100, Machine
+    from ..scheduling.machine import Machine
     from ..scheduling.trace import write_trace
 
     try:
-        machine = H100 if args.machine is None else Machine.load(args.machine)
+        machine = None if args.machine is None else Machine.load(args.machine)
     except (ValueError, OSError) as error:
         print(f"{args.parser.prog}: error: --machine: {error}", file=sys.stderr)
         return 1

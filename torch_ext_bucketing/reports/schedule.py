@@ -37,6 +37,7 @@ class ScheduleReport(Report):
 
     Args:
         policies: what was asked for.
+        machine: what times are for, and how many ranks a node is taken to have.
         step_ms: time of the graph.
         bound_ms: what no order can beat: the largest of longest path, compute, busiest group.
         compute_ms: time that the compute stream is busy.
@@ -60,6 +61,7 @@ class ScheduleReport(Report):
 
     derived = ("limit_bytes", "max_run", "forced_run", "caps_mb")
     policies: tuple[str, ...] = ()
+    machine: str = ""
     step_ms: tuple[float, float] = (0.0, 0.0)
     bound_ms: float = 0.0
     compute_ms: float = 0.0
@@ -139,6 +141,7 @@ class ScheduleReport(Report):
         if self.caps is not None and self.caps_mb:
             rows.append(("byte cap, MiB", "", "", self.caps.to_text()))
         rows += [(bound.policy, "", "", bound.text) for bound in self.bounds if bound.text]
-        notes = [self.size_hints] if self.size_hints else []
+        notes = [f"times are for: {self.machine}"] if self.machine else []
+        notes += [self.size_hints] if self.size_hints else []
         lines = [*aligned(rows, right=(1, 2)), *notes, *self.notes, *self.warnings]
         return "\n".join(lines) + "\n"
