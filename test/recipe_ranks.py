@@ -16,9 +16,9 @@ STEPS = 2
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-def small_model():
+def small_model(layers=2):
     # 33 rows are uneven over the ranks.
-    config = ModelConfig(vocab=37, dim=32, layers=2, heads=4, kv_heads=2, hidden=33, max_seq=8)
+    config = ModelConfig(vocab=37, dim=32, layers=layers, heads=4, kv_heads=2, hidden=33, max_seq=8)
     return Transformer(config)
 
 
@@ -46,7 +46,7 @@ def trained(rank, model, run):
 def quick_starts(rank, cases):
     """The digests of eager FSDP2 and its units; per case of keywords of ``recipe`` the digests, what
     each bucket holds and is packed by, and the report's text."""
-    with ring_rank(rank, RingTopology(ranks_per_node=1, nodes=rank.world_size)):
+    with ring_rank(rank, RingTopology(ranks_per_node=1)):
         import torch_ext_bucketing as teb
 
         mesh = init_device_mesh("cpu", (rank.world_size,))

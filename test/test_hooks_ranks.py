@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
@@ -57,7 +58,7 @@ def digests(rank: Rank, model: nn.Module, run) -> tuple[list[str], dict[str, int
 def one_unit(rank: Rank) -> dict[str, tuple[list[str], dict[str, int]]]:
     """What :func:`digests` gives for eager FSDP2, all of it one unit, and for each of ``RUNS``."""
     teb.hooks.install()
-    with ring_rank(rank, RingTopology(ranks_per_node=2, nodes=2, channels=8, chunk_bytes=128)):
+    with ring_rank(rank, RingTopology(ranks_per_node=2, channels=8, chunk_bytes=128)):
         mesh = init_device_mesh("cpu", (rank.world_size,))
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
         eager = small_model()
@@ -81,6 +82,7 @@ def one_unit(rank: Rank) -> dict[str, tuple[list[str], dict[str, int]]]:
         return results
 
 
+@pytest.mark.slow
 @needs_unpatched_torch
 def test_torchs_own_passes_give_eager_fsdp2s_bits():
     for results in run_ranks(one_unit, 4, timeout_s=400):
