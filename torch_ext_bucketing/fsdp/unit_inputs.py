@@ -16,7 +16,7 @@ It is made by a hook before ``forward``, which Dynamo traces along with it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,56 +69,55 @@ def _hook(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not torch.is_grad_enabled():
         return None
-    given: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        given.append(tensor)
-        return tensor
-
-    _replace((args, kwargs), note)
     # The last first: of a tensor that is given twice, eager adds the first one's gradient first,
     # and what is made last has its gradient first.
     with annotate({_KEY: True}):
-        made = [t.view_as(t) for t in reversed(given)]
-    replaced: tuple[tuple[Any, ...], dict[str, Any]] = _replace(
-        (args, kwargs), lambda t: made.pop()
-    )
-    return replaced
+        made = [tensor.view_as(tensor) for tensor in reversed(_tensors((args, kwargs)))]
+    return _replace(args, made), _replace(kwargs, made)
 
 
-def _replace(value: Any, by: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Replace the tensors that need a gradient, in what eager FSDP2 takes for containers
-    (``replace_grad_tensors``; ``tree_map`` in 2.11). A container without any stays itself."""
-    if isinstance(value, torch.Tensor):
-        return by(value) if value.requires_grad else value
-    items: list[Any]
-    names: list[str] = []
-    if WRAPS_DATACLASSES and _is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        items = [getattr(value, name) for name in names]
-    elif isinstance(value, dict):
-        items = list(value.values())
-    elif isinstance(value, list | tuple):
-        items = list(value)
-    else:
-        return value
-    replaced = [_replace(item, by) for item in items]
-    if all(new is old for new, old in zip(replaced, items, strict=True)):
-        return value
-    cls: Any = type(value)
-    if names:
-        changes = zip(names, replaced, items, strict=True)
-        return dataclasses.replace(value, **{n: new for n, new, old in changes if new is not old})
+def _items(value: Any) -> list[Any]:
+    """What is in a container, of what eager FSDP2 takes for one (``collect_grad_tensors``;
+    ``tree_flatten`` in 2.11)."""
+    if _is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, dict):
-        return cls(dict(zip(value, replaced, strict=True)))
-    if hasattr(value, "_fields"):
-        return cls(*replaced)
-    try:
-        return cls(replaced)
-    except TypeError:  # a subclass with a constructor of its own
-        return replaced if isinstance(value, list) else tuple(replaced)
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else []
 
 
 def _is_dataclass(value: Any) -> bool:
-    named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
-    return dataclasses.is_dataclass(value) and not isinstance(value, type) and not named_tuple
+    if not WRAPS_DATACLASSES or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return False
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors that need a gradient."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.requires_grad else []
+    return [tensor for item in _items(value) for tensor in _tensors(item)]
+
+
+def _replace(value: Any, made: list[torch.Tensor]) -> Any:
+    """Put what is ``made``, the first one at its end, in the place of :func:`_tensors`. A container
+    without any stays itself."""
+    if not _tensors(value):
+        return value
+    if isinstance(value, torch.Tensor):
+        return made.pop()
+    old = _items(value)
+    new = [_replace(item, made) for item in old]
+    cls: Any = type(value)
+    if _is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        changes = {n: v for n, v, was in zip(names, new, old, strict=True) if _tensors(was)}
+        return dataclasses.replace(value, **changes)
+    if isinstance(value, dict):
+        return cls(dict(zip(value.keys(), new, strict=True)))
+    if hasattr(value, "_fields"):
+        return cls(*new)
+    try:
+        return cls(new)
+    except TypeError:  # a subclass with a constructor of its own
+        return new if isinstance(value, list) else tuple(new)
