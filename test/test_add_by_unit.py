@@ -275,7 +275,7 @@ def test_cross_attention_and_a_shared_bias(translated):
 
 def test_the_graph_has_no_views_of_inputs_left(translated):
     (report,) = translated[3]
-    (added,) = (r for r in report.rewrites if r.name == "added by unit")
+    (added,) = (r for r in report.rewrites if r.as_dict()["rewrite"] == "added by unit")
     assert all(a.sums > 0 for a in added.added)
     assert added.as_dict()["rewrite"] == "added by unit"
 

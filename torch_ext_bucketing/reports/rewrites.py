@@ -217,7 +217,7 @@ class AddReport(RewriteReport):
             either way are not among them.
     """
 
-    name = heading = "added by unit"
+    rewrite = heading = "added by unit"
     added: tuple[AddedByUnit, ...] = ()
     left: tuple[LeftAlone, ...] = ()
 
