@@ -22,9 +22,9 @@ from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 from torch_ext_bucketing.testing.target import TargetError
 
-# By number of ranks: on two a + b is b + a, and hybrid sharding needs four.
-CASES: dict[int, dict[str, dict[str, Any]]] = {2: {}, 3: {}, 4: {}}
-CASES[2] = {
+Case = dict[str, Any]
+
+MODELS: dict[str, Case] = {
     "equal": {"build": models.sound},
     "equal in bf16": {"build": models.rounded, "param_dtype": "bfloat16"},
     "nondeterminism": {"build": models.randomly},
@@ -34,11 +34,12 @@ CASES[2] = {
     "no collective": {"build": models.sound, "shard": models.all_but_last},
     "uses": {"build": models.twice, "passes": models.without_combine_uses},
 }
-CASES[3] = {
+# On two ranks a + b is b + a.
+ORDERS: dict[str, Case] = {
     "units": {"build": models.sound, "passes": models.other_units},
     "payload order": {"build": models.sound, "passes": models.graph_order},
 }
-CASES[4] = {
+HYBRID: dict[str, Case] = {
     "hybrid order": {
         "build": models.sound,
         "shard": models.replicas_first,
@@ -48,7 +49,10 @@ CASES[4] = {
 }
 
 
-def compare_all(rank: Rank, cases: dict[str, dict[str, Any]]) -> dict[str, Comparison]:
+GROUPS = {"models": (2, MODELS), "orders": (4, ORDERS), "hybrid": (4, HYBRID)}
+
+
+def compare_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Comparison]:
     found = {}
     random.seed(rank.rank)
     with ring_rank(rank, RingTopology(ranks_per_node=1, chunk_bytes=64)):
@@ -59,21 +63,22 @@ def compare_all(rank: Rank, cases: dict[str, dict[str, Any]]) -> dict[str, Compa
 
 
 @functools.cache
-def compared(world: int) -> dict[str, Comparison]:
-    first, *others = run_ranks(compare_all, world, CASES[world], timeout_s=600)
+def compared(group: str) -> dict[str, Comparison]:
+    first, *others = run_ranks(compare_all, *GROUPS[group], timeout_s=600)
     assert all(other == first for other in others)
     return first
 
 
 @pytest.mark.parametrize(
-    ("world", "name"),
+    ("group", "name"),
     [
-        *((world, name) for world in (2, 3) for name in CASES[world]),
-        *(pytest.param(4, name, marks=pytest.mark.slow) for name in CASES[4]),
+        *(("models", name) for name in MODELS),
+        *(("orders", name) for name in ORDERS),
+        *(pytest.param("hybrid", name, marks=pytest.mark.slow) for name in HYBRID),
     ],
 )
-def test_the_cause_is_named(world: int, name: str):
-    comparison = compared(world)[name]
+def test_the_cause_is_named(group: str, name: str):
+    comparison = compared(group)[name]
     if name.startswith("equal"):
         assert comparison == Comparison(True, 2)
         return
@@ -88,7 +93,7 @@ def test_the_cause_is_named(world: int, name: str):
 
 def test_what_is_found_is_named():
     """Modules, units, parameters, buckets and bytes."""
-    found = compared(2) | compared(3)
+    found = compared("models") | compared("orders")
     causes = {name: c.causes[0] for name, c in found.items() if c.causes}
     assert "The first is module blocks.0" in causes["Dynamo"].found
     assert "The first is module blocks.0" in causes["decompositions"].found
