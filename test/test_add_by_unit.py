@@ -47,19 +47,12 @@ class Both:
 Pair = namedtuple("Pair", "one other")
 
 
-class Odd(list):
-    """No container to make another one of."""
-
-    def __init__(self, one, other):
-        super().__init__([one, other])
-
-
 CONTAINERS = {
     "positional": lambda x: ((*x,), {}),
     "keywords": lambda x: ((x[0],), {f"k{i}": t for i, t in enumerate(x[1:])}),
     "list": lambda x: ((list(x),), {}),
     "dict": lambda x: ((), {"more": {"a": x[0], "b": tuple(x[1:])}}),
-    "pair": lambda x: ((Pair(x[0], [Odd(x[1:], None)]),), {}),
+    "pair": lambda x: ((Pair(x[0], [x[1:], None]),), {}),
     "dataclass": lambda x: ((), {"both": Both(x[0], {"c": Both(x[1:])})}),
 }
 

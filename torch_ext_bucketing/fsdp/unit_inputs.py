@@ -117,7 +117,4 @@ def _replace(value: Any, made: list[torch.Tensor]) -> Any:
         return cls(dict(zip(value.keys(), new, strict=True)))
     if hasattr(value, "_fields"):
         return cls(*new)
-    try:
-        return cls(new)
-    except TypeError:  # a subclass with a constructor of its own
-        return new if isinstance(value, list) else tuple(new)
+    return cls(new)
