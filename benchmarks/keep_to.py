@@ -35,6 +35,7 @@ import torch.nn as nn
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.tags import tag_of
+from torch_ext_bucketing.reports.rewrites import ReshardReport
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.ranks import Rank, preload, run_ranks
 
@@ -149,9 +150,7 @@ def _scheduled(gm: fx.GraphModule, machine: teb.Machine) -> tuple[float, int]:
     one = teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(ratio=1.02)], machine=machine)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", teb.BoundNotKeptWarning)
-        one(gm)
-    report = one.last_report
-    assert report is not None
+        (report,) = one(gm).schedules
     return report.step_ms[1], report.peak_bytes[1]
 
 
@@ -245,7 +244,7 @@ def _compare_in_group(rank: Rank, models: Sequence[str], steps: int) -> list[dic
         torch._dynamo.reset()
         compiler = teb.backend(counted, passes, model)
         found = trained(model, torch.compile(model, backend=compiler, fullgraph=True))
-        assert reshard.last_report is not None
+        made = [r for r in compiler.last_report().rewrites if isinstance(r, ReshardReport)]
         rows.append(
             {
                 "model": name,
@@ -253,7 +252,7 @@ def _compare_in_group(rank: Rank, models: Sequence[str], steps: int) -> list[dic
                 "eager": {f"{k} {n}": c / steps for (k, n), c in sorted(launched.items())},
                 "ours": {f"{k} {n}": c / steps for (k, n), c in sorted(sent.items())},
                 "units": len(order.units),
-                "kept_bytes": sum(r.saved_bytes for r in reshard.last_report.resharded),
+                "kept_bytes": sum(r.saved_bytes for m in made for r in m.resharded),
             }
         )
     return rows

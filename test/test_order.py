@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_ext_bucketing._torch import fsdp2 as _fsdp2
 from torch_ext_bucketing.fqns import canonical_fqn, canonical_modules, parameter_names
 from torch_ext_bucketing.fsdp import order as order_module
-from torch_ext_bucketing.fsdp import tag_graph as tags
+from torch_ext_bucketing.fsdp import tags
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 
 WORLD = 4
@@ -515,9 +515,9 @@ class TestErrors:
         ("units", "error", "message"),
         [
             ([], ValueError, "there are no units"),
-            (["layers.0", []], ValueError, "empty list"),
+            (["layers.0", []], ValueError, "unit 1 is empty"),
             ("layers.0", TypeError, "got the string"),
-            ([["layers.0", 1]], TypeError, "must be a module FQN"),
+            ([["layers.0", 1]], TypeError, "must be a string, got 1"),
             (
                 ["tok_embedings"],
                 ValueError,
@@ -578,7 +578,7 @@ class TestErrors:
             (
                 [["a", "b"], ["c", "a"]],
                 ValueError,
-                "'a' is listed twice, in payload 0 and in payload 1",
+                "'a' is in two units, 0 and 1",
             ),
             (["a", "_orig_mod.a"], ValueError, "'a' is listed twice"),
             (["a", ["b"]], TypeError, "mixes"),

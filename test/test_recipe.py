@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.manual import manual_plan
-from torch_ext_bucketing.fsdp.unit_spec import abbreviated
+from torch_ext_bucketing.fsdp.units import abbreviated
 from torch_ext_bucketing.testing.ranks import run_ranks
 
 MESHES = {"fully_shard": (4,), "hybrid_shard": (2, 2), "replicate": (4,)}
@@ -116,16 +116,16 @@ def test_what_tensor_parallelism_replicates_is_no_replica(fake_world):
 def test_the_units_may_be_given(fake_world):
     model = sharded()
     passes = teb.recipe(model, units=["blocks.0", "blocks.1", ""])
-    assert passes[2].units[-1] == ("embed.weight", "norm.weight", "output.weight")
+    assert passes[2].units.units[-1] == ("embed.weight", "norm.weight", "output.weight")
     # Not "", which is every parameter of the model.
-    assert passes[1].keep == ("blocks.1", *passes[2].units[-1])
+    assert passes[1].keep == ("blocks.1", *passes[2].units.units[-1])
     assert "units=manual_plan(['blocks.[0-1]', ''], model)" in repr(passes)
 
 
 def test_a_reference_gives_units_and_order(fake_world):
     reference = wrapped(init_device_mesh("cpu", MESHES["fully_shard"]))
     passes = teb.recipe(sharded(), reference=reference)
-    assert passes[2].units == teb.FSDPParamOrder.from_fsdp(reference).units
+    assert passes[2].units == teb.FSDPParamOrder.from_fsdp(reference)
     assert "BucketUnits(FSDPParamOrder.from_fsdp(model))" in repr(passes)
 
 

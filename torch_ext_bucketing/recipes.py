@@ -13,7 +13,7 @@ from ._torch.fsdp2 import is_wrapped
 from .fqns import format_names, parameter_names
 from .fsdp.blocks import transformer_block_plan
 from .fsdp.order import FSDPParamOrder
-from .fsdp.unit_spec import UnitSpec
+from .fsdp.units import UnitSpec
 from .graph.collectives import KINDS, Kind
 from .passes.all_to_all import ReduceByAllToAll
 from .passes.base import GraphPass

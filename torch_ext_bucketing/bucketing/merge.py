@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
 
 from .._gc import paused_gc
+from .._torch.aot import stage_of
 from .._torch.estimates import size_hint
 from .._torch.sorting import sort_topologically
 from ..fsdp.tags import set_member_tags, tag_of
-from ..graph.collectives import group_name, group_size, kind_of, reduce_op
+from ..graph.collectives import (
+    Kind,
+    count_collectives,
+    group_name,
+    group_size,
+    kind_of,
+    reduce_op,
+)
 from ..graph.snapshot import unchanged_on_error
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
+from ..reports.graph import GraphReport, emit
 from .hook_guard import reading_only
 from .pack import pack, packed_value
 from .plan import Bucket, MergePlan
@@ -28,6 +37,8 @@ from .plan import Bucket, MergePlan
 __all__ = [
     "BACKWARD",
     "apply_plan",
+    "check_payload_order",
+    "merge_and_report",
     "merge_buckets",
 ]
 
@@ -52,6 +63,48 @@ class MemberKeys:
 
     packed_by: str = GRAPH_ORDER
     keys: Mapping[fx.Node, Any] | None = None
+
+
+def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
+    """``order``, if that is what a pass takes as ``payload_order``.
+
+    Raises:
+        TypeError: something else than a callable and None.
+    """
+    if order is not None and not callable(order):
+        raise TypeError(
+            "payload_order must be a callable that gives a start node's key, or None for graph "
+            f"order, got {order!r}"
+        )
+    return order
+
+
+def merge_and_report(
+    graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey | None, kinds: Collection[Kind]
+) -> GraphReport:
+    """:func:`apply_plan`; returns the report of the graph, which is also logged.
+
+    Args:
+        graph: as of :func:`apply_plan`.
+        plan: as of :func:`apply_plan`.
+        payload_key: as of :func:`apply_plan`.
+        kinds: what the plan was asked to bucket.
+    """
+    stage, before = stage_of(graph), count_collectives(graph)
+    buckets = tuple(apply_plan(graph, plan, payload_key))
+    report = GraphReport(
+        stage,
+        before,
+        count_collectives(graph),
+        buckets,
+        plan.uncovered,
+        plan.ineligible,
+        plan.splits,
+        plan.unmerged,
+        tuple(kinds),
+    )
+    emit(report)
+    return report
 
 
 def apply_plan(

@@ -49,7 +49,6 @@ from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.snapshot import Snapshot, unchanged_on_error
 from ..graph.writes import aliases_of, unordered_writes, written_roots, written_values
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
-from ..passes.code import call
 from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
 from ..scheduling.memory import PeakMemory
 from ..scheduling.model import peak_bytes
@@ -84,18 +83,10 @@ class CombineUses(GraphPass):
         if peak is not None and not isinstance(peak, PeakMemory):
             raise TypeError(f"peak must be a PeakMemory or None, got {peak!r}")
         self.peak = peak
-        self.last_report: CombineReport | None = None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        self.last_report = combine_uses(graph_of(graph), self.peak, compilation.size_hints)
-        compilation.report.rewrites.append(self.last_report)
-
-    def __repr__(self) -> str:
-        return call("CombineUses", peak=self.peak)
-
-    def settings(self) -> tuple[Any, ...]:
-        """The bound."""
-        return (self.peak,)
+        report = combine_uses(graph_of(graph), self.peak, compilation.size_hints)
+        compilation.report.rewrites.append(report)
 
 
 def combine_uses(

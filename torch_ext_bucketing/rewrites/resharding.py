@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch import aot as _aot
 from ..fsdp.tag_graph import parameter_chains
 from ..fsdp.tags import Tag, tag_of
-from ..fsdp.units import HasUnits, Units
+from ..fsdp.units import Units
 from ..passes.base import (
     Choice,
     Compilation,
@@ -23,9 +23,6 @@ from ..passes.base import (
     Tags,
     graph_of,
 )
-from ..passes.code import call
-from ..reports.keep import KeepReport
-from ..reports.rewrites import ReshardReport
 from ..scheduling.cost import Machine, check_machine
 from ..scheduling.memory import PeakMemory
 from ..scheduling.scheduler import BoundNotKeptWarning
@@ -86,10 +83,6 @@ class ReshardAfterForward(GraphPass):
             Parameters of other groups, such as experts on a mesh of their own, are gathered over
             those; the report lists them.
 
-    Attributes:
-        last_choice: what was chosen for the last graph with ``"auto"``.
-        last_report: of the last graph with ``to``.
-
     Raises:
         TypeError: ``keep`` is another string, or holds something else than strings; ``memory``,
             ``units`` or ``machine`` is none; ``to`` is no number and no mesh.
@@ -108,7 +101,7 @@ class ReshardAfterForward(GraphPass):
         keep: Iterable[str] | Literal["auto"] = (),
         *,
         memory: PeakMemory | None = None,
-        units: HasUnits | Iterable[Sequence[str]] | None = None,
+        units: Units | Iterable[Sequence[str]] | None = None,
         machine: Machine | None = None,
         curve: bool = False,
         to: DeviceMesh | int | None = None,
@@ -116,8 +109,8 @@ class ReshardAfterForward(GraphPass):
         self.auto = keep == "auto"
         if isinstance(keep, str) and not self.auto:
             raise TypeError(f"keep must be a list of FQNs or 'auto', got the string {keep!r}")
-        self.keep = () if self.auto else tuple(keep)
-        self._kept = Units([self.keep])
+        self.keep: tuple[str, ...] | Literal["auto"] = "auto" if keep == "auto" else tuple(keep)
+        self._kept = Units(() if self.auto else (self.keep,))  # type: ignore[arg-type]
         if memory is not None and not isinstance(memory, PeakMemory):
             raise TypeError(f"memory must be a PeakMemory or None, got {memory!r}")
         if self.auto and memory is None:
@@ -136,8 +129,6 @@ class ReshardAfterForward(GraphPass):
             raise ValueError("keep='auto' and to= are two ways to spend memory: give one of them")
         self.to = to
         self._smaller = None if to is None else make_smaller_group(to)
-        self.last_choice: KeepReport | None = None
-        self.last_report: ReshardReport | None = None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         def is_freed(tag: Tag) -> bool:
@@ -146,8 +137,8 @@ class ReshardAfterForward(GraphPass):
         g = graph_of(graph)
         if self.to is not None:
             if self._smaller is not None and _aot.stage_of(g) != "inference":
-                self.last_report = reshard_to(g, self._smaller, is_freed)
-                compilation.report.rewrites.append(self.last_report)
+                report = reshard_to(g, self._smaller, is_freed)
+                compilation.report.rewrites.append(report)
             return
         chosen = self._choose(g, compilation) if self.auto else {}
         for start, chain in parameter_chains(g).items():
@@ -177,24 +168,11 @@ class ReshardAfterForward(GraphPass):
             compilation.choice = Choice("keeps nothing, as an estimate failed")
             return {}
         if report is not None:
-            self.last_choice = report
             compilation.report.rewrites.append(report)
         return chosen
-
-    def __repr__(self) -> str:
-        return call(
-            "ReshardAfterForward",
-            keep="auto" if self.auto else self.keep or None,
-            memory=self.memory,
-            units=None if self.units is None else self.units.units,
-            machine=self.machine,
-            curve=self.curve or None,
-            to=self.to,
-        )
 
     def settings(self) -> tuple[Any, ...]:
         """The names that are kept, or what they are chosen by; the smaller group with this rank's
         place."""
-        units = None if self.units is None else (self.units.units, self.units.aliases)
-        chosen_by = (self.auto, self.memory, units, self.machine, self.curve)
-        return (self.keep, *chosen_by, self.to is None, self._smaller)
+        given = {**self.arguments(), "to": (self.to is None, self._smaller)}
+        return tuple(given.values())
