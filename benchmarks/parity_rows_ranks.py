@@ -203,7 +203,6 @@ class Runs:
             found.append(f"compiled {len(compiler.reports)} times")
         for report in compiler.reports:
             found += report.warnings
-            found += [f"unnamed: {name}" for name in report.unnamed]
             for rewrite in report.rewrites:
                 found += [f"{'+'.join(x.fqns)}: {x.reason}" for x in getattr(rewrite, "left", ())]
         return list(dict.fromkeys(found))

@@ -73,7 +73,7 @@ class TrainerRuns(TitanRuns):
                 whole_step_pass(model, [])(tagged)
                 add_sent(before, collectives_of(tagged.graph.nodes, self.per_node))
                 add_sent(after, self.sent(traced.gm))
-                notes = [*compilation.report.warnings, *map(str, compilation.report.unnamed)]
+                notes = list(compilation.report.warnings)
             stop = digests["eager"] if name == "control" else None
             digests[name] = self.train(model, self.traced_step(model, traced), stop_unlike=stop)
         seconds = time.perf_counter() - clock

@@ -57,7 +57,7 @@ def described(gm: fx.GraphModule) -> list[Any]:
 
 def run_pass(p: GraphPass, gm: fx.GraphModule) -> Any:
     report = p(gm)
-    return [*report.schedules, *report.graphs][-1]
+    return [report, *report.schedules, *report.graphs][-1]
 
 
 def by_cap(gm: fx.GraphModule, cap_mb: Any = 1.0, **options: Any) -> Any:

@@ -72,7 +72,6 @@ def test_compiled_dtensor_parameters(fake_world, shard, dtype, partitioner):
     assert found == {"all_gather": ONE_EACH, "reduce_scatter": ONE_EACH}
     (report,) = capture.reports
     assert len(report.tagged) == 2 * len(TWO_BLOCKS_FQNS)
-    assert not report.unnamed
     assert not report.skipped
 
 
@@ -233,7 +232,6 @@ def test_joint_export(fake_world):
         stack.enter_context(mode)
         joint = aot_export_joint_with_descriptors(stack, gm, (TOKENS,))
         report = tag_joint_graph(joint.graph_module)
-    assert not report.unnamed
     for kind in ("all_gather", "reduce_scatter"):
         assert sorted(t.fqns for _, t in report.tagged if t.kind == kind) == ONE_EACH
 

@@ -150,7 +150,7 @@ def _compiled(rank, mesh, payload_order):
     )
     digests, _ = _steps(model, torch.compile(model, backend=compiler, fullgraph=True), rank)
     report = compiler.last_report()
-    if len(compiler.reports) != 1 or report.unnamed or report.warnings:
+    if len(compiler.reports) != 1 or report.warnings:
         raise AssertionError(f"{len(compiler.reports)} compiles; {report}")
     return Trained(digests, report.collectives_after, _payloads(report.buckets))
 
@@ -250,7 +250,6 @@ def _trace(model, passes):
         compiled(tokens, positions, documents).float().sum().backward()
     assert len(compiler.reports) == 1
     report = compiler.last_report()
-    assert not report.unnamed
     assert not report.warnings
     for graph in report.graphs:
         assert not graph.uncovered
@@ -391,7 +390,6 @@ def test_the_passes_stand_in_the_graph_trainers_list(fake_world):
     listed[place] = whole_step_pass(model, recipe(model), compilation)
     gm = passes.apply_graph_passes(traced.gm, traced.example_inputs, listed)
     report = compilation.report
-    assert not report.unnamed
     assert not report.warnings
     units = [unit for unit in eager.units if len(unit) > 1]
     assert sorted(_payloads(report.buckets)) == sorted(

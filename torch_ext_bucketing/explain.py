@@ -431,7 +431,6 @@ def _compile(
     whole = CompileReport()
     for report in compiler.reports:  # several where the graph breaks
         whole.graphs += report.graphs
-        whole.unnamed += report.unnamed
         whole.warnings += report.warnings
         whole.schedules += report.schedules
         whole.rewrites += report.rewrites

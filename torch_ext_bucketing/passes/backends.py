@@ -239,7 +239,6 @@ class _InductorPass(CustomGraphPass):
         launches_after = _run_each(self._passes, graph, self._compilation)
         self._made = CompileReport(
             report.graphs[graphs:],
-            report.unnamed,
             list(report.warnings),
             report.schedules[schedules:],
             rewrites=list(report.rewrites),

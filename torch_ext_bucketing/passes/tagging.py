@@ -66,7 +66,6 @@ class TagParameters(GraphPass):
                 if (place := self.order(start)) is not None:
                     start.meta[PAYLOAD_FIELD] = place
         compilation.tagged = len(report.tagged)
-        compilation.report.unnamed = tuple((u.node, u.reason) for u in report.unnamed)
 
     def settings(self) -> tuple[Any, ...]:
         """The names of the model's parameters, and of the inputs of the graph that is being
