@@ -38,11 +38,7 @@ READ = 4
 STEPS = 3
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class OneBlock(TwoBlocks):
