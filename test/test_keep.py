@@ -26,8 +26,11 @@ from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.passes.backends import _run_each, backend
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
-from torch_ext_bucketing.rewrites.keep import NothingKeptWarning, unit_name
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
+from torch_ext_bucketing.rewrites.resharding import (
+    NothingKeptWarning,
+    ReshardAfterForward,
+    unit_name,
+)
 from torch_ext_bucketing.scheduling.coarse import CoarseSimulator, _CoarseHalf, _Gather
 from torch_ext_bucketing.scheduling.cost import Costs
 from torch_ext_bucketing.scheduling.keep import KeepPlanner, block_units
@@ -221,7 +224,7 @@ def test_an_estimate_that_fails_keeps_nothing(fake_world, monkeypatch):
     def broken(*_args, **_options):
         raise ZeroDivisionError("no times")
 
-    monkeypatch.setattr("torch_ext_bucketing.rewrites.keep.KeepPlanner", broken)
+    monkeypatch.setattr("torch_ext_bucketing.rewrites.resharding.KeepPlanner", broken)
     graph, _ = random_joint(1, 3)
     compilation = Compilation()
     with pytest.warns(BoundNotKeptWarning, match="nothing is kept.*ZeroDivisionError: no times"):
@@ -230,7 +233,7 @@ def test_an_estimate_that_fails_keeps_nothing(fake_world, monkeypatch):
     assert any("no times" in text for text in compilation.report.warnings)
 
 
-@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.rewrites.keep.NothingKeptWarning")
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.rewrites.resharding.NothingKeptWarning")
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
 @pytest.mark.parametrize("trained", [True, False], ids=["no work in backward", "inference"])
 def test_what_a_graph_break_leaves_may_have_nothing_to_choose(fake_world, trained):

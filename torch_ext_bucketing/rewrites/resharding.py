@@ -1,7 +1,8 @@
-"""The pass that frees gathered parameters between forward and backward."""
+"""The pass that frees gathered parameters between forward and backward, or some of them."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -14,24 +15,33 @@ from ..fsdp.tag_graph import parameter_chains
 from ..fsdp.tags import Tag, tag_of
 from ..fsdp.units import Units
 from ..passes.base import (
+    Buckets,
     Choice,
     Compilation,
     GraphLike,
     GraphPass,
+    Order,
     Regathers,
     Stage,
     Tags,
     graph_of,
+    last_fact,
 )
-from ..scheduling.cost import Machine, check_machine
+from ..passes.cache_key import digest
+from ..reports.keep import KeepReport
+from ..scheduling.cost import H100, Machine, check_machine
+from ..scheduling.keep import KeepPlanner, block_units
 from ..scheduling.memory import PeakMemory
+from ..scheduling.overlap import Overlap
+from ..scheduling.partitioned import UnitOf
 from ..scheduling.scheduler import BoundNotKeptWarning
-from .keep import choose_for
 from .reshard_to import make_smaller_group, read_first_gathers, reshard_to
 
-__all__ = [
-    "ReshardAfterForward",
-]
+__all__ = ["NothingKeptWarning", "ReshardAfterForward"]
+
+
+class NothingKeptWarning(UserWarning):
+    """No unit's gathered parameters could stay from forward to backward."""
 
 
 class ReshardAfterForward(GraphPass):
@@ -158,7 +168,7 @@ class ReshardAfterForward(GraphPass):
     def _choose(self, graph: fx.Graph, compilation: Compilation) -> dict[fx.Node, None]:
         assert self.memory is not None
         try:
-            chosen, report = choose_for(
+            chosen, report = _choose_for(
                 graph, self.memory, self.units, self.machine, self.curve, compilation
             )
         except Exception as error:  # losing a compile over it would be worse than keeping nothing
@@ -176,3 +186,84 @@ class ReshardAfterForward(GraphPass):
         place."""
         given = {**self.arguments(), "to": (self.to is None, self._smaller)}
         return tuple(given.values())
+
+
+def _choose_for(
+    graph: fx.Graph,
+    memory: PeakMemory,
+    units: Units | None,
+    machine: Machine | None,
+    curve: bool,
+    compilation: Compilation,
+) -> tuple[dict[fx.Node, None], KeepReport | None]:
+    """Choose what stays gathered, with the passes that will run on the halves of a joint graph.
+
+    Args:
+        graph: tagged. It is only read.
+        memory: the bound.
+        units: what is kept or not together; None takes the units that are bucketed after the
+            partitioner, and else modules.
+        machine: None takes that of the order that the graphs get after the partitioner.
+        curve: as of :class:`.ReshardAfterForward`.
+        compilation: gets the choice.
+
+    Returns:
+        The nodes between parameters and their uses that are not to be computed again, and the
+        report; None where the graph has no backward.
+    """
+    if _aot.stage_of(graph) == "inference":
+        return {}, None
+    inside = _aot.forward_nodes(graph)
+    if all(n in inside or n.op == "output" for n in graph.nodes):
+        return {}, None
+    order = last_fact(compilation.ahead, Order) or Order((Overlap(),), H100)
+    merged = last_fact(compilation.ahead, Buckets) or Buckets()
+    planner = KeepPlanner(
+        graph,
+        _unit_of(graph, units or merged.units),
+        order.policies,
+        machine or order.machine or H100,
+        compilation.size_hints,
+        merged.kinds,
+    )
+    limit = memory.limit_bytes(planner.reference_bytes)
+    outcome, report = planner.report(limit, curve)
+    names = digest(*report.kept)[:12] if report.kept else "nothing"
+    compilation.choice = Choice(
+        f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes",
+        limit,
+    )
+    if report.warning:
+        compilation.warn(report.warning, NothingKeptWarning)
+    kept = {f for k in outcome.kept for f in planner.partitioned.units[k].fqns}
+    nodes: dict[fx.Node, None] = {}
+    for start, chain in parameter_chains(graph).items():
+        tag = tag_of(start)
+        if tag is not None and kept.issuperset(tag.fqns):
+            nodes.update(dict.fromkeys(chain))
+    return nodes, report
+
+
+def _unit_of(graph: fx.Graph, units: Units | None) -> UnitOf:
+    if units is None:
+        tags = (tag_of(n) for n in graph.nodes)
+        return block_units(f for t in tags if t is not None for f in t.fqns)
+    names = [unit_name(unit) for unit in units.units]
+
+    def unit_of(fqn: str) -> tuple[int, str] | None:
+        found = units.unit_of(fqn)
+        return None if found is None else (found, names[found])
+
+    return unit_of
+
+
+def unit_name(fqns: Sequence[str]) -> str:
+    """A unit in a few words: what its names have in common, else the first of them."""
+    parts = [f.split(".") for f in fqns]
+    common = list(itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False)))
+    name = ".".join(same[0] for same in common)
+    if name:
+        return name
+    modules = list(dict.fromkeys(f.split(".")[0] for f in fqns))
+    named = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
+    return named or "the root"
