@@ -127,21 +127,6 @@ def forward(self, a_1, b_1, c_1, d_1):
     )
 
 
-def test_values_are_unchanged(fake_world):
-    def model(a, b, c):
-        full = [all_gather(x, group()) for x in (a, b, c)]
-        grads = [reduce_scatter(f * (i + 2), group()) for i, f in enumerate(full)]
-        return (*full, *grads)
-
-    inputs = [[torch.randn(2, n) for n in (1, 2, 3)] for _ in range(4)]
-    gm = tagged(trace(model, *inputs[0]), *"abcabc")
-    expected = run_all_ranks(gm, inputs)
-    plan = plan_units(gm.graph, Units([("c", "a", "b")]))
-    apply_plan(gm.graph, plan, lambda n: "cab".index(tag_of(n).fqns[0]))
-    assert count_collectives(gm.graph) == {"all_gather": 1, "reduce_scatter": 1}
-    assert_same(run_all_ranks(gm, inputs), expected)
-
-
 def test_two_buckets_that_make_a_cycle_together(fake_world):
     """a1 -> b1 and b2 -> a2: one of {a1, a2} and {b1, b2} merges."""
 
@@ -299,17 +284,6 @@ def summary(gm):
         ):
             lines.append(f"    {node.target.__name__}")
     return "\n".join(lines) + "\n"
-
-
-def test_payload_is_laid_out_as_the_order_says(fake_world):
-    o = order()
-    for bucket in compiled_step([BucketUnits(o)]).buckets:
-        assert bucket_fqns(bucket) == list(o.units[bucket.unit])
-        offset = 0
-        for member in bucket.members:
-            assert member.offset == offset
-            offset += member.nbytes
-        assert bucket.nbytes == offset
 
 
 def packed_by(passes):

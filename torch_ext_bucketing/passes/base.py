@@ -193,6 +193,7 @@ class Compilation:
     baseline: Baseline = field(default_factory=Baseline)
     _forward_inputs: dict[str, int] = field(default_factory=dict)
     _warned: set[type[Warning]] = field(default_factory=set)
+    _uncovered: set[str] = field(default_factory=set)
     _analysis: GraphAnalysis | None = None
 
     def analysis(self, graph: GraphLike) -> GraphAnalysis:
@@ -236,12 +237,11 @@ class Compilation:
         """Warn about parameters that no unit covers, about each once per compile.
 
         Args:
-            fqns: the parameters of the graph whose report was added last.
+            fqns: the parameters.
             units: the units, of whose names the warning shows a few.
         """
-        before = (graph for graph in self.report.graphs[:-1] if not graph.from_cache)
-        known = {fqn for graph in before for fqn in graph.uncovered}
-        new = [fqn for fqn in fqns if fqn not in known]
+        new = [fqn for fqn in fqns if fqn not in self._uncovered]
+        self._uncovered.update(new)
         if new:
             names = itertools.islice((repr(name) for unit in units for name in unit), 3)
             text = (
