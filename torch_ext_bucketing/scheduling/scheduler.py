@@ -31,7 +31,7 @@ from .list_schedule import ROUNDING, ListScheduler, list_schedule
 from .model import Model, model_of
 from .options import Options
 from .policy import Case, Policy, policies_of
-from .timeline import Timeline, lower_bound
+from .timeline import Timeline
 
 __all__ = [
     "BoundNotKeptWarning",
@@ -154,7 +154,7 @@ def schedule_model(
         model: is only read.
         policy: as of :func:`schedule`.
         reference_bytes: as of :func:`schedule`.
-        quick: few orders are tried, and no lower bound is looked for.
+        quick: few orders are tried.
         at_most_ms: orders that take longer are given up.
         some: of the policies' candidates only so many are tried, or those with these names.
     """
@@ -227,7 +227,7 @@ def schedule_model(
     report = ScheduleReport(
         policies=tuple(map(repr, policies)),
         step_ms=(given.step_ms, reached.step_ms),
-        bound_ms=0.0 if quick else lower_bound(model),
+        bound_ms=bound,
         compute_ms=reached.compute_ms,
         exposed_ms=(given.exposed_ms, reached.exposed_ms),
         peak_bytes=(given.peak_bytes, reached.peak_bytes),
