@@ -26,6 +26,7 @@ import torch.utils._pytree as pytree
 
 from .._torch import descriptors as _descriptors
 from .._torch.dynamo_inputs import module_path
+from .._torch.sharded import shard_of
 from ..fqns import canonical_fqn
 from ..graph.collectives import Kind, is_start, kind_of
 from ..graph.graph_of import graph_of
@@ -313,9 +314,8 @@ class _ModuleFallback:
         parameters = () if model is None else model.named_parameters(remove_duplicate=False)
         for name, param in parameters:
             fqn = canonical_fqn(name)
-            local = getattr(param, "_local_tensor", param)
             owner = fqn.rpartition(".")[0]
-            self._owned.setdefault(owner, []).append((fqn, tuple(local.shape)))
+            self._owned.setdefault(owner, []).append((fqn, tuple(shard_of(param).shape)))
 
     def fqns(self, node: fx.Node, kind: Kind) -> tuple[str, ...]:
         module = _module_fqn(node)
