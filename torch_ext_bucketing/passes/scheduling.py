@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from typing import Any
 
 from ..bucketing.caps import Eligible, check_options
 from ..bucketing.groups import GroupFilter
@@ -16,7 +17,8 @@ from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ..graph.collectives import Kind, check_kinds
 from ..reports.caps import CapsReport
 from ..scheduling.cap_search import check_caps, choose_caps
-from ..scheduling.cost import H100, Machine, check_machine
+from ..scheduling.cost import Machine, check_machine
+from ..scheduling.devices import job_machine
 from ..scheduling.memory import within
 from ..scheduling.policy import Policy, policies_of
 from ..scheduling.scheduler import schedule
@@ -48,7 +50,7 @@ class Schedule(GraphPass):
 
     Args:
         policies: what bounds and guides the order.
-        machine: what the cost model times nodes for.
+        machine: what the cost model times nodes for; None: :func:`.job_machine`.
 
     Raises:
         TypeError: something in ``policies`` is no policy, or ``machine`` is none.
@@ -58,11 +60,11 @@ class Schedule(GraphPass):
     stage: Stage = "forward_backward"
     needs: tuple[type[Fact], ...] = (Baseline,)
 
-    def __init__(self, policies: Policy | Iterable[Policy], machine: Machine = H100) -> None:
+    def __init__(self, policies: Policy | Iterable[Policy], machine: Machine | None = None) -> None:
         self.policies = policies_of(policies)
-        self.machine = machine
-        check_machine(machine)
-        self.gives = (Order(self.policies, machine),)
+        self.machine = job_machine() if machine is None else machine
+        check_machine(self.machine)
+        self.gives = (Order(self.policies, self.machine),)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         self._schedule(graph, compilation)
@@ -89,6 +91,15 @@ class Schedule(GraphPass):
             return self.policies
         reference = compilation.baseline.peak_bytes or sys.maxsize
         return within(self.policies, compilation.choice.limit_bytes, reference)
+
+    def arguments(self) -> dict[str, Any]:
+        """Without the machine where it is that of the job."""
+        found = super().arguments()
+        return {**found, "machine": None} if self.machine == job_machine() else found
+
+    def settings(self) -> tuple[Any, ...]:
+        """Whatever was given, and the machine."""
+        return (*super().settings(), self.machine)
 
 
 class BucketAndSchedule(Schedule):
@@ -125,7 +136,7 @@ class BucketAndSchedule(Schedule):
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
         payload_order: PayloadKey | None = None,
-        machine: Machine = H100,
+        machine: Machine | None = None,
         reduce: GraphPass | None = None,
     ) -> None:
         super().__init__(policies, machine)
