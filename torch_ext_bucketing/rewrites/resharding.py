@@ -81,7 +81,7 @@ class ReshardAfterForward(GraphPass):
             units of the backend's ``BucketUnits``, and without one modules: what is below the first
             number in a name (``layers.3``), and each other module.
         machine: for ``"auto"``: what the cost model times nodes for. None takes that of the pass
-            that schedules in the same backend, and without one an H100.
+            that schedules in the same backend, and without one :func:`.job_machine`.
         curve: for ``"auto"``: whether the report also says what other bounds would come to; takes
             as long again for each.
         to: the smaller group; None: none, backward gathers over all ranks that share a parameter.
