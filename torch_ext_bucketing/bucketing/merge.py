@@ -83,11 +83,8 @@ def merge_and_report(
         before,
         count_collectives(graph),
         buckets,
-        plan.uncovered,
-        plan.ineligible,
-        plan.splits,
-        plan.unmerged,
         tuple(kinds),
+        **plan.not_merged(),
     )
     emit(report)
     return report
