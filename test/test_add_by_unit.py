@@ -306,3 +306,12 @@ def test_switched_off_there_are_no_hooks(monkeypatch):
 def test_units_that_do_not_fit():
     with pytest.raises(ValueError, match="no module is named 'layers'"):
         teb.AddByUnit(nn.Linear(2, 2), ["layers"])
+
+
+def test_units_and_modules_with_hooks_count_in_keys():
+    one, none = nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.ReLU())
+    given = [(one, ["0"]), (none, ["0"]), (one, ["0", ""])]
+    uuids = [teb.AddByUnit(*each).uuid() for each in given]
+    assert None not in uuids
+    assert len(set(uuids)) == 3
+    assert uuids[0] == teb.AddByUnit(*given[0]).uuid()

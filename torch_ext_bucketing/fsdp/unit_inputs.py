@@ -26,7 +26,7 @@ from torch.fx.traceback import annotate
 
 from .._torch.fsdp2 import WRAPS_DATACLASSES
 from .tree import unwrapped
-from .unit_spec import find_units
+from .units import find_units
 
 __all__ = ["give_nodes", "is_unit_input", "modules_with_nodes"]
 

@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from .._torch.dynamo_inputs import module_path
 from ..fsdp.unit_inputs import give_nodes, is_unit_input, modules_with_nodes
-from ..fsdp.unit_spec import UnitSpec
+from ..fsdp.units import UnitSpec
 from ..graph.moves import keeps_values
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from ..reports.rewrites import AddedByUnit, AddReport
