@@ -138,7 +138,7 @@ def check_plan(gm: fx.GraphModule, plan: MergePlan, sizes: list[int]) -> None:
 
 
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS, tagged=st.booleans())
-@examples(1500)
+@examples(600)
 def test_plans_are_sound(seed, size, caps, tagged):
     gm = random_graph(seed, size, GROUPS)
     before = str(gm.graph)
