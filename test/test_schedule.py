@@ -342,10 +342,10 @@ mm -> mm_default_5
 mm -> mm_default_6
 mm -> mm_default_7
 RS layers.1.w
-  wait RS layers.0.w
 mm -> mm_default_8
 mm -> mm_default_9
 mm -> mm_default_10
+  wait RS layers.0.w
 mm -> mm_default_11
 RS layers.2.w
   wait RS layers.1.w
@@ -814,6 +814,7 @@ step, ms              22.00  21.00  lower bound 20.00, window 100, depth 1, by d
 exposed, ms            2.00   1.00
 peak, GiB              0.00   0.00  unreordered 0.00, bound 0.00
 longest compute run      20     10  bound 8, dependencies force 10
+times are for: machine, nodes unknown
 prefetch_under: no gather in this graph serves a
 CapComputeRun(8): 10 compute nodes in a row before reduce_scatter_tensor_default; dependencies force a run of at least 10. Smaller reduce-scatter buckets make shorter runs.
 """,

@@ -295,7 +295,7 @@ class KeepPlanner:
             tried=self.tried - before,
             warning=self._warning(chosen, limit),
             size_hints=self.hints.to_text(),
-            machine=self.machine.name,
+            machine=self.machine.describe(),
             seconds=self.seconds + time.perf_counter() - clock,
             model_seconds=self.seconds,
         )

@@ -110,6 +110,7 @@ def schedule(
         with paused_gc():
             model = model_of(analysis, machine)
             report, order = schedule_model(model, policies, reference_bytes)
+            report = replace(report, machine=machine.describe())
         if not model.dependencies.is_order(order):
             raise AssertionError("the order breaks a dependency")
         _reorder(graph, model.dependencies, order)
