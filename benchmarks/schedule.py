@@ -148,6 +148,7 @@ def child(
     from torch_ext_bucketing.scheduling.model import model_of
     from torch_ext_bucketing.scheduling.timeline import Timeline
 
+    from .bounds import lower_bound
     from .machines import nodes
 
     def model(graph: Graph) -> Model:
@@ -180,7 +181,7 @@ def child(
         extra["uncapped_step_ms"] = Timeline.of(model(free)).step_ms
     result = {
         "step_ms": reached.step_ms,
-        "bound_ms": after.analysis.bound_ms,
+        "bound_ms": lower_bound(after),
         "peak_gib": reached.peak_bytes / GIB,
         "longest_run": reached.longest_run,
         "pass_s": statistics.median(seconds),

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import hooks as hooks
+    from . import testing as testing
     from .agreement.exchange import PlanMismatchError, RankMissingError
     from .fsdp.all_to_all import AllToAllReduceScatter
     from .fsdp.blocks import transformer_block_plan
@@ -113,8 +114,8 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 def __getattr__(name: str) -> object:
     """Import what is asked for when it is asked for: importing the package stays cheap."""
-    if name == "hooks":
-        return _importlib.import_module(f"{__name__}.hooks")
+    if name in ("hooks", "testing"):
+        return _importlib.import_module(f"{__name__}.{name}")
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -124,4 +125,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "hooks"})
+    return sorted({*globals(), *__all__, "hooks", "testing"})

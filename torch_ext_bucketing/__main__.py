@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Sequence
 
 from . import __version__, explain, measure
+from .testing import compare_cli as compare
 from .testing.demo import cli as demo
 
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(required=True, metavar="command")
     from .hooks import command as patch  # only here: nothing of the package needs the hooks
 
-    for subcommand in (patch, demo, explain, measure):
+    for subcommand in (patch, demo, compare, explain, measure):
         subcommand.add_parser(subparsers)
     args = parser.parse_args(argv)
     status: int = args.run(args)
