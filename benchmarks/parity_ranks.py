@@ -162,7 +162,7 @@ def mesh_of(row: Row) -> DeviceMesh:
 def row_group(rank: Rank, row: Row) -> Iterator[None]:
     """A ring group of the row's nodes; on GPUs NCCL's."""
     if row.device == "cpu":
-        topology = RingTopology(row.per_node, CHANNELS, row.chunk_bytes, row.nodes)
+        topology = RingTopology(row.per_node, CHANNELS, row.chunk_bytes)
         with ring_rank(rank, topology):
             yield
         return

@@ -120,9 +120,7 @@ class ReversedOrder:
 def soak_rank(rank: Rank, soak: Soak) -> None:
     """Entry point of a rank. Sends ``("start", text)`` and a :class:`CaseReport` of each case."""
     warnings.simplefilter("ignore")  # bounds that can't be kept are part of the cases
-    topology = RingTopology(
-        ranks_per_node=rank.world_size // 2, nodes=2, channels=4, chunk_bytes=16
-    )
+    topology = RingTopology(ranks_per_node=rank.world_size // 2, channels=4, chunk_bytes=16)
     deadline = time.monotonic() + 60 * soak.minutes
     with ring_rank(rank, topology):
         mesh = init_device_mesh("cpu", (rank.world_size,))

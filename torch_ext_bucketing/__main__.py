@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import __version__, explain, measure
+from . import __version__
+from .commands import explain, measure
 from .testing import compare_cli as compare
 from .testing.demo import cli as demo
 

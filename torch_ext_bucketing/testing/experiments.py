@@ -68,7 +68,7 @@ def compare_on_rank(rank: Rank, options: Options) -> Comparison:
     search = _Search(trial, last, eager_gradients[last], gradients[last], model, compiler)
     causes = tuple(search.causes())
     differ = search.ordered(trial.differing(eager_gradients[last], gradients[last]))
-    return Comparison(False, steps, last + 1, differ, causes, tuple(notes))
+    return Comparison(False, steps, last + 1, differ, causes, (*notes, *search.failed))
 
 
 @dataclass
@@ -82,6 +82,8 @@ class _Search:
         ours: those of ``passes``, by which ``model`` was compiled by ``compiler``.
         order: of the parameters in backward.
         known: gradients of ``_WAYS`` on one rank.
+        failed: experiments that raised, in words.
+        mended: number of changes of ``passes`` that changed gradients.
     """
 
     trial: Trial
@@ -92,6 +94,8 @@ class _Search:
     compiler: BucketingBackend
     order: list[str] = field(default_factory=list)
     known: dict[str, Hashes] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    mended: int = 0
 
     def __post_init__(self) -> None:
         self.passes: Passes = self.trial.passes
@@ -108,17 +112,23 @@ class _Search:
         found: list[Cause] = []
         if trial.rank.rank == 0:
             self.order = self._backward_order()
-            for on_one in _ON_ONE_RANK:
-                found += on_one(self)
-        self.order, found = trial.from_rank_0((self.order, found))
-        if trial.options.backend != "aot_eager":
-            self.take(trial.passes)
+            for name, on_one in _ON_ONE_RANK.items():
+                try:
+                    found += on_one(self)
+                except Exception as error:
+                    self.failed.append(f"looking for {name} failed: {error}")
+        self.order, found, self.failed = trial.from_rank_0((self.order, found, self.failed))
+        if trial.options.backend == "inductor":
+            trial.say("all ranks: aot_eager")
+            names = self.take(trial.passes)
+            if names and "Inductor" not in [cause.name for cause in found]:
+                found.append(Cause("Inductor", names, *_WORDS["Inductor"]))
         for on_all in _ON_ALL_RANKS:
             found += on_all(self)
         yield from found
-        if not found:
-            names = self.ordered(trial.differing(self.eager, self.ours))
-            yield Cause("unknown", names, *_WORDS["unknown"])
+        left = self.ordered(trial.differing(self.eager, self.ours))
+        if left and len(found) == self.mended:
+            yield Cause("unknown", left, *_WORDS["unknown"])
 
     def _once_more(self) -> tuple[str, ...]:
         """What differs between two runs of eager FSDP2; keeps the weights before the last step."""
@@ -157,6 +167,7 @@ class _Search:
         gradients = self.trial.gradients(self.model, run, self.step)
         names = self.trial.differing(self.ours, gradients)
         self.passes, self.ours = passes, gradients
+        self.mended += bool(names)
         return self.ordered(names)
 
 
@@ -350,7 +361,10 @@ def _payloads(search: _Search) -> Iterator[Cause]:
     passes = search.passes
 
     def with_eagers(model: nn.Module) -> list[GraphPass]:
-        given = list(passes(model))
+        given = [
+            type(p)(model, search.trial.units) if p.name == "AddByUnit" else p  # type: ignore[call-arg]
+            for p in passes(model)
+        ]
         place = next((n for n, p in enumerate(given) if _gives(p, Buckets, Order)), len(given))
         rest = [p for p in given[place:] if not _gives(p, Buckets)]
         return [*given[:place], BucketUnits(order, KINDS), *rest]
@@ -396,7 +410,12 @@ def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:
 
 
 _Experiment = Callable[[_Search], Iterator[Cause]]
-_ON_ONE_RANK: Sequence[_Experiment] = (_dynamo, _decompositions, _inductor, _activations)
+_ON_ONE_RANK: dict[CauseName, _Experiment] = {
+    "Dynamo": _dynamo,
+    "decompositions": _decompositions,
+    "Inductor": _inductor,
+    "activations": _activations,
+}
 _ON_ALL_RANKS: Sequence[_Experiment] = (_no_collective, _uses, _hybrid_order, _payloads)
 
 _WORDS: dict[CauseName, tuple[str, str]] = {
@@ -450,8 +469,8 @@ _WORDS: dict[CauseName, tuple[str, str]] = {
         "BucketUnits(FSDPParamOrder.from_model(model, units=[...])), as recipe() has it",
     ),
     "unknown": (
-        "on one rank, with rank 0's inputs, the model has the same gradients eager, wrapped and "
-        "compiled, and on all ranks reductions carry what eager FSDP2's carry",
+        "with all that the experiments change gradients still differ, and they found nothing on "
+        "one rank, with rank 0's inputs",
         "compare with other inputs, and with fewer passes",
     ),
 }
