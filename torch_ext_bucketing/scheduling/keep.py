@@ -49,14 +49,14 @@ _Set: TypeAlias = frozenset[int]
 _GIB = 2**30
 
 _NODES = 12_000
-_SMALL_NODES = 20_000
+_SMALL_NODES = 30_000
 """How many nodes may be scheduled, over all choices looked at, and how many of small graphs."""
 _FEW = 2
 """At least so many choices are scheduled, and no more of a large graph."""
 _FAR = 1.1
 """Where an order that misses the bound is so many times as fast as the best that keeps it, orders
 are made under a lower one."""
-_SCHEDULED = 80
+_SCHEDULED = 120
 """At most so many choices are scheduled."""
 _SMALL = 500
 """Up to so many nodes a graph is a small one."""
