@@ -26,10 +26,13 @@ from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.passes.backends import _run_each, backend
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
-from torch_ext_bucketing.rewrites.keep import NothingKeptWarning, unit_name
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-from torch_ext_bucketing.scheduling.coarse import CoarseSimulator, _CoarseHalf, _Gather
+from torch_ext_bucketing.rewrites.resharding import (
+    NothingKeptWarning,
+    ReshardAfterForward,
+    unit_name,
+)
 from torch_ext_bucketing.scheduling.cost import Costs
+from torch_ext_bucketing.scheduling.held import HeldBytes
 from torch_ext_bucketing.scheduling.keep import KeepPlanner, block_units
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.model import model_of
@@ -113,7 +116,7 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
         partitioned = PartitionedModel(graph, Costs(), MODULES, kinds=())
         chosen = [k for k, u in enumerate(partitioned.units) if u.name.startswith(kept or ("-",))]
         found["models"] = partitioned.models(chosen)
-        found["coarse"] = CoarseSimulator(partitioned).peak_bytes(chosen)
+        found["peak"] = HeldBytes(partitioned).peak_bytes(chosen)
 
     graphs, _ = compiled(Look(look), ReshardAfterForward(keep=kept))
     for model, stage in zip(found["models"], ("forward", "backward"), strict=True):
@@ -124,7 +127,7 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
         unread = model.liveness.at_start - graph.liveness.at_start
         assert unread == 0 if stage == "forward" else unread >= 0
         assert ours.peak_bytes - unread == real.peak_bytes
-    assert found["coarse"] == max(m.liveness.peak(range(len(m))) for m in found["models"])
+    assert found["peak"] == max(m.liveness.peak(range(len(m))) for m in found["models"])
 
 
 def test_schedules_count_what_only_forward_reads(fake_world):
@@ -166,8 +169,7 @@ def test_what_is_kept_is_gathered_once(fake_world):
     reshard = auto(PeakMemory(ratio=1.01), curve=True)
     passes = [reshard, teb.BucketUnits(UNITS), teb.Schedule(teb.Overlap())]
     graphs, report = compiled(*passes, checkpointed=True)
-    made = reshard.last_choice
-    assert made in report.rewrites
+    (made,) = report.rewrites
     kept = set(made.kept)
     assert 0 < len(kept) < len(made.units)
     # Of the embedding backward reads nothing: it is not kept, and not gathered again either.
@@ -209,7 +211,7 @@ def test_too_little_room_is_said_with_the_number(fake_world):
         reshard, compilation = auto(memory, machine=machine), Compilation()
         with pytest.warns(NothingKeptWarning, match=f"nothing is kept: {says}"):
             reshard(graph, compilation)
-        made = reshard.last_choice
+        (made,) = compilation.report.rewrites
         assert made.kept == ()
         assert made.step_ms[0] == made.step_ms[1]
         assert made.warning in compilation.report.warnings
@@ -222,7 +224,7 @@ def test_an_estimate_that_fails_keeps_nothing(fake_world, monkeypatch):
     def broken(*_args, **_options):
         raise ZeroDivisionError("no times")
 
-    monkeypatch.setattr("torch_ext_bucketing.rewrites.keep.KeepPlanner", broken)
+    monkeypatch.setattr("torch_ext_bucketing.rewrites.resharding.KeepPlanner", broken)
     graph, _ = random_joint(1, 3)
     compilation = Compilation()
     with pytest.warns(BoundNotKeptWarning, match="nothing is kept.*ZeroDivisionError: no times"):
@@ -231,7 +233,7 @@ def test_an_estimate_that_fails_keeps_nothing(fake_world, monkeypatch):
     assert any("no times" in text for text in compilation.report.warnings)
 
 
-@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.rewrites.keep.NothingKeptWarning")
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.rewrites.resharding.NothingKeptWarning")
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
 @pytest.mark.parametrize("trained", [True, False], ids=["no work in backward", "inference"])
 def test_what_a_graph_break_leaves_may_have_nothing_to_choose(fake_world, trained):
@@ -242,8 +244,7 @@ def test_what_a_graph_break_leaves_may_have_nothing_to_choose(fake_world, traine
     if trained:
         result.sum().backward()
     assert not b.last_report().warnings
-    assert (reshard.last_choice is not None) == trained
-    assert not trained or reshard.last_choice.kept == ()
+    assert [made.kept for made in b.last_report().rewrites] == [()] * trained
 
 
 def test_the_choice_is_part_of_what_ranks_compare(fake_world):
@@ -286,8 +287,8 @@ def test_ranks_with_uneven_shards_choose_alike(fake_world):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         torch._dynamo.reset()
         reshard = auto(PeakMemory(ratio=1.04))
-        compiled(reshard, teb.BucketUnits(UNITS), vocabulary=65)
-        made = reshard.last_choice
+        _, report = compiled(reshard, teb.BucketUnits(UNITS), vocabulary=65)
+        (made,) = report.rewrites
         found.append((made.units, made.step_ms, made.peak_bytes, made.next_ms, made.tried))
     assert found[0] == found[1]
     assert any(u.kept for u in found[0][0])
@@ -321,7 +322,7 @@ def _checkpointed_beside_eager(rank):
     reshard = auto(PeakMemory(ratio=1.005))
     b = backend("aot_eager", [teb.CombineUses(), reshard, teb.BucketUnits(order)], model)
     found = train(model, torch.compile(model, backend=b, fullgraph=True))
-    kept = reshard.last_choice.kept
+    kept = b.last_report().rewrites[-1].kept
 
     eager = checkpoint_blocks(fresh())
     for name in NAMES:
@@ -388,17 +389,6 @@ def test_more_memory_is_never_slower_and_never_exceeded(fake_world):
         assert curve[-1][1].step_ms == planner.scheduled(planner.candidates, peaks[-1]).step_ms
         shorter += steps[-1] < steps[0]
     assert shorter > 2
-
-
-def test_groups_on_one_network_level_take_turns():
-    """Two gathers of 3 ms each, before one kernel of 1 ms and after another."""
-
-    def half(stream):
-        gathers = [[_Gather(None, 1, 3.0, 0.0, 0)] for _ in stream]
-        return _CoarseHalf([1.0, 1.0], [0, 0], gathers, [[], []], [[], []], [], stream)
-
-    assert half([0, 1]).step_ms((), [0, 0], 0) == 4.0
-    assert half([0, 0]).step_ms((), [0, 0], 0) == 7.0
 
 
 def test_units_by_names():
