@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from .._torch.fsdp2 import ReduceScatter
+from ..graph.collectives import Kind
 
-__all__ = ["AllToAllReduceScatter", "check_accumulate", "sum_in_rank_order"]
+__all__ = ["SUM", "AllToAllReduceScatter", "check_accumulate", "steps_of", "sum_in_rank_order"]
 
 
 def check_accumulate(dtype: torch.dtype) -> torch.dtype:
@@ -28,26 +29,53 @@ def check_accumulate(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_in_rank_order(
-    parts: Sequence[torch.Tensor], accumulate: torch.dtype = torch.float32, average: bool = False
+    received: torch.Tensor, ranks: int, accumulate: torch.dtype, average: bool
 ) -> torch.Tensor:
-    """``((parts[0] + parts[1]) + parts[2]) + ...``, rounded to the dtype of the parts at the end.
+    """``((p0 + p1) + p2) + ...`` of the parts of ``received``, one per rank, rounded once.
 
     Args:
-        parts: one per rank, of one shape and floating-point dtype.
+        received: the ranks' parts one after the other, of one size and in floating point.
+        ranks: how many.
         accumulate: the dtype of the additions, unless that of the parts is wider.
-        average: whether the sum is multiplied by ``1 / len(parts)`` before it is rounded. Not
-            divided: on a GPU neither ATen nor Inductor divides by a constant.
+        average: whether the sum is multiplied by ``1 / ranks`` before it is rounded. Not divided:
+            on a GPU neither ATen nor Inductor divides by a constant.
 
     Returns:
-        A tensor of that shape and dtype in memory of its own.
+        The sum of the parts, flat, in their dtype and in memory of its own.
     """
-    wire = parts[0].dtype
-    total = parts[0].to(torch.promote_types(wire, accumulate), copy=True)
-    for part in parts[1:]:
+    wire = received.dtype
+    first, *others = received.view(ranks, received.numel() // ranks).unbind()
+    total = first.to(torch.promote_types(wire, accumulate), copy=True)
+    for part in others:
         total += part
     if average:
-        total *= 1 / len(parts)
+        total *= 1 / ranks
     return total.to(wire)
+
+
+_library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
+_library.define(
+    "sum_in_rank_order(Tensor received, int ranks, ScalarType accumulate, bool average) -> Tensor"
+)
+_library.impl("sum_in_rank_order", sum_in_rank_order, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "torch_ext_bucketing::sum_in_rank_order",
+    lambda received, ranks, *_: received.new_empty([received.numel() // ranks]),
+    lib=_library,
+)
+SUM = torch.ops.torch_ext_bucketing.sum_in_rank_order.default
+""":func:`sum_in_rank_order` as an operator in graphs."""
+
+
+def steps_of(kind: Kind, ranks: int, fixed_size: bool = True) -> tuple[str, ...]:
+    """The collectives that stand for a reduction, with the sum behind the first of them.
+
+    Of an all-reduce each rank adds its own part, which is then gathered, or all. With two ranks
+    either moves as much. A part of what has no fixed size is not worth its nodes.
+    """
+    if kind == "reduce_scatter":
+        return ("all_to_all",)
+    return ("all_gather",) if ranks == 2 or not fixed_size else ("all_to_all", "all_gather")
 
 
 class AllToAllReduceScatter(ReduceScatter):
@@ -117,6 +145,6 @@ class AllToAllReduceScatter(ReduceScatter):
             )
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        parts = received.view(-1).chunk(group.size()) if received.numel() else [output_tensor]
-        total = sum_in_rank_order(parts, self.accumulate, op == dist.ReduceOp.AVG)
+        average = op == dist.ReduceOp.AVG
+        total = sum_in_rank_order(received, group.size(), self.accumulate, average)
         output_tensor.copy_(total.view(output_tensor.shape))

@@ -6,35 +6,32 @@ its own part and adds them itself. Of the packed buffer ``g`` of n ranks::
 
     before    g [n * k] ----------> reduce_scatter avg -> wait ------------------------> [k]
 
-    after     g [n * k] ----------> all_to_all -> wait -> split -> p0 [k] -> fp32 \\
-                                                                    p1 [k] ------- + \\
-                                                                    p2 [k] ---------- + ... -> * 1/n
-                                                                     -> round to g's dtype -> [k]
+    after     g [n * k] ----------> all_to_all -> wait -> sum in rank order -----------> [k]
 
     before    g [m] --------------> all_reduce avg -> wait ----------------------------> [m]
 
-    after     g [m] -> pad [n * k] -> all_to_all -> wait -> split -> sum as above -> [k]
+    after     g [m] -> pad [n * k] -> all_to_all -> wait -> sum in rank order -> [k]
                                    -> all_gather -> wait -> slice ---------------------> [m]
 
-    after     g [m] --------------> all_gather -> wait -> split -> sum as above -------> [m]
+    after     g [m] --------------> all_gather -> wait -> sum in rank order -----------> [m]
     (n = 2)
 
-The sum is a chain of additions, not a ``sum`` over a dimension, whose order is up to the kernel.
-ATen and Inductor keep a chain's order, and Inductor makes one kernel of it that reads the buffer
-once. It has a node per rank and bucket: 64 ranks in one bucket compile in a second.
+The sum is a chain of additions, not a ``sum`` over a dimension, whose order is up to the kernel. It
+is one operator (:func:`.sum_in_rank_order`), so that a graph is as large for 512 ranks as for 2,
+and for Inductor one kernel that reads the buffer once (:mod:`._torch.lowering`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from .._torch.lowering import lower_sum
 from ..bucketing.merge import BACKWARD
 from ..bucketing.pack import Writer, packed_value
-from ..fsdp.all_to_all import check_accumulate
+from ..fsdp.all_to_all import SUM, check_accumulate, steps_of
 from ..fsdp.tags import mark_replaced, tag_of
 from ..graph.collectives import argument, group_size, is_wait, kind_of, reduce_op
 from ..graph.snapshot import unchanged_on_error
@@ -45,7 +42,6 @@ __all__ = ["ReduceByAllToAll"]
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
-_convert = torch.ops.prims.convert_element_type.default
 
 
 class ReduceByAllToAll(GraphPass):
@@ -81,6 +77,7 @@ class ReduceByAllToAll(GraphPass):
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
+        lower_sum(SUM)
         with unchanged_on_error(g):
             for start in [node for node in g.nodes if _is_replaced(node)]:
                 _replace(g, start, self.accumulate)
@@ -119,6 +116,7 @@ def _replace(graph: fx.Graph, start: fx.Node, accumulate: torch.dtype) -> None:
     readers = list(wait.users)
     ranks, group = group_size(start), argument(start, "group_name")
     average, kind = reduce_op(start) == "avg", kind_of(start)
+    assert kind is not None
     value = packed_value(start)
     dtype = value.meta["val"].dtype
     w = Writer(graph, [start])
@@ -126,12 +124,10 @@ def _replace(graph: fx.Graph, start: fx.Node, accumulate: torch.dtype) -> None:
     with graph.inserting_before(start):
         size = w.numel(value)
         flat = w.reshape(value, [size])
-        # Of an all-reduce, what each rank adds: its own part, which is then gathered, or all. With
-        # two ranks either moves as much. A part of what has no fixed size is not worth its nodes.
-        gathers = kind == "all_reduce" and (ranks == 2 or not isinstance(size, int))
+        steps = steps_of(kind, ranks, isinstance(size, int))
         if kind == "reduce_scatter":
             part = w.divided(size, ranks)
-        elif gathers or not isinstance(size, int):
+        elif steps == ("all_gather",) or not isinstance(size, int):
             part = size
         else:
             part = -(-size // ranks)
@@ -139,15 +135,15 @@ def _replace(graph: fx.Graph, start: fx.Node, accumulate: torch.dtype) -> None:
                 padding = [flat, [0, part * ranks - size]]
                 flat = w.new(_aten.constant_pad_nd.default, padding, {}, dtype, [part * ranks])
     mark_replaced(start)
-    if gathers:
+    if steps == ("all_gather",):
         w.change(start, _c10d.all_gather_into_tensor.default, flat, ranks, group)
     else:
         splits = [part] * ranks
         w.change(start, _c10d.all_to_all_single.default, flat, splits, list(splits), group)
     w.change(wait, _c10d.wait_tensor.default, start)
     with graph.inserting_before(wait.next):
-        result = _sum(w, w.split(wait, [part] * ranks, dim=0), part, dtype, accumulate, average)
-        if kind == "all_reduce" and not gathers:
+        result = w.new(SUM, [wait, ranks, accumulate, average], {}, dtype, [part])
+        if len(steps) > 1:
             gather = w.new(
                 _c10d.all_gather_into_tensor.default,
                 [result, ranks, group],
@@ -165,29 +161,3 @@ def _replace(graph: fx.Graph, start: fx.Node, accumulate: torch.dtype) -> None:
     if BACKWARD in start.meta:
         for node in w.nodes:
             node.meta[BACKWARD] = True
-
-
-def _sum(
-    w: Writer,
-    parts: Sequence[fx.Node],
-    size: int | fx.Node,
-    dtype: torch.dtype,
-    accumulate: torch.dtype,
-    average: bool,
-) -> fx.Node:
-    """The nodes of :func:`.sum_in_rank_order` for parts of ``size`` elements of ``dtype``."""
-    wide = torch.promote_types(dtype, accumulate)
-    total = parts[0]
-    if wide is not dtype:
-        total = w.new(_convert, [total, wide], {}, wide, [size])
-    for part in parts[1:]:
-        total = w.new(_aten.add.Tensor, [total, part], {}, wide, [size])
-    if average:
-        total = w.new(_aten.mul.Tensor, [total, 1 / len(parts)], {}, wide, [size])
-    if wide is not dtype:
-        total = w.new(_convert, [total, dtype], {}, dtype, [size])
-    if dtype.itemsize == 2:
-        # Inductor leaves out a rounding to 16 bits where the same kernel goes on with the value.
-        # Before bits can be seen as an integer they must have been rounded.
-        total = w.call(_aten.view.dtype, w.call(_aten.view.dtype, total, torch.int16), dtype)
-    return total
