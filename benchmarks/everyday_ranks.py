@@ -28,9 +28,9 @@ from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.compare import digest
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
+from torch_ext_bucketing.testing.training import digest
 
 STEPS = 6
 SEQ = 12

@@ -204,7 +204,7 @@ def _compare_in_group(rank: Rank, models: Sequence[str], steps: int) -> list[dic
     from benchmarks.parity_cells import Cell
     from benchmarks.parity_models import batch_of, build, unit_names
     from torch_ext_bucketing.graph.collectives import group_size, kind_of
-    from torch_ext_bucketing.testing.compare import train
+    from torch_ext_bucketing.testing.training import train
 
     def trained(model: nn.Module, run: Any) -> list[str]:
         def step(number: int) -> Any:

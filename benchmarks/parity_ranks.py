@@ -49,7 +49,6 @@ from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-from torch_ext_bucketing.testing.compare import train
 from torch_ext_bucketing.testing.payloads import (
     Payload,
     bucket_payloads,
@@ -58,6 +57,7 @@ from torch_ext_bucketing.testing.payloads import (
 )
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
+from torch_ext_bucketing.testing.training import train
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Of computation, gathers and reductions; weights and optimizer are float32 in all cells. Gradients

@@ -35,9 +35,9 @@ from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.recipes import recipe
-from torch_ext_bucketing.testing.compare import count_collectives, train
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
+from torch_ext_bucketing.testing.training import count_collectives, train
 
 Step = Callable[[int], torch.Tensor]
 """Forward and backward of a step, by its number."""

@@ -33,7 +33,7 @@ from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
 from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.compare import count_collectives
+from torch_ext_bucketing.testing.training import count_collectives
 
 __all__ = ["TrainerRuns"]
 

@@ -29,8 +29,8 @@ from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.reports.buckets import BucketReport
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-from torch_ext_bucketing.testing.compare import raw_bytes
 from torch_ext_bucketing.testing.sums import RingTopology, simulate_reduce_scatter
+from torch_ext_bucketing.testing.training import raw_bytes
 
 RANKS_PER_NODE = 8
 CHUNK_BYTES = 64

@@ -40,10 +40,10 @@ from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.scheduling.overlap import Overlap
-from torch_ext_bucketing.testing.compare import Trained, train
 from torch_ext_bucketing.testing.payloads import fsdp_payloads
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
+from torch_ext_bucketing.testing.training import Trained, train
 
 _BOUNDS: dict[str, Callable[..., Any]] = {
     "Overlap": Overlap,

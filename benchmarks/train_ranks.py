@@ -43,7 +43,6 @@ from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.compare import digest
 from torch_ext_bucketing.testing.demo.settings import Settings
 from torch_ext_bucketing.testing.demo.train import (
     PARAM_DTYPE,
@@ -53,6 +52,7 @@ from torch_ext_bucketing.testing.demo.train import (
 )
 from torch_ext_bucketing.testing.model import Transformer
 from torch_ext_bucketing.testing.ranks import Rank
+from torch_ext_bucketing.testing.training import digest
 
 CAP_MB = 25.0
 MEMORY_STEPS = 3

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_ext_bucketing.testing.compare import train
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
+from torch_ext_bucketing.testing.training import train
 
 STEPS = 2
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

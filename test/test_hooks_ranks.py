@@ -14,10 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torch_ext_bucketing as teb
 from benchmarks.parity_ranks import aten_kernels
-from torch_ext_bucketing.testing.compare import train
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
+from torch_ext_bucketing.testing.training import train
 
 STEPS = 3
 KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor")

@@ -296,7 +296,7 @@ def test_ranks_with_uneven_shards_choose_alike(fake_world):
 def _checkpointed_beside_eager(rank):
     from torch.distributed.fsdp import fully_shard
 
-    from torch_ext_bucketing.testing.compare import digest
+    from torch_ext_bucketing.testing.training import digest
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 

@@ -26,8 +26,8 @@ from torch_ext_bucketing.rewrites.reshard_to import (
     reshard_to,
 )
 from torch_ext_bucketing.scheduling.scheduler import schedule
-from torch_ext_bucketing.testing.compare import train
 from torch_ext_bucketing.testing.ring import on_ranks
+from torch_ext_bucketing.testing.training import train
 
 SLICE = torch.ops.aten.slice_copy.Tensor
 UNITS = ["layers.0", ""]

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks import parity
 from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES, Cell
-from torch_ext_bucketing.testing.compare import train
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import ring_rank
+from torch_ext_bucketing.testing.training import train
 
 RANKS, STEPS = 4, 3
 SOME = ("twice", "tied_chunked", "block_twice", "checkpointed")

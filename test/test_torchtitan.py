@@ -61,10 +61,10 @@ from torch_ext_bucketing.passes.whole_step import whole_step_pass  # noqa: E402
 from torch_ext_bucketing.recipes import recipe  # noqa: E402
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward  # noqa: E402
 from torch_ext_bucketing.testing import text  # noqa: E402
-from torch_ext_bucketing.testing.compare import count_collectives, digest  # noqa: E402
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer  # noqa: E402
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks  # noqa: E402
 from torch_ext_bucketing.testing.ring import RingTopology, init_ring_process_group  # noqa: E402
+from torch_ext_bucketing.testing.training import count_collectives, digest  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

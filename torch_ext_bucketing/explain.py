@@ -7,12 +7,12 @@ backward, and the report is printed.
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .testing.target import TargetError, load_target
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -230,7 +230,10 @@ def explain(
 
     if mode not in MODES:
         raise ExplainError(f"no mode is named {mode!r}; the modes are {', '.join(MODES)}")
-    make = _demo_model if target is None else _load(target)
+    try:
+        make = _demo_model if target is None else load_target(target)
+    except TargetError as error:
+        raise ExplainError(str(error)) from error
     if dist.is_initialized():
         raise ExplainError(
             "torch.distributed is initialised already; explain starts a fake process group of its "
@@ -268,42 +271,6 @@ def _machine(path: Path) -> Machine:
         return Machine.load(path)
     except (ValueError, OSError) as error:
         raise ExplainError(f"--machine: {error}") from error
-
-
-def _load(target: str) -> Any:
-    module_name, colon, function_name = target.partition(":")
-    if not colon or not module_name or not function_name:
-        raise ExplainError(
-            f"{target!r} is no MODULE:FUNCTION, such as my_package.my_module:make_model"
-        )
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        if module_name == missing or module_name.startswith(f"{missing}."):
-            raise ExplainError(
-                f"no module is named {missing!r}: run this where Python can import it, or set "
-                "PYTHONPATH"
-            ) from error
-        raise ExplainError(f"importing {module_name} failed: {error}") from error
-    except Exception as error:
-        raise ExplainError(
-            f"importing {module_name} failed: {type(error).__name__}: {error}"
-        ) from error
-    found: Any = module
-    for part in function_name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        from .fqns import nearest_names
-
-        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        what = "has no" if found is None else "has no function"
-        raise ExplainError(
-            f"module {module_name} {what} {function_name}" + nearest_names(function_name, known)
-        )
-    return found
 
 
 def _demo_model() -> Any:

@@ -24,9 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.compare import digest
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ring import init_ring_process_group
+from torch_ext_bucketing.testing.training import digest
 
 BF16 = torch.bfloat16
 HELD_OUT = 1_000_000

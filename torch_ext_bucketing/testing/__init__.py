@@ -38,7 +38,7 @@ The modules:
 ring       a process group over gloo that adds in the order of NCCL's rings, and ranks in it
 sums       these additions, as functions of tensors
 gloo       gloo without two faults of torch's
-compare    a training loop, digests of weights, and counts of collectives
+training   a training loop, digests of weights, and counts of collectives
 payloads   what lies where in the buffers of collectives, eager's and compiled ones   (no torch)
 untouched  that torch is as it was installed
 ranks      processes that never outlive the run   (no torch)

@@ -13,9 +13,9 @@ else is gloo's. What is added in which order, and what is left out of NCCL, is t
 :mod:`.sums`, whose public names are available here.
 
 How it works: gloo only moves bytes. For a reduce-scatter each rank sends every other rank the slice
-that ends there (all-to-all), for an all-reduce its whole buffer (all-gather, so memory is ``n``
-buffers), and the receiver adds on its own, in ring order. All ranks of an all-reduce do the same
-additions, so they agree bit for bit.
+that ends there (all-to-all), otherwise its whole buffer (all-gather, so memory is ``n`` buffers),
+and the receiver adds on its own, in ring order. All ranks of an all-reduce do the same additions,
+so they agree bit for bit.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -38,12 +39,10 @@ from torch.futures import Future
 from .gloo import InFlight, make_gloo
 from .ranks import Rank, run_ranks
 from .sums import (
-    Reduction,
     RingTopology,
-    all_reduce_buffer,
     make_reduction,
-    reduce_scatter_slices,
     ring_order,
+    ring_sums,
     simulate_all_reduce,
     simulate_reduce_scatter,
 )
@@ -137,6 +136,25 @@ class _RingWork(dist.Work):
         return self._future
 
 
+@dataclass(frozen=True)
+class _Sum:
+    """One tensor of a reduction, as a rank takes part in it.
+
+    Args:
+        slices: what each rank is sent, or the one tensor that all of them are.
+        output: where this rank's sum goes; None where another rank alone has it.
+        end: the group rank that the sum ends on; None: it is of an all-reduce.
+    """
+
+    slices: list[Tensor]
+    output: Tensor | None
+    end: int | None = None
+
+
+def _listed(tensors: Tensor | list[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
 def _bytes_of(x: Tensor) -> Tensor:
     """``x`` as a 1-D uint8 tensor: gloo then moves any dtype."""
     return x.detach().contiguous().view(-1).view(torch.uint8)
@@ -191,38 +209,28 @@ class RingProcessGroup(dist.ProcessGroup):
     def get_group_store(self) -> dist.Store:
         return self._store
 
-    # ---- reduce_scatter -------------------------------------------------------------------------
+    # ---- reductions -----------------------------------------------------------------------------
 
     def reduce_scatter(
         self,
         output_tensors: Tensor | list[Tensor],
         input_tensors: list[Tensor] | list[list[Tensor]],
         opts: dist.ReduceScatterOptions | dist.ReduceOp | None = None,
-        timeout: timedelta | None = None,
-        *,
-        op: dist.ReduceOp | None = None,
     ) -> dist.Work:
         """List form: ``input_tensors[0][r]`` ends on group rank ``r``; sizes may differ by rank."""
-        if isinstance(output_tensors, Tensor):
-            output_tensors, input_tensors = [output_tensors], [input_tensors]
         where = self._where("reduce_scatter")
-        if len(output_tensors) != 1 or len(input_tensors) != 1:
+        one = isinstance(output_tensors, Tensor)
+        outputs, inputs = _listed(output_tensors), [input_tensors] if one else input_tensors
+        if len(outputs) != len(inputs) or any(len(slices) != self.size() for slices in inputs):
             raise ValueError(
-                f"{where}: takes one output and one list of inputs, got {len(output_tensors)} and "
-                f"{len(input_tensors)}"
+                f"{where}: each output needs one input per rank, got {len(outputs)} outputs and "
+                f"{' and '.join(str(len(slices)) for slices in inputs)} inputs"
             )
-        slices = input_tensors[0]
-        if len(slices) != self.size():
-            raise ValueError(
-                f"{where}: needs one input per rank, got {len(slices)} for {self.size()} ranks"
-            )
-        return self._reduce_scatter(where, output_tensors, [list(slices)], _op_of(opts, op))
+        sums = [_Sum(list(x), out, self.rank()) for x, out in zip(inputs, outputs, strict=True)]
+        return self._reduce(where, sums, outputs, opts)
 
     def reduce_scatter_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        opts: dist.ReduceScatterOptions | None = None,
+        self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions | None = None
     ) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
@@ -235,8 +243,7 @@ class RingProcessGroup(dist.ProcessGroup):
         where = self._where("reduce_scatter_tensor")
         if len(outputs) != len(inputs):
             raise ValueError(f"{where}: got {len(outputs)} outputs for {len(inputs)} inputs")
-        n = self.size()
-        per_rank = []
+        n, sums = self.size(), []
         for output, flat in zip(outputs, inputs, strict=True):
             if flat.numel() != output.numel() * n:
                 raise ValueError(
@@ -244,145 +251,76 @@ class RingProcessGroup(dist.ProcessGroup):
                     f"an input of {output.numel() * n}, got {flat.numel()}; pad the input to a "
                     f"multiple of {n}"
                 )
-            per_rank.append(list(flat.detach().contiguous().view(-1).tensor_split(n)))
-        return self._reduce_scatter(where, outputs, per_rank, _op_of(opts))
+            slices = flat.detach().contiguous().view(-1).tensor_split(n)
+            sums.append(_Sum(list(slices), output, self.rank()))
+        return self._reduce(where, sums, outputs, opts)
 
     # The names of older callers. C++ looks for the newer one first, eager callers use either.
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(
-        self, where: str, outputs: list[Tensor], inputs: list[list[Tensor]], op: dist.ReduceOp
-    ) -> dist.Work:
-        """One all-to-all per output; ``inputs[i][r]`` ends in output ``i`` of group rank ``r``."""
-        n, me = self.size(), self.rank()
-        reductions = []
-        for output, slices in zip(outputs, inputs, strict=True):
-            self._check_tensors(where, [output, *slices])
-            for x in slices:
-                if x.dtype != output.dtype:
-                    raise ValueError(
-                        f"{where}: the output is {output.dtype}, an input {x.dtype}; cast one"
-                    )
-            if slices[me].numel() != output.numel():
-                raise ValueError(
-                    f"{where}: the output has {output.numel()} elements, the input for this rank "
-                    f"({me}) has {slices[me].numel()}"
-                )
-            reductions.append(make_reduction(op, output.dtype, n, where))
-
-        transfers, received = [], []
-        for output, slices in zip(outputs, inputs, strict=True):
-            send = torch.cat([_bytes_of(x) for x in slices])
-            size = output.numel() * output.dtype.itemsize
-            recv = torch.empty(n * size, dtype=torch.uint8)
-            received.append(recv)
-            if send.numel():
-                splits = [x.numel() * x.dtype.itemsize for x in slices]
-                transfers.append(
-                    self._in_flight.run(self._gloo.alltoall_base, recv, send, [size] * n, splits)
-                )
-
-        def finish() -> None:
-            for output, recv, reduction in zip(outputs, received, reductions, strict=True):
-                # [n * bytes] -> [n contributions, 1 destination, elements]
-                slices = recv.view(output.dtype).view(n, 1, output.numel())
-                shard = self._to_rank(slices, me, reduction)
-                output.detach().copy_(shard.view(output.shape))
-
-        return _RingWork(transfers, outputs, finish)
-
-    def _to_rank(self, slices: Tensor, rank: int, reduction: Reduction) -> Tensor:
-        return reduce_scatter_slices(slices, [rank], self.topology, self.group_ranks, reduction)
-
-    # ---- all_reduce -----------------------------------------------------------------------------
-
     def allreduce(
         self,
         tensors: Tensor | list[Tensor],
         opts: dist.AllreduceOptions | dist.ReduceOp | None = None,
-        timeout: timedelta | None = None,
-        *,
-        op: dist.ReduceOp | None = None,
     ) -> dist.Work:
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        where = self._where("all_reduce")
-        if len(tensors) != 1:
-            raise ValueError(f"{where}: takes one tensor, got {len(tensors)}")
-        return self._all_reduce(where, tensors, _op_of(opts, op))
+        tensors = _listed(tensors)
+        sums = [_Sum([x], x) for x in tensors]
+        return self._reduce(self._where("all_reduce"), sums, tensors, opts)
 
-    def allreduce_coalesced(
-        self, tensors: list[Tensor], opts: dist.AllreduceCoalescedOptions | None = None
-    ) -> dist.Work:
-        return self._all_reduce(self._where("all_reduce_coalesced"), list(tensors), _op_of(opts))
-
-    def _all_reduce(self, where: str, tensors: list[Tensor], op: dist.ReduceOp) -> dist.Work:
-        """One all-gather per tensor.
-
-        Not an all-to-all and an all-gather of the sums, which would move and add less: gloo matches
-        operations by the order in which ranks launch them, and a second one could only be launched
-        when the first is done.
-        """
-        n = self.size()
-        self._check_tensors(where, tensors)
-        reductions = [make_reduction(op, x.dtype, n, where) for x in tensors]
-        transfers, received = [], []
-        for x in tensors:
-            send = _bytes_of(x)
-            recv = torch.empty(n, send.numel(), dtype=torch.uint8)
-            received.append(recv)
-            if send.numel():
-                transfers.append(
-                    self._in_flight.run(self._gloo.allgather, [list(recv.unbind(0))], [send])
-                )
-
-        def finish() -> None:
-            for x, recv, reduction in zip(tensors, received, reductions, strict=True):
-                buffers = recv.view(-1).view(x.dtype).view(n, x.numel())
-                total = all_reduce_buffer(buffers, self.topology, self.group_ranks, reduction)
-                x.detach().copy_(total.view(x.shape))
-
-        return _RingWork(transfers, tensors, finish)
-
-    # ---- reduce ---------------------------------------------------------------------------------
+    allreduce_coalesced = allreduce
 
     def reduce(
-        self,
-        tensors: Tensor | list[Tensor],
-        opts: dist.ReduceOptions | int | None = None,
-        op: dist.ReduceOp | None = None,
-        timeout: timedelta | None = None,
-        *,
-        root: int | None = None,
+        self, tensors: Tensor | list[Tensor], opts: dist.ReduceOptions | None = None
     ) -> dist.Work:
         """To one rank: the order of a reduce-scatter slice that ends on the root."""
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        where = self._where("reduce")
-        if len(tensors) != 1:
-            raise ValueError(f"{where}: takes one tensor, got {len(tensors)}")
-        if isinstance(opts, dist.ReduceOptions):
-            root, op = opts.rootRank, opts.reduceOp
-        elif root is None:
-            root = opts or 0
-        n, (x,) = self.size(), tensors
-        self._check_tensors(where, tensors)
-        reduction = make_reduction(_op_of(op), x.dtype, n, where)
-        send = _bytes_of(x)
-        at_root = self.rank() == root
-        recv = torch.empty(n if at_root else 0, send.numel(), dtype=torch.uint8)
-        gather = dist.GatherOptions()
-        gather.rootRank = root
-        transfers = []
-        if send.numel():
-            rows = [list(recv.unbind(0))] if at_root else []
-            transfers.append(self._in_flight.run(self._gloo.gather, rows, [send], gather))
+        tensors = _listed(tensors)
+        root = 0 if opts is None else opts.rootRank
+        sums = [_Sum([x], x if self.rank() == root else None, root) for x in tensors]
+        return self._reduce(self._where("reduce"), sums, tensors, opts)
+
+    def _reduce(
+        self, where: str, sums: Sequence[_Sum], outputs: Sequence[Tensor], opts: object
+    ) -> dist.Work:
+        """One transfer per sum: an all-to-all where there is a slice for each rank, an all-gather
+        where all get the same.
+
+        An all-reduce is no all-to-all and an all-gather of the sums, which would move and add less:
+        gloo matches operations by the order in which ranks launch them, and a second one could only
+        be launched when the first is done.
+        """
+        n, me = self.size(), self.rank()
+        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
+        for each in sums:
+            self._check(where, each)
+        reductions = [make_reduction(op, each.slices[0].dtype, n, where) for each in sums]
+
+        transfers, received = [], []
+        for each in sums:
+            send = [_bytes_of(x) for x in each.slices]
+            size = send[me if len(send) == n else 0].numel()
+            recv = torch.empty(n, size, dtype=torch.uint8)
+            received.append(recv)
+            if len(send) == n and any(x.numel() for x in send):
+                flat, splits = recv.view(-1), [x.numel() for x in send]
+                call = self._gloo.alltoall_base
+                transfers.append(
+                    self._in_flight.run(call, flat, torch.cat(send), [size] * n, splits)
+                )
+            elif size:
+                rows = [list(recv.unbind(0))]
+                transfers.append(self._in_flight.run(self._gloo.allgather, rows, send))
 
         def finish() -> None:
-            if at_root:
-                slices = recv.view(-1).view(x.dtype).view(n, 1, x.numel())
-                x.detach().copy_(self._to_rank(slices, root, reduction).view(x.shape))
+            for each, recv, reduction in zip(sums, received, reductions, strict=True):
+                if each.output is None:
+                    continue
+                parts = recv.view(-1).view(each.output.dtype).view(n, 1, each.output.numel())
+                ends = None if each.end is None else [each.end]
+                total = ring_sums(parts, self.topology, self.group_ranks, reduction, ends)
+                each.output.detach().copy_(total.view(each.output.shape))
 
-        return _RingWork(transfers, tensors, finish)
+        return _RingWork(transfers, list(outputs), finish)
 
     # ---- what gloo would do, but not as a ring --------------------------------------------------
 
@@ -399,13 +337,24 @@ class RingProcessGroup(dist.ProcessGroup):
     def _where(self, op: str) -> str:
         return f"{op} on ring group {self.group_name!r} (ranks {list(self.group_ranks)})"
 
-    def _check_tensors(self, where: str, tensors: Sequence[Tensor]) -> None:
-        for x in tensors:
+    def _check(self, where: str, each: _Sum) -> None:
+        for x in (*each.slices, *([] if each.output is None else [each.output])):
             if x.layout != torch.strided:
                 raise NotImplementedError(f"{where}: {x.layout} tensors; use to_dense() first")
             if x.device.type != "cpu":
                 raise NotImplementedError(
                     f"{where}: a tensor on {x.device}; ring groups are on the CPU, move it there"
+                )
+            if each.output is not None and x.dtype != each.output.dtype:
+                raise ValueError(
+                    f"{where}: the output is {each.output.dtype}, an input {x.dtype}; cast one"
+                )
+        if len(each.slices) == self.size() and each.output is not None:
+            mine, me = each.slices[self.rank()], self.rank()
+            if mine.numel() != each.output.numel():
+                raise ValueError(
+                    f"{where}: the output has {each.output.numel()} elements, the input for this "
+                    f"rank ({me}) has {mine.numel()}"
                 )
 
 
@@ -451,15 +400,6 @@ def _to_gloo(name: str) -> Callable[..., dist.Work]:
 for _name in _GLOO_OPS:
     if hasattr(dist.ProcessGroup, _name):  # some are named so by newer versions only
         setattr(RingProcessGroup, _name, _to_gloo(_name))
-
-
-def _op_of(opts: object, op: dist.ReduceOp | None = None) -> dist.ReduceOp:
-    """The reduce op of c10d's several ways to call: options, an op in their place, or neither."""
-    if op is not None:
-        return op
-    if opts is None:
-        return dist.ReduceOp.SUM
-    return getattr(opts, "reduceOp", opts)
 
 
 def _create(options: dist._DistributedBackendOptions, _: object) -> RingProcessGroup:

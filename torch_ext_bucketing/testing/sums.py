@@ -28,7 +28,7 @@ its LL and LL128 protocols are modelled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -161,35 +161,46 @@ def ring_order(topology: RingTopology, channel: int, group_ranks: Sequence[int])
 
 
 @lru_cache(maxsize=256)
-def _rings(topology: RingTopology, group_ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Every channel's ring as group-rank indices; a single ring if all channels agree."""
+def _rings(topology: RingTopology, group_ranks: tuple[int, ...]) -> Tensor:
+    """``[channels, n]``: every channel's ring, as group ranks."""
     index = {rank: i for i, rank in enumerate(group_ranks)}
-    rings = tuple(
-        tuple(index[rank] for rank in ring_order(topology, channel, group_ranks))
-        for channel in range(topology.channels)
+    channels = range(topology.channels)
+    return torch.tensor(
+        [[index[r] for r in ring_order(topology, c, group_ranks)] for c in channels]
     )
-    return rings[:1] if len(set(rings)) == 1 else rings
+
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "SUM": Tensor.add_,
+    "AVG": Tensor.add_,
+    "PREMUL_SUM": Tensor.add_,
+    "PRODUCT": Tensor.mul_,
+    "MAX": lambda x, y: torch.maximum(x, y, out=x),
+    "MIN": lambda x, y: torch.minimum(x, y, out=x),
+}
 
 
 @dataclass(frozen=True)
 class Reduction:
     """One reduce op on one dtype, as NCCL's device functions do it.
 
-    ``pre`` is applied to every contribution and rounds, ``combine`` adds into its first argument in
-    place, ``post`` finishes the sum in place.
+    Args:
+        combine: adds into its first argument.
+        scale: a scalar that every contribution is multiplied by first, which rounds; None: by none.
+        divisor: of the sum, towards zero; None: by none.
     """
 
-    pre: Callable[[Tensor], Tensor]
     combine: Callable[[Tensor, Tensor], object]
-    post: Callable[[Tensor], object]
+    scale: Tensor | None = None
+    divisor: int | None = None
 
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _nothing(x: Tensor) -> None:
-    return None
+    def __call__(self, contributions: Iterable[Tensor]) -> Tensor:
+        """Add up in the given order, into the first of them."""
+        scaled = (x if self.scale is None else x * self.scale for x in contributions)
+        total = next(scaled)
+        for x in scaled:
+            self.combine(total, x)
+        return total if self.divisor is None else total.div_(self.divisor, rounding_mode="trunc")
 
 
 def make_reduction(
@@ -211,155 +222,61 @@ def make_reduction(
     kind = dist.ReduceOp.RedOpType
     name = str(op.name if isinstance(op, kind) else op.op.name)
     floating = dtype.is_floating_point or dtype.is_complex
-    if dtype.is_floating_point and dtype.itemsize == 1:
+    if (
+        name not in _COMBINE
+        or (dtype.is_floating_point and dtype.itemsize == 1)
+        or (name == "AVG" and dtype == torch.bool)
+        or (name == "PREMUL_SUM" and not floating)
+        or (name in ("MAX", "MIN") and dtype.is_complex)
+    ):
         raise NotImplementedError(
-            f"{where}: ReduceOp.{name} on {dtype} is not simulated, the CPU has no 8-bit float "
-            f"addition; reduce in bfloat16 or float32"
+            f"{where}: ReduceOp.{name} on {dtype} is not simulated; use SUM, AVG, PREMUL_SUM "
+            f"(floating point), PRODUCT, MAX or MIN, on 16 bits or more where it is floating "
+            f"point, or a gloo group for the others"
         )
-
-    def premul(factor: float | Tensor) -> Callable[[Tensor], Tensor]:
-        scale = torch.as_tensor(factor).reshape(()).to(dtype)
-        return lambda x: x * scale
-
-    if name == "SUM":
-        return Reduction(_same, Tensor.add_, _nothing)
-    if name == "AVG" and floating:
-        return Reduction(premul(1.0 / world_size), Tensor.add_, _nothing)
-    if name == "AVG" and dtype != torch.bool:
-        return Reduction(_same, Tensor.add_, lambda x: x.div_(world_size, rounding_mode="trunc"))
-    if name == "PREMUL_SUM" and floating:
-        return Reduction(premul(op.factor), Tensor.add_, _nothing)
-    if name == "PRODUCT":
-        return Reduction(_same, Tensor.mul_, _nothing)
-    if name == "MAX" and not dtype.is_complex:
-        return Reduction(_same, lambda x, y: torch.maximum(x, y, out=x), _nothing)
-    if name == "MIN" and not dtype.is_complex:
-        return Reduction(_same, lambda x, y: torch.minimum(x, y, out=x), _nothing)
-    raise NotImplementedError(
-        f"{where}: ReduceOp.{name} on {dtype} is not simulated; use SUM, AVG, PREMUL_SUM "
-        f"(floating point), PRODUCT, MAX or MIN, or a gloo group for the others"
-    )
+    if name not in ("AVG", "PREMUL_SUM"):
+        return Reduction(_COMBINE[name])
+    if not floating:
+        return Reduction(_COMBINE[name], divisor=world_size)
+    factor = torch.as_tensor(1.0 / world_size if name == "AVG" else op.factor)
+    return Reduction(_COMBINE[name], factor.reshape(()).to(dtype))
 
 
-def _around(
-    parts: Tensor, ring: Sequence[int], ends: Sequence[int], reduction: Reduction, out: Tensor
-) -> None:
-    """Carry ``len(ends)`` partial sums around one ring at once.
-
-    Args:
-        parts: ``[n, d, ...]``, contribution of each group rank to each partial sum.
-        ring: group ranks in ring order.
-        ends: ``d`` ring positions; sum ``i`` starts one after ``ends[i]`` and ends there.
-        out: ``[d, ...]``, written.
-    """
-    n = len(ring)
-    rows = torch.arange(len(ends))
-
-    def contribution(step: int) -> Tensor:
-        ranks = [ring[(end + 1 + step) % n] for end in ends]
-        # One sum, as on a real rank: a view. Many, as in a simulation: one gather for all.
-        return parts[ranks[0]] if len(ranks) == 1 else parts[torch.tensor(ranks), rows]
-
-    out.copy_(reduction.pre(contribution(0)))
-    for step in range(1, n):
-        reduction.combine(out, reduction.pre(contribution(step)))
-    reduction.post(out)
-
-
-def _loops(count: int, size: int, channels: int) -> Iterator[tuple[int, int, int, int]]:
-    """Deal ``count`` elements in loops of ``size`` to channels in turn.
-
-    Yields ``(channel, offset, loops, stride)``: loops ``0, 1, ...`` of the channel start at
-    ``offset + i * stride`` and hold ``size`` elements each, but a last, short one, which comes
-    alone with ``stride == 0`` and ends at ``count``.
-    """
-    full, tail = divmod(count, size)
-    for channel in range(min(channels, full)):
-        loops = len(range(channel, full, channels))
-        yield channel, channel * size, loops, channels * size
-    if tail:
-        yield full % channels, full * size, 1, 0
-
-
-def _windows(x: Tensor, offset: int, loops: int, stride: int, size: int) -> Tensor:
-    """``[..., count] -> [..., loops, size]``: a view of equally spaced windows of the last dim."""
-    last = x.stride(-1)
-    return x.as_strided(
-        (*x.shape[:-1], loops, size),
-        (*x.stride()[:-1], stride * last, last),
-        x.storage_offset() + offset * last,
-    )
-
-
-def reduce_scatter_slices(
-    slices: Tensor,
-    destinations: Sequence[int],
+def ring_sums(
+    parts: Tensor,
     topology: RingTopology,
     group_ranks: Sequence[int],
     reduction: Reduction,
+    ends: Sequence[int] | None,
 ) -> Tensor:
-    """Ring sums of the slices that end on the given ranks.
+    """Add up what the ranks of a group contribute, every element in the order of its ring.
 
     Args:
-        slices: ``[n, d, count]``, what each of the ``n`` group ranks contributes to the slice of
-            each of ``d`` destinations.
-        destinations: ``d`` group ranks.
+        parts: ``[n, sums, count]``, what each of the ``n`` group ranks contributes to each sum.
+        ends: the group rank that each sum ends on, as in a reduce-scatter; None: each is the sum of
+            an all-reduce.
 
     Returns:
-        ``[d, count]``, a new tensor of the dtype of ``slices``.
+        ``[sums, count]``, a new tensor of the dtype of ``parts``.
     """
-    out = torch.empty(slices.shape[1:], dtype=slices.dtype)
-    count = slices.shape[-1]
+    n, sums, count = parts.shape
+    size = topology.chunk_bytes // parts.dtype.itemsize
+    piece = torch.arange(-(-count // size))
     rings = _rings(topology, tuple(group_ranks))
-    # One ring for all channels: where pieces begin makes no difference.
-    piece = max(count, 1) if len(rings) == 1 else topology.chunk_bytes // slices.dtype.itemsize
-    for channel, offset, loops, stride in _loops(count, piece, len(rings)):
-        ring = rings[channel]
-        size = piece if stride else count - offset
-        _around(
-            _windows(slices, offset, loops, stride, size),
-            ring,
-            [ring.index(rank) for rank in destinations],
-            reduction,
-            _windows(out, offset, loops, stride, size),
-        )
-    return out
+    if ends is None:
+        channel, position = piece // n % topology.channels, (piece % n).expand(sums, -1)
+    else:
+        channel = piece % topology.channels
+        position = rings.argsort(1)[channel][:, list(ends)].T
+    steps = (position.unsqueeze(-1) + 1 + torch.arange(n)) % n
+    order = rings[channel.unsqueeze(-1), steps].reshape(-1, n)  # [sums * pieces, n]
 
-
-def all_reduce_buffer(
-    buffers: Tensor,
-    topology: RingTopology,
-    group_ranks: Sequence[int],
-    reduction: Reduction,
-) -> Tensor:
-    """Ring sum of whole buffers.
-
-    Args:
-        buffers: ``[n, count]``, the buffer of each of the ``n`` group ranks.
-
-    Returns:
-        ``[count]``, a new tensor of the dtype of ``buffers``.
-    """
-    n, count = buffers.shape
-    out = torch.empty(count, dtype=buffers.dtype)
-    rings = _rings(topology, tuple(group_ranks))
-    piece = topology.chunk_bytes // buffers.dtype.itemsize
-    for channel, offset, loops, stride in _loops(count, n * piece, len(rings)):
-        length = n * piece if stride else count - offset
-        # A short last loop has full pieces at its first positions and perhaps one short piece.
-        whole, rest = divmod(length, piece)
-        for first, pieces, size in ((0, whole, piece), (whole, 1 if rest else 0, rest)):
-            if not pieces:
-                continue
-            # [..., count] -> [..., loops, pieces * size] -> [..., pieces, loops, size]
-            source, target = (
-                _windows(x, offset + first * piece, loops, stride, pieces * size)
-                .unflatten(-1, (pieces, size))
-                .transpose(-3, -2)
-                for x in (buffers, out)
-            )
-            _around(source, rings[channel], range(first, first + pieces), reduction, target)
-    return out
+    padded = parts.new_zeros(n, sums, len(piece) * size)
+    padded[..., :count] = parts
+    pieces = padded.view(n, len(order), size)
+    rows = torch.arange(len(order))
+    total = reduction(pieces[order[:, step], rows] for step in range(n))
+    return total.view(sums, len(piece) * size)[:, :count]
 
 
 def _check_inputs(
@@ -412,9 +329,9 @@ def simulate_reduce_scatter(
             f"pad it"
         )
     reduction = make_reduction(op, inputs[0].dtype, n, where)
-    stacked = torch.stack([x.reshape(n, -1) if x.numel() else x.new_empty(n, 0) for x in inputs])
-    out = reduce_scatter_slices(stacked, range(n), topology, ranks, reduction)
-    return list(out.view(n, shape[0] // n, *shape[1:]).unbind(0))
+    slices = torch.stack([x.reshape(n, x.numel() // n) for x in inputs])
+    out = ring_sums(slices, topology, ranks, reduction, range(n))
+    return list(out.reshape(n, shape[0] // n, *shape[1:]).unbind(0))
 
 
 @torch.no_grad()
@@ -445,6 +362,6 @@ def simulate_all_reduce(
     where = "simulate_all_reduce"
     ranks = _check_inputs(inputs, group_ranks, where)
     reduction = make_reduction(op, inputs[0].dtype, len(ranks), where)
-    stacked = torch.stack([x.reshape(-1) for x in inputs])
-    out = all_reduce_buffer(stacked, topology, ranks, reduction).view(inputs[0].shape)
+    buffers = torch.stack([x.reshape(1, -1) for x in inputs])
+    out = ring_sums(buffers, topology, ranks, reduction, None).reshape(inputs[0].shape)
     return [out, *(out.clone() for _ in ranks[1:])]

@@ -25,11 +25,11 @@ from ...passes.backends import BucketingBackend, backend
 from ...passes.bucketing import BucketUnits
 from ...rewrites.resharding import ReshardAfterForward
 from .. import text
-from ..compare import count_collectives, digest
 from ..model import ModelConfig, Transformer
 from ..payloads import bucket_payloads, fsdp_payloads
 from ..ranks import Rank
 from ..ring import RingTopology, ring_rank
+from ..training import count_collectives, digest
 from ..untouched import require_untouched_torch
 from .results import RankReport, RunRecord
 from .rounding import eager_rounding
