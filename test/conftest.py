@@ -15,10 +15,6 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 from torch_ext_bucketing import hooks
 from torch_ext_bucketing.testing import ranks
 
-# All ranks of a run come from one server. What is about a process's start or its end, its environment
-# at import or its hash seed needs a process started otherwise.
-ranks.preload("rank_imports")
-
 # With two workers, each of which takes the next file when it has finished one, the long files must
 # not come last.
 LONG = (
@@ -40,7 +36,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--hooks"):
+    """All ranks of a run come from one server. What is about a process's start or its end, its
+    environment at import or its hash seed needs a process started otherwise."""
+    given = config.getoption("--hooks")
+    ranks.preload("torch" if given else "rank_imports")  # what the hooks change comes after them
+    if given:
         hooks.install()  # before any test file imports torch's bucketing
 
 

@@ -117,17 +117,21 @@ def run_python(
     return done
 
 
+CLASS = "class aten_distributed_optimizations:\n"
 TINY = {
-    CONFIG: "class aten_distributed_optimizations:\n    old = 1\n",
-    FSDP: "from .bucketing import merge\n",
-    BUCKETING: "def merge():\n    from .fsdp import merge as other\n",
+    path: "# torch\n" * 4 + text
+    for path, text in {
+        CONFIG: CLASS + "    old = 1\n",
+        FSDP: "from .bucketing import merge\n",
+        BUCKETING: "def merge():\n    from .fsdp import merge as other\n",
+    }.items()
 }
 
 
 def write_tiny(folder: Path, torch_dir: Path) -> dict[str, str]:
     """A torch directory of a few lines and a series for it: for tests that repeat a lot."""
     edited = {path: text + "# patched\n" for path, text in TINY.items()}
-    edited[CONFIG] = ENTRIES + TINY[CONFIG].split("\n", 1)[1]
+    edited[CONFIG] = edit(TINY[CONFIG], CLASS, ENTRIES)
     for path, text in {**TINY, "torch/version.py": f"__version__ = '{MINOR}.0'\n"}.items():
         target = torch_dir.parent / path
         target.parent.mkdir(parents=True, exist_ok=True)
