@@ -16,10 +16,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import torch_ext_bucketing as teb
+from benchmarks.keep_models import random_joint, unit_of
 from torch_ext_bucketing.agreement.launches import launches_of
+from torch_ext_bucketing.bucketing.all_to_all import reduce_by_all_to_all
+from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.merge import merge_buckets
 from torch_ext_bucketing.fsdp.tags import Tag, member_tags, set_tag
-from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.graph.collectives import KINDS, kind_of
+from torch_ext_bucketing.passes.backends import _run_each
 from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.pipeline import Pipeline
+from torch_ext_bucketing.scheduling.cap_search import choose_caps
+from torch_ext_bucketing.scheduling.cost import Costs
+from torch_ext_bucketing.scheduling.keep import KeepPlanner
+from torch_ext_bucketing.scheduling.merged_model import merged_model
+from torch_ext_bucketing.scheduling.model import model_of
+from torch_ext_bucketing.scheduling.scheduler import schedule
+from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.testing.ranks import run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, on_ranks, ring_rank
 
@@ -177,6 +190,106 @@ def test_recipes_take_it_by_name(fake_world):
     assert last.uuid() != teb.recipe(model, "speed")[-1].uuid()
     with pytest.raises(ValueError, match="reduce must be 'all_to_all' or None"):
         teb.recipe(model, reduce="ring")
+
+
+# --- what it costs -------------------------------------------------------------------------------
+
+LARGE = [(kind, 4, [4096], torch.bfloat16, "avg") for kind in ("reduce_scatter", "all_reduce")] * 3
+# Kernels that take longer the more they move; all-to-alls that take longer than rings.
+SLOW = teb.Machine(
+    bandwidth=1e9,
+    kernel_ms=1e-9,
+    collectives={
+        (kind, ranks): ((1, 1e-9), (10**9, 1e9 / rate))
+        for kind, rate in {
+            "reduce_scatter": 1e6,
+            "all_reduce": 1e6,
+            "all_to_all": 3e5,
+            "all_gather": 1e6,
+        }.items()
+        for ranks in (2, 4)
+    },
+)
+
+
+@pytest.mark.parametrize("fake_world", [2, 4], indirect=True)
+@pytest.mark.parametrize("cap_mb", [1e-9, 25])
+def test_a_planned_bucket_has_the_time_and_the_memory_of_the_real_one(fake_world, cap_mb):
+    gm, _ = graph_of(LARGE, fake_world)
+    costs = Costs(SLOW)
+    plan = plan_by_cap(gm.graph, cap_mb)
+    planned = merged_model(model_of(gm, costs), plan.buckets, costs, rank_order=True)
+    merge_buckets(gm.graph, plan)
+    rings = Timeline.of(model_of(gm, costs))
+    reduce_by_all_to_all(gm.graph, torch.float32)
+    real = model_of(gm, costs)
+    ours, theirs = Timeline.of(planned), Timeline.of(real)
+    assert ours.step_ms == pytest.approx(theirs.step_ms)
+    assert ours.compute_ms == pytest.approx(theirs.compute_ms)
+    assert ours.peak_bytes == theirs.peak_bytes > rings.peak_bytes
+    assert ours.longest_run == theirs.longest_run
+    assert costs.with_rings(real.dependencies.nodes, real.ms) != real.ms
+
+
+def test_the_report_tells_what_the_bits_cost(fake_world):
+    gm, _ = graph_of(LARGE[:1], fake_world)
+    (start,) = starts(gm)
+    nbytes = Costs(SLOW).collective_bytes(start)
+    before = schedule(gm, teb.Overlap(), machine=SLOW)
+    teb.ReduceByAllToAll()(gm, Compilation())
+    after = schedule(gm, teb.Overlap(), machine=SLOW)
+    assert before.rank_order_ms is None
+    sent = nbytes * fake_world / (fake_world + 1)
+    added = 2 * sent / 3e5 - nbytes / 1e6 + nbytes / 1e6  # the sum reads and writes as many bytes
+    assert after.rank_order_ms == pytest.approx(after.step_ms[1] - before.step_ms[1])
+    assert after.rank_order_ms == pytest.approx(added, rel=0.01)
+    assert f" {added:.2f}  what all-to-alls and their sums take longer" in after.to_text()
+
+
+def test_caps_are_chosen_for_all_to_alls_and_their_buffers(fake_world):
+    """By what is planned and by merging alike; in a bound that rings keep with one bucket."""
+    gm, _ = graph_of(LARGE, fake_world)
+    search = {"caps_mb": (0.01, 25.0), "kinds": KINDS, "machine": SLOW}
+    _, rings = choose_caps(gm.graph, teb.Overlap(), **search)
+    plan, found = choose_caps(gm.graph, teb.Overlap(), accumulate=torch.float32, **search)
+    step = [t.step_ms for t in found.tried]
+    assert min(step) > min(t.step_ms for t in rings.tried)
+    passes = teb.BucketAndSchedule(teb.Overlap(), **search, reduce=teb.ReduceByAllToAll())
+    report = passes(gm)
+    assert report.schedules[0].step_ms[1] == pytest.approx(found.chosen.step_ms, rel=0.02)
+    assert len(report.graphs[0].buckets) == len(plan.buckets)
+    assert report.schedules[0].rank_order_ms > 0
+
+
+def test_what_stays_gathered_leaves_room_for_what_is_received(fake_world):
+    joint, _ = random_joint(1, 3)
+    rings, sums = (KeepPlanner(joint, unit_of, rank_order=order) for order in (False, True))
+    live = [p.partitioned.backward.liveness for p in (rings, sums)]
+    made = [sum(m.size[s] for new in m.allocates for s in new) for m in live]
+    starts_ = [n for n in joint.nodes if kind_of(n) == "reduce_scatter"]
+    received = sum(n.args[0].meta["val"].nbytes for n in starts_)
+    assert made[1] == made[0] + received > made[0]
+
+
+def test_it_is_switched_off_inside_another_pass(fake_world, monkeypatch):
+    passes = [teb.BucketAndSchedule(teb.Overlap(), kinds=KINDS, reduce=teb.ReduceByAllToAll())]
+    key, on = Pipeline(passes).uuid(), Pipeline(passes)
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "ReduceByAllToAll")
+    off = Pipeline(passes)
+    assert off.disabled == ("ReduceByAllToAll",)
+    assert off.uuid() != key
+    planned = []
+    for pipeline in (on, off):
+        gm, _ = graph_of(BUCKET, fake_world)
+        compilation = pipeline.compilation()
+        planned.append(_run_each(pipeline, gm, compilation)().planned_with)
+        assert bool(gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)) == (pipeline is on)
+    assert planned[0].endswith("sums in rank order in torch.float32")
+    assert "rank order" not in planned[1]
+    monkeypatch.delenv("TORCH_EXT_BUCKETING_DISABLE")
+    wide = Pipeline([teb.ReduceByAllToAll(torch.float64)])
+    gm, _ = graph_of(BUCKET, fake_world)
+    assert "torch.float64" in _run_each(wide, gm, wide.compilation())().planned_with
 
 
 # --- Inductor ------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def warn_of_silence(
 
 def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags: bool) -> str:
     """The warning for a graph with unchanged collectives; empty where nothing was to be merged."""
-    starts = [node for node in graph.nodes if kind_of(node) is not None]
+    starts = [node for node in graph.nodes if replaced_kind(node) is not None]
     serving = [node for node in starts if tag_of(node) is not None]
     if has_tags and not serving:
         return ""  # activations' alone; those of parameters are in the compile's other graphs
@@ -134,7 +134,7 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
     whys: Counter[str] = Counter()
     ways: dict[str, None] = {}
     for node in starts:
-        kind = kind_of(node)
+        kind = replaced_kind(node)
         if node.name in ineligible:
             why = ineligible[node.name]
             way = next((w for start, w in _WAYS_OUT.items() if why.startswith(start)), "")
@@ -147,7 +147,7 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
             why, way = _NO_PARTNER, _WAYS_OUT[_NO_PARTNER]
         whys[why] += 1
         ways.update({way: None} if way else {})
-    counts = Counter(str(kind_of(node)) for node in starts)
+    counts = Counter(str(replaced_kind(node)) for node in starts)
     text = (
         f"nothing is bucketed in the {reports[0].stage} graph, although it has "
         f"{', '.join(f'{n} {kind}' for kind, n in counts.items())}: "

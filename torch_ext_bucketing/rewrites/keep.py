@@ -11,7 +11,7 @@ from .._torch import aot as _aot
 from ..fsdp.tag_graph import parameter_chains
 from ..fsdp.tags import tag_of
 from ..fsdp.units import Units
-from ..passes.base import Buckets, Choice, Compilation, Order, last_fact
+from ..passes.base import Buckets, Choice, Compilation, Order, RankOrder, last_fact
 from ..passes.cache_key import digest
 from ..reports.keep import KeepReport
 from ..scheduling.cost import H100, Machine
@@ -64,6 +64,7 @@ def choose_for(
         machine or order.machine or H100,
         compilation.size_hints,
         merged.kinds,
+        last_fact(compilation.ahead, RankOrder) is not None,
     )
     limit = memory.limit_bytes(planner.reference_bytes)
     outcome, report = planner.report(limit, curve)
