@@ -41,9 +41,9 @@ from .._torch.dynamo_inputs import model_of
 from .._torch.process_groups import default_group
 from ..bucketing.members import UNTAGGED
 from ..fqns import format_names, parameter_names
-from ..fsdp.tags import member_tags, tag_of
+from ..fsdp.tags import member_tags, replaced_kind, tag_of
 from ..fsdp.units import Units
-from ..graph.collectives import Kind, kind_of
+from ..graph.collectives import Kind
 from ..reports.buckets import NO_KEY
 from ..reports.graph import GraphReport
 
@@ -163,7 +163,7 @@ def _kind_left_out(graph: fx.Graph, reports: Sequence[GraphReport]) -> str:
     if len(left) != 1:
         return ""
     (kind,) = left
-    number = sum(kind_of(node) == kind and tag_of(node) is not None for node in graph.nodes)
+    number = sum(replaced_kind(node) == kind and tag_of(node) is not None for node in graph.nodes)
     if number < 2:
         return ""
     return (
