@@ -59,6 +59,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         choices=GOALS,
         help="run the passes of recipe() for that goal, and print them as code",
     )
+    parser.add_argument(
+        "--reduce",
+        choices=("all_to_all",),
+        help="of --goal: add gradients in the order of the ranks, and compare that with rings",
+    )
     what.add_argument(
         "--mode",
         choices=MODES,
@@ -129,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--cap-mb belongs to --mode auto, not to {args.mode}")
     if args.goal and (args.overlap or args.primary_group or args.keep_gib is not None):
         args.parser.error("--goal takes recipe()'s passes, without options of their own")
+    if args.reduce and not args.goal:
+        args.parser.error("--reduce belongs to --goal")
     if args.goal and args.cap_mb is not None:
         args.parser.error("--cap-mb belongs to --mode auto, not to a goal")
     estimates = args.goal or args.overlap or args.keep_gib is not None or args.trace or args.plot
@@ -149,10 +156,13 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("--plot: matplotlib is not installed: pip install matplotlib")
     drawn: list[Drawn] | None = [] if args.trace or args.plot else None
     taken: list[GraphPass] = []
+    machine = None
     try:
+        machine = None if args.machine is None else _machine(args.machine)
         report = explain(
             args.target,
             goal=args.goal,
+            reduce=args.reduce,
             mode=args.mode,
             cap_mb=args.cap_mb,
             primary=args.primary_group,
@@ -161,12 +171,25 @@ def run(args: argparse.Namespace) -> int:
             keep_gib=args.keep_gib,
             taken=taken,
             drawn=drawn,
-            machine=None if args.machine is None else _machine(args.machine),
+            machine=machine,
             size_hints=args.size_hint,
         )
         if args.goal:
-            print(f"recipe(model, {args.goal!r}):", *taken, sep="\n  ", end="\n\n")
+            given = f", reduce={args.reduce!r}" if args.reduce else ""
+            print(f"recipe(model, {args.goal!r}{given}):", *taken, sep="\n  ", end="\n\n")
         print(report.to_text(members=not args.brief), end="")
+        if args.reduce:
+            import torch
+
+            torch._dynamo.reset()
+            rings = explain(
+                args.target,
+                goal=args.goal,
+                world_size=args.world_size,
+                machine=machine,
+                size_hints=args.size_hint,
+            )
+            print(_against_rings(report, rings, args.goal), end="")
         if args.json is not None:
             args.json.write_text(report.to_json() + "\n", encoding="utf-8")
         if args.trace is not None:
@@ -192,6 +215,7 @@ def explain(
     target: str | None = None,
     *,
     goal: str | None = None,
+    reduce: str | None = None,
     mode: str = "auto",
     cap_mb: float | None = None,
     primary: bool = False,
@@ -209,6 +233,7 @@ def explain(
         target: ``"module:function"``, which returns the model and its inputs; None takes the demo's
             model, sharded over all ranks.
         goal: one of ``GOALS``, for the passes of :func:`.recipe`; None takes those of ``mode``.
+        reduce: as of :func:`.recipe`.
         mode: one of ``MODES``.
         cap_mb: byte cap in MiB, see :func:`.plan_by_cap`.
         primary: bucket only the primary process group.
@@ -246,7 +271,7 @@ def explain(
 
         on = H100 if machine is None else machine
         if goal is not None:
-            passes = _recipe(model, goal, on)
+            passes = _recipe(model, goal, on, reduce)
         else:
             passes = _passes(model, mode, cap_mb, primary, keep_gib, on)
         if overlap:
@@ -307,11 +332,27 @@ def _made(name: str, make: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, A
     return model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
 
 
-def _recipe(model: nn.Module, goal: str, machine: Machine) -> list[GraphPass]:
+def _against_rings(sums: CompileReport, rings: CompileReport, goal: str) -> str:
+    """What the step and the peak are with reductions by all-to-all, and with rings."""
+    from .reports.text import aligned
+
+    rows: list[tuple[str, ...]] = [("estimated, all graphs", "step, ms", "peak, GiB")]
+    for name, report in (("rings", rings), ("all-to-alls, sums in rank order", sums)):
+        step = sum(s.step_ms[1] for s in report.schedules)
+        peak = max((s.peak_bytes[1] for s in report.schedules), default=0)
+        rows.append((name, f"{step:.3f}", f"{peak / 2**30:.3f}"))
+    bits = (
+        f'Goal "{goal}" has the bits of eager FSDP2 with AllToAllReduceScatter, whatever the '
+        "units, caps and order.\n"
+    )
+    return "\n".join(["", *aligned(rows, right=(1, 2)), bits])
+
+
+def _recipe(model: nn.Module, goal: str, machine: Machine, reduce: str | None) -> list[GraphPass]:
     from .recipes import recipe
 
     try:
-        return recipe(model, goal, machine=machine)  # type: ignore[arg-type]
+        return recipe(model, goal, machine=machine, reduce=reduce)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
         raise ExplainError(f"recipe(model, {goal!r}): {error}") from error
 
