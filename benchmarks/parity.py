@@ -1,397 +1,240 @@
-"""Train a matrix of models on CPU ranks and compare all weights with eager FSDP2's, bit for bit.
+"""Train models on ranks in many ways and compare all weights with eager FSDP2's, bit for bit.
 
     python benchmarks/parity.py
     python benchmarks/parity.py --models llama --backends aot_eager --parallelism fsdp
     python benchmarks/parity.py --only 'moe/4x2/*/hsdp/*' --json moe.json
-    python benchmarks/parity.py --virtual-ranks 64,128,256
     python benchmarks/parity.py --rows 'torchtitan/*' --json torchtitan.json
+    python benchmarks/parity.py --rows 'everyday/*' --steps 6
+    python benchmarks/parity.py --rows 'everyday/*' --steps 3 --starts 20
+    python benchmarks/parity.py --virtual-ranks 64,128,256
     python benchmarks/parity.py --device cuda --topologies 1x2,2x2,4x2 --parallelism fsdp,hsdp
 
-Reductions add in the order of NCCL's rings over the simulated nodes, or are NCCL's own on GPUs,
-with wider models (see ``benchmarks/devices.py`` for ranks that share one). Every cell runs the
-compiled step with buckets in FSDP2's payload order, and as a control in graph order. Cells of the
-Inductor backend run a third time with every operator on ATen's kernels: where Inductor's own
-kernels round differently from eager's, that run shows that nothing else differs.
+Without ``--rows`` these are the rows of a matrix, models x topologies x backends x parallelism x
+dtypes; with it, what people train, by name (:mod:`benchmarks.parity_rows` has both). Reductions add
+in the order of NCCL's rings over the simulated nodes, or are NCCL's own on GPUs, with wider models
+(see ``benchmarks/devices.py`` for ranks that share one). Every row runs the compiled step with
+buckets in FSDP2's payload order, and as a control in graph order. Rows of the Inductor backend run
+a third time with every operator on ATen's kernels: where Inductor's own kernels round differently
+from eager's, that run shows that nothing else differs. A rank that dies, or waits longer than
+``--timeout``, is named, with the end of what it printed or its stacks; ``--starts`` looks for those
+that seldom do.
 
-Exit status: 0 if every cell passes, 1 if one does not (weights differ without a proven cause, the
-layout differs, or the control matches where it must not), 2 for bad options.
+Exit status: 0 if every row passes, 1 if one does not (weights differ without a proven cause, the
+layout differs, or the control matches where it must not) or all were left out, 2 for bad options.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import parity_cells as cells_
-from benchmarks.parity_cells import Cell, CellReport, CellResult, RunReport, on_messages, select
-from benchmarks.parity_rows import RowResult, render_rows, run_table
+import torch
+
+from benchmarks.command import add_number, heading, names_of, now, parser_of, sayer, write_json
+from benchmarks.devices import why_no_nccl
+from benchmarks.parity_models import MODELS
+from benchmarks.parity_results import RowResult, combine, render, verdict
+from benchmarks.parity_rows import MORE_TOPOLOGIES, PARALLELISM, ROWS, TOPOLOGIES, Row, matrix
 from torch_ext_bucketing.testing.demo.table import columns
-from torch_ext_bucketing.testing.payloads import whole_digest
 from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
 
-KERNELS = (
-    "Inductor's decompositions and generated kernels round differently from eager's kernels; with "
-    "ATen's kernels in their place the same Inductor compile equals eager"
-)
+BACKENDS = ("aot_eager", "inductor")
+DTYPES = ("bf16", "fp32")
+START_S = 900.0
+"""For one of several starts of a row."""
+GROUPS = tuple(dict.fromkeys(m.group for m in MODELS.values() if m.group))
+IN_MATRIX = tuple(name for name, m in MODELS.items() if m.parallelism)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
-    command = " ".join(["benchmarks/parity.py", *(sys.argv[1:] if argv is None else argv)])
     if args.virtual_ranks:
-        return virtual(args, command)
-    if args.rows:
-        return rows(args, command)
-    cells = select(
-        args.models,
-        args.topologies,
-        args.backends,
-        args.parallelism,
-        args.reduce_dtype,
-        args.only,
-        args.device,
-    )
-    if args.device == "cuda":
-        from benchmarks.devices import why_no_nccl
-
-        if why := why_no_nccl():
-            parser.error(why)
-    if not cells:
+        return virtual(args, argv)
+    if args.device == "cuda" and (why := why_no_nccl()):
+        parser.error(why)
+    rows = chosen(args)
+    if not rows:
         parser.error(
-            "no cell is left by these options; names look like llama/2x2/aot_eager/fsdp/bf16"
+            "no row is left by these options; names look like llama/2x2/aot_eager/fsdp/bf16, or "
+            f"with --rows like {ROWS[0].name}"
         )
-    results: list[CellResult] = []
-    header = _header(args, command)
-    start = time.monotonic()
-    say = _sayer(start)
+    resumed = [row.name for row in rows if row.case.startswith("resume")]
+    least = 3 if resumed else 1
+    if args.steps < least:
+        parser.error(f"--steps must be at least {least}{' for '.join(['', *resumed[:1]])}")
+    left_out = {row: row.why_left_out(MODELS) for row in rows}
+    todo = [row for row in rows if not left_out[row]] * args.starts
+    results = _passed(args.json, todo) if args.resume else []
+    begin = time.monotonic()
+    say = sayer(begin)
 
-    def finish(result: CellResult) -> None:
-        result.date = _now()
-        results.append(result)
-        say(f"{len(results)}/{len(cells)} {result.cell.name}: {_verdict(result)}")
-        _save(args.json, [r.as_dict() for r in results])
+    def finish(result: RowResult) -> None:
+        results.append(replace(result, date=now()))
+        say(f"{len(results)}/{len(todo)} {result.row.name}: {verdict(result)}")
+        write_json(args.json, [r.as_dict() for r in results])
 
-    done = _read_passed(args.json) if args.resume else {}
-    results += [done[cell] for cell in cells if cell in done]
-    failed = False
-    # The quick backend first: a run that is cut short leaves the most.
-    for backend, ranks, nodes in dict.fromkeys(
-        (c.backend, c.ranks, c.nodes) for c in sorted(cells, key=lambda c: c.backend)
-    ):
-        mine = [
-            cell
-            for cell in cells
-            if (cell.backend, cell.ranks, cell.nodes) == (backend, ranks, nodes)
-            and cell not in done
-        ]
-        if not mine:
-            continue
-        left = max(1.0, args.timeout - (time.monotonic() - start))
-        note = say if args.verbose else _quiet
-        try:
-            run_topology(mine, args.steps, args.layers, finish, note, left)
-        except RankError as error:
-            print(f"parity.py: {nodes} nodes x {ranks // nodes} ranks: {error}", file=sys.stderr)
-            failed = True
-    results.sort(key=lambda result: cells.index(result.cell))
-    header["torch"] = ", ".join(dict.fromkeys(r.torch for r in results))
-    _save(args.json, [r.as_dict() for r in results])
-    print(render(header, results))
-    missing = len(cells) - len(results)
+    done = {result.row for result in results}
+    errors = run(
+        [row for row in todo if row not in done],
+        args.steps,
+        finish,
+        say if args.verbose else lambda text: None,
+        begin + args.timeout,
+        alone=args.starts > 1,
+    )
+    results.sort(key=lambda result: rows.index(result.row))
+    write_json(args.json, [r.as_dict() for r in results])
+    versions = ", ".join(dict.fromkeys(r.torch for r in results)) or torch.__version__
+    print(f"{heading('benchmarks/parity.py', argv, versions)}\n")
+    print(render(results, [f"{row.name}: {why}" for row, why in left_out.items() if why]))
+    for error in errors:
+        print(f"parity.py: {error}", file=sys.stderr)
+    missing = len(todo) - len(results)
     if missing:
-        print(f"\n{missing} of {len(cells)} cells did not finish")
-    return 1 if failed or missing or any(r.problems for r in results) else 0
+        print(f"\n{missing} of {len(todo)} rows did not finish")
+    return 1 if errors or missing or not todo or any(r.problems for r in results) else 0
 
 
-def virtual(args: argparse.Namespace, command: str) -> int:
+def chosen(args: argparse.Namespace) -> list[Row]:
+    """The rows that the options ask for."""
+    if args.rows:
+        patterns = args.rows.split(",")
+        found = [row for row in ROWS if any(fnmatchcase(row.name, p) for p in patterns)]
+    else:
+        names = [n for n in IN_MATRIX if {n, MODELS[n].group} & set(args.models)]
+        found = [
+            row
+            for row in matrix(
+                {name: MODELS[name] for name in names}, args.topologies, args.device, args.layers
+            )
+            if row.backend in args.backends
+            and row.dtype in args.reduce_dtype
+            and row.name.split("/")[3] in args.parallelism
+        ]
+    return [row for row in found if fnmatchcase(row.name, args.only)]
+
+
+def run(
+    rows: Sequence[Row],
+    steps: int,
+    finish: Callable[[RowResult], None],
+    say: Callable[[str], None],
+    deadline: float,
+    alone: bool = False,
+) -> list[str]:
+    """Run rows, those of one topology on one set of ranks, or each ``alone``; ``finish`` is called
+    with each one's result. Where a rank fails, the rows after the one that it was at run on new
+    ranks.
+
+    Returns how ranks failed, by row.
+    """
+
+    def key(row: Row) -> Any:
+        return row.backend, row.ranks, row.nodes, row.chunk_bytes, row.device
+
+    # The quick backend first: a run that is cut short leaves the most.
+    ordered = sorted(rows, key=lambda row: row.backend)
+    groups = [[row] for row in ordered]
+    if not alone:
+        groups = [
+            [row for row in ordered if key(row) == topology]
+            for topology in dict.fromkeys(map(key, ordered))
+        ]
+    errors = []
+    for left in groups:
+        while left and time.monotonic() < deadline:
+            done: list[Row] = []
+
+            def complete(result: RowResult, done: list[Row] = done) -> None:
+                done.append(result.row)
+                finish(result)
+
+            limit = deadline - time.monotonic()
+            try:
+                run_topology(left, steps, complete, say, min(limit, START_S) if alone else limit)
+                break
+            except RankError as error:
+                errors.append(f"{left[len(done)].name}: {error}")
+                left = left[len(done) + 1 :]
+    return errors
+
+
+def run_topology(
+    rows: Sequence[Row],
+    steps: int,
+    complete: Callable[[RowResult], None],
+    say: Callable[[str], None],
+    timeout_s: float,
+) -> None:
+    """Run rows of one topology on one set of ranks.
+
+    Raises:
+        RankError: a rank failed or the time limit passed; rows completed before are unaffected.
+    """
+    reports: dict[str, dict[int, Any]] = {}
+
+    def on_message(rank: int, message: tuple[str, Any]) -> None:
+        kind, payload = message
+        if kind == "row":
+            by_rank = reports.setdefault(payload.row.name, {})
+            by_rank[rank] = payload
+            if len(by_rank) == rows[0].ranks:
+                complete(combine([by_rank[r] for r in sorted(by_rank)], steps))
+        elif rank == 0:
+            say(payload)
+
+    run_ranks(
+        _run_rows, rows[0].ranks, list(rows), steps, timeout_s=timeout_s, on_message=on_message
+    )
+
+
+def _run_rows(rank: Rank, rows: list[Row], steps: int) -> None:
+    from benchmarks.parity_ranks import run_rows
+
+    run_rows(rank, rows, steps)
+
+
+def _passed(path: Path | None, rows: Sequence[Row]) -> list[RowResult]:
+    """The results of an earlier run that passed, of rows that are asked for again."""
+    if path is None or not path.exists():
+        return []
+    results = [RowResult.from_dict(d) for d in json.loads(path.read_text())]
+    return [result for result in results if result.row in rows and not result.problems]
+
+
+def virtual(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     """``--virtual-ranks``; returns the exit status."""
-    import torch
-
     from benchmarks.parity_virtual import run_virtual
 
     torch.set_num_threads(1)
-    header = {**_header(args, command), "torch": torch.__version__}
     results = []
     for ranks in args.virtual_ranks:
         result = run_virtual("llama", ranks, args.steps, args.layers)
         results.append(result)
         print(f"{ranks} virtual ranks: {result.seconds:g} s", file=sys.stderr, flush=True)
-        _save(args.json, [{**r.as_dict(), "torch": torch.__version__} for r in results])
-    rows = [
-        [
-            "model",
-            "ranks",
-            "nodes",
-            f"steps equal of {args.steps}",
-            "control differs",
-            "layout equal",
-            "",
-        ]
-    ]
-    for result in results:
-        first = result.control_first_different_step
-        rows.append(
-            [
-                result.model,
-                str(result.ranks),
-                str(result.nodes),
-                str(result.steps_equal),
-                "none" if first is None else f"step {first}",
-                "yes" if result.layout_equal else "no",
-                "ok" if result.passed else "FAILED",
-            ]
-        )
-    print(f"{_title(header)}\n\n{columns(rows)}")
-    return 0 if all(result.passed for result in results) else 1
-
-
-def _sayer(start: float) -> Callable[[str], None]:
-    """Prints a line of progress, with the seconds since ``start``."""
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
-
-    return say
-
-
-def rows(args: argparse.Namespace, command: str) -> int:
-    """``--rows``; returns the exit status."""
-    results: list[RowResult] = []
-    say = _sayer(time.monotonic())
-
-    def finish(result: RowResult) -> None:
-        result.date = _now()
-        results.append(result)
-        _save(args.json, [r.as_dict() for r in results])
-
-    errors = run_table(args.rows, args.steps, args.timeout, finish, say)
-    if not results and not errors:
-        print(f"parity.py: no row is named like {args.rows!r}", file=sys.stderr)
-        return 2
-    header = _header(args, command)
-    versions = ", ".join(dict.fromkeys(r.torch for r in results))
-    title = f"{header['date']}, torch {versions}, Python {header['python']}\ncommand: {command}"
-    print("\n".join([title, "", render_rows(results), *errors]))
-    return 1 if errors or any(r.problems for r in results) else 0
-
-
-def run_topology(
-    cells: Sequence[Cell],
-    steps: int,
-    layers: int,
-    finish: Callable[[CellResult], None],
-    say: Callable[[str], None],
-    timeout_s: float,
-) -> None:
-    """Run cells of one topology on one set of ranks; ``finish`` is called with each one's result.
-
-    Raises:
-        RankError: a rank failed or the time limit passed; cells finished before are unaffected.
-    """
-    world = cells[0].ranks
-    run_ranks(
-        _run_cells,
-        world,
-        list(cells),
-        steps,
-        layers,
-        timeout_s=timeout_s,
-        on_message=on_messages(
-            world, lambda r: r.cell, lambda by_rank: finish(combine(by_rank, steps)), say
-        ),
-    )
-
-
-def _run_cells(rank: Rank, cells: list[Cell], steps: int, layers: int) -> None:
-    # Imported by the ranks alone: this process never needs torch.
-    from benchmarks.parity_ranks import run_cells
-
-    run_cells(rank, cells, steps, layers)
-
-
-def combine(reports: Sequence[CellReport], steps: int) -> CellResult:
-    """One cell's result from the reports of all its ranks."""
-    cell = reports[0].cell
-    eager = _hashes([r.eager for r in reports])
-
-    def equal(name: str) -> list[bool]:
-        hashes = _hashes([r.runs[name] for r in reports])
-        return [a == b for a, b in zip(hashes, eager, strict=False)]
-
-    def first_different(name: str) -> int | None:
-        found = equal(name)
-        return found.index(False) + 1 if False in found else None
-
-    differences = [
-        f"rank {rank}, {name}: {text}"
-        for rank, report in enumerate(reports)
-        for name, run in report.runs.items()
-        if name != "control"
-        for text in run.layout_differences
-    ]
-    result = CellResult(
-        cell,
-        steps,
-        sum(equal("fsdp_order")),
-        first_different("control"),
-        not differences,
-        cause=cell.reference.why_no_control,
-        layout_differences=differences[:5],
-        torch=reports[0].torch,
-        seconds=round(max(sum(r.seconds for r in x.runs.values()) for x in reports), 1),
-    )
-    if cell.backend == "inductor":
-        gaps = [
-            max(abs(a - b) for a, b in zip(r.runs["fsdp_order"].loss, r.eager.loss, strict=True))
-            for r in reports
-        ]
-        result.experiment |= {
-            "aten_kernels_steps_equal": sum(equal("aten_kernels")),
-            "first_different_step": first_different("fsdp_order"),
-            "ranks_with_other_loss_before_any_reduction": sum(
-                r.runs["fsdp_order"].loss[0] != r.eager.loss[0] for r in reports
-            ),
-            "largest_loss_difference": max(gaps),
-        }
-        if result.steps_equal != steps:
-            kernels = (
-                KERNELS if result.experiment["aten_kernels_steps_equal"] == steps else "unknown"
-            )
-            result.cause = "; ".join(text for text in (kernels, result.cause) if text)
-    return result
-
-
-def _hashes(runs: Sequence[RunReport]) -> list[str]:
-    return [whole_digest(shards) for shards in zip(*(r.digests for r in runs), strict=True)]
-
-
-def _verdict(result: CellResult) -> str:
-    first = result.control_first_different_step
-    control = "none" if first is None else f"step {first}"
-    text = f"{result.steps_equal} of {result.steps} equal, control differs at {control}"
-    if "aten_kernels_steps_equal" in result.experiment:
-        text += f", on ATen's kernels {result.experiment['aten_kernels_steps_equal']} equal"
-    problems = f"; FAILED: {'; '.join(result.problems)}" if result.problems else ""
-    return f"{text}, layout {'equal' if result.layout_equal else 'differs'}{problems}"
-
-
-def render(header: dict[str, Any], results: Sequence[CellResult]) -> str:
-    """The table, with the causes below it."""
-    rows = [
-        [
-            "model",
-            "nodes",
-            "ranks",
-            "backend",
-            "parallelism",
-            "reduce",
-            "steps equal",
-            "on ATen's",
-            "control",
-            "layout",
-            "",
-            "cause",
-        ],
-        [
-            "",
-            "",
-            "",
-            "",
-            "",
-            "dtype",
-            f"of {header['steps']}",
-            "kernels",
-            "differs",
-            "equal",
-            "",
-            "",
-        ],
-    ]
-    causes: dict[str, int] = {}
+        write_json(args.json, [{**r.as_dict(), "torch": torch.__version__} for r in results])
+    equal = f"steps equal of {args.steps}"
+    rows = [["model", "ranks", "nodes", equal, "control differs", "layout equal", ""]]
     for r in results:
         first = r.control_first_different_step
-        rows.append(
-            [
-                r.cell.model,
-                str(r.cell.nodes),
-                str(r.cell.ranks),
-                r.cell.backend,
-                r.cell.parallelism,
-                r.cell.reduce_dtype,
-                str(r.steps_equal),
-                str(r.experiment.get("aten_kernels_steps_equal", "")),
-                "none" if first is None else f"step {first}",
-                "yes" if r.layout_equal else "no",
-                "FAILED" if r.problems else "ok",
-                f"[{causes.setdefault(r.cause, len(causes) + 1)}]" if r.cause else "",
-            ]
-        )
-    passed = sum(not r.problems for r in results)
-    notes = [f"[{number}] {cause}" for cause, number in causes.items()]
-    failures = [f"{r.cell.name}: {'; '.join(r.problems)}" for r in results if r.problems]
-    failures += [f"  {text}" for r in results for text in r.layout_differences]
-    return "\n".join(
-        [
-            _title(header),
-            "",
-            columns(rows),
-            "",
-            *notes,
-            *failures,
-            f"{passed} of {len(results)} cells pass",
-        ]
-    )
-
-
-def _title(header: dict[str, Any]) -> str:
-    return (
-        f"{header['date']}, torch {header.get('torch', '?')}, Python {header['python']}, "
-        f"blocks per model: {header['layers']}\ncommand: {header['command']}"
-    )
-
-
-def _save(path: Path | None, document: list[dict[str, Any]]) -> None:
-    if path is not None:
-        partial = path.with_name(path.name + ".part")
-        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
-
-
-def _read_passed(path: Path | None) -> dict[Cell, CellResult]:
-    """The cells of an earlier run that passed."""
-    if path is None or not path.exists():
-        return {}
-    results = [CellResult.from_dict(d) for d in json.loads(path.read_text())]
-    return {result.cell: result for result in results if not result.problems}
-
-
-def _header(args: argparse.Namespace, command: str) -> dict[str, Any]:
-    return {
-        "command": command,
-        "date": _now(),
-        "python": platform.python_version(),
-        "steps": args.steps,
-        "layers": args.layers,
-    }
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _quiet(text: str) -> None:
-    pass
+        control = "none" if first is None else f"step {first}"
+        layout = "yes" if r.layout_equal else "no"
+        passed = "ok" if r.passed else "FAILED"
+        sizes = [str(r.ranks), str(r.nodes), str(r.steps_equal)]
+        rows.append([r.model, *sizes, control, layout, passed])
+    print(f"{heading('benchmarks/parity.py', argv, torch.__version__)}\n\n{columns(rows)}")
+    return 0 if all(result.passed for result in results) else 1
 
 
 def _virtual_ranks(given: str) -> list[int]:
@@ -402,43 +245,31 @@ def _virtual_ranks(given: str) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="parity.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("parity.py", __doc__)
 
-    def choice(
-        name: str, values: Sequence[str], text: str, default: Sequence[str] | None = None
-    ) -> None:
-        def parse(given: str) -> list[str]:
-            names = [part.strip() for part in given.split(",")]
-            for part in names:
-                if part not in values:
-                    raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(values)}")
-            return names
+    def choice(name: str, values: Sequence[str], text: str, default: Sequence[str]) -> None:
+        shown = f"{text}, separated by commas (default: {','.join(default)})"
+        parse, given = names_of(values), list(default)
+        parser.add_argument(f"--{name}", type=parse, default=given, metavar="LIST", help=shown)
 
-        parser.add_argument(
-            f"--{name}",
-            type=parse,
-            default=list(default or values),
-            metavar="LIST",
-            help=f"{text}, separated by commas (default: {','.join(default or values)})",
-        )
-
-    choice("models", (*cells_.MODELS, *cells_.REUSE_MODELS), "models")
-    topologies = (*cells_.TOPOLOGIES, *cells_.MORE_TOPOLOGIES)
-    choice("topologies", topologies, "nodes x ranks per node", cells_.TOPOLOGIES)
-    choice("backends", cells_.BACKENDS, "backends of torch.compile")
-    choice("parallelism", (*cells_.PARALLELISM, *cells_.MORE_PARALLELISM), "parallelism")
-    choice("reduce-dtype", cells_.REDUCE_DTYPES, "dtypes that gradients are reduced in")
+    all_here = [name for name in IN_MATRIX if not MODELS[name].needs]
+    topologies = (*TOPOLOGIES, *MORE_TOPOLOGIES)
+    choice("models", (*IN_MATRIX, *GROUPS), "models, or groups of them", all_here)
+    choice("topologies", topologies, "nodes x ranks per node", TOPOLOGIES)
+    choice("backends", BACKENDS, "backends of torch.compile", BACKENDS)
+    choice("parallelism", tuple(PARALLELISM), "parallelism", tuple(PARALLELISM))
+    choice("reduce-dtype", DTYPES, "dtypes of gathers and reductions", DTYPES)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="cells whose name matches")
-    parser.add_argument("--steps", type=int, default=25, metavar="N", help="default: 25")
-    parser.add_argument("--layers", type=int, default=1, metavar="N", help="blocks (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every cell")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="rows whose name matches")
+    parser.add_argument("--rows", metavar="PATTERNS", help="instead: named rows, such as 'blocks'")
+    add_number(parser, "steps", 25, "optimizer steps")
+    add_number(parser, "layers", 1, "blocks of the matrix's models")
+    add_number(
+        parser, "starts", 1, "how often each row is run; more than once: on ranks of its own"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every row")
     parser.add_argument(
-        "--resume", action="store_true", help="keep the cells that pass in --json's file"
+        "--resume", action="store_true", help="keep the rows that pass in --json's file"
     )
     parser.add_argument(
         "--virtual-ranks",
@@ -446,13 +277,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="instead: simulate so many ranks, such as 64,128,256, in this process",
     )
-    parser.add_argument(
-        "--rows",
-        metavar="PATTERN",
-        help="instead: what people train, where the row's name matches, such as 'torchtitan/*'",
-    )
-    parser.add_argument("--timeout", type=float, default=7200.0, metavar="S", help="for all cells")
-    parser.add_argument("--verbose", action="store_true", help="name every run when it starts")
+    parser.add_argument("--timeout", type=float, default=7200.0, metavar="S", help="for all rows")
+    parser.add_argument("--verbose", action="store_true", help="name every row when it starts")
     return parser
 
 

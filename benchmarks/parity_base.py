@@ -1,6 +1,11 @@
-"""What all models of the parity matrix share."""
+"""What all models of the parity rows share, and how one is described."""
 
 from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -8,11 +13,69 @@ import torch.nn.functional as F
 
 from torch_ext_bucketing.testing import text
 
-__all__ = ["SEQ", "VOCAB", "ParityModel"]
+__all__ = [
+    "FSDP_AND_HSDP",
+    "SEQ",
+    "VOCAB",
+    "Model",
+    "ParityModel",
+    "Unit",
+    "batch_of",
+    "blocks_then_root",
+]
 
 VOCAB = text.VOCAB
 SEQ = 16
 """Tokens per sequence; an image is the same bytes as a square of ``SEQ ** 0.5`` patches a side."""
+
+Unit = str | Sequence[str]
+"""The modules of one ``fully_shard`` call."""
+
+FSDP_AND_HSDP = ("fsdp", "hsdp")
+
+
+def batch_of(step: int, rank: int, size: int = 2) -> tuple[torch.Tensor, ...]:
+    """One rank's tokens and next-byte targets of a step, each ``[size, SEQ]`` int64."""
+    return text.batch(step, rank, size=size, seq=SEQ)
+
+
+def blocks_then_root(model: nn.Module) -> list[Unit]:
+    """Each child of ``layers``, then the root with all the rest."""
+    layers = model.get_submodule("layers")
+    return [*(f"layers.{child}" for child, _ in layers.named_children()), ""]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the parity rows: an entry of :data:`.parity_models.MODELS`.
+
+    Args:
+        build: by number of blocks and width (None for the model's own), a module on the CPU in
+            float32 whose ``forward(*batch)`` is the loss, a scalar. Its weights are drawn anew by
+            :func:`.parity_models.build`; a module with weights of its own sets ``own_weights``.
+        units: in the order of the ``fully_shard`` calls, the root ``""`` last.
+        batch: by step, data-parallel rank and number of sequences, what ``forward`` takes.
+        parallelism: which of ``parity_rows.PARALLELISM`` the matrix runs it in; none for a model
+            of named rows alone.
+        backends: which of torch.compile's the matrix runs it on.
+        group: a name for several models, by which ``--models`` takes all of them.
+        needs: packages beside torch. Where one is not installed its rows are left out, and say so.
+        own_weights: whether ``build`` has drawn the weights, the same at every call.
+    """
+
+    build: Callable[[int, int | None], nn.Module]
+    units: Callable[[nn.Module], list[Unit]] = blocks_then_root
+    batch: Callable[[int, int, int], tuple[object, ...]] = batch_of
+    parallelism: tuple[str, ...] = (*FSDP_AND_HSDP, "fsdp+chunked_loss")
+    backends: tuple[Literal["aot_eager", "inductor"], ...] = ("aot_eager", "inductor")
+    group: str = ""
+    needs: tuple[str, ...] = ()
+    own_weights: bool = False
+
+    @property
+    def missing(self) -> list[str]:
+        """The packages of ``needs`` that are not installed."""
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
 
 class ParityModel(nn.Module):

@@ -1,7 +1,8 @@
-"""The models of the parity matrix: tiny, and shaped where parameter orders go wrong.
+"""The models of the parity rows: tiny, and shaped where parameter orders go wrong.
 
 Each maps a batch to its mean cross-entropy. All use only operators whose bits are the same when
-autograd runs them and when AOTAutograd's graph is replayed.
+autograd runs them and when AOTAutograd's graph is replayed. A new one is an entry of
+:data:`MODELS`: nothing else has to know of it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from benchmarks.parity_base import SEQ, VOCAB, ParityModel
+from benchmarks.parity_base import (
+    FSDP_AND_HSDP,
+    SEQ,
+    VOCAB,
+    Model,
+    ParityModel,
+    Unit,
+    batch_of,
+    blocks_then_root,
+)
 from benchmarks.parity_reuse import REUSE_MODELS
-from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.model import Block, ModelConfig, RMSNorm, Transformer
+from benchmarks.parity_tensor import TensorDecoder
+from torch_ext_bucketing.testing.model import ModelConfig, RMSNorm, Transformer
 
-__all__ = ["MODELS", "ParityModel", "batch_of", "build", "tensor_parallel", "unit_names"]
-
-_c10d = torch.ops._c10d_functional
+__all__ = ["MODELS", "batch_of", "build", "units_of"]
 
 
 class Llama(ParityModel):
@@ -44,64 +52,6 @@ class Llama(ParityModel):
         for layer in self.layers:
             x = layer(x, self.rope_cos, self.rope_sin)
         return self.norm(x).flatten(0, 1)
-
-
-class _Enter(torch.autograd.Function):
-    """The same activation on every tensor-parallel rank; its gradients are added."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:  # type: ignore[override]
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _all_reduce(grad, ctx.group), None
-
-
-class _Leave(torch.autograd.Function):
-    """The sum of every tensor-parallel rank's part; its gradient is everyone's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:  # type: ignore[override]
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return grad.view_as(grad), None
-
-
-def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
-    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group))
-
-
-class TensorParallelBlock(Block):
-    """A decoder block of which this rank has some heads and some columns of the MLP."""
-
-    group: str
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        branch = self.attention(_Enter.apply(self.attention_norm(x), self.group), cos, sin)
-        x = x + _Leave.apply(branch, self.group) * self.attention_gamma
-        branch = self.mlp(_Enter.apply(self.mlp_norm(x), self.group))
-        return x + _Leave.apply(branch, self.group) * self.mlp_gamma
-
-
-def tensor_parallel(model: Llama, rank: int, size: int, group: str) -> None:
-    """Keep one rank's part of every block, in place, as Megatron cuts it: the inner projections by
-    rows, those that leave a branch by columns. Parameters stay plain tensors."""
-    for block in model.layers:
-        assert isinstance(block, Block)
-        block.__class__ = TensorParallelBlock
-        block.group = group  # type: ignore[assignment]
-        attention, mlp = block.attention, block.mlp
-        attention.heads //= size
-        attention.kv_heads //= size
-        attention.scale = nn.Parameter(attention.scale.detach().chunk(size)[rank].clone())
-        for linear in (attention.wq, attention.wk, attention.wv, mlp.gate, mlp.up):
-            linear.weight = nn.Parameter(linear.weight.detach().chunk(size)[rank].clone())
-        for linear in (attention.wo, mlp.down):
-            linear.weight = nn.Parameter(linear.weight.detach().chunk(size, dim=1)[rank].clone())
 
 
 class Router(nn.Module):
@@ -257,29 +207,106 @@ class Uneven(ParityModel):
         return self.norm(x).flatten(0, 1)
 
 
-MODELS: dict[str, Callable[..., ParityModel]] = {
-    "llama": Llama,
-    "moe": Moe,
-    "vit": Vit,
-    "uneven": Uneven,
-    **REUSE_MODELS,
+class Frozen(Llama):
+    """One whole block but its norms, and the embedding, are not trained."""
+
+    def __init__(self, layers: int, dim: int = 32) -> None:
+        super().__init__(layers, dim)
+        self.embed.requires_grad_(False)
+        for name, parameter in self.layers[0].named_parameters():
+            parameter.requires_grad_("norm" in name)
+
+
+class Unused(Llama):
+    """A linear that no forward calls, and a parameter whose use doesn't reach the loss."""
+
+    def __init__(self, layers: int, dim: int = 32) -> None:
+        super().__init__(layers, dim)
+        self.layers[0].spare = nn.Linear(dim, dim)
+        self.layers[1].idle = nn.Parameter(torch.empty(dim))
+
+
+class Branch(Llama):
+    """Leaves its first block out of every third step."""
+
+    def forward(  # type: ignore[override]
+        self, tokens: torch.Tensor, targets: torch.Tensor, short: bool
+    ) -> torch.Tensor:
+        self.short = short
+        return super().forward(tokens, targets)
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in list(self.layers)[int(self.short) :]:
+            x = layer(x, self.rope_cos, self.rope_sin)
+        return self.norm(x).flatten(0, 1)
+
+
+def experts_then_blocks(model: nn.Module) -> list[Unit]:
+    """Each block's experts before the block, then the root."""
+    *blocks, root = blocks_then_root(model)
+    return [unit for block in blocks for unit in (f"{block}.experts", block)] + [root]
+
+
+def short_or_not(step: int, rank: int, size: int) -> tuple[object, ...]:
+    """A batch, and whether a block is left out."""
+    return (*batch_of(step, rank, size), step % 3 == 1)
+
+
+def _of(kind: Callable[..., nn.Module], width: int | None = None) -> Callable[..., nn.Module]:
+    """Builds ``kind`` by blocks and width; ``width`` in the place of its own."""
+
+    def built(layers: int, dim: int | None) -> nn.Module:
+        dim = dim or width
+        return kind(layers) if dim is None else kind(layers, dim)
+
+    return built
+
+
+_MATRIX = Model(_of(Llama)).parallelism
+_REUSE: dict[str, Any] = {
+    "parallelism": FSDP_AND_HSDP,
+    "backends": ("aot_eager",),
+    "group": "reuse",
 }
 
+MODELS: dict[str, Model] = {
+    "llama": Model(_of(Llama), parallelism=(*_MATRIX, "fsdp+tp")),
+    "moe": Model(_of(Moe), experts_then_blocks),
+    "vit": Model(_of(Vit)),
+    "uneven": Model(_of(Uneven)),
+    # A parameter used more than once, run as it is.
+    **{name: Model(_of(kind), **_REUSE) for name, kind in REUSE_MODELS.items()},
+    # Of named rows.
+    "decoder": Model(_of(Llama, 32), parallelism=()),
+    "frozen": Model(_of(Frozen), parallelism=()),
+    "unused": Model(_of(Unused), parallelism=()),
+    "branch": Model(_of(Branch, 32), batch=short_or_not, parallelism=()),
+    "tensor": Model(_of(TensorDecoder, 32), parallelism=()),
+}
+"""By name. Those with a ``parallelism`` are in the matrix."""
 
-def build(
-    name: str,
-    *,
-    layers: int = 1,
-    dim: int | None = None,
-    seed: int = 0,
-    chunks: int = 1,
-    dtype: torch.dtype = torch.float32,
-) -> ParityModel:
-    """A model of ``layers`` blocks, its weights equal bit for bit for equal arguments; ``dim``
-    None takes the model's own width."""
-    model = MODELS[name](layers) if dim is None else MODELS[name](layers, dim)
-    model.chunks = chunks
-    generator = torch.Generator().manual_seed(seed)
+
+def units_of(name: str, model: nn.Module) -> list[Unit]:
+    """The ``fully_shard`` calls of one of :data:`MODELS`, the root last."""
+    return MODELS[name].units(model)
+
+
+def build(name: str, *, layers: int = 1, dim: int | None = None, chunks: int = 1) -> nn.Module:
+    """A model of ``layers`` blocks, its weights equal bit for bit for equal arguments.
+
+    Args:
+        name: of :data:`MODELS`.
+        layers: number of blocks.
+        dim: width; None for the model's own.
+        chunks: in how many parts the loss is computed.
+    """
+    model = MODELS[name].build(layers, dim)
+    if chunks > 1:
+        model.chunks = chunks  # type: ignore[assignment]
+    if MODELS[name].own_weights:
+        return model
+    generator = torch.Generator().manual_seed(0)
     for fqn, parameter in model.named_parameters():
         leaf = fqn.rpartition(".")[2]
         with torch.no_grad():
@@ -292,18 +319,4 @@ def build(
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(0.5, 0.1, generator=generator)
-        parameter.data = parameter.data.to(dtype)
     return model
-
-
-def unit_names(name: str, model: ParityModel) -> list[str]:
-    """Modules in the order of the ``fully_shard`` calls; the last is the root, ``""``."""
-    blocks = [f"layers.{child}" for child, _ in model.layers.named_children()]  # type: ignore[union-attr]
-    if name == "moe":
-        return [unit for block in blocks for unit in (f"{block}.experts", block)] + [""]
-    return [*blocks, ""]
-
-
-def batch_of(step: int, rank: int, *, size: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """One rank's tokens and next-byte targets of a step, each ``[size, SEQ]`` int64."""
-    return text.batch(step, rank, size=size, seq=SEQ)

@@ -1,16 +1,19 @@
-"""What each rank of the parity matrix does: one eager run, then the compiled runs of its cells.
+"""What each rank does for the rows of :mod:`.parity_rows`: every row eager, compiled, and as a
+control with buckets in graph order.
 
-All runs of a reference start from the same weights and see the same text. After every step each
-rank hashes its shards and keeps the hash; the launching process compares those of all ranks.
+All runs of a row start from the same weights and see the same text. After every step each rank
+hashes its shards; the launching process compares the hashes of all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,35 +22,26 @@ import torch.distributed as dist
 import torch.fx as fx
 import torch.nn as nn
 from torch._inductor import decomposition
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from benchmarks.devices import start
-from benchmarks.parity_cells import (
-    CHANNELS,
-    CHUNK_BYTES,
-    LOSS_CHUNKS,
-    Cell,
-    CellReport,
-    Reference,
-    RunReport,
-)
-from benchmarks.parity_models import (
-    Llama,
-    ParityModel,
-    batch_of,
-    build,
-    tensor_parallel,
-    unit_names,
-)
+from benchmarks.parity_base import Unit
+from benchmarks.parity_models import MODELS, build, units_of
+from benchmarks.parity_rows import CHANNELS, Row
+from benchmarks.parity_tensor import cut, parallelize
+from torch_ext_bucketing._torch.aot import stage_of
+from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.graph.collectives import KINDS
+from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce, data_parallel
+from torch_ext_bucketing.fsdp.tags import tag_of
+from torch_ext_bucketing.graph.collectives import group_name, kind_of, wire_bytes
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
-from torch_ext_bucketing.passes.base import Compilation, GraphPass, Stage
+from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
+from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.testing.payloads import (
     Payload,
@@ -57,12 +51,126 @@ from torch_ext_bucketing.testing.payloads import (
 )
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
-from torch_ext_bucketing.testing.training import train
+from torch_ext_bucketing.testing.training import Trained, count_collectives, train
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Of computation, gathers and reductions; weights and optimizer are float32 in all cells. Gradients
-computed in bfloat16 would prove little about float32 reductions: the sum of a few of them is mostly
-exact in float32, in whatever order."""
+DIMS = {"cpu": None, "cuda": 1024}
+"""Width of the models by device; None for their own."""
+BATCHES = {"cpu": 2, "cuda": 16}
+"""Sequences per rank and step."""
+
+INDUCTOR_RUNS = {
+    "fsdp_order": (True, False),
+    "aten_kernels": (True, True),
+    "control": (False, True),
+}
+"""Runs of an Inductor row: whether buckets are in FSDP2's order, and whether on ATen's kernels."""
+
+Step = Callable[[int], torch.Tensor]
+"""Forward and backward of a step, by its number."""
+
+Traffic = dict[str, dict[str, list[int]]]
+"""Collectives of parameters in one step, per network level ("inside nodes", "between nodes") and
+kind: their number and the bytes of their full buffers, on one rank. What is gathered a second time,
+for backward, is a kind of its own."""
+
+
+@dataclass
+class RowReport:
+    """A row on one rank.
+
+    Attributes:
+        digests: of this rank's weights after every step, by the name of the run.
+        loss: of every step, by the name of the run.
+        layout_differences: where buckets lie otherwise than eager FSDP2's payloads, in words.
+        before: what a step of the graphs would send as traced.
+        after: what it sends.
+        eager_collectives: of a step, by kind.
+        notes: what compile reports say was left alone or could not be done.
+        warned: number of warnings that bits are not eager's.
+        merged: collectives that buckets replaced.
+        error: the end of the compiled run, where that raised.
+        torch: its version.
+        seconds: what all runs took.
+    """
+
+    row: Row
+    digests: dict[str, list[str]] = field(default_factory=dict)
+    loss: dict[str, list[float]] = field(default_factory=dict)
+    layout_differences: list[str] = field(default_factory=list)
+    before: Traffic = field(default_factory=dict)
+    after: Traffic = field(default_factory=dict)
+    eager_collectives: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    warned: int = 0
+    merged: int = 0
+    error: str = ""
+    torch: str = torch.__version__
+    seconds: float = 0.0
+
+    def ran(self, name: str, done: Trained) -> None:
+        """Keep a run."""
+        self.digests[name], self.loss[name] = done.digests, done.loss
+
+    def look(self, compiler: BucketingBackend, graphs: int) -> None:
+        """Keep what the reports of a compiled run say, which has so many of them."""
+        found = []
+        if graphs and len(compiler.reports) != graphs:
+            found.append(f"compiled {len(compiler.reports)} times")
+        for report in compiler.reports:
+            found += report.warnings
+            found += [f"unnamed: {name}" for name in report.unnamed]
+            for rewrite in report.rewrites:
+                found += [f"{'+'.join(x.fqns)}: {x.reason}" for x in getattr(rewrite, "left", ())]
+            self.merged += sum(len(b.members) for graph in report.graphs for b in graph.buckets)
+        self.warned += sum("not eager FSDP2's bit for bit" in text for text in found)
+        self.notes = list(dict.fromkeys([*self.notes, *found]))
+
+
+def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
+    """Entry point of a rank: run ``rows``, all of one topology, and send a report of each."""
+    with row_group(rank, rows[0]):
+        for row in rows:
+            rank.send(("run", row.name))
+            rank.send(("row", runs_of(rank, row, steps).report()))
+
+
+def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
+    """What runs a row on this rank."""
+    kind: type[Runs] = Runs
+    if row.case:
+        from benchmarks.parity_cases import CaseRuns as kind
+    elif row.client == "torchtitan's model":
+        from benchmarks.parity_titan import TitanRuns as kind
+    elif row.client == "torchtitan's trainer":
+        from benchmarks.parity_trainer import TrainerRuns as kind
+    return kind(rank, row, mesh_of(row), steps)
+
+
+@functools.cache
+def _mesh(device: str, sizes: tuple[int, ...]) -> DeviceMesh:
+    names = ("dp",) if len(sizes) == 1 else ("outer", "inner")
+    return init_device_mesh(device, sizes, mesh_dim_names=names)
+
+
+def mesh_of(row: Row) -> DeviceMesh:
+    """The mesh of all ranks."""
+    return _mesh(row.device, row.mesh)
+
+
+@contextlib.contextmanager
+def row_group(rank: Rank, row: Row) -> Iterator[None]:
+    """A ring group of the row's nodes; on GPUs NCCL's."""
+    if row.device == "cpu":
+        topology = RingTopology(row.per_node, CHANNELS, row.chunk_bytes, row.nodes)
+        with ring_rank(rank, topology):
+            yield
+        return
+    start(rank, "nccl")
+    yield
+    # Not in a finally: to destroy NCCL's communicators can wait for ranks that never answer, and
+    # a rank that failed must say so at once.
+    dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -118,251 +226,338 @@ class GraphOrderTwin(GraphPass):
         return run
 
 
-DIMS = {"cpu": None, "cuda": 1024}
-"""Width of the models by device; None for their own."""
-BATCHES = {"cpu": 2, "cuda": 16}
-"""Sequences per rank and step."""
-
-INDUCTOR_RUNS = {
-    "fsdp_order": (True, False),
-    "aten_kernels": (True, True),
-    "control": (False, True),
-}
-"""Runs of an Inductor cell: whether buckets are in FSDP2's order, and whether on ATen's kernels."""
+Sent = list[tuple[str, str, int]]
+"""Level, kind and bytes of each collective of a graph."""
 
 
-def run_cells(rank: Rank, cells: Sequence[Cell], steps: int, layers: int) -> None:
-    """Entry point of a rank: run ``cells``, all of one topology, and send a report of each."""
-    with _in_group(rank, cells[0].reference):
-        meshes: dict[tuple[int, ...], DeviceMesh] = {}
-        eager: tuple[Reference, RunReport, list[Payload]] | None = None
-        for cell in cells:
-            reference = cell.reference
-            shape = reference.mesh_shape
-            if shape not in meshes:
-                names = ("dp",) if len(shape) == 1 else ("dp", "inner")
-                meshes[shape] = init_device_mesh(reference.device, shape, mesh_dim_names=names)
-            if eager is None or eager[0] != reference:
-                rank.send(("run", f"{cell.name}: eager"))
-                eager = (reference, *_eager(reference, meshes[shape], steps, layers))
-            job = _Job(reference, meshes[shape], steps, layers, eager[1], eager[2])
-            if cell.backend == "inductor":
-                runs = {}
-                for name, (ordered, on_aten) in INDUCTOR_RUNS.items():
-                    rank.send(("run", f"{cell.name}: {name}"))
-                    with aten_kernels() if on_aten else contextlib.nullcontext():
-                        runs[name] = _inductor(job, ordered)
-            else:
-                rank.send(("run", f"{cell.name}: fsdp_order and control"))
-                runs = _aot_eager(job)
-            rank.send(("cell", CellReport(cell, eager[1], runs, torch.__version__)))
-
-
-@contextlib.contextmanager
-def _in_group(rank: Rank, reference: Reference) -> Iterator[None]:
-    """A ring group of the reference's nodes; on GPUs NCCL's."""
-    if reference.device == "cpu":
-        per_node = reference.ranks_per_node
-        with ring_rank(rank, RingTopology(per_node, CHANNELS, CHUNK_BYTES, reference.nodes)):
-            yield
-        return
-    start(rank, "nccl")
-    yield
-    # Not in a finally: to destroy NCCL's communicators can wait for ranks that never answer, and
-    # a rank that failed must say so at once.
-    dist.destroy_process_group()
-
-
-def _model(
-    reference: Reference, layers: int, mesh: DeviceMesh, dim: int | None = None
-) -> tuple[ParityModel, DeviceMesh]:
-    """The model on the mesh's device, and the mesh that its data parallelism runs over."""
-    chunks = LOSS_CHUNKS if reference.parallelism == "fsdp+chunked_loss" else 1
-    model = build(reference.model, layers=layers, dim=dim, chunks=chunks).to(mesh.device_type)
-    if reference.parallelism != "fsdp+tp":
-        return model, mesh
-    assert isinstance(model, Llama)
-    inner = mesh["inner"]
-    name = inner.get_group().group_name
-    tensor_parallel(model, inner.get_local_rank(), inner.size(), name)
-    return model, mesh["dp"]
-
-
-def _shard_of_data(reference: Reference) -> int:
-    """Which part of the text this rank sees: tensor-parallel ranks all see the same."""
-    if reference.parallelism == "fsdp+tp":
-        return dist.get_rank() // reference.ranks_per_node
-    return dist.get_rank()
-
-
-def _eager(
-    reference: Reference, mesh: DeviceMesh, steps: int, layers: int
-) -> tuple[RunReport, list[Payload]]:
-    start = time.perf_counter()
-    model, payloads = eager_model(reference, mesh, layers)
-    report = RunReport()
-    _train(model, model, report, steps, _shard_of_data(reference))
-    report.seconds = time.perf_counter() - start
-    return report, payloads
-
-
-def eager_model(
-    reference: Reference, mesh: DeviceMesh, layers: int, dim: int | None = None
-) -> tuple[ParityModel, list[Payload]]:
-    """Eager FSDP2, on the mesh's device, and what its collectives carry.
+class AsTraced(GraphPass):
+    """Looks at the joint graph before any pass has changed it.
 
     Args:
-        reference: says which model, in which parallelism.
-        mesh: of the shape that ``reference`` asks for.
-        layers: number of blocks.
-        dim: width of the model; None for that of its device.
+        per_node: ranks of a simulated node.
     """
-    model, mesh = _model(reference, layers, mesh, dim or DIMS[reference.device])
-    policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[reference.reduce_dtype],
-        reduce_dtype=DTYPES[reference.reduce_dtype],
+
+    stage: Stage = "joint"
+
+    def __init__(self, per_node: int) -> None:
+        self.per_node = per_node
+        self.sent: Sent = []
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        self.sent = collectives_of(graph_of(graph).nodes, self.per_node)
+
+
+class Tally:
+    """Counts what the compiled graphs of a run send, each time that one of them runs, and what
+    they would send as traced.
+
+    Args:
+        per_node: ranks of a simulated node.
+        twin: makes the control of a run.
+    """
+
+    def __init__(self, per_node: int, twin: GraphOrderTwin) -> None:
+        self.before: Traffic = {}
+        self.after: Traffic = {}
+        self.as_traced = AsTraced(per_node)
+        self._twin = twin
+
+    def compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Run ``graph`` as it is, or its twin."""
+        run = self._twin.compile(graph, inputs)
+        sent = collectives_of(graph.graph.nodes, self.as_traced.per_node)
+        traced: Sent = []
+        if stage_of(graph.graph) == "backward":
+            # Freed after forward: a matter of memory, no part of what is compared.
+            sent = [(a, "gathered again" if k == "all_gather" else k, n) for a, k, n in sent]
+        else:
+            traced = self.as_traced.sent
+
+        def counted(*args: Any) -> Any:
+            add_sent(self.before, traced)
+            add_sent(self.after, sent)
+            return run(*args)
+
+        return counted
+
+
+def collectives_of(nodes: Iterable[fx.Node], per_node: int) -> Sent:
+    """The collectives of parameters among ``nodes``."""
+    return [
+        (_level(node, per_node), str(kind_of(node)), wire_bytes(node))
+        for node in nodes
+        if kind_of(node) is not None and tag_of(node) is not None
+    ]
+
+
+def _level(start: fx.Node, per_node: int) -> str:
+    ranks = ranks_of(group_by_name(group_name(start)))
+    nodes = dict.fromkeys(rank // per_node for rank in ranks)
+    return "between nodes" if len(nodes) > 1 else "inside nodes"
+
+
+def add_sent(traffic: Traffic, sent: Sent) -> None:
+    """Add collectives to ``traffic``."""
+    for level, kind, nbytes in sent:
+        entry = traffic.setdefault(level, {}).setdefault(kind, [0, 0])
+        entry[0] += 1
+        entry[1] += nbytes
+
+
+class Runs:
+    """All runs of one row on one rank.
+
+    A subclass says how a model of its own is made (:meth:`plain`, :meth:`eager`, :meth:`sharded`)
+    and what a step of it is.
+    """
+
+    def __init__(self, rank: Rank, row: Row, mesh: DeviceMesh, steps: int) -> None:
+        self.rank = rank
+        self.row = row
+        self.mesh = mesh
+        self.steps = steps
+        self.dtype = DTYPES[row.dtype]
+        # torchtitan's reductions are sums.
+        self.scale = 1.0 if row.client == "ours" else 1.0 / math.prod(row.data_sizes)
+
+    def report(self) -> RowReport:
+        """Run all."""
+        clock = time.perf_counter()
+        report = RowReport(self.row)
+        eager = self.eager()
+        with count_collectives() as counts:
+            step = self.step(eager, eager, after_first=lambda: self._count(report, counts))
+            report.ran("eager", self.train(eager, step))
+        payloads = self.payloads(eager) if self.row.layout else []
+        if self.row.backend == "inductor":
+            self._inductor(eager, payloads, report)
+        else:
+            self._aot_eager(eager, payloads, report)
+        report.seconds = time.perf_counter() - clock
+        return report
+
+    @staticmethod
+    def _count(report: RowReport, counts: dict[str, int]) -> None:
+        report.eager_collectives = dict(counts)
+
+    def _inductor(self, eager: nn.Module, payloads: Sequence[Payload], report: RowReport) -> None:
+        for name, (ordered, on_aten) in INDUCTOR_RUNS.items():
+            model = self.sharded()
+            passes = self.passes(model, eager)
+            if not ordered:
+                passes = [
+                    in_graph_order(p, eager) if isinstance(p, BucketUnits) else p for p in passes
+                ]
+            compiler = backend("inductor", passes=passes, model=model)
+            with aten_kernels() if on_aten else contextlib.nullcontext():
+                step = self.step(model, self.compiled(model, compiler), compiler)
+                stop = None if ordered else report.digests["eager"]
+                report.ran(name, self.train(model, step, stop_unlike=stop))
+            if ordered:
+                self._look(compiler, payloads, report)
+
+    def _aot_eager(self, eager: nn.Module, payloads: Sequence[Payload], report: RowReport) -> None:
+        model = self.sharded()
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        passes = self.passes(model, eager)
+        at, bucket = next((i, p) for i, p in enumerate(passes) if isinstance(p, BucketUnits))
+        twin = GraphOrderTwin(in_graph_order(bucket, eager))
+        tally = Tally(self.row.per_node, twin)
+        passes = [tally.as_traced, *passes[:at], twin, *passes[at:]]
+        compiler = backend(tally.compile, passes=passes, model=model)
+
+        def after_first() -> None:
+            if not twin.active:
+                report.before, report.after = copy.deepcopy((tally.before, tally.after))
+
+        step = self.step(model, self.compiled(model, compiler), compiler, after_first)
+        report.ran("fsdp_order", self.train(model, step))
+        self._look(compiler, payloads, report)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(start[name])
+                parameter.grad = None
+        twin.active = True
+        stop = report.digests["eager"]
+        report.ran("control", self.train(model, step, stop_unlike=stop))
+
+    def _look(
+        self, compiler: BucketingBackend, payloads: Sequence[Payload], report: RowReport
+    ) -> None:
+        report.look(compiler, self.row.graphs)
+        if self.row.layout:
+            report.layout_differences += compare_layout(compiler, payloads)
+
+    # --- models ---------------------------------------------------------------------
+
+    def plain(self) -> tuple[nn.Module, DeviceMesh]:
+        """The model before data parallelism, on its device, and the mesh for that."""
+        row = self.row
+        dim = DIMS[row.device]
+        model = build(row.model, layers=row.layers, dim=dim, chunks=row.chunks).to(row.device)
+        if not row.tensor:
+            return model, self.mesh
+        if row.tensor == "cut":
+            cut(model, self.mesh["inner"])
+        else:
+            parallelize(model, self.mesh["inner"], sequence=row.tensor == "module+sequence")
+        return model, self.mesh["outer"]
+
+    def units(self, model: nn.Module) -> list[Unit]:
+        """The ``fully_shard`` calls; no unit beside blocks that are compiled by themselves has
+        parameters of several modules."""
+        units = units_of(self.row.model, model)
+        return [*units[:-1], "embed", "norm", "head", ""] if self.row.regional else units
+
+    def eager(self) -> nn.Module:
+        """Eager FSDP2, or torch's ``replicate``."""
+        model, mesh = self.plain()
+        if self.row.checkpoint:
+            checkpoint_blocks(model, self.row.checkpoint)
         # Rotary tables and gates are inputs of units and stay float32, as in the compiled runs.
-        cast_forward_inputs=False,
-    )
-    for name in unit_names(reference.model, model):
-        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policy)
-    order = FSDPParamOrder.from_fsdp(model)
-    dtype = DTYPES[reference.reduce_dtype]
-    return model, fsdp_payloads(
-        model,
-        order,
-        shards=reference.shard_size,
-        param_dtype=dtype,
-        reduce_dtype=dtype,
-        replicas=reference.replicas,
-    )
+        policy = MixedPrecisionPolicy(self.dtype, self.dtype, cast_forward_inputs=False)
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        wrap: Callable[..., Any] = fully_shard
+        if self.row.mode == "replicate":
+            from torch.distributed._composable.replicate_with_fsdp import replicate
 
+            wrap = replicate
+        if self.row.to:
+            options["reshard_after_forward"] = self.row.to
+        wrap_units(model, self.units(model), wrap, **options)
+        if self.row.client == "torchtitan":
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+        return model
 
-def compilable_model(
-    reference: Reference, mesh: DeviceMesh, layers: int, dim: int | None = None
-) -> tuple[ParityModel, FSDPParamOrder]:
-    """SimpleFSDP, one collective per parameter, and FSDP2's order; arguments as of
-    :func:`eager_model`."""
-    model, mesh = _model(reference, layers, mesh, dim or DIMS[reference.device])
-    order = FSDPParamOrder.from_model(model, units=unit_names(reference.model, model))
-    data_parallel(
-        model,
-        mesh,
-        "hybrid_shard" if reference.parallelism == "hsdp" else "fully_shard",
-        param_dtype=DTYPES[reference.reduce_dtype],
-        reduce_dtype=DTYPES[reference.reduce_dtype],
-    )
-    return model, order
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What the compiled runs of a reference share."""
-
-    reference: Reference
-    mesh: DeviceMesh
-    steps: int
-    layers: int
-    eager: RunReport
-    payloads: Sequence[Payload]
-
-    def model_and_order(self) -> tuple[ParityModel, FSDPParamOrder]:
-        return compilable_model(self.reference, self.mesh, self.layers)
-
-    def train(self, model: nn.Module, compiler: BucketingBackend, *, control: bool) -> RunReport:
-        """Compile and train, to the first difference from eager if ``control``."""
-        torch._dynamo.reset()
-        start = time.perf_counter()
-        forward = torch.compile(model, backend=compiler, fullgraph=True)
-        report = self.continue_training(model, forward, control=control)
-        report.layout_differences = compare_layout(compiler, self.payloads)
-        report.seconds = time.perf_counter() - start
-        return report
-
-    def continue_training(
-        self, model: nn.Module, forward: Callable[..., torch.Tensor], *, control: bool = False
-    ) -> RunReport:
-        report = RunReport()
-        _train(
-            model,
-            forward,
-            report,
-            self.steps,
-            _shard_of_data(self.reference),
-            stop_unlike=self.eager.digests if control else None,
+    def payloads(self, eager: nn.Module) -> list[Payload]:
+        """What the collectives of eager FSDP2 carry."""
+        sizes = self.row.data_sizes
+        return fsdp_payloads(
+            eager,
+            FSDPParamOrder.from_fsdp(eager),
+            shards=sizes[-1],
+            param_dtype=self.dtype,
+            reduce_dtype=self.dtype,
+            replicas=sizes[0] if len(sizes) == 2 else 1,
         )
-        return report
+
+    def sharded(self) -> nn.Module:
+        """The model with one collective per parameter."""
+        model, mesh = self.plain()
+        if self.row.client == "torchtitan":
+            from torchtitan.experiments.graph_trainer import simple_fsdp
+
+            # It keeps one class per type of module, and with it the first mesh that it was given.
+            simple_fsdp._wrap_class_cache.clear()
+            policy = simple_fsdp.MixedPrecisionPolicy(self.dtype, self.dtype)
+            model = simple_fsdp.data_parallel(model, mesh, self.row.mode, policy)
+        else:
+            data_parallel(
+                model, mesh, self.row.mode, param_dtype=self.dtype, reduce_dtype=self.dtype
+            )
+        if self.row.checkpoint:
+            checkpoint_blocks(model, self.row.checkpoint)
+        return model
+
+    def passes(self, model: nn.Module, eager: nn.Module) -> list[GraphPass]:
+        """The recipe, with eager's way to gather again."""
+        passes = recipe(model, units=self.units(model))
+        if not self.row.to:
+            return passes
+        again = ReshardAfterForward(to=self.row.to)
+        return [again if isinstance(p, ReshardAfterForward) else p for p in passes]
+
+    # --- steps ----------------------------------------------------------------------
+
+    def compiled(self, model: nn.Module, compiler: BucketingBackend) -> Callable[..., Any]:
+        """What to call in the place of ``model``."""
+        torch._dynamo.reset()
+        if self.row.regional:
+            for layer in model.get_submodule("layers").children():
+                layer.compile(backend=compiler, fullgraph=True)
+            return model
+        return torch.compile(model, backend=compiler, fullgraph=True)
+
+    def batch(self, number: int) -> tuple[Any, ...]:
+        """This rank's batch; tensor-parallel ranks all see the same."""
+        row = self.row
+        shard = dist.get_rank() // (row.mesh[1] if row.tensor else 1)
+        batch = MODELS[row.model].batch(number, shard, BATCHES[row.device])
+        return tuple(x.to(row.device) if isinstance(x, torch.Tensor) else x for x in batch)
+
+    def step(
+        self,
+        model: nn.Module,
+        forward: Callable[..., torch.Tensor],
+        compiler: BucketingBackend | None = None,
+        after_first: Callable[[], None] = lambda: None,
+    ) -> Step:
+        """A step of ``model``, called as ``forward``; ``after_first`` is called after number 0."""
+        row = self.row
+        once: Any = contextlib.nullcontext()
+        if compiler is not None and row.sync == "last":
+            once = ReduceOnce(model, compiler)
+
+        def run(number: int) -> torch.Tensor:
+            with once:
+                for part in range(row.microbatches):
+                    if isinstance(model, FSDPModule) and row.sync == "last":
+                        model.set_requires_gradient_sync(part == row.microbatches - 1)
+                    loss = self.loss(forward, number * row.microbatches + part)
+                    loss.backward()
+            if number == 0:
+                after_first()
+            return loss
+
+        return run
+
+    def loss(self, forward: Callable[..., torch.Tensor], number: int) -> torch.Tensor:
+        """Of the batch of that number."""
+        return forward(*self.batch(number)) * self.scale
+
+    def train(
+        self, model: nn.Module, step: Step, stop_unlike: Sequence[str] | None = None
+    ) -> Trained:
+        """All steps, or those to the first after which a rank's weights differ from
+        ``stop_unlike``."""
+        again = self.row.graphs > 1 or self.row.regional
+        return train(model, step, self.steps, recompiles=again, stop_unlike=stop_unlike)
 
 
-def bucket_units(order: FSDPParamOrder, ordered: bool) -> BucketUnits:
-    """One collective per unit, kind and group, its payload in FSDP2's order if ``ordered``."""
-    # All kinds: HSDP's all-reduces run over the same buffers as its reduce-scatters.
-    return BucketUnits(order, kinds=KINDS, payload_order="units" if ordered else None)
-
-
-def rewrites() -> list[GraphPass]:
-    """What makes one gather and one reduction per parameter, in eager FSDP2's order."""
-    return [CombineUses(), ReduceScatterFirst()]
-
-
-def reshard(order: FSDPParamOrder) -> ReshardAfterForward:
-    """Gather again in backward as eager FSDP2 does."""
-    # fully_shard leaves the root's parameters gathered between forward and backward.
-    return ReshardAfterForward(keep=order.units[-1])
-
-
-def _inductor(job: _Job, ordered: bool) -> RunReport:
-    model, order = job.model_and_order()
-    compiler = backend(
-        "inductor",
-        passes=[*rewrites(), reshard(order), bucket_units(order, ordered)],
-        model=model,
-    )
-    return job.train(model, compiler, control=not ordered)
-
-
-def _aot_eager(job: _Job) -> dict[str, RunReport]:
-    model, order = job.model_and_order()
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    twin = GraphOrderTwin(bucket_units(order, False))
-    compiler = backend(
-        twin.compile,
-        passes=[*rewrites(), reshard(order), twin, bucket_units(order, True)],
-        model=model,
-    )
-    torch._dynamo.reset()
-    clock = time.perf_counter()
-    forward = torch.compile(model, backend=compiler, fullgraph=True)
-    ours = job.continue_training(model, forward)
-    ours.layout_differences = compare_layout(compiler, job.payloads)
-    ours.seconds = time.perf_counter() - clock
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(start[name])
-    twin.active = True
-    clock = time.perf_counter()
-    control = job.continue_training(model, forward, control=True)
-    control.seconds = time.perf_counter() - clock
-    return {"fsdp_order": ours, "control": control}
-
-
-def _train(
+def wrap_units(
     model: nn.Module,
-    forward: Callable[..., torch.Tensor],
-    report: RunReport,
-    steps: int,
-    shard: int,
-    stop_unlike: Sequence[str] | None = None,
+    units: Sequence[Unit],
+    wrap: Callable[..., Any] = fully_shard,
+    **options: Any,
 ) -> None:
-    device = next(model.parameters()).device.type
+    """Call ``fully_shard``, or another, for each unit."""
+    for unit in units:
+        modules = [model.get_submodule(n) for n in ([unit] if isinstance(unit, str) else unit)]
+        wrap(modules[0] if len(modules) == 1 else modules, **options)
 
-    def step(number: int) -> torch.Tensor:
-        loss = forward(*(t.to(device) for t in batch_of(number, shard, size=BATCHES[device])))
-        loss.backward()
-        return loss
 
-    done = train(model, step, steps, stop_unlike=stop_unlike)
-    report.loss, report.digests = done.loss, done.digests
+def in_graph_order(bucket: BucketUnits, eager: nn.Module) -> BucketUnits:
+    """The same buckets as ``bucket``, which are those of ``eager``, packed in graph order."""
+    order = FSDPParamOrder.from_fsdp(eager)
+    return BucketUnits(order, kinds=bucket.kinds, payload_order=None)
+
+
+def checkpoint_blocks(model: nn.Module, kind: str) -> None:
+    """Recompute every block in backward, all of it or what is no matmul."""
+    settings: dict[str, Any] = {}
+    if kind == "selective":
+        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList)
+    for i, layer in enumerate(layers):
+        layers[i] = checkpoint_wrapper(layer, **settings)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compare_layout(compiler: BucketingBackend, eager: Sequence[Payload]) -> list[str]:

@@ -1,292 +1,235 @@
-"""What people train, one row each, for ``parity.py --rows``. Needs no torch itself.
+"""The rows of the parity harness: what is trained, and in which way. Data alone, no torch.
 
-A row compares one way to train with eager FSDP2 with the same training compiled, on the passes of
-:func:`.recipe`.
+A :class:`Row` trains one model of :data:`.parity_models.MODELS` under eager FSDP2 and compiled, on
+the passes of :func:`.recipe`, and the weights are compared after every step. To add
+
+- a model: an entry of ``MODELS``. Every row of the matrix there is for it comes of its own:
+  models x topologies x backends x parallelism x dtypes (:func:`matrix`);
+- a way to train: a field of :class:`Row`, read in ``parity_ranks.Runs``, and rows in :data:`ROWS`;
+- something around the step (a checkpoint, an evaluation, graph breaks): a case of
+  ``parity_cases.CASES``, which is a row by itself.
+
+A model with ``needs``, or a row on torchtitan, is left out where that is not installed, and the
+table says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from benchmarks.parity_cells import on_messages
-from torch_ext_bucketing.testing.demo.table import columns
-from torch_ext_bucketing.testing.payloads import whole_digest
-from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
+if TYPE_CHECKING:
+    from benchmarks.parity_base import Model
 
-__all__ = ["ROWS", "Row", "RowReport", "RowResult", "Traffic", "render_rows", "run_table"]
+__all__ = ["PARALLELISM", "ROWS", "TOPOLOGIES", "Row", "matrix"]
+
+CHANNELS = 8
+CHUNK_BYTES = 128
+"""Bytes of a buffer that go to one ring channel in a row: small, for small models."""
+
+TOPOLOGIES = ("2x2", "4x2")
+MORE_TOPOLOGIES = ("1x2",)
+"""For GPUs: one pair of ranks, of which HSDP would have no replicas."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table.
+    """One way to train one model.
 
     Args:
-        name: what ``--rows`` matches.
-        model: of ``parity_rows_models.MODELS``.
-        mesh: sizes of the mesh, (ranks), (replicas, shards) or (shards, tensor-parallel ranks).
-        client: whose sharding is compiled: this package's ``data_parallel``, or torchtitan's as it
-            is installed; or torchtitan's of its own model, by
-            Dynamo or by its graph trainer's tracer.
+        name: what ``--rows`` and ``--only`` match.
+        model: of ``parity_models.MODELS``; of torchtitan's own where ``client`` says so.
+        nodes: simulated.
+        mesh: sizes of the mesh: (ranks), (replicas, shards) or (shards, tensor-parallel ranks).
+        backend: of ``torch.compile``.
         mode: of ``data_parallel``.
-        tensor: parallelize the blocks over the mesh's second dimension, with the sequence sharded
-            between them or not.
+        dtype: of gathers, computation and reductions; weights and optimizer are float32. Gradients
+            computed in bfloat16 would prove little about float32 reductions: the sum of a few of
+            them is mostly exact in float32, in whatever order.
+        device: ``"cpu"``, on a ring group, or ``"cuda"``, on NCCL.
+        client: whose sharding is compiled: this package's ``data_parallel``, or torchtitan's as it
+            is installed; or torchtitan's of its own model, by Dynamo or by its graph trainer's
+            tracer.
+        tensor: tensor parallelism over the mesh's second dimension: parameters cut by hand, or by
+            ``parallelize_module``, with the sequence sharded between blocks or not.
+        layers: blocks; of torchtitan's models from the first on, 0 for all.
+        chunks: in how many parts the loss is computed.
+        to: gather again for backward among so many ranks; 0: among all.
         microbatches: forwards and backwards per step.
         sync: when gradients are reduced, after each backward or after the last.
         checkpoint: activation checkpointing of every block, of all of it or saving its matmuls.
         regional: each block is compiled by itself, and the rest, whose every parameter is a unit,
             is not: what that sends is not counted.
         graphs: pairs of forward and backward graphs that a run compiles.
-        nodes: simulated.
-        dtype: of gathers and reductions.
-        chunk_bytes: of a buffer that go to one ring channel in a row; 0 for the matrix's.
+        chunk_bytes: of a buffer that go to one ring channel in a row.
         expert: ranks that share the experts.
-        layers: of torchtitan's model, from the first on; 0 for all.
+        case: of ``parity_cases.CASES``, which has a model of its own, and no control.
+        layout: whether members and byte offsets of all buckets have to be those of eager FSDP2.
+        unlike: why the bits can't be eager FSDP2's. Then they must not be, and a warning says so.
     """
 
     name: str
     model: str = "decoder"
+    nodes: int = 2
     mesh: tuple[int, ...] = (4,)
-    client: Literal["ours", "torchtitan", "torchtitan's model", "torchtitan's trainer"] = "ours"
+    backend: Literal["aot_eager", "inductor"] = "aot_eager"
     mode: Literal["fully_shard", "hybrid_shard", "replicate"] = "fully_shard"
-    tensor: Literal["", "tensor", "tensor+sequence"] = ""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    device: Literal["cpu", "cuda"] = "cpu"
+    client: Literal["ours", "torchtitan", "torchtitan's model", "torchtitan's trainer"] = "ours"
+    tensor: Literal["", "cut", "module", "module+sequence"] = ""
+    layers: int = 2
+    chunks: int = 1
+    to: int = 0
     microbatches: int = 1
     sync: Literal["each", "last"] = "each"
     checkpoint: Literal["", "full", "selective"] = ""
     regional: bool = False
     graphs: int = 1
-    nodes: int = 2
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    chunk_bytes: int = 0
+    chunk_bytes: int = CHUNK_BYTES
     expert: int = 1
-    layers: int = 0
+    case: str = ""
+    layout: bool = True
+    unlike: str = ""
 
     @property
     def ranks(self) -> int:
-        total = 1
-        for size in self.mesh:
-            total *= size
-        return total
+        return math.prod(self.mesh)
 
     @property
-    def data_ranks(self) -> int:
-        """Ranks that see different data."""
-        return self.mesh[0] if self.tensor else self.ranks
+    def per_node(self) -> int:
+        return self.ranks // self.nodes
+
+    @property
+    def data_sizes(self) -> tuple[int, ...]:
+        """The mesh of data parallelism alone: (shards) or (replicas, shards)."""
+        return self.mesh[:1] if self.tensor else self.mesh
+
+    @property
+    def why_no_control(self) -> str:
+        """Why payload order can't change a bit here, or "" where it can."""
+        if self.case:
+            return "the case has no control"
+        if max(self.data_sizes) == 2:
+            return "groups of two ranks: a + b is b + a"
+        if self.device == "cuda":
+            return "whether NCCL's order depends on the place in a buffer is up to the machine"
+        return ""
+
+    def why_left_out(self, models: Mapping[str, Model]) -> str:
+        """What is missing to run it; "" where nothing is."""
+        missing = models[self.model].missing if self.model in models else []
+        if self.client != "ours" and importlib.util.find_spec("torchtitan") is None:
+            missing = [*missing, "torchtitan"]
+        return f"needs {', '.join(missing)}, which is not installed" if missing else ""
+
+
+PARALLELISM: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    # Replicates across nodes and shards inside them.
+    "hsdp": {"mode": "hybrid_shard"},
+    "fsdp+chunked_loss": {"chunks": 4},
+    # Tensor parallelism inside nodes.
+    "fsdp+tp": {"tensor": "cut"},
+}
+"""The matrix's kinds of parallelism, and the fields of a row that they set."""
+
+
+def matrix(
+    models: Mapping[str, Model],
+    topologies: Sequence[str] = TOPOLOGIES,
+    device: Literal["cpu", "cuda"] = "cpu",
+    layers: int = 1,
+) -> Iterator[Row]:
+    """Models x topologies x parallelism x dtypes x backends, as far as a model is meant for them;
+    names look like ``llama/2x2/aot_eager/fsdp/bf16``.
+
+    Args:
+        models: out of ``parity_models.MODELS``.
+        topologies: nodes x ranks per node.
+        device: of all rows.
+        layers: blocks of every model.
+    """
+    dtypes: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
+    for topology in topologies:
+        nodes, per_node = (int(n) for n in topology.split("x"))
+        for model, about in models.items():
+            for parallelism in about.parallelism:
+                two = parallelism in ("hsdp", "fsdp+tp")
+                if nodes == 1 and two:
+                    continue
+                mesh = (nodes, per_node) if two else (nodes * per_node,)
+                for dtype in dtypes:
+                    for backend in about.backends:
+                        yield Row(
+                            "/".join((model, topology, backend, parallelism, dtype)),
+                            model,
+                            nodes,
+                            mesh,
+                            backend,
+                            dtype=dtype,
+                            device=device,
+                            layers=layers,
+                            **PARALLELISM[parallelism],
+                        )
 
 
 _TITAN: dict[str, Any] = {"client": "torchtitan"}
-_MODEL: dict[str, Any] = {"client": "torchtitan's model", "chunk_bytes": 4096}
-_TRAINER: dict[str, Any] = {**_MODEL, "client": "torchtitan's trainer", "layers": 2}
+_TENSOR: dict[str, Any] = {**_TITAN, "model": "tensor", "layout": False}
+_OWN: dict[str, Any] = {"layers": 0, "chunk_bytes": 4096, "layout": False}
+_MODEL: dict[str, Any] = {**_OWN, "client": "torchtitan's model"}
+_TRAINER: dict[str, Any] = {**_OWN, "client": "torchtitan's trainer", "layers": 2}
+_SPLIT = (
+    "one unit's gradients come in two graphs: two reductions, each with offsets of its own, where "
+    "eager FSDP2 has one"
+)
+
+
+def _case(name: str, unlike: str = "") -> Row:
+    return Row(f"everyday/{name}", case=name, unlike=unlike, layout=False)
+
 
 ROWS: tuple[Row, ...] = (
     Row("torchtitan/fully_shard", **_TITAN),
-    Row("torchtitan/replicate", mode="replicate", **_TITAN),
+    Row("torchtitan/replicate", mode="replicate", layout=False, **_TITAN),
     Row("torchtitan/hybrid_shard_2x4", mesh=(2, 4), mode="hybrid_shard", nodes=4, **_TITAN),
     Row("torchtitan/hybrid_shard_4x2", mesh=(4, 2), mode="hybrid_shard", nodes=4, **_TITAN),
-    Row("torchtitan/fsdp2_tp2", "tensor", (2, 2), tensor="tensor", **_TITAN),
-    Row("torchtitan/fsdp2_tp2_sp", "tensor", (2, 2), tensor="tensor+sequence", **_TITAN),
+    Row("torchtitan/fsdp2_tp2", mesh=(2, 2), tensor="module", **_TENSOR),
+    Row("torchtitan/fsdp2_tp2_sp", mesh=(2, 2), tensor="module+sequence", **_TENSOR),
     Row("torchtitan/hybrid_shard_2x2", mesh=(2, 2), mode="hybrid_shard", **_TITAN),
-    Row("torchtitan/fsdp4_tp2", "tensor", (4, 2), tensor="tensor", nodes=4, **_TITAN),
-    Row("torchtitan/fsdp4_tp2_sp", "tensor", (4, 2), tensor="tensor+sequence", nodes=4, **_TITAN),
-    Row("torchtitan/blocks", regional=True, **_TITAN),
-    Row("blocks", regional=True),
+    Row("torchtitan/fsdp4_tp2", nodes=4, mesh=(4, 2), tensor="module", **_TENSOR),
+    Row("torchtitan/fsdp4_tp2_sp", nodes=4, mesh=(4, 2), tensor="module+sequence", **_TENSOR),
+    Row("torchtitan/blocks", regional=True, layout=False, **_TITAN),
+    Row("blocks", regional=True, layout=False),
     Row("checkpoint/every_block", checkpoint="full"),
     Row("checkpoint/selective", checkpoint="selective"),
     Row("accumulate/reduce_each", microbatches=3),
     # The reduction is a graph of its own.
-    Row("accumulate/reduce_last", microbatches=3, sync="last", graphs=2),
+    Row("accumulate/reduce_last", microbatches=3, sync="last", graphs=2, layout=False),
     Row("frozen_parameter", "frozen"),
-    Row("unused_parameter", "unused"),
-    Row("branch", "branch", graphs=2),
+    # Eager FSDP2 has no place for a parameter without a gradient.
+    Row("unused_parameter", "unused", layout=False),
+    Row("branch", "branch", graphs=2, layout=False),
     Row("torchtitan_model/llama3", "llama3", **_MODEL),
     Row("torchtitan_model/deepseek_v3", "deepseek_v3", **_MODEL),
     Row("torchtitan_model/deepseek_v3_experts", "deepseek_v3", expert=2, **_MODEL),
     Row("graph_trainer/llama3", "llama3", **_TRAINER),
     Row("graph_trainer/deepseek_v3_experts", "deepseek_v3", expert=2, **_TRAINER),
+    *(
+        Row(f"reshard_to/{model}", model, to=2)
+        for model in ("llama", "moe", "vit", "uneven", "tied_chunked", "checkpointed")
+    ),
+    *map(_case, ("plain", "resume", "resume_on_fewer_ranks", "regional")),
+    _case("regional_rest_in_a_unit", "parameters outside the compiled blocks are reduced singly"),
+    _case("regional_planned_unlike", "blocks that share a graph are packed as the first one's"),
+    _case("regional_block_twice", "a block that is called twice reduces twice"),
+    *map(_case, ("graph_break", "graph_break_in_loop")),
+    _case("graph_break_in_a_unit", _SPLIT),
+    _case("graph_break_in_block_unit", _SPLIT),
+    *map(_case, ("lengths", "lengths_dynamic", "evaluation_no_grad", "evaluation_inference_mode")),
+    *map(_case, ("autocast", "optimizer_foreach", "optimizer_fused", "two_models")),
+    _case("max_autotune"),
 )
-
-
-def _select(pattern: str) -> Iterator[list[Row]]:
-    """The rows whose name matches, those of one number of ranks and nodes together."""
-    chosen = [row for row in ROWS if any(fnmatchcase(row.name, p) for p in pattern.split(","))]
-    for key in dict.fromkeys((row.ranks, row.nodes, row.chunk_bytes) for row in chosen):
-        yield [row for row in chosen if (row.ranks, row.nodes, row.chunk_bytes) == key]
-
-
-Traffic = dict[str, dict[str, list[int]]]
-"""Collectives of parameters in one step, per network level ("inside nodes", "between nodes") and
-kind: their number and the bytes of their full buffers, on one rank. What is gathered a second time,
-for backward, is a kind of its own."""
-
-
-@dataclass
-class RowReport:
-    """A row on one rank: a digest of this rank's weights after every step, per run."""
-
-    row: Row
-    digests: dict[str, list[str]]
-    before: Traffic
-    after: Traffic
-    eager_collectives: dict[str, int]
-    notes: list[str] = field(default_factory=list)
-    torch: str = ""
-    seconds: float = 0.0
-
-
-@dataclass
-class RowResult:
-    """What came out of a row.
-
-    Attributes:
-        steps_equal: steps after which the hash of all ranks' weights is eager's.
-        control_first_different_step: with buckets in graph order; None where all were equal.
-        notes: what the compile report says was left alone or could not be done.
-    """
-
-    row: Row
-    steps: int
-    steps_equal: int
-    control_first_different_step: int | None
-    before: Traffic
-    after: Traffic
-    eager_collectives: dict[str, int]
-    notes: list[str]
-    torch: str
-    seconds: float
-    date: str = ""
-
-    @property
-    def problems(self) -> list[str]:
-        found = []
-        if self.steps_equal != self.steps:
-            found.append(f"equal in {self.steps_equal} of {self.steps} steps only")
-        if self.control_first_different_step is None and max(self.row.mesh) > 2:
-            found.append("graph order gives the same bits")
-        return found
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: the row's fields, then the rest."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "row"}
-        return {**asdict(self.row), **own, "problems": self.problems}
-
-
-def run_table(
-    pattern: str,
-    steps: int,
-    timeout_s: float,
-    finish: Callable[[RowResult], None],
-    say: Callable[[str], None],
-) -> list[str]:
-    """Run the rows whose name matches; ``finish`` is called with each one's result.
-
-    Returns how ranks failed, by row; the rows after such a one are run on new ranks.
-    """
-    errors = []
-    for rows in _select(pattern):
-        left = rows
-        while left:
-            done: list[RowResult] = []
-
-            def keep(result: RowResult, done: list[RowResult] = done) -> None:
-                done.append(result)
-                finish(result)
-
-            try:
-                _run_topology(left, steps, timeout_s, keep, say)
-            except RankError as error:
-                errors.append(f"{left[len(done)].name}: {error}")
-                left = left[len(done) + 1 :]
-            else:
-                left = []
-    return errors
-
-
-def _run_topology(
-    rows: Sequence[Row],
-    steps: int,
-    timeout_s: float,
-    finish: Callable[[RowResult], None],
-    say: Callable[[str], None],
-) -> None:
-    def complete(by_rank: list[RowReport]) -> None:
-        result = _combine(by_rank, steps)
-        say(f"{result.row.name}: {'; '.join(result.problems) or 'equal'}")
-        finish(result)
-
-    world = rows[0].ranks
-    run_ranks(
-        _run_rows,
-        world,
-        list(rows),
-        steps,
-        timeout_s=timeout_s,
-        on_message=on_messages(world, lambda r: r.row.name, complete, say),
-    )
-
-
-def _run_rows(rank: Rank, rows: list[Row], steps: int) -> None:
-    from benchmarks.parity_rows_ranks import run_rows  # the ranks alone need torch
-
-    run_rows(rank, rows, steps)
-
-
-def _combine(reports: Sequence[RowReport], steps: int) -> RowResult:
-    first = reports[0]
-
-    def hashes(name: str) -> list[str]:
-        return [
-            whole_digest(shards) for shards in zip(*(r.digests[name] for r in reports), strict=True)
-        ]
-
-    eager, ours, control = map(hashes, ("eager", "fsdp_order", "control"))
-    different = [i for i, digest in enumerate(control) if digest != eager[i]]
-    return RowResult(
-        first.row,
-        steps,
-        sum(a == b for a, b in zip(ours, eager, strict=True)),
-        different[0] + 1 if different else None,
-        first.before,
-        first.after,
-        first.eager_collectives,
-        list(dict.fromkeys(note for r in reports for note in r.notes)),
-        first.torch,
-        round(max(r.seconds for r in reports), 1),
-    )
-
-
-def render_rows(results: Sequence[RowResult]) -> str:
-    """The table: equal steps, and what a step sends per network level before and after."""
-    head = ["row", "ranks", "equal of", "control", "collectives", "KiB inside nodes", "KiB between"]
-    rows = [head, ["", "x nodes", "", "differs", "eager's", "", "nodes"]]
-    for r in results:
-        first = r.control_first_different_step
-        counts = [str(_total(traffic, 0)) for traffic in (r.before, r.after)]
-        rows.append(
-            [
-                r.row.name,
-                f"{r.row.ranks} x {r.row.nodes}",
-                f"{r.steps_equal} of {r.steps}",
-                "none" if first is None else f"step {first}",
-                f"{' -> '.join(counts)} ({sum(r.eager_collectives.values())})",
-                *(
-                    f"{_total(r.before, 1, level) / 1024:.0f} -> "
-                    f"{_total(r.after, 1, level) / 1024:.0f}"
-                    for level in ("inside nodes", "between nodes")
-                ),
-            ]
-        )
-    notes = [f"{r.row.name}: {note}" for r in results for note in (*r.problems, *r.notes)]
-    return "\n".join([columns(rows), *notes])
-
-
-def _total(traffic: Traffic, what: int, level: str = "") -> int:
-    """The number (0) or the bytes (1) of all collectives of a level."""
-    return sum(
-        entry[what]
-        for name, kinds in traffic.items()
-        if level in ("", name)
-        for kind, entry in kinds.items()
-        if kind != "gathered again"
-    )

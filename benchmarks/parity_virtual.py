@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.parity_models import batch_of, build, unit_names
+from benchmarks.parity_models import batch_of, build, units_of
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import backend
@@ -155,7 +155,7 @@ def _fake_world(ranks: int) -> Iterator[DeviceMesh]:
 def eager_units(model: str, layers: int, mesh: DeviceMesh) -> list[tuple[str, ...]]:
     """What eager FSDP2 packs together for a reduce-scatter, from its param groups."""
     module = build(model, layers=layers)
-    for name in unit_names(model, module):
+    for name in units_of(model, module):
         fully_shard(
             module.get_submodule(name), mesh=mesh, mp_policy=MixedPrecisionPolicy(DTYPE, DTYPE)
         )
@@ -169,7 +169,7 @@ def compiled_buckets(
     """The reduce-scatters of the compiled backward graph, by unit."""
     torch._dynamo.reset()
     module = build(model, layers=layers)
-    order = FSDPParamOrder.from_model(module, units=unit_names(model, module))
+    order = FSDPParamOrder.from_model(module, units=units_of(model, module))
     data_parallel(module, mesh, param_dtype=DTYPE, reduce_dtype=DTYPE)
     compiler = backend(
         "aot_eager",

@@ -18,8 +18,9 @@ from torch.nn.utils import parametrize
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import everyday
-from benchmarks.everyday_ranks import CASES, UNLIKE_EAGER, run_cases
+from benchmarks.parity_ranks import run_rows
+from benchmarks.parity_results import combine
+from benchmarks.parity_rows import ROWS
 from torch_ext_bucketing._torch import inductor
 from torch_ext_bucketing.fsdp import simple_fsdp
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
@@ -35,52 +36,48 @@ from torch_ext_bucketing.testing.ranks import run_ranks
 STEPS = 3
 
 
+ROW = {row.case: row for row in ROWS if row.case}
 CHEAP = ("regional", "graph_break_in_a_unit", "resume_on_fewer_ranks", "two_models")
-"""Of the cases, those that this suite has the time for; ``python -m benchmarks.everyday`` runs all."""
+"""Of the cases, those that this suite has the time for; ``parity.py --rows 'everyday/*'`` runs
+all."""
 
 
 @pytest.fixture(scope="module")
 def reports():
-    return run_ranks(run_cases, 4, CHEAP, STEPS, timeout_s=600)
+    """By case, those of all ranks."""
+    found = {name: {} for name in CHEAP}
+
+    def keep(rank, message):
+        kind, report = message
+        if kind == "row":
+            found[report.row.case][rank] = report
+
+    rows = [ROW[name] for name in CHEAP]
+    run_ranks(run_rows, 4, rows, STEPS, timeout_s=600, on_message=keep)
+    return {name: [by_rank[r] for r in range(4)] for name, by_rank in found.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHEAP)
 def test_equals_eager_fsdp2(reports, name):
     """Or it is listed with the reason why it can't be, and is not: these are the controls."""
-    equal, said, passed = everyday.verdict(name, [r[name] for r in reports], STEPS)
-    assert passed, f"{equal} of {STEPS} steps: {said}\n{reports[0][name].error}"
+    result = combine(reports[name], STEPS)
+    assert result.problems == [], result.error
 
 
 @pytest.mark.slow
 def test_ranks_that_are_not_resumed_on_take_no_part(reports):
-    texts = [set(r["resume_on_fewer_ranks"].compiled[2:]) for r in reports]
+    texts = [set(r.digests["fsdp_order"][2:]) for r in reports["resume_on_fewer_ranks"]]
     assert [t == {"not taking part"} for t in texts] == [False, False, True, True]
 
 
 @pytest.mark.slow
 def test_a_difference_is_found(reports):
-    equal = [r["regional"] for r in reports]
-    assert everyday.verdict("regional", equal, STEPS) == (STEPS, "", True)
-    other = [r["graph_break_in_a_unit"] for r in reports]
-    equal, said, passed = everyday.verdict("regional", other, STEPS)
-    assert (equal < STEPS, said, passed) == (True, "not eager FSDP2's weights", False)
-    assert set(UNLIKE_EAGER) < set(CASES)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--only", "nothing"], "no such case; there are plain, resume"),
-        (["--ranks", "3"], "--ranks must be even"),
-        (["--steps", "2"], "--steps must be at least 3"),
-    ],
-)
-def test_bad_options(options, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        everyday.main(options)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
+    assert combine(reports["regional"], STEPS).steps_equal == STEPS
+    result = combine(reports["graph_break_in_a_unit"], STEPS)
+    result.row = ROW["regional"]
+    assert result.steps_equal < STEPS
+    assert result.problems == [f"weights equal after {result.steps_equal} of {STEPS} steps only"]
 
 
 def sharded(model):

@@ -1,4 +1,4 @@
-"""A few cells of the parity matrix, so that its machinery is known to work and to be able to fail."""
+"""A few rows of the parity harness, so that it is known to work and to be able to fail."""
 
 from __future__ import annotations
 
@@ -12,89 +12,110 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import parity
+from benchmarks import parity, parity_rows
 from benchmarks.devices import nccl_environment
-from benchmarks.parity_cells import Cell, CellReport, CellResult, RunReport, select
+from benchmarks.parity_models import MODELS
+from benchmarks.parity_ranks import RowReport
+from benchmarks.parity_results import KERNELS, RowResult, combine, render
+from benchmarks.parity_rows import Row, matrix
 from torch_ext_bucketing.testing.ranks import Rank
 
 ROOT = Path(__file__).resolve().parent.parent
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 
-ALL = (("llama", "moe", "vit", "uneven"), ("2x2", "4x2"), ("aot_eager", "inductor"))
+
+def _row(**fields: object) -> Row:
+    return Row(**{"name": "row", "model": "llama", **fields})  # type: ignore[arg-type]
 
 
-def _cell(**fields: object) -> Cell:
-    values = {
-        "model": "llama",
-        "nodes": 2,
-        "ranks": 4,
-        "backend": "aot_eager",
-        "parallelism": "fsdp",
-        "reduce_dtype": "bf16",
-    }
-    return Cell(**{**values, **fields})  # type: ignore[arg-type]
+def _combine(row: Row, layout: tuple[str, ...] = (), warned: int = 0, **runs: str) -> RowResult:
+    """Of ranks that all report so: a letter for the weights after each step."""
+    loss = {name: [1.0] * len(digests) for name, digests in runs.items()}
+    given = {name: list(digests) for name, digests in runs.items()}
+    report = RowReport(row, given, loss, list(layout), merged=1, warned=warned)
+    return combine([report] * row.ranks, len(runs["eager"]))
 
 
-def _run(*digests: str, layout: tuple[str, ...] = ()) -> RunReport:
-    return RunReport(list(digests), [1.0] * len(digests), list(layout))
+# --- rows and verdicts ---------------------------------------------------------------------------
 
-
-def _combine(cell: Cell, eager: RunReport, **runs: RunReport) -> CellResult:
-    return parity.combine([CellReport(cell, eager, runs)] * cell.ranks, len(eager.digests))
-
-
-# --- cells and verdicts --------------------------------------------------------------------------
+FOUR = ("llama", "moe", "vit", "uneven")
 
 
 def test_the_matrix_has_every_combination_once():
-    cells = select(*ALL, ("fsdp", "hsdp", "fsdp+chunked_loss"), ("bf16", "fp32"))
-    assert len(cells) == len(dict.fromkeys(cells)) == 4 * 2 * 2 * 3 * 2
-    on_gpus = select(*ALL, ("fsdp",), ("bf16",), device="cuda")
-    assert {c.reference.mesh_shape for c in on_gpus} == {(4,), (8,)}
-    assert all("up to the machine" in c.reference.why_no_control for c in on_gpus)
-    (only,) = select(*ALL, ("fsdp", "hsdp"), ("bf16",), only="moe/4x2/inductor/hsdp/*")
-    assert only == _cell(model="moe", nodes=4, ranks=8, backend="inductor", parallelism="hsdp")
+    rows = list(matrix({name: MODELS[name] for name in FOUR}))
+    assert len(rows) == len({row.name for row in rows}) == len(dict.fromkeys(rows)) == 104
+    assert len(list(matrix(MODELS))) == 104 + 7 * 2 * 2 * 2
+    on_gpus = [row for row in matrix(MODELS, device="cuda") if row.name.endswith("/fsdp/bf16")]
+    assert {row.mesh for row in on_gpus} == {(4,), (8,)}
+    assert all("up to the machine" in row.why_no_control for row in on_gpus)
+    (only,) = [row for row in rows if row.name == "moe/4x2/inductor/hsdp/bf16"]
+    hsdp = {"nodes": 4, "mesh": (4, 2), "backend": "inductor", "mode": "hybrid_shard"}
+    assert only == _row(name=only.name, model="moe", layers=1, **hsdp)
+
+
+def test_every_row_has_a_name_of_its_own_and_a_model():
+    rows = parity_rows.ROWS
+    assert len({row.name for row in rows}) == len(rows)
+    of_torchtitan = [row for row in rows if row.client.startswith("torchtitan's")]
+    assert {row.model for row in rows if row not in of_torchtitan} <= set(MODELS)
 
 
 def test_equal_weights_and_a_control_that_differs_pass():
-    result = _combine(_cell(), _run("a", "b"), fsdp_order=_run("a", "b"), control=_run("a", "x"))
+    result = _combine(_row(), eager="ab", fsdp_order="ab", control="ax")
     assert (result.steps_equal, result.control_first_different_step) == (2, 2)
     assert result.problems == []
 
 
 def test_a_control_that_does_not_differ_fails_where_it_could():
-    runs = {"fsdp_order": _run("a", "b"), "control": _run("a", "b")}
-    assert _combine(_cell(), _run("a", "b"), **runs).problems == ["graph order gives the same bits"]
-    two_by_two = _combine(_cell(parallelism="hsdp"), _run("a", "b"), **runs)
+    runs = {"eager": "ab", "fsdp_order": "ab", "control": "ab"}
+    assert _combine(_row(), **runs).problems == ["graph order gives the same bits"]
+    two_by_two = _combine(_row(mesh=(2, 2), mode="hybrid_shard"), **runs)
     assert two_by_two.problems == []
     assert "a + b is b + a" in two_by_two.cause
 
 
 def test_different_weights_fail_without_proof_and_pass_with_it():
-    eager, other = _run("a", "b"), _run("a", "x")
-    plain = _combine(_cell(), eager, fsdp_order=other, control=_run("x"))
+    plain = _combine(_row(), eager="ab", fsdp_order="ax", control="x")
     assert plain.problems == ["weights equal after 1 of 2 steps only"]
-    cell = _cell(backend="inductor")
-    proven = _combine(cell, eager, fsdp_order=other, aten_kernels=eager, control=_run("x"))
+    row = _row(backend="inductor")
+    runs = {"eager": "ab", "fsdp_order": "ax", "control": "x"}
+    proven = _combine(row, aten_kernels="ab", **runs)
     assert proven.problems == []
-    assert proven.cause == parity.KERNELS
-    unproven = _combine(cell, eager, fsdp_order=other, aten_kernels=other, control=_run("x"))
+    assert proven.cause == KERNELS
+    unproven = _combine(row, aten_kernels="ax", **runs)
     assert unproven.problems
     assert unproven.cause == "unknown"
 
 
 def test_another_layout_fails_whatever_the_weights():
-    ours = _run("a", layout=("byte 0 is b",))
-    result = _combine(_cell(), _run("a"), fsdp_order=ours, control=_run("x"))
+    result = _combine(_row(), layout=("byte 0 is b",), eager="a", fsdp_order="a", control="x")
     assert result.problems == ["the payload layout is not eager's"]
-    header = {"date": "", "command": "", "python": "", "layers": 1, "steps": 1}
-    assert "byte 0 is b" in parity.render(header, [result])
+    assert "byte 0 is b" in render([result])
+
+
+def test_bits_that_can_not_be_eagers_must_differ_with_a_warning():
+    row = _row(case="plain", unlike="a reason")
+    good = _combine(row, eager="ab", fsdp_order="xy", warned=1)
+    assert (good.problems, good.cause) == ([], "a reason")
+    assert _combine(row, eager="ab", fsdp_order="xy").problems == [
+        "nothing warned that bits are not eager's"
+    ]
+    assert "where they can't be" in _combine(row, eager="a", fsdp_order="a", warned=1).problems[0]
+    other = _combine(_row(case="plain"), eager="ab", fsdp_order="ab", warned=1)
+    assert other.problems == ["warned that bits are not eager's, which they are"]
 
 
 def test_results_are_read_back():
-    result = _combine(_cell(), _run("a"), fsdp_order=_run("a"), control=_run("x"))
-    assert CellResult.from_dict(json.loads(json.dumps(result.as_dict()))) == result
+    result = _combine(_row(), eager="a", fsdp_order="a", control="x")
+    assert RowResult.from_dict(json.loads(json.dumps(result.as_dict()))) == result
+
+
+def test_a_row_without_its_packages_is_left_out_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert parity.main(["--rows", "graph_trainer/llama3"]) == 1  # nothing was run
+    printed = capsys.readouterr().out
+    assert "left out: graph_trainer/llama3: needs torchtitan, which is not installed" in printed
 
 
 # --- real ranks ----------------------------------------------------------------------------------
@@ -104,11 +125,11 @@ FIELDS = [
     "nodes",
     "ranks",
     "backend",
-    "parallelism",
-    "reduce_dtype",
+    "mode",
+    "dtype",
     "steps_equal",
     "control_first_different_step",
-    "layout_equal",
+    "layout_differences",
     "cause",
     "experiment",
 ]
@@ -131,11 +152,11 @@ def test_cells_on_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     (cell,) = json.loads(path.read_text())
     assert cell["torch"] == torch.__version__
     assert [name for name in FIELDS if name not in cell] == []
-    assert cell["layout_equal"]
+    assert cell["layout_differences"] == []
     assert cell["control_first_different_step"] == 1
     equal = cell["experiment"].get("aten_kernels_steps_equal", cell["steps_equal"])
     assert equal == 3
-    assert "1 of 1 cells pass" in printed.out
+    assert "1 of 1 rows pass" in printed.out
 
 
 @pytest.mark.slow
@@ -153,8 +174,14 @@ def test_virtual_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     ("options", "says"),
     [
         (["--models", "gpt"], "'gpt' is none of llama"),
-        (["--only", "nothing/*"], "no cell is left"),
-        (["--topologies", "1x2", "--parallelism", "hsdp"], "no cell is left"),
+        (["--only", "nothing/*"], "no row is left"),
+        (["--rows", "nothing"], "no row is left"),
+        (["--rows", "blocks", "--steps", "0"], "--steps must be at least 1"),
+        (
+            ["--rows", "everyday/*", "--steps", "2"],
+            "--steps must be at least 3 for everyday/resume",
+        ),
+        (["--topologies", "1x2", "--parallelism", "hsdp"], "no row is left"),
         (["--virtual-ranks", "12"], "multiples of 8"),
         pytest.param(["--device", "cuda"], "sees no CUDA device", marks=no_gpu),
     ],
@@ -170,9 +197,9 @@ def test_bad_options_are_usage_errors_before_any_rank_starts(options, says, monk
     assert says in capsys.readouterr().err
 
 
-def fails_on_one(rank: Rank, cells: list[Cell], steps: int, layers: int) -> None:
-    run = RunReport(["a"], [1.0])
-    rank.send(("cell", CellReport(cells[0], run, {"fsdp_order": run, "control": RunReport(["x"])})))
+def fails_on_one(rank: Rank, rows: list[Row], steps: int) -> None:
+    runs = {"eager": ["a"], "fsdp_order": ["a"], "control": ["x"]}
+    rank.send(("row", RowReport(rows[0], runs, merged=1)))
     time.sleep(0.5)
     if rank.rank == 1:
         raise LookupError("this rank has no such weight")
@@ -180,17 +207,17 @@ def fails_on_one(rank: Rank, cells: list[Cell], steps: int, layers: int) -> None
 
 
 def test_a_failing_rank_ends_all_and_loses_nothing(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(parity, "_run_cells", fails_on_one)
-    path = tmp_path / "cells.json"
+    monkeypatch.setattr(parity, "_run_rows", fails_on_one)
+    path = tmp_path / "rows.json"
     options = ["--only", "uneven/2x2/aot_eager/fsdp*/bf16", "--steps", "1", "--json", str(path)]
     assert parity.main(options) == 1
     printed = capsys.readouterr()
     assert "time limit" not in printed.err  # the other ranks, which would go on, were ended before
-    assert "2 nodes x 2 ranks: rank 1 failed" in printed.err
+    assert "uneven/2x2/aot_eager/fsdp+chunked_loss/bf16: rank 1 failed" in printed.err
     assert 'raise LookupError("this rank has no such weight")' in printed.err
-    assert "1 of 2 cells did not finish" in printed.out
-    (cell,) = json.loads(path.read_text())
-    assert (cell["parallelism"], cell["passed"]) == ("fsdp", True)
+    assert "1 of 2 rows did not finish" in printed.out
+    (row,) = json.loads(path.read_text())
+    assert (row["chunks"], row["passed"]) == (1, True)
 
 
 # --- devices -------------------------------------------------------------------------------------

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from benchmarks import parity
-from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES, Cell
+from benchmarks.parity_rows import Row
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
-from torch_ext_bucketing.testing.ring import ring_rank
-from torch_ext_bucketing.testing.training import train
 
 RANKS, STEPS = 4, 3
 SOME = ("twice", "tied_chunked", "block_twice", "checkpointed")
@@ -32,29 +30,42 @@ def test_ways_to_use_a_parameter_again(tmp_path: Path, capsys: pytest.CaptureFix
     for cell in found.values():
         assert cell["steps_equal"] == STEPS
         assert cell["control_first_different_step"] == 1
-        assert cell["layout_equal"]
+        assert cell["layout_differences"] == []
+
+
+def _runs(rank: Rank, row: Row):
+    from benchmarks.parity_ranks import runs_of
+
+    return runs_of(rank, row, STEPS)
+
+
+def _equal(runs, eager, model, passes):
+    """Steps equal to eager's with these passes, and the report."""
+    from torch_ext_bucketing.passes.backends import backend
+
+    compiler = backend("aot_eager", passes, model)
+    step = runs.step(model, runs.compiled(model, compiler), compiler)
+    digests = runs.train(model, step).digests
+    return sum(a == b for a, b in zip(eager, digests, strict=True)), compiler.last_report()
 
 
 def _twice(rank: Rank) -> list[int]:
     """Steps equal to eager's where every use is gathered and reduced on its own, and where the
     gradients of all are added before."""
-    from benchmarks import parity_ranks as ranks
-    from torch_ext_bucketing.passes.backends import backend
+    from benchmarks.parity_ranks import row_group
+    from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 
-    reference = Cell("twice", 2, RANKS, "aot_eager", "fsdp", "bf16").reference
-    topology = ranks.RingTopology(2, nodes=2, channels=CHANNELS, chunk_bytes=CHUNK_BYTES)
-    with ring_rank(rank, topology):
-        mesh = ranks.init_device_mesh("cpu", reference.mesh_shape)
-        model, _ = ranks.eager_model(reference, mesh, 1)
-        eager = _digests(model, model, rank)
+    row = Row("twice", "twice", layers=1)
+    with row_group(rank, row):
+        runs = _runs(rank, row)
+        eager = runs.eager()
+        digests = runs.train(eager, runs.step(eager, eager)).digests
         equal = []
-        for rewrites in ([], ranks.rewrites()):
-            model, order = ranks.compilable_model(reference, mesh, 1)
-            passes = [*rewrites, ranks.reshard(order), ranks.bucket_units(order, True)]
-            torch._dynamo.reset()
-            run = torch.compile(model, backend=backend("aot_eager", passes), fullgraph=True)
-            found = _digests(model, run, rank)
-            equal.append(sum(a == b for a, b in zip(eager, found, strict=True)))
+        for combine in (False, True):
+            model = runs.sharded()
+            passes = runs.passes(model, eager)
+            passes = [p for p in passes if combine or not isinstance(p, CombineUses)]
+            equal.append(_equal(runs, digests, model, passes)[0])
         return equal
 
 
@@ -63,52 +74,38 @@ def test_per_use_reductions_have_other_bits():
     assert run_ranks(_twice, RANKS, timeout_s=240) == [[0, STEPS]] * RANKS
 
 
-def _digests(model, run, rank):
-    from benchmarks.parity_models import batch_of
-
-    def step(number):
-        loss = run(*batch_of(number, rank.rank))
-        loss.backward()
-        return loss
-
-    return train(model, step, STEPS).digests
-
-
 def _hybrid(rank: Rank) -> dict[str, tuple[int, dict[str, int]]]:
     """DTensor's own redistribution over replicas and shards, of uneven parameters, two of them tied
     and one used three times."""
     from sharded_models import shard_by_parametrization
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-    from benchmarks import parity_ranks as ranks
-    from benchmarks.parity_models import build, unit_names
-    from torch_ext_bucketing.passes.backends import backend
+    from benchmarks.parity_models import build, units_of
+    from benchmarks.parity_ranks import row_group, wrap_units
+    from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+    from torch_ext_bucketing.graph.collectives import KINDS
+    from torch_ext_bucketing.passes.bucketing import BucketUnits
+    from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+    from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
+    from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 
-    topology = ranks.RingTopology(2, nodes=2, channels=CHANNELS, chunk_bytes=CHUNK_BYTES)
-    with ring_rank(rank, topology):
-        mesh = ranks.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    row = Row("hybrid", "twice", mesh=(2, 2), mode="hybrid_shard", layers=1)
+    with row_group(rank, row):
+        runs = _runs(rank, row)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         model = build("twice")
-        for name in unit_names("twice", model):
-            fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policy)
+        wrap_units(model, units_of("twice", model), mesh=runs.mesh, mp_policy=policy)
         assert all(isinstance(m, FSDPModule) for m in (model, model.layers[0]))
-        eager = _digests(model, model, rank)
+        eager = runs.train(model, runs.step(model, model)).digests
         found = {}
-        for name, rewrites in (("without", []), ("with", ranks.rewrites())):
+        for name, rewrites in (("without", []), ("with", [CombineUses(), ReduceScatterFirst()])):
             model = build("twice")
-            order = ranks.FSDPParamOrder.from_model(model, units=unit_names("twice", model))
-            shard_by_parametrization(model, mesh, torch.bfloat16)
-            torch._dynamo.reset()
-            compiler = backend(
-                "aot_eager", [*rewrites, ranks.reshard(order), ranks.bucket_units(order, True)]
-            )
-            run = torch.compile(model, backend=compiler, fullgraph=True)
-            digests = _digests(model, run, rank)
-            backward = compiler.last_report().graph("backward")
-            found[name] = (
-                sum(a == b for a, b in zip(eager, digests, strict=True)),
-                backward.collectives_after,
-            )
+            order = FSDPParamOrder.from_model(model, units=units_of("twice", model))
+            shard_by_parametrization(model, runs.mesh, torch.bfloat16)
+            again = ReshardAfterForward(keep=order.units[-1])
+            passes = [*rewrites, again, BucketUnits(order, kinds=KINDS)]
+            equal, report = _equal(runs, eager, model, passes)
+            found[name] = (equal, report.graph("backward").collectives_after)
         return found
 
 

@@ -23,15 +23,19 @@ from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_trace
 from torchtitan.experiments.graph_trainer.passes import apply_graph_passes, compile_time_passes
 from torchtitan.experiments.graph_trainer.trainer import make_fwd_bwd_step
 
-from benchmarks.parity_rows import RowReport, Traffic
-from benchmarks.parity_rows_ranks import Sent, Step, add_sent, collectives_of
-from benchmarks.parity_rows_titan import BATCH, SEQ, TitanRuns
+from benchmarks.parity_ranks import (
+    RowReport,
+    Sent,
+    Step,
+    add_sent,
+    collectives_of,
+    in_graph_order,
+)
+from benchmarks.parity_titan import BATCH, SEQ, TitanRuns
 from torch_ext_bucketing._torch.aot import in_backward
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
-from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.training import count_collectives
 
@@ -50,35 +54,33 @@ class TrainerRuns(TitanRuns):
 
     def report(self) -> RowReport:
         clock = time.perf_counter()
+        report = RowReport(self.row)
         eager = self.eager()
-        digests = {"eager": self.train(eager, self.step(eager, eager))}
         with count_collectives() as counts:
-            self.step(eager, eager)(0)
-        order = FSDPParamOrder.from_fsdp(eager)
-        before: Traffic = {}
-        after: Traffic = {}
-        notes: list[str] = []
+            step = self.step(eager, eager, after_first=lambda: self._count(report, counts))
+            report.ran("eager", self.train(eager, step))
         for name in ("fsdp_order", "control"):
             model = self.sharded()
-            passes = recipe(model, reference=eager)
+            passes = self.passes(model, eager)
             if name == "control":
-                kinds = next(p.kinds for p in passes if isinstance(p, BucketUnits))
-                control = BucketUnits(order, kinds=kinds, payload_order=None)
-                passes = [control if isinstance(p, BucketUnits) else p for p in passes]
+                passes = [
+                    in_graph_order(p, eager) if isinstance(p, BucketUnits) else p for p in passes
+                ]
             compilation = Compilation()
             traced, graph = self.traced(model, passes, compilation)
             if name == "fsdp_order":
                 # As traced, its collectives are tagged only after a copy was.
                 tagged = copy.deepcopy(graph)
                 whole_step_pass(model, [])(tagged)
-                add_sent(before, collectives_of(tagged.graph.nodes, self.per_node))
-                add_sent(after, self.sent(traced.gm))
-                notes = [*compilation.report.warnings, *map(str, compilation.report.unnamed)]
-            stop = digests["eager"] if name == "control" else None
-            digests[name] = self.train(model, self.traced_step(model, traced), stop_unlike=stop)
-        seconds = time.perf_counter() - clock
-        version = torch.__version__
-        return RowReport(self.row, digests, before, after, dict(counts), notes, version, seconds)
+                add_sent(report.before, collectives_of(tagged.graph.nodes, self.row.per_node))
+                add_sent(report.after, self.sent(traced.gm))
+                found = [*compilation.report.warnings, *map(str, compilation.report.unnamed)]
+                report.notes = found
+            stop = report.digests["eager"] if name == "control" else None
+            run = self.traced_step(model, traced)
+            report.ran(name, self.train(model, run, stop_unlike=stop))
+        report.seconds = time.perf_counter() - clock
+        return report
 
     def traced(
         self, model: nn.Module, passes: Sequence[GraphPass], compilation: Compilation
@@ -104,15 +106,15 @@ class TrainerRuns(TitanRuns):
 
     def sent(self, gm: fx.GraphModule) -> Sent:
         again = {n: in_backward(n) for n in gm.graph.nodes}
-        nodes = [n for n in gm.graph.nodes if collectives_of([n], self.per_node)]
-        found = collectives_of(nodes, self.per_node)
+        nodes = [n for n in gm.graph.nodes if collectives_of([n], self.row.per_node)]
+        found = collectives_of(nodes, self.row.per_node)
         return [
             (level, "gathered again" if again[node] and kind == "all_gather" else kind, nbytes)
             for node, (level, kind, nbytes) in zip(nodes, found, strict=True)
         ]
 
-    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        tokens, targets = text.batch(step, dist.get_rank(), size=BATCH, seq=SEQ)
+    def batch(self, number: int) -> tuple[Any, ...]:
+        tokens, targets = text.batch(number, dist.get_rank(), size=BATCH, seq=SEQ)
         return tokens, targets, torch.tensor(float(dist.get_world_size() * targets.numel()))
 
     def traced_step(self, model: nn.Module, traced: Any) -> Step:

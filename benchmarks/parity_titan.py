@@ -19,9 +19,10 @@ from torchtitan.experiments.graph_trainer import simple_fsdp
 from torchtitan.experiments.graph_trainer.common_utils import apply_simple_fsdp
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
-from benchmarks.parity_ranks import DTYPES
-from benchmarks.parity_rows_ranks import Runs, Step
+from benchmarks.parity_ranks import Runs
 from torch_ext_bucketing.passes.backends import BucketingBackend
+from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.testing import text
 
 __all__ = ["TitanRuns"]
@@ -63,12 +64,11 @@ class TitanRuns(Runs):
 
     def eager(self) -> nn.Module:
         model = self.build()
-        dtype = DTYPES[self.row.dtype]
         meshes: dict[str, Any] = {}
         if self.row.expert > 1:
             meshes = {"ep_degree": self.dims.ep, "edp_mesh": self.dims.get_mesh(["efsdp"])}
         mesh = self.dims.get_mesh(["fsdp"])
-        apply_fsdp_to_decoder(model, mesh, dtype, dtype, pp_enabled=False, **meshes)
+        apply_fsdp_to_decoder(model, mesh, self.dtype, self.dtype, pp_enabled=False, **meshes)
         return model
 
     def sharded(self) -> nn.Module:
@@ -79,17 +79,10 @@ class TitanRuns(Runs):
         torch._dynamo.config.capture_scalar_outputs = True  # tokens per expert
         return super().compiled(model, compiler)
 
-    def step(
-        self,
-        model: nn.Module,
-        forward: Callable[..., torch.Tensor],
-        compiler: BucketingBackend | None = None,
-    ) -> Step:
-        def run(step: int) -> torch.Tensor:
-            tokens, targets = text.batch(step, dist.get_rank(), size=BATCH, seq=SEQ)
-            loss = cross_entropy_loss(forward(tokens), targets)
-            loss = loss / (dist.get_world_size() * targets.numel())
-            loss.backward()
-            return loss
+    def passes(self, model: nn.Module, eager: nn.Module) -> list[GraphPass]:
+        return recipe(model, reference=eager)
 
-        return run
+    def loss(self, forward: Callable[..., torch.Tensor], number: int) -> torch.Tensor:
+        tokens, targets = text.batch(number, dist.get_rank(), size=BATCH, seq=SEQ)
+        loss = cross_entropy_loss(forward(tokens), targets)
+        return loss / (dist.get_world_size() * targets.numel())

@@ -1,13 +1,15 @@
-"""What each rank does in the everyday cases: the same few steps under eager FSDP2 and compiled.
+"""What people do around a training step: the cases of the rows ``everyday/*``.
 
 A case is a function of a :class:`Way`, which shards and compiles a model. It yields one text per
-step, a hash of this rank's weights and whatever else has to be equal (a loss of an evaluation).
+step, a hash of this rank's weights and whatever else has to be equal (a loss of an evaluation). Its
+row has the name of the function.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,20 +21,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks.parity_cells import CHANNELS, CHUNK_BYTES
-from benchmarks.parity_ranks import aten_kernels, bucket_units, reshard
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from benchmarks.parity_base import Unit
+from benchmarks.parity_ranks import RowReport, Runs, aten_kernels, wrap_units
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import BucketingBackend, backend
+from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.ranks import Rank
-from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 from torch_ext_bucketing.testing.training import digest
 
-STEPS = 6
 SEQ = 12
 UNITS = ("blocks.0", "blocks.1", "")
 """``fully_shard`` per block, then the root."""
@@ -100,37 +99,29 @@ class Way:
     """Of the first two ranks."""
     folder: str
     """That all ranks see."""
-    payload_order: bool = True
     backends: list[BucketingBackend] = field(default_factory=list)
 
     def shard(
         self,
         model: nn.Module,
-        units: Sequence[str | Sequence[str]] = UNITS,
+        units: Sequence[Unit] = UNITS,
         dtype: torch.dtype | None = torch.bfloat16,
     ) -> nn.Module:
         """Shard ``model`` in place; gathers and reductions in ``dtype``."""
         if self.compiled:
-            self._order = FSDPParamOrder.from_model(model, units)
-            return data_parallel(model, self.mesh, param_dtype=dtype, reduce_dtype=dtype)
+            data_parallel(model, self.mesh, param_dtype=dtype, reduce_dtype=dtype)
+            self._passes = recipe(model, units=units)
+            return model
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False
         )
-        for unit in units:
-            names = [unit] if isinstance(unit, str) else unit
-            modules = [model.get_submodule(name) for name in names]
-            fully_shard(
-                modules[0] if len(modules) == 1 else modules, mesh=self.mesh, mp_policy=policy
-            )
-        if "" not in units:
-            fully_shard(model, mesh=self.mesh, mp_policy=policy)
+        units = units if "" in units else (*units, "")
+        wrap_units(model, units, mesh=self.mesh, mp_policy=policy)
         return model
 
     def backend(self, compiler: Any = "aot_eager", **options: Any) -> BucketingBackend:
         """For the model that was sharded last."""
-        order = self._order
-        passes = [reshard(order), bucket_units(order, self.payload_order)]
-        self.backends.append(backend(compiler, passes=passes, **options))
+        self.backends.append(backend(compiler, passes=self._passes, **options))
         return self.backends[-1]
 
     def compile(self, model: nn.Module, compiler: Any = "aot_eager", **options: Any) -> Any:
@@ -349,99 +340,34 @@ def _resume(way: Way, mesh: DeviceMesh) -> Iterator[str]:
     yield from train(way.compile(model), model, optimizer=optimizer, first=2)
 
 
-_SPLIT = (
-    "one unit's gradients come in two graphs: two reductions, each with offsets of its own, where "
-    "eager FSDP2 has one"
-)
-UNLIKE_EAGER = {
-    "graph_break_in_a_unit": _SPLIT,
-    "graph_break_in_block_unit": _SPLIT,
-    "regional_rest_in_a_unit": "parameters outside the compiled blocks are reduced one by one",
-    "regional_planned_unlike": "blocks that share a graph are packed as the first one's units",
-    "regional_block_twice": "a block that is called twice reduces twice",
-}
-"""Cases whose bits can't be eager FSDP2's, and why."""
+class CaseRuns(Runs):
+    """A case under eager FSDP2 and compiled."""
 
-CASES: dict[str, Callable[[Way], Iterator[str]]] = {
-    f.__name__: f
-    for f in (
-        plain,
-        resume,
-        resume_on_fewer_ranks,
-        regional,
-        regional_rest_in_a_unit,
-        regional_planned_unlike,
-        regional_block_twice,
-        graph_break,
-        graph_break_in_loop,
-        graph_break_in_a_unit,
-        graph_break_in_block_unit,
-        lengths,
-        lengths_dynamic,
-        evaluation_no_grad,
-        evaluation_inference_mode,
-        autocast,
-        optimizer_foreach,
-        optimizer_fused,
-        two_models,
-        max_autotune,
-    )
-}
+    def ways(self) -> tuple[Way, Way]:
+        """Eager FSDP2, and compiled."""
+        folder = Path(self.rank.store_path).parent / "checkpoints" / self.row.case
+        eager = Way(False, self.mesh, DeviceMesh("cpu", [0, 1]), str(folder))
+        return eager, replace(eager, compiled=True, backends=[])  # a case may change its way
 
+    def run(self, way: Way) -> list[str]:
+        """A text per step."""
+        torch._dynamo.reset()  # it gives up on code for good, and cases share theirs
+        case: Callable[[Way], Iterator[str]] = globals()[self.row.case]
+        return list(itertools.islice(case(way), self.steps))
 
-@dataclass
-class CaseReport:
-    """One case on one rank: a text per step, ``merged`` how many collectives buckets replaced,
-    ``warned`` how many warnings said that bits are not eager's."""
-
-    eager: list[str] = field(default_factory=list)
-    compiled: list[str] = field(default_factory=list)
-    merged: int = 0
-    warned: int = 0
-    error: str = ""
-
-    @property
-    def equal(self) -> int:
-        """After how many steps everything is equal."""
-        return sum(a == b for a, b in zip(self.eager, self.compiled, strict=False))
-
-
-def run_cases(
-    rank: Rank, names: Sequence[str], steps: int, eager_too: bool = True
-) -> dict[str, CaseReport]:
-    """Entry point of a rank; sends each case's name when it starts. ``eager_too``: run each under
-    eager FSDP2 as well."""
-    topology = RingTopology(
-        ranks_per_node=rank.world_size // 2, nodes=2, channels=CHANNELS, chunk_bytes=CHUNK_BYTES
-    )
-    with ring_rank(rank, topology):
-        mesh = init_device_mesh("cpu", (rank.world_size,))
-        submesh = DeviceMesh("cpu", [0, 1])
-        folder = str(Path(rank.store_path).parent / "checkpoints")
-        reports = {}
-        for name in names:
-            rank.send(name)
-            eager = Way(False, mesh, submesh, f"{folder}/{name}")
-            compiled = replace(eager, compiled=True, backends=[])  # a case may change its way
-            reports[name] = CaseReport()
-            if eager_too:
-                torch._dynamo.reset()  # it gives up on code for good, and cases share theirs
-                reports[name].eager = list(itertools.islice(CASES[name](eager), steps))
-            _run(CASES[name], compiled, steps, reports[name])
-        return reports
-
-
-def _run(
-    case: Callable[[Way], Iterator[str]], compiled: Way, steps: int, report: CaseReport
-) -> None:
-    torch._dynamo.reset()
-    try:
-        report.compiled = list(itertools.islice(case(compiled), steps))
-    except Exception:
-        # All ranks raise alike, or this run ends at its time limit.
-        report.error = traceback.format_exc()
-    for one in compiled.backends:
-        for graph in (graph for compile_ in one.reports for graph in compile_.graphs):
-            report.merged += sum(len(bucket.members) for bucket in graph.buckets)
-        texts = (text for compile_ in one.reports for text in compile_.warnings)
-        report.warned += sum("not eager FSDP2's bit for bit" in text for text in texts)
+    def report(self) -> RowReport:
+        """Run both; an error of the compiled run is part of the report."""
+        clock = time.perf_counter()
+        report = RowReport(self.row)
+        eager, compiled = self.ways()
+        report.digests["eager"] = self.run(eager)
+        try:
+            report.digests["fsdp_order"] = self.run(compiled)
+        except Exception:
+            # All ranks raise alike, or this run ends at its time limit.
+            report.error = traceback.format_exc()
+            report.digests["fsdp_order"] = []
+        for compiler in compiled.backends:
+            report.look(compiler, 0)
+        report.seconds = time.perf_counter() - clock
+        return report
