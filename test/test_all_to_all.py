@@ -422,7 +422,7 @@ def test_one_hash_of_inductor():
 
 
 def _fails_in(rank, method, passes):
-    """The third step's first reduction fails on rank 1."""
+    """The third reduction fails on rank 1."""
     with ring_rank(rank, RingTopology(ranks_per_node=2)):
         group, calls = type(dist.group.WORLD), []
         called = getattr(group, method)
@@ -441,7 +441,7 @@ def _fails_in(rank, method, passes):
 
 @pytest.mark.parametrize("reduces", [[], [teb.ReduceByAllToAll()]], ids=["rings", "all-to-alls"])
 def test_a_fault_on_one_rank_ends_all_and_names_it(reduces):
-    method = "alltoall_base" if reduces else "reduce_scatter_single_coalesced"
+    method = "alltoall_base" if reduces else "_reduce"
     passes = [teb.BucketByCap(0.02), *reduces]
     with pytest.raises(RankError, match="(?s)rank 1.*the network is gone"):
         run_ranks(_fails_in, 3, method, passes, timeout_s=300)
