@@ -22,7 +22,7 @@ from torch_ext_bucketing.bucketing.all_to_all import reduce_by_all_to_all
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import merge_buckets
 from torch_ext_bucketing.fsdp.tags import Tag, member_tags, set_tag
-from torch_ext_bucketing.graph.collectives import KINDS, kind_of
+from torch_ext_bucketing.graph.collectives import KINDS, group_name, kind_of
 from torch_ext_bucketing.passes.backends import _run_each
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
@@ -150,6 +150,24 @@ def test_what_is_no_sum_of_gradients_stays(fake_world):
     kept = [n for n in gm.graph.nodes if kind_of(n) == "reduce_scatter"]
     assert [n.args[1] for n in kept] == ["max", "sum"]
     assert kept[1] is untagged
+
+
+def test_what_tensor_parallel_ranks_add_up_stays(fake_world):
+    """Ranks 0 and 1 share a norm whose partial gradients they add, as eager FSDP2 does; 0 and 2 are
+    its shards, or its replicas."""
+    inner, outer = dist.new_group([0, 1]), dist.new_group([0, 2])
+
+    def step(a, b):
+        a = reduce_scatter(all_reduce(a, inner, "sum"), outer, "avg")
+        return a, all_reduce(all_reduce(b, inner, "sum"), outer, "avg")
+
+    gm = trace(step, torch.empty(8), torch.empty(8))
+    for start, fqn in zip(starts(gm), "aabb", strict=True):
+        set_tag(start, Tag(kind_of(start), (fqn,)))
+    teb.ReduceByAllToAll()(gm, Compilation())
+    left = [group_name(n) for n in starts(gm) if kind_of(n) == "all_reduce"]
+    assert left == [inner.group_name] * 2
+    assert not [n for n in starts(gm) if kind_of(n) == "reduce_scatter"]
 
 
 @pytest.mark.parametrize("fake_world", [1], indirect=True)

@@ -23,16 +23,20 @@ and for Inductor one kernel that reads the buffer once (:mod:`._torch.lowering`)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.fx as fx
 
+from .._torch.process_groups import group_by_name, ranks_of
 from ..fsdp.all_to_all import SUM, steps_of
 from ..fsdp.tags import mark_replaced, tag_of
-from ..graph.collectives import argument, group_size, is_wait, kind_of, reduce_op
+from ..graph.collectives import argument, group_name, group_size, is_wait, kind_of, reduce_op
+from .groups import is_inside
 from .merge import BACKWARD
 from .pack import Writer, packed_value
 
-__all__ = ["is_replaceable", "reduce_by_all_to_all"]
+__all__ = ["reduce_by_all_to_all", "replaceable"]
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -47,11 +51,37 @@ def reduce_by_all_to_all(graph: fx.Graph, accumulate: torch.dtype) -> None:
         graph: a tagged graph, changed in place.
         accumulate: the dtype of the sums.
     """
-    for start in [node for node in graph.nodes if is_replaceable(node)]:
+    for start in replaceable(graph.nodes):
         _replace(graph, start, accumulate)
 
 
-def is_replaceable(start: fx.Node) -> bool:
+def replaceable(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """The reductions among the nodes of a graph that add up gradients over data-parallel ranks.
+
+    Not an all-reduce inside one of these ranks, as of tensor parallelism, whose result another
+    reduction of the same parameter adds up: a process group adds it for eager FSDP2 as well.
+    """
+    found = [node for node in nodes if _adds_gradients(node)]
+    groups: dict[str, dict[str, None]] = {}
+    for node in found:
+        for fqn in _fqns(node):
+            groups.setdefault(fqn, {})[group_name(node)] = None
+    names = {group: None for of_one in groups.values() for group in of_one}
+    ranks = {name: ranks_of(group_by_name(name)) for name in names}
+
+    def inside(start: fx.Node) -> bool:
+        mine, others = ranks[group_name(start)], (g for f in _fqns(start) for g in groups[f])
+        return any(is_inside(mine, ranks[other]) for other in others)
+
+    return {n: None for n in found if kind_of(n) != "all_reduce" or not inside(n)}
+
+
+def _fqns(start: fx.Node) -> tuple[str, ...]:
+    tag = tag_of(start)
+    return () if tag is None else tag.fqns
+
+
+def _adds_gradients(start: fx.Node) -> bool:
     """Whether it adds up gradients of parameters, and one wait alone reads it."""
     if start.target not in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default):
         return False

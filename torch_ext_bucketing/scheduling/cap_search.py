@@ -26,7 +26,7 @@ import torch
 import torch.fx as fx
 
 from .._gc import paused_gc
-from ..bucketing.all_to_all import is_replaceable, reduce_by_all_to_all
+from ..bucketing.all_to_all import reduce_by_all_to_all, replaceable
 from ..bucketing.caps import CapPlanner, check_cap
 from ..bucketing.merge import merge_buckets
 from ..bucketing.plan import MergePlan
@@ -150,6 +150,7 @@ class _Search:
         self._max_run = min((run for run in runs if run is not None), default=None)
         self._costs = costs
         self._accumulate = accumulate
+        self._replaced = {} if accumulate is None else replaceable(analysis.nodes)
         self._groups = {n: group_name(n) for n in analysis.nodes if is_collective(n)}
         self._reference_bytes = reference_bytes
         self._planner = CapPlanner(analysis, kinds=kinds, **options)
@@ -218,7 +219,7 @@ class _Search:
 
     def _sent_ms(self, members: Sequence[fx.Node]) -> float:
         """The time of the collectives that members make together."""
-        if self._accumulate is not None and all(map(is_replaceable, members)):
+        if all(m in self._replaced for m in members):
             return sum(ms for _, ms in self._costs.in_rank_order(members))
         if len(members) == 1:
             return self._costs(members[0])

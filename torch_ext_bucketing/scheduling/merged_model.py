@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from ..bucketing.all_to_all import is_replaceable
+from ..bucketing.all_to_all import replaceable
 from ..bucketing.pack import packed_value
 from ..bucketing.plan import Bucket
 from ..graph.collectives import Kind, group_size, kind_of
@@ -58,13 +58,14 @@ def merged_model(
     place = {node: i for i, node in enumerate(model.dependencies.nodes)}
     wait_of = {start: i for i, start in enumerate(model.start_of) if start >= 0}
     merged = []
+    replaced = replaceable(place) if rank_order else {}
     done = {m for bucket in buckets for m in bucket.members}
-    alone = [n for n in place if rank_order and n not in done and is_replaceable(n)]
+    alone = [n for n in replaced if n not in done]
     for bucket in (*buckets, *(Bucket(k, None, (n,)) for n in alone if (k := kind_of(n)))):
         starts = [place[m] for m in bucket.members]
         if not all(s in wait_of for s in starts):
             return None
-        in_order = rank_order and all(map(is_replaceable, bucket.members))
+        in_order = all(m in replaced for m in bucket.members)
         merged.append(_Merged(bucket, starts, [wait_of[s] for s in starts], in_order))
     order = _Sorted(model, merged).order()
     return None if order is None else _Rewritten(model, merged, order, costs, place).model()
