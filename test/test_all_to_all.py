@@ -465,6 +465,39 @@ def test_a_fault_on_one_rank_ends_all_and_names_it(reduces):
         run_ranks(_fails_in, 3, method, passes, timeout_s=300)
 
 
+def over_replicas(rank):
+    """Weights on four replicas: eager FSDP2 over a shard each and the hook, with two sets of units,
+    and compiled with two caps; and eager FSDP2's own all-reduces."""
+    found = {}
+    with ring_rank(rank, RingTopology(ranks_per_node=2)):
+        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+        average = teb.AllToAllAllReduce(mesh["replicate"].get_group())
+        for name, units in (("twin", by_block), ("twin, other units", other_units)):
+            model = eager(mesh["shard"], torch.bfloat16, units, True)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_all_reduce_hook(average)
+            found[name] = trained(rank.rank, model, model)
+        for cap_mb in (0.002, 25):
+            torch._dynamo.reset()
+            bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+            model = teb.data_parallel(small_model(), mesh["replicate"], "replicate", **bf16)
+            passes = [teb.BucketByCap(cap_mb, kinds=("all_reduce",)), teb.ReduceByAllToAll()]
+            compiled = torch.compile(model, backend=teb.backend("aot_eager", passes))
+            found[f"{cap_mb} MiB"] = trained(rank.rank, model, compiled)
+        model = eager(mesh, torch.bfloat16, by_block, True)
+        found["ring"] = trained(rank.rank, model, model)
+    return found
+
+
+def test_one_hash_over_more_than_two_replicas():
+    for rank in run_ranks(over_replicas, 4, timeout_s=300):
+        ring = rank.pop("ring")
+        assert rank == dict.fromkeys(rank, rank["twin"])
+        assert len(rank) == 4
+        assert ring != rank["twin"]
+
+
 def twin_alone(rank):
     group = dist.group.WORLD
     world = dist.get_world_size()

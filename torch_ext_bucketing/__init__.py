@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import hooks as hooks
     from .agreement.exchange import PlanMismatchError, RankMissingError
-    from .fsdp.all_to_all import AllToAllReduceScatter
+    from .fsdp.all_to_all import AllToAllAllReduce, AllToAllReduceScatter
     from .fsdp.blocks import transformer_block_plan
     from .fsdp.manual import manual_plan
     from .fsdp.order import FSDPParamOrder
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllToAllAllReduce",
     "AllToAllReduceScatter",
     "BoundNotKeptWarning",
     "BucketAndSchedule",
@@ -96,7 +97,7 @@ _HOME = {
     "passes.scheduling": ("BucketAndSchedule", "Schedule"),
     "rewrites.separate_groups": ("SeparateGroups",),
     "passes.tagging": ("TagParameters",),
-    "fsdp.all_to_all": ("AllToAllReduceScatter",),
+    "fsdp.all_to_all": ("AllToAllAllReduce", "AllToAllReduceScatter"),
     "fsdp.blocks": ("transformer_block_plan",),
     "fsdp.manual": ("manual_plan",),
     "fsdp.order": ("FSDPParamOrder",),

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from .._torch.fsdp2 import ReduceScatter
 from ..graph.collectives import Kind
 
-__all__ = ["SUM", "AllToAllReduceScatter", "check_accumulate", "steps_of", "sum_in_rank_order"]
+__all__ = [
+    "SUM",
+    "AllToAllAllReduce",
+    "AllToAllReduceScatter",
+    "check_accumulate",
+    "steps_of",
+    "sum_in_rank_order",
+]
 
 
 def check_accumulate(dtype: torch.dtype) -> torch.dtype:
@@ -91,7 +98,7 @@ class AllToAllReduceScatter(ReduceScatter):
     unit's packed gradients, and holds these as well while it adds.
 
     With hybrid sharding FSDP2 all-reduces over the replicas itself. Two replicas give the same bits
-    in either order; with more of them eager's bits depend on the units, as before.
+    in either order; for more of them see :class:`AllToAllAllReduce`.
 
     Args:
         accumulate: the dtype of the sums, ``torch.float32`` or ``torch.float64``.
@@ -148,3 +155,53 @@ class AllToAllReduceScatter(ReduceScatter):
         average = op == dist.ReduceOp.AVG
         total = sum_in_rank_order(received, group.size(), self.accumulate, average)
         output_tensor.copy_(total.view(output_tensor.shape))
+
+
+class AllToAllAllReduce:
+    """Hybrid sharding over any number of replicas, for ``set_all_reduce_hook`` of eager FSDP2.
+
+    FSDP2's own all-reduce can't be replaced, and its hook runs behind it. So the modules are
+    wrapped over the shards alone, and the hook averages over the replicas::
+
+        mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicate", "shard"))
+        reduce = AllToAllReduceScatter()
+        average = AllToAllAllReduce(mesh["replicate"].get_group())
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh["shard"], mp_policy=policy)
+            module.set_custom_reduce_scatter(reduce)
+            module.set_all_reduce_hook(average)
+
+    All replicas must start with the same weights. The hook runs after every backward.
+
+    Args:
+        group: the replicas.
+        accumulate: as of :class:`AllToAllReduceScatter`.
+
+    Raises:
+        ValueError: another dtype.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, accumulate: torch.dtype = torch.float32) -> None:
+        self.group = group
+        self.accumulate = check_accumulate(accumulate)
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        """Average over the replicas, in place.
+
+        Args:
+            reduced: contiguous, flat, in floating point.
+        """
+        ranks, size = self.group.size(), reduced.numel()
+        steps = steps_of("all_reduce", ranks)
+        if steps == ("all_gather",):
+            received = reduced.new_empty(ranks * size)
+            dist.all_gather_into_tensor(received, reduced, group=self.group)
+        else:
+            padded = torch.nn.functional.pad(reduced, [0, -size % ranks])
+            received = torch.empty_like(padded)
+            dist.all_to_all_single(received, padded, group=self.group)
+        total = sum_in_rank_order(received, ranks, self.accumulate, average=True)
+        if len(steps) > 1:
+            dist.all_gather_into_tensor(received, total, group=self.group)
+            total = received[:size]
+        reduced.copy_(total)
