@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from collective_graphs import C10D, all_reduce, reduce_scatter, run_all_ranks, s
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recipe_ranks import small_model, trained
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -345,6 +348,33 @@ def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
         compiled = compile_fx_inner(gm, [value])
     (found,) = compiled([x.clone()])
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("fake_world", [3, 200], indirect=True)
+def test_inductor_reads_what_is_received_once(fake_world):
+    """One kernel packs, one adds; nothing else touches the bucket, and a graph has as many nodes for
+    200 ranks as for 3."""
+    gm, _ = graph_of([("reduce_scatter", 4, [32], torch.bfloat16, "avg")] * 3, fake_world)
+    compilation = Compilation()
+    teb.BucketByCap(25)(gm, compilation)
+    nodes = len(gm.graph.nodes)
+    teb.ReduceByAllToAll()(gm, compilation)
+    assert len(gm.graph.nodes) == nodes + 1
+    inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+    context = torch._guards.TracingContext(inputs[0].fake_mode)
+    with torch._guards.tracing(context), inductor_config.patch(force_disable_caches=True):
+        _, (code,) = run_and_get_code(lambda: compile_fx_inner(gm, inputs))
+    kernels = re.findall(r"^\s+(cpp_fused_\w+)\((.*)\)$", code, re.MULTILINE)
+    assert len(kernels) == 2
+    (received,) = re.findall(r"(\w+) = torch.ops._c10d_functional.all_to_all_single", code)
+    packed = re.findall(r"all_to_all_single.default\((\w+)", code)[0]
+    assert packed in kernels[0][1]
+    assert kernels[1][1].split(",")[0] == received
+    assert packed not in kernels[1][1]
+    added = code.index(f"{kernels[1][0]} = async_compile")
+    source = code[added : code.index("''')", added)]
+    vector, scalar = source.count("loadu(in_ptr0"), source.count("in_ptr0[")
+    assert fake_world in (vector, scalar)
 
 
 # --- real ranks ----------------------------------------------------------------------------------
