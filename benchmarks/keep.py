@@ -36,7 +36,7 @@ import torch.fx as fx
 
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule
-from torch_ext_bucketing.scheduling.cost import H100, Machine
+from torch_ext_bucketing.scheduling.cost import Machine
 from torch_ext_bucketing.scheduling.keep import CURVE, KeepPlanner, Outcome
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.model import peak_bytes
@@ -46,7 +46,7 @@ from torch_ext_bucketing.testing.demo.table import columns
 
 from .graphs import CONFIGS, available, load
 from .keep_all import against_all
-from .machines import nodes
+from .machines import FLAT, nodes
 from .tracing import Phase
 
 GIB = 2**30
@@ -113,7 +113,7 @@ def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[flo
 
 
 def scheduling_s(
-    halves: Sequence[fx.GraphModule], hint: int | None, machine: Machine = H100
+    halves: Sequence[fx.GraphModule], hint: int | None, machine: Machine = FLAT
 ) -> float:
     """CPU seconds of ``BucketAndSchedule`` on both graphs with everything gathered again."""
     total = 0.0
@@ -126,7 +126,7 @@ def scheduling_s(
     return total
 
 
-def measure(name: str, layers: int | None, machine: Machine = H100) -> dict[str, Any]:
+def measure(name: str, layers: int | None, machine: Machine = FLAT) -> dict[str, Any]:
     """All bounds on one model."""
     graphs, hint = graphs_of(name, layers), CONFIGS[name].size_hints
     joint = joint_of(graphs["forward", False].graph, graphs["backward", False].graph)

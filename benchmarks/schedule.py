@@ -146,7 +146,7 @@ def child(
     from torch_ext_bucketing.graph.size_hints import SizeHints
     from torch_ext_bucketing.scheduling.cost import Costs
     from torch_ext_bucketing.scheduling.model import model_of
-    from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound
+    from torch_ext_bucketing.scheduling.timeline import Timeline
 
     from .machines import nodes
 
@@ -180,7 +180,7 @@ def child(
         extra["uncapped_step_ms"] = Timeline.of(model(free)).step_ms
     result = {
         "step_ms": reached.step_ms,
-        "bound_ms": lower_bound(after),
+        "bound_ms": after.analysis.bound_ms,
         "peak_gib": reached.peak_bytes / GIB,
         "longest_run": reached.longest_run,
         "pass_s": statistics.median(seconds),

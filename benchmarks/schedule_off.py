@@ -19,12 +19,14 @@ from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import group_name, is_collective, tensors_in
 from torch_ext_bucketing.graph.size_hints import GivenHints, SizeHints
 from torch_ext_bucketing.scheduling.cap_search import choose_caps
-from torch_ext_bucketing.scheduling.cost import H100, Costs, Machine
+from torch_ext_bucketing.scheduling.cost import Costs, Machine
 from torch_ext_bucketing.scheduling.merged_model import merged_model
 from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.policy import Policy
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
 from torch_ext_bucketing.scheduling.timeline import Timeline
+
+from .machines import FLAT
 
 __all__ = ["off_by", "steps_off"]
 
@@ -78,7 +80,7 @@ def steps_off(
         sigma: as of :func:`off_by`.
     """
     hints = analysis.hints
-    true = Costs(H100, hints)
+    true = Costs(FLAT, hints)
     unmerged = model_of(analysis, true)
 
     def step_ms(machine: Machine) -> float:
@@ -93,5 +95,5 @@ def steps_off(
         _, order = schedule_model(believed, policies, reference_bytes)
         return Timeline.of(real, order).step_ms
 
-    off = (off_by(H100, seed, sigma, hints) for seed in range(draws))
-    return step_ms(H100), [step_ms(machine) for machine in off]
+    off = (off_by(FLAT, seed, sigma, hints) for seed in range(draws))
+    return step_ms(FLAT), [step_ms(machine) for machine in off]

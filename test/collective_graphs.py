@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -139,17 +141,24 @@ def run_all_ranks(
     raise AssertionError("the graph has no output")
 
 
+def _run_script(rank: object, script: str) -> Any:
+    sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:2]]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(script, {})
+    return json.loads(printed.getvalue().splitlines()[-1])
+
+
 def under_hash_seeds(script: str) -> list[Any]:
-    """What ``script``, run twice with other hash seeds and this folder on its path, prints as JSON
-    in its last line."""
+    """What ``script``, run in two processes with other hash seeds and this folder on its path,
+    prints as JSON in its last line. One has the seed of the ranks' server, random as a rule."""
+    from torch_ext_bucketing.testing.ranks import run_ranks  # not where only graphs are wanted
+
     here = Path(__file__).parent
-    found = []
-    for seed in ("0", "4711"):
-        env = os.environ | {"PYTHONHASHSEED": seed}
-        env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
-        run = subprocess.run(
-            [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300
-        )
-        assert run.returncode == 0, run.stderr
-        found.append(json.loads(run.stdout.splitlines()[-1]))
-    return found
+    env = os.environ | {"PYTHONHASHSEED": "4711"}
+    env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    (found,) = run_ranks(_run_script, 1, script, timeout_s=300)
+    return [found, json.loads(run.stdout.splitlines()[-1])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,19 +16,41 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 from torch_ext_bucketing import hooks
 from torch_ext_bucketing.testing import ranks
 
+HOOKS = ("test_hooks", "test_patch")
+"""How files begin that are about the hooks."""
+
 # With two workers, each of which takes the next file when it has finished one, the long files must
 # not come last.
 LONG = (
+    "test_all_to_all.py",
     "test_demo.py",
     "test_parity.py",
-    "test_explain.py",
-    "test_passes_ranks.py",
-    "test_caches.py",
-    "test_hooks_imports.py",
+    "test_everyday.py",
+    "test_passes.py",
     "test_graphs.py",
     "test_torchtitan.py",
+    "test_hooks_caches.py",
+    "test_patch_neutrality.py",
+    "test_caches.py",
+    "test_passes_ranks.py",
     "test_agreement.py",
-    "test_fuzz.py",
+    "test_recipe.py",
+    "test_schedule.py",
+    "test_explain.py",
+)
+
+# What works on plain FX graphs and names alone.
+ONCE = (
+    "test_bounds.py",
+    "test_dependencies.py",
+    "test_faults.py",
+    "test_hooks_disk.py",
+    "test_hooks_patches.py",
+    "test_machine.py",
+    "test_merged_model.py",
+    "test_plans.py",
+    "test_policy.py",
+    "test_streams.py",
 )
 
 
@@ -44,12 +67,27 @@ def pytest_configure(config: pytest.Config) -> None:
         hooks.install()  # before any test file imports torch's bucketing
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file that is of the other part alone is not even imported."""
+    given = config.getoption("--hooks")
+    if collection_path.suffix != ".py" or collection_path.name.startswith(HOOKS) == given:
+        return None
+    mixed = given and "pytest.mark.hooks" in collection_path.read_text(encoding="utf-8")
+    return None if mixed else True
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.path.name.startswith(HOOKS):
+        item.add_marker("hooks")
+    if item.path.name in ONCE:
+        item.add_marker("once")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is about the hooks runs in processes that have them, and nothing else does."""
     parts: dict[bool, list[pytest.Item]] = {False: [], True: []}
     for item in items:
-        named = item.path.name.startswith(("test_patch", "test_hooks"))
-        parts[named or item.get_closest_marker("hooks") is not None].append(item)
+        parts[item.get_closest_marker("hooks") is not None].append(item)
     given = config.getoption("--hooks")
     config.hook.pytest_deselected(items=parts[not given])
     rank = {name: number for number, name in enumerate(LONG)}

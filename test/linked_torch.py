@@ -8,10 +8,9 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
-from patching_trees import MINOR, ROOT, TORCH_DIR
+from patching_trees import MINOR, ROOT, TORCH_DIR, run_python
 
 PATCHES = ROOT / "torch_patches"
 SERIES = sorted(PATCHES.glob("[0-9]*"), key=lambda f: tuple(map(int, f.name.split("."))))
@@ -85,22 +84,8 @@ class LinkedTorch:
                 elif not link.exists() and not (entry.suffix == ".pyc" and source in paths):
                     link.symlink_to(entry)
 
-    def run(
-        self, *arguments: str, paths: tuple[Path, ...] = (), **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        """Run Python with ``arguments`` on this torch, and with ``paths`` to import from."""
-        # With CI in the environment torch's test runner writes XML, by a package that we do not
-        # need.
-        env = {k: v for k, v in os.environ.items() if k != "CI"} | environment
-        env |= {
-            "PYTHONPATH": os.pathsep.join(map(str, (self.folder, *paths))),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=self.folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
+    def run(self, *arguments: str, paths: tuple[Path, ...] = ()) -> str:
+        """What Python with ``arguments`` prints on this torch, and with ``paths`` to import from;
+        its errors last."""
+        done = run_python("", self.folder, *paths, args=arguments)
+        return done.stdout + done.stderr

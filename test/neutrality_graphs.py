@@ -208,8 +208,11 @@ def results_of(rank: int, **options: Any) -> dict[str, Any]:
     for graph, (fn, inputs) in build(rank).items():
         if rank == LAST and "uneven" not in graph:
             continue  # is the same on all ranks
+        traced = trace(fn, *inputs)
         for name, run in passes().items():
-            gm = trace(fn, *inputs)
+            copied = fx.Graph()
+            copied.output(copied.graph_copy(traced.graph, {}))
+            gm = fx.GraphModule(traced, copied)
             for i, node in enumerate(gm.graph.nodes):
                 node.meta["custom"] = {"index": i}
                 node.meta["order"] = -i

@@ -16,9 +16,9 @@ STEPS = 2
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-def small_model():
+def small_model(layers=2):
     # 33 rows are uneven over the ranks.
-    config = ModelConfig(vocab=37, dim=32, layers=2, heads=4, kv_heads=2, hidden=33, max_seq=8)
+    config = ModelConfig(vocab=37, dim=32, layers=layers, heads=4, kv_heads=2, hidden=33, max_seq=8)
     return Transformer(config)
 
 

@@ -40,6 +40,7 @@ from torch_ext_bucketing.testing.ranks import RankError, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, on_ranks, ring_rank
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+RING = "ring"
 ALL_TO_ALL = C10D.all_to_all_single.default
 
 members = st.lists(
@@ -381,7 +382,7 @@ def test_inductor_reads_what_is_received_once(fake_world):
 
 
 def eager(mesh, reduce_dtype, units, twin):
-    model = small_model()
+    model = small_model(layers=1)
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, cast_forward_inputs=False)
     for module in [*units(model), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -397,76 +398,99 @@ def by_block(model):
 
 
 def other_units(model):
-    return [[model.embed, model.blocks[0]], model.blocks[1]]
+    return [[model.embed, model.blocks[0]]]
 
 
-def digests(rank, reduce_dtype, backend_name, shape):
-    """Of each way to train, after each step; `python benchmarks/rank_order.py` has more of them."""
+WAYS = {
+    "per unit": ("units", True, True),
+    "small, graph order": (0.002, False, False),
+    "small, FSDP2 order": (0.002, True, True),
+    "middle": (0.02, False, True),
+    "all": (500, True, False),
+    "alone": (None, False, False),
+    "speed": (None, False, False),
+    RING: (500, False, False),
+}
+"""Buckets per unit or of so many MiB, in FSDP2's order or not, scheduled or not."""
+
+
+def passes_of(name, order, kinds, model):
+    if name == "speed":
+        return teb.recipe(model, "speed", reduce="all_to_all")
+    buckets, ordered, scheduled = WAYS[name]
+    made = [] if len(kinds) == 2 else [teb.ReduceScatterFirst()]
+    if buckets == "units":
+        made.append(teb.BucketUnits(order, kinds))
+    elif buckets:
+        key = order if ordered else None
+        made.append(teb.BucketByCap(buckets, kinds=kinds, payload_order=key))
+    made += [teb.ReduceByAllToAll()] * (name != RING)
+    return made + [teb.Schedule([teb.Overlap()])] * scheduled
+
+
+def digests(rank, reduce_dtype, shape, ways, compiler="aot_eager"):
     found = {}
     with ring_rank(rank, RingTopology(ranks_per_node=2)):
         names = ("replicate", "shard")[-len(shape) :]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        for name, units, twin in (
-            ("twin", by_block, True),
-            ("twin, other units", other_units, True),
-            ("ring", by_block, False),
-        ):
-            model = eager(mesh, reduce_dtype, units, twin)
-            found[name] = trained(rank.rank, model, model)
-        order = teb.FSDPParamOrder.from_fsdp(model)
+        for twin in (False, True):
+            for name, units in (("units", by_block), ("other units", other_units)):
+                model = eager(mesh, reduce_dtype, units, twin)
+                found["sums" if twin else RING, name] = trained(rank.rank, model, model)
+        order = teb.FSDPParamOrder.from_fsdp(eager(mesh, reduce_dtype, by_block, False))
         kinds = ("all_gather", "reduce_scatter", "all_reduce")[: len(shape) + 1]
-        sums, overlap = teb.ReduceByAllToAll(), teb.Schedule([teb.Overlap()])
-        ways = {
-            "per unit": [teb.BucketUnits(order, kinds), sums, overlap],
-            "small, graph order": [teb.BucketByCap(0.002, kinds=kinds), sums],
-            "speed": None,
-            "ring, all": [teb.BucketByCap(500, kinds=kinds)],
-        }
-        for name, passes in ways.items():
+        mode = "fully_shard" if len(shape) == 1 else "hybrid_shard"
+        for name in ways:
             torch._dynamo.reset()
-            mode = "fully_shard" if len(shape) == 1 else "hybrid_shard"
             model = teb.data_parallel(
-                small_model(), mesh, mode, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype
+                small_model(layers=1),
+                mesh,
+                mode,
+                param_dtype=torch.bfloat16,
+                reduce_dtype=reduce_dtype,
             )
-            if passes is None:
-                passes = teb.recipe(model, "speed", reduce="all_to_all")
-            elif len(shape) > 1:
-                passes = [teb.ReduceScatterFirst(), *passes]
-            compiled = torch.compile(model, backend=teb.backend(backend_name, passes))
-            found[name] = trained(rank.rank, model, compiled)
+            backend = teb.backend(compiler, passes_of(name, order, kinds, model))
+            run = torch.compile(model, backend=backend)
+            found[RING if name == RING else "sums", "", name] = trained(rank.rank, model, run)
     return found
 
 
+SOME = ("small, FSDP2 order", "speed", RING)
+REST = tuple(way for way in WAYS if way not in SOME)
+
+
+@pytest.mark.once
 @pytest.mark.parametrize(
-    ("reduce_dtype", "shape"),
+    ("reduce_dtype", "shape", "ways"),
     [
-        (torch.bfloat16, (4,)),
-        pytest.param(torch.float32, (4,), marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, (2, 2), marks=pytest.mark.slow),
+        (torch.bfloat16, (4,), SOME),
+        pytest.param(torch.bfloat16, (4,), REST, marks=pytest.mark.slow),
+        pytest.param(torch.float32, (4,), ("per unit", "middle", "speed"), marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, (2, 2), ("per unit", "all", "speed"), marks=pytest.mark.slow),
     ],
+    ids=["some", "rest", "float32", "replicas"],
 )
-def test_one_hash_for_all_buckets_orders_and_units(reduce_dtype, shape):
-    for rank in run_ranks(digests, 4, reduce_dtype, "aot_eager", shape, timeout_s=400):
-        rings = [rank.pop("ring"), rank.pop("ring, all")]
-        expected = rank["twin"]
-        assert rank == dict.fromkeys(rank, expected)
-        assert len(rank) == 5
+def test_one_hash_for_all_buckets_orders_and_units(reduce_dtype, shape, ways):
+    for rank in run_ranks(digests, 4, reduce_dtype, shape, ways, timeout_s=400):
+        ring = {tuple(v) for k, v in rank.items() if k[0] == RING}
+        sums = {k: v for k, v in rank.items() if k[0] != RING}
+        assert len(sums) == 2 + len(set(ways) - {RING})
+        expected = sums["sums", "units"]
+        assert {k: v == expected for k, v in sums.items()} == dict.fromkeys(sums, True)
         # Of two ranks a ring has no order, and fp32 adds four bf16 gradients without rounding.
-        if shape == (4,) and reduce_dtype is torch.bfloat16:
-            assert rings[0] != rings[1]
-            assert expected not in rings
+        if RING in ways:
+            assert len(ring) == 3
+            assert tuple(expected) not in ring
 
 
 @pytest.mark.slow
 def test_one_hash_of_inductor():
     """Its kernels round otherwise than eager's; the same in every bucket and order."""
-    for rank in run_ranks(digests, 4, torch.bfloat16, "inductor", (4,), timeout_s=800):
-        expected = rank["per unit"]
-        assert {name: rank[name] == expected for name in ("small, graph order", "speed")} == {
-            "small, graph order": True,
-            "speed": True,
-        }
-        assert rank["ring, all"] != expected
+    ways = ("per unit", "small, graph order", "all", RING)
+    for rank in run_ranks(digests, 4, torch.bfloat16, (4,), ways, "inductor", timeout_s=600):
+        ring, *sums = (rank["sums" if way != RING else RING, "", way] for way in ways[::-1])
+        assert all(other == sums[0] for other in sums)
+        assert ring != sums[0]
 
 
 def _fails_in(rank, method, passes):
@@ -483,7 +507,7 @@ def _fails_in(rank, method, passes):
 
         setattr(group, method, failing)
         mesh = init_device_mesh("cpu", (rank.world_size,))
-        model = teb.data_parallel(small_model(), mesh)
+        model = teb.data_parallel(small_model(layers=1), mesh)
         trained(rank.rank, model, torch.compile(model, backend=teb.backend("aot_eager", passes)))
 
 
@@ -511,7 +535,8 @@ def over_replicas(rank):
         for cap_mb in (0.002, 25):
             torch._dynamo.reset()
             bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
-            model = teb.data_parallel(small_model(), mesh["replicate"], "replicate", **bf16)
+            model = small_model(layers=1)
+            teb.data_parallel(model, mesh["replicate"], "replicate", **bf16)
             passes = [teb.BucketByCap(cap_mb, kinds=("all_reduce",)), teb.ReduceByAllToAll()]
             compiled = torch.compile(model, backend=teb.backend("aot_eager", passes))
             found[f"{cap_mb} MiB"] = trained(rank.rank, model, compiled)

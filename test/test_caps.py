@@ -548,11 +548,14 @@ def test_sizes_that_depend_on_data_are_left_alone():
 # -- determinism and time -------------------------------------------------------------------------
 
 SCRIPT = """
-import json
-import torch_ext_bucketing
+import json, pathlib, tempfile
+import torch_ext_bucketing as teb
 import test_caps as t
 import torch.distributed as dist
+from benchmarks.graphs import load
+from benchmarks.serialize import to_data
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch_ext_bucketing.scheduling.scheduler import schedule
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=t.WORLD)
 for _ in t.GROUPS[1:]:
     dist.new_group(list(range(t.WORLD)))
@@ -561,15 +564,21 @@ for seed in range(40):
     gm = t.random_graph(seed, 20, t.GROUPS)
     plan = t.plan_by_cap(gm.graph, 400 / t.MIB, eligible=t.everything)
     plans.append([t.names(plan), [str(a) for a in plan.unmerged], [b.detail for b in plan.buckets]])
-print(json.dumps(plans))
+order = schedule(t.layered_graph(2000, 100, ["0", "0"], share=False), teb.Overlap()).order
+dist.destroy_process_group()
+name = "llama3_8b_fsdp64.backward.recompute"
+with tempfile.TemporaryDirectory() as folder:
+    graph = load(name, 1, device="cpu", quiet=True, cache=pathlib.Path(folder))
+print(json.dumps([plans, order, to_data(graph.gm)]))
 """
 
 
 @pytest.mark.once
-def test_same_plan_under_any_hash_seed():
-    outputs = under_hash_seeds(SCRIPT)
-    assert outputs[0] == outputs[1]
-    assert sum(len(buckets) for buckets, _, _ in outputs[0]) > 40
+def test_same_plans_order_and_traced_graph_under_any_hash_seed():
+    (plans, order, graph), other = under_hash_seeds(SCRIPT)
+    assert [plans, order, graph] == other
+    assert sum(len(buckets) for buckets, _, _ in plans) > 40
+    assert len(order) > 1000
 
 
 def planning_steps(nodes: int, collectives: int) -> float:

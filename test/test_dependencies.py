@@ -21,7 +21,7 @@ from torch_ext_bucketing.graph.dependencies import Dependencies, unused
 from torch_ext_bucketing.scheduling.list_schedule import list_schedule
 from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.options import Options
-from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound
+from torch_ext_bucketing.scheduling.timeline import Timeline
 
 _aten = torch.ops.aten
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
@@ -121,7 +121,7 @@ def test_a_write_stays_behind_the_wait_of_what_reads_the_tensor():
     at = dependencies.index
     assert not model.needs_end(at[late], at[early_write])
     assert model.needs_end(at[late], at[late_wait])
-    assert lower_bound(model) <= Timeline.of(model).step_ms
+    assert model.analysis.bound_ms <= Timeline.of(model).step_ms
 
 
 def test_a_number_that_is_an_input_does_not_hold_up_its_users():

@@ -265,6 +265,7 @@ def test_a_picture_of_before_and_after(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.once
 def test_command_on_the_demo_model(tmp_path):
     root = Path(__file__).parent.parent
     file = tmp_path / "report.json"

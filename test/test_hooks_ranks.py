@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
@@ -81,6 +82,7 @@ def one_unit(rank: Rank) -> dict[str, tuple[list[str], dict[str, int]]]:
         return results
 
 
+@pytest.mark.slow
 @needs_unpatched_torch
 def test_torchs_own_passes_give_eager_fsdp2s_bits():
     for results in run_ranks(one_unit, 4, timeout_s=400):

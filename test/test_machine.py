@@ -16,8 +16,10 @@ from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute
 from torch_ext_bucketing.measure import MeasureError, measure
 from torch_ext_bucketing.passes.cache_key import brief
+from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.scheduling.cost import Costs
-from torch_ext_bucketing.scheduling.machine import Level, Machine
+from torch_ext_bucketing.scheduling.devices import job_machine
+from torch_ext_bucketing.scheduling.machine import H100, Level, Machine
 from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.testing.ring import on_ranks
 
@@ -214,3 +216,49 @@ def test_what_can_not_be_measured_is_said(capsys, monkeypatch, tmp_path):
 def test_a_mesh_that_does_not_fit(fake_world):
     with pytest.raises(MeasureError, match="2x4 ranks does not fit 4 ranks"):
         measure((2, 4))
+
+
+# ---------------------------------------------------------------- the job's machine
+
+
+@pytest.mark.parametrize(
+    ("device", "local", "name", "ranks"),
+    [
+        ("NVIDIA H100 80GB HBM3", None, "H100", 8),
+        ("NVIDIA H200", "4", "H200", 4),
+        ("NVIDIA A100-SXM4-80GB", "8", "A100", 8),
+        ("NVIDIA B200", "8", "B200", 8),
+        ("NVIDIA GB200", "4", "GB200", 72),  # NVLink joins a rack's hosts
+        ("NVIDIA L40S", "2", "H100, for want of the data sheet of NVIDIA L40S", 2),
+        (None, "2", "H100, for want of a CUDA device", 2),
+        (None, "", "H100, for want of a CUDA device", 8),
+        (None, "two", "H100, for want of a CUDA device", 8),
+    ],
+)
+def test_the_jobs_machine(device, local, name, ranks, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    machine = job_machine()
+    assert (machine.name, machine.ranks_per_node) == (name, ranks)
+    assert machine.describe() == f"{name}, {ranks} rank(s) a node"
+    for scheduled in (teb.Schedule(teb.Overlap()), teb.BucketAndSchedule(teb.Overlap())):
+        assert scheduled.machine == machine
+        assert "machine" not in repr(scheduled)
+    assert "machine" in repr(teb.Schedule(teb.Overlap(), Machine("mine")))
+
+
+def test_ranks_compare_the_jobs_machine(monkeypatch):
+    found = set()
+    for local in ("4", "8"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        found.add(Pipeline([teb.Schedule(teb.Overlap())]).cost_model_fingerprint(None))
+    assert len(found) == 2
+
+
+def test_eight_ranks_of_one_node_and_of_eight_are_different_by_default():
+    one = H100.network_ms("all_gather", range(8), 2**28)
+    eight = H100.network_ms("all_gather", range(0, 64, 8), 2**28)
+    assert eight > 5 * one

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,9 +16,7 @@ from benchmarks.parity_models import MODELS
 from benchmarks.parity_ranks import RowReport
 from benchmarks.parity_results import KERNELS, RowResult, combine, render
 from benchmarks.parity_rows import Row, matrix
-from torch_ext_bucketing.testing.ranks import Rank
-
-ROOT = Path(__file__).resolve().parent.parent
+from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 
@@ -139,7 +135,9 @@ FIELDS = [
     "only",
     [
         pytest.param("uneven/2x2/aot_eager/fsdp/bf16", marks=pytest.mark.once),
-        pytest.param("uneven/2x2/aot_eager/fsdp+*/bf16", marks=pytest.mark.slow),
+        pytest.param(
+            "uneven/2x2/aot_eager/fsdp+*/bf16", marks=[pytest.mark.slow, pytest.mark.once]
+        ),
         pytest.param("uneven/2x2/inductor/fsdp/bf16", marks=pytest.mark.slow),
     ],
 )
@@ -160,6 +158,7 @@ def test_cells_on_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.slow
+@pytest.mark.once
 def test_virtual_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "virtual.json"
     status = parity.main(["--virtual-ranks", "16", "--steps", "2", "--json", str(path)])
@@ -237,44 +236,40 @@ def test_ranks_that_share_a_gpu_are_hosts_of_their_own():
         nccl_environment(0, 8, 3)
 
 
-START = """
-import os, types
-from datetime import timedelta
-import torch, torch.distributed as dist
-import torch_ext_bucketing
-import torch._inductor.config as inductor_config
-from benchmarks import devices
+def up_to_the_first_cuda_call(rank: Rank) -> None:
+    import torch._inductor.config as inductor_config
+    import torch.distributed as dist
 
-calls = []
-torch.cuda.set_device = lambda device: calls.append((str(device), os.environ.get("NCCL_HOSTID")))
-dist.init_process_group = lambda name, **more: calls.append((name, more["rank"], more["world_size"]))
-rank = types.SimpleNamespace(rank=3, world_size=4, store_path="store", timeout=timedelta(seconds=60))
-for count, device, host in (
-    (4, "cuda:3", None), (1, "cuda:0", "simulated-host-3"), (2, "cuda:1", "simulated-host-3")
-):
-    torch.cuda.device_count = lambda: count
-    assert str(devices.start(rank, "nccl")) == device
-    # The environment before the first CUDA call, the device before the first communicator.
-    assert calls == [(device, host), ("nccl", 3, 4)], calls
-    calls.clear()
-assert torch.backends.cuda.math_sdp_enabled()
-assert not torch.backends.cuda.flash_sdp_enabled()
-assert not torch.backends.cuda.mem_efficient_sdp_enabled()
-assert not torch.backends.cuda.cudnn_sdp_enabled()
-assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-assert not inductor_config.fx_graph_cache and inductor_config.compile_threads >= 1
-"""
+    from benchmarks import devices
+
+    for name in [n for n in os.environ if n.startswith(("NCCL", "CUBLAS"))]:
+        del os.environ[name]
+    calls = []
+
+    def set_device(device: object) -> None:
+        calls.append((str(device), os.environ.get("NCCL_HOSTID")))
+
+    def init(name: str, **more: object) -> None:
+        calls.append((name, more["rank"], more["world_size"]))
+
+    torch.cuda.set_device, dist.init_process_group = set_device, init
+    rank.rank, rank.world_size = 3, 4
+    host = "simulated-host-3"
+    for count, device, host_id in ((4, "cuda:3", None), (1, "cuda:0", host), (2, "cuda:1", host)):
+        torch.cuda.device_count = lambda count=count: count
+        assert str(devices.start(rank, "nccl")) == device
+        # The environment before the first CUDA call, the device before the first communicator.
+        assert calls == [(device, host_id), ("nccl", 3, 4)], calls
+        calls.clear()
+    assert torch.backends.cuda.math_sdp_enabled()
+    assert not torch.backends.cuda.flash_sdp_enabled()
+    assert not torch.backends.cuda.mem_efficient_sdp_enabled()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not inductor_config.fx_graph_cache
+    assert inductor_config.compile_threads >= 1
 
 
 @pytest.mark.once
-def test_a_rank_up_to_its_first_cuda_call(tmp_path):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL", "CUBLAS"))}
-    done = subprocess.run(
-        [sys.executable, "-c", START],
-        cwd=tmp_path,
-        env=clean | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_rank_up_to_its_first_cuda_call():
+    run_ranks(up_to_the_first_cuda_call, 1, timeout_s=120)

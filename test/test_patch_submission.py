@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from linked_torch import (
     series_folder,
     touched,
 )
-from patching_trees import CONFIG, ROOT, TORCH_DIR, needs_unpatched_torch
+from patching_trees import CONFIG, ROOT, TORCH_DIR, needs_unpatched_torch, run_python
 
 from torch_ext_bucketing.hooks import disk, series
 from torch_ext_bucketing.hooks.patches import apply_patches
@@ -125,18 +124,16 @@ runpy.run_path(test, run_name="__main__")
 LAST = COMMITS[series_folder().name]
 
 
+@pytest.mark.slow
 @needs_unpatched_torch
-@pytest.mark.parametrize(
-    "number", [*(pytest.param(n, marks=pytest.mark.slow) for n in range(1, LAST)), LAST]
-)
+@pytest.mark.parametrize("number", range(1, LAST + 1))
 def test_each_commit_imports_and_passes_its_tests(repository: Path, number: int):
     torch = LinkedTorch(repository.parent / f"torch-{number}", repository, f"commit-{number}")
     modules = [p.removesuffix(".py").replace("/", ".") for p in touched(series_folder())]
     modules = [m for m in modules if m.startswith("torch.")]
     test = torch.folder / TEST_FILE
-    done = torch.run("-c", IMPORT_AND_TEST, str(test), json.dumps(ENTRIES), *modules)
-    assert done.returncode == 0, done.stderr[-4000:]
-    files, entries = json.loads(done.stdout.splitlines()[0])
+    printed = torch.run("-c", IMPORT_AND_TEST, str(test), json.dumps(ENTRIES), *modules)
+    files, entries = json.loads(printed.splitlines()[0])
     assert all(Path(f).is_relative_to(torch.folder) for f in files), files
     assert sorted(entries) == sorted(
         e
@@ -146,8 +143,8 @@ def test_each_commit_imports_and_passes_its_tests(repository: Path, number: int)
             for p in patches_of(series_folder())[:number]
         )
     )
-    assert f"Ran {number_of_tests(test)} tests" in done.stderr, done.stderr[-400:]
-    assert "skipped" not in done.stderr
+    assert f"Ran {number_of_tests(test)} tests" in printed, printed[-400:]
+    assert "skipped" not in printed
 
 
 # Forks a child for each file to come, as importing torch takes longer than what is asked here.
@@ -182,17 +179,23 @@ def test_every_prefix_imports_and_the_whole_is_applied_on_disk(repository: Path,
     order = disk.in_import_order(changes)
     assert order[0] == CONFIG
     git(repository, "checkout", "--quiet", f"commit-{LAST}")
-    done = torch.run("-c", EACH_PREFIX, str(torch.folder), str(repository), *order[:-1])
-    assert done.returncode == 0, done.stderr
+    torch.run("-c", EACH_PREFIX, str(torch.folder), str(repository), *order[:-1])
     for path, change in changes.items():
         tree.path(path).write_bytes(change.before)
     disk.apply(torch.folder)
     assert all(tree.read(path) == change.after for path, change in changes.items())
     code = "from torch_ext_bucketing import hooks; print(hooks.install() == hooks.status(), hooks.status())"
-    done = torch.run("-c", code, paths=(ROOT,))
-    assert "True Status(state='on disk'" in done.stdout, done.stderr
+    assert "True Status(state='on disk'" in torch.run("-c", code, paths=(ROOT,))
     disk.revert(torch.folder)
     assert all(tree.read(path) == change.before for path, change in changes.items())
+
+
+IN_MEMORY = """
+import runpy, sys, torch_ext_bucketing as teb
+teb.hooks.install()
+sys.argv = [sys.argv[1]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.mark.once
@@ -201,23 +204,9 @@ def test_tests_pass_with_the_hooks_in_memory(tmp_path: Path):
     """The tests of the series again, on the modules that this package serves from memory."""
     for patch in patches_of(series_folder()):
         git(tmp_path, "apply", "--include", TEST_FILE, str(patch))
-    environment = {name: value for name, value in os.environ.items() if name != "CI"}
-    code = """
-        import runpy, sys, torch_ext_bucketing as teb
-        teb.hooks.install()
-        sys.argv = [sys.argv[1]]
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / TEST_FILE)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert f"Ran {number_of_tests(tmp_path / TEST_FILE)} tests" in run.stderr, run.stderr[-400:]
+    test = tmp_path / TEST_FILE
+    said = run_python("", ROOT, args=("-c", IN_MEMORY, str(test))).stderr
+    assert f"Ran {number_of_tests(test)} tests" in said, said[-400:]
 
 
 # -- style -----------------------------------------------------------------------------------------

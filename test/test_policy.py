@@ -230,8 +230,3 @@ def test_a_policy_without_known_fields_has_no_key(caplog):
 
     assert teb.Schedule([Opaque()]).uuid() is None
     assert "no plain value; give it a uuid()" in caplog.text
-
-
-def test_two_of_one_class_are_an_error():
-    with pytest.raises(ValueError, match="two InFlight policies"):
-        teb.Schedule([InFlight(), InFlight(3)])

@@ -69,6 +69,7 @@ def _twice(rank: Rank) -> list[int]:
         return equal
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_per_use_reductions_have_other_bits():
     assert run_ranks(_twice, RANKS, timeout_s=240) == [[0, STEPS]] * RANKS

@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing import testing
+from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.testing.ring import on_ranks
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def lists(order, mesh, model):
@@ -98,33 +94,17 @@ def test_no_pass_is_left_out(fake_world):
     assert {c.__name__ for c in passes - {teb.GraphPass}} == set(made)
 
 
-def test_the_demo_matches_eager_bit_for_bit(tmp_path):
+DEMO = "demo --ranks 2 --nodes 2 --steps 4 --dim 64 --layers 1 --reduce-dtype fp32 --json"
+
+
+def test_the_demo_matches_eager_bit_for_bit(tmp_path, capsys):
     path = tmp_path / "demo.json"
-    options = [
-        "--ranks",
-        "2",
-        "--nodes",
-        "2",
-        "--steps",
-        "4",
-        "--dim",
-        "64",
-        "--layers",
-        "1",
-        "--reduce-dtype",
-        "fp32",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch_ext_bucketing", "demo", *options, "--json", str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 4 of 4" in done.stderr
-    assert "PASS" in done.stdout
-    assert "a + b is b + a" in done.stdout
+    status = main([*DEMO.split(), str(path)])
+    printed = capsys.readouterr()
+    assert status == 0, printed
+    assert "step 4 of 4" in printed.err
+    assert "PASS" in printed.out
+    assert "a + b is b + a" in printed.out
     result = json.loads(path.read_text())
     ours = result["runs"]["fsdp_order"]
     assert (ours["steps_equal_to_eager"], ours["first_different_step"]) == (4, None)

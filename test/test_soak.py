@@ -27,6 +27,7 @@ def test_random_models_equal_eager(tmp_path, capsys):
     assert {case["rank"] for case in result["cases"]} == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_a_wrong_payload_order_is_found(capsys):
     """Of two ranks any order gives the same sums: it is the layout that tells."""

@@ -17,7 +17,7 @@ from torch_ext_bucketing.scheduling.merged_model import merged_model
 from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.options import Options
 from torch_ext_bucketing.scheduling.streams import Streams
-from torch_ext_bucketing.scheduling.timeline import Timeline, lower_bound
+from torch_ext_bucketing.scheduling.timeline import Timeline
 
 GROUPS = {"far": [0, 8], "further": [0, 9], "near": [0, 1], "nearer": [0, 2]}
 MS = {"far": 4.0, "further": 2.0, "near": 2.0, "nearer": 3.0}
@@ -67,7 +67,7 @@ def test_ends_by_hand(fake_world, first, second, per_node, ends):
     assert [timeline.end[i] for i in starts] == pytest.approx(ends)
     assert timeline.step_ms == pytest.approx(max(ends))
     if per_node and len(set(model.shared.values())) == 1:  # the level has all of it to move
-        assert lower_bound(model) == pytest.approx(MS[first] + MS[second])
+        assert model.analysis.bound_ms == pytest.approx(MS[first] + MS[second])
     scheduler = ListScheduler(model, Options())
     order = scheduler.run()
     assert scheduler.end == pytest.approx(Timeline.of(model, order).end)

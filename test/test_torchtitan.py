@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,18 +39,14 @@ if found != TORCHTITAN or not torch.__version__.startswith("2.15."):
         allow_module_level=True,
     )
 
-import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
-from torchtitan.distributed.fsdp import (  # noqa: E402
-    apply_fsdp_to_decoder,
-    disable_fsdp_gradient_division,
-)
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder  # noqa: E402
 from torchtitan.experiments.graph_trainer import simple_fsdp  # noqa: E402
 
+from benchmarks import parity  # noqa: E402
 from torch_ext_bucketing.fsdp.blocks import transformer_block_plan  # noqa: E402
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder  # noqa: E402
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of  # noqa: E402
@@ -60,11 +56,6 @@ from torch_ext_bucketing.passes.bucketing import BucketUnits  # noqa: E402
 from torch_ext_bucketing.passes.whole_step import whole_step_pass  # noqa: E402
 from torch_ext_bucketing.recipes import recipe  # noqa: E402
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward  # noqa: E402
-from torch_ext_bucketing.testing import text  # noqa: E402
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer  # noqa: E402
-from torch_ext_bucketing.testing.ranks import Rank, run_ranks  # noqa: E402
-from torch_ext_bucketing.testing.ring import RingTopology, init_ring_process_group  # noqa: E402
-from torch_ext_bucketing.testing.training import count_collectives, digest  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -76,138 +67,22 @@ def _fresh_torchtitan(monkeypatch):
 
 
 # --- executed: SimpleFSDP on ranks ---------------------------------------------------
-#
-# torchtitan adds the ranks' gradients up and divides the loss by the tokens of all ranks, so both
-# sides reduce with a sum: `disable_fsdp_gradient_division` there, `Partial("sum")` here.
 
-RANKS, NODES, STEPS = 4, 2, 25
-PARAM_DTYPE = torch.bfloat16
-# Not torchtitan's default float32: there graph order gives the same weights in all 25 steps (sums
-# of four bf16 gradients are nearly always exact in float32), so that nothing would be shown.
-REDUCE_DTYPE = torch.bfloat16
-BATCH, SEQ = 2, 32
-KEPT = ("norm", "output")  # stay gathered until backward, as in torchtitan's apply_fsdp_to_decoder
-MODEL = ModelConfig(
-    vocab=text.VOCAB, dim=64, layers=2, heads=2, kv_heads=1, hidden=192, max_seq=SEQ
-)
+PARAM_DTYPE = REDUCE_DTYPE = torch.bfloat16
+STEPS = 10
 
 
-@dataclass
-class Trained:
-    """What one way to train left on one rank: digests after every step, collectives of a step."""
-
-    digests: list[str]
-    collectives: dict[str, int]
-    payloads: list[tuple[str, tuple[str, ...]]]
-
-
-def _train(rank: Rank) -> dict[str, Trained]:
-    init_ring_process_group(
-        rank.rank,
-        rank.world_size,
-        store=dist.FileStore(rank.store_path, rank.world_size),
-        topology=RingTopology(
-            ranks_per_node=RANKS // NODES, nodes=NODES, channels=8, chunk_bytes=512
-        ),
-        timeout=rank.timeout,
-    )
-    try:
-        mesh = init_device_mesh("cpu", (RANKS,))
-        return {
-            "eager": _eager(rank, mesh),
-            "fsdp order": _compiled(rank, mesh, payload_order="units"),
-            "graph order": _compiled(rank, mesh, payload_order=None),
-        }
-    finally:
-        dist.destroy_process_group()
-
-
-def _eager(rank, mesh):
-    model = Transformer(MODEL)
-    settings = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(PARAM_DTYPE, REDUCE_DTYPE, cast_forward_inputs=False),
-    }
-    for unit in transformer_block_plan(model):
-        modules = [model.get_submodule(name) for name in unit]
-        fully_shard(modules, reshard_after_forward=unit != KEPT, **settings)
-    fully_shard(model, **settings)
-    disable_fsdp_gradient_division(model)
-    order = FSDPParamOrder.from_fsdp(model)
-    digests, counts = _steps(model, model, rank)
-    return Trained(digests, counts, [("", unit) for unit in order.units])
-
-
-def _compiled(rank, mesh, payload_order):
-    simple_fsdp._wrap_class_cache.clear()  # see _fresh_torchtitan
-    torch._dynamo.reset()
-    policy = simple_fsdp.MixedPrecisionPolicy(PARAM_DTYPE, REDUCE_DTYPE)
-    model = simple_fsdp.data_parallel(Transformer(MODEL), mesh, "fully_shard", policy)
-    order = FSDPParamOrder.from_model(model, transformer_block_plan(model))
-    compiler = backend(
-        "aot_eager",
-        passes=[ReshardAfterForward(keep=KEPT), BucketUnits(order, payload_order=payload_order)],
-    )
-    digests, _ = _steps(model, torch.compile(model, backend=compiler, fullgraph=True), rank)
-    report = compiler.last_report()
-    if len(compiler.reports) != 1 or report.unnamed or report.warnings:
-        raise AssertionError(f"{len(compiler.reports)} compiles; {report}")
-    return Trained(digests, report.collectives_after, _payloads(report.buckets))
-
-
-def _steps(model, run, rank):
-    """AdamW on real text."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    digests = []
-    for step in range(STEPS):
-        tokens, targets = text.batch(step, rank.rank, size=BATCH, seq=SEQ, seed=0)
-        with count_collectives() as counts:
-            logits = run(tokens)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-            (loss / (RANKS * targets.numel())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        digests.append(digest(model))
-    return digests, counts
-
-
-def _payloads(buckets):
-    return [(b.kind, tuple(fqn for m in b.members for fqn in m.fqns)) for b in buckets]
-
-
-@pytest.fixture(scope="module")
-def trained():
-    return run_ranks(_train, RANKS, timeout_s=300)
-
-
-def _different_steps(one, other):
-    return [i + 1 for i in range(STEPS) if one.digests[i] != other.digests[i]]
-
-
-def test_simple_fsdp_trains_to_the_bits_of_fsdp2(trained):
-    for rank, runs in enumerate(trained):
-        assert len(set(runs["eager"].digests)) == STEPS
-        different = _different_steps(runs["eager"], runs["fsdp order"])
-        assert not different, f"rank {rank}: {len(different)} steps, from {different[0]} on"
-
-
-def test_simple_fsdp_in_graph_order_does_not(trained):
-    for runs in trained:
-        assert runs["graph order"].collectives == runs["fsdp order"].collectives
-        assert _different_steps(runs["eager"], runs["graph order"])
-
-
-def test_simple_fsdp_sends_the_payloads_of_fsdp2(trained):
-    for runs in trained:
-        units = [unit for _, unit in runs["eager"].payloads if len(unit) > 1]
-        sent = runs["fsdp order"].payloads
-        assert sorted(p for kind, p in sent if kind == "reduce_scatter") == sorted(units)
-        assert {p for kind, p in sent if kind == "all_gather"} == set(units)
-        # FSDP2 also gathers the embedding again for its backward, which has no use for it.
-        eager = dict(runs["eager"].collectives)
-        assert eager.pop("all_reduce") == 0
-        eager["all_gather"] -= 1
-        assert runs["fsdp order"].collectives == eager == {"all_gather": 6, "reduce_scatter": 4}
+def test_simple_fsdp_trains_to_the_bits_and_sends_the_payloads_of_fsdp2(tmp_path, capsys):
+    """And in graph order it does not."""
+    path = tmp_path / "rows.json"
+    options = ["--rows", "torchtitan/fully_shard", "--steps", str(STEPS), "--json", str(path)]
+    assert parity.main(options) == 0, capsys.readouterr()
+    (row,) = json.loads(path.read_text())
+    assert row["steps_equal"] == STEPS
+    assert row["control_first_different_step"] == 1
+    assert row["layout_differences"] == []
+    sent = [traffic["reduce_scatter"][0] for traffic in row["after"].values()]
+    assert sum(sent) == row["eager_collectives"]["reduce_scatter"]
 
 
 # --- traced: torchtitan's own models -------------------------------------------------
@@ -215,6 +90,10 @@ def test_simple_fsdp_sends_the_payloads_of_fsdp2(trained):
 # On fake tensors, so that neither attention nor the grouped matmul needs a kernel. Fake CPU, not
 # fake CUDA: where there is no driver, autograd in a CUDA build of torch refuses fake CUDA tensors
 # ("hasPrimaryContext expects a valid device index").
+
+
+def _payloads(buckets):
+    return [(b.kind, tuple(fqn for m in b.members for fqn in m.fqns)) for b in buckets]
 
 
 def _fsdp2_order(config, mesh):

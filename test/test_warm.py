@@ -18,6 +18,9 @@ LIMIT_S = 400
 
 HIT, MISS, BYPASS = [1, 0, 0], [0, 1, 0], [0, 0, 1]
 
+# That the rank is in the key is shown by test_caches.
+pytestmark = pytest.mark.slow
+
 
 def run(*arguments: str, **environment: str) -> list[dict[str, Any]]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCH_", "TORCHINDUCTOR"))}
@@ -63,7 +66,6 @@ def test_a_hit_shows_the_report_of_the_compile_that_filled_the_cache(ranks):
     assert [len(g["buckets"]) for g in again["report"]["graphs"]] == [1, 1]
 
 
-@pytest.mark.slow
 def test_a_folder_that_rank_0_made_serves_rank_0_alone(ranks):
     results = run(*TORCHRUN, str(CHILD), "real", "even", TORCHINDUCTOR_CACHE_DIR=f"{ranks[0]}-0")
     zero, one = sorted(results, key=lambda r: r["rank"])
@@ -74,7 +76,6 @@ def test_a_folder_that_rank_0_made_serves_rank_0_alone(ranks):
             torch.testing.assert_close(torch.tensor(value), torch.tensor(expected))
 
 
-@pytest.mark.slow
 def test_artifacts_of_rank_0_serve_rank_0_alone():
     """Uneven shards."""
     saved, one, zero = run(str(CHILD), "artifacts", "data_parallel")

@@ -33,13 +33,17 @@ ORDER = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
 
 
 class Pair(nn.Module):
-    def __init__(self, rows: int) -> None:
+    """Two layers. Where they are of one size and turned round, the graphs are the same but for the
+    names."""
+
+    def __init__(self, rows: int = 8, turned: bool = False) -> None:
         super().__init__()
         self.a = nn.Linear(8, rows, bias=False)
         self.b = nn.Linear(rows, 8, bias=False)
+        self.turned = turned
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x))
+        return self.a(self.b(x)) if self.turned else self.b(self.a(x))
 
 
 Shard = Callable[[nn.Module, Any], nn.Module]

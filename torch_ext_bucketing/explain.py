@@ -101,7 +101,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="times of --goal, --overlap, --keep-gib, --trace and --plot: a file that measure "
-        "wrote (default: an H100)",
+        "wrote (default: this GPU's data sheet, or an H100's)",
     )
     parser.add_argument(
         "--size-hint",
@@ -243,7 +243,7 @@ def explain(
             :class:`.ReshardAfterForward`.
         taken: gets the passes.
         drawn: gets the timelines of each graph, as compiled and as it became.
-        machine: what nodes are timed for; None: an H100.
+        machine: what nodes are timed for; None: this job's.
         size_hints: as of :func:`.backend`.
 
     Raises:
@@ -267,9 +267,9 @@ def explain(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         model, arguments, keywords = _made(target or "the demo's model", make)
-        from .scheduling.machine import H100
+        from .scheduling.devices import job_machine
 
-        on = H100 if machine is None else machine
+        on = job_machine() if machine is None else machine
         if goal is not None:
             passes = _recipe(model, goal, on, reduce)
         else:

@@ -23,7 +23,7 @@ from .passes.scheduling import BucketAndSchedule, Schedule
 from .rewrites.combine_uses import CombineUses
 from .rewrites.reduce_scatter_first import ReduceScatterFirst
 from .rewrites.resharding import ReshardAfterForward
-from .scheduling.machine import H100, Machine
+from .scheduling.machine import Machine
 from .scheduling.memory import CapComputeRun, PeakMemory
 from .scheduling.overlap import Overlap
 
@@ -38,7 +38,7 @@ def recipe(
     *,
     units: UnitSpec | Sequence[str | Sequence[str]] | None = None,
     reference: nn.Module | None = None,
-    machine: Machine = H100,
+    machine: Machine | None = None,
     reduce: Literal["all_to_all"] | None = None,
 ) -> list[GraphPass]:
     """The recommended passes for a sharded model, for :func:`.backend`.
@@ -69,7 +69,7 @@ def recipe(
             names or as a plan. None takes :func:`.transformer_block_plan`'s.
         reference: for ``"parity"``: the model as wrapped by ``fully_shard``, whose units and order
             are read instead.
-        machine: what the cost model times nodes for.
+        machine: what the cost model times nodes for; None: this job's (:func:`.job_machine`).
         reduce: ``"all_to_all"`` adds gradients up in the order of the ranks
             (:class:`.ReduceByAllToAll`): with either goal, whatever the buckets, the bits are those
             of eager FSDP2 with :class:`.AllToAllReduceScatter`. None: the process group adds.

@@ -19,7 +19,8 @@ from ..reports.caps import CapsReport
 from ..reports.graph import GraphReport
 from ..reports.schedule import ScheduleReport
 from ..scheduling.cap_search import check_caps, choose_caps
-from ..scheduling.cost import H100, Machine, check_machine
+from ..scheduling.cost import Machine, check_machine
+from ..scheduling.devices import job_machine
 from ..scheduling.memory import within
 from ..scheduling.policy import Policy, policies_of
 from ..scheduling.scheduler import schedule
@@ -54,7 +55,7 @@ class Schedule(GraphPass):
 
     Args:
         policies: what bounds and guides the order.
-        machine: what the cost model times nodes for.
+        machine: what the cost model times nodes for; None: :func:`.job_machine`.
 
     Raises:
         TypeError: something in ``policies`` is no policy, or ``machine`` is none.
@@ -64,11 +65,11 @@ class Schedule(GraphPass):
     stage: Stage = "forward_backward"
     needs: tuple[type[Fact], ...] = (Baseline,)
 
-    def __init__(self, policies: Policy | Iterable[Policy], machine: Machine = H100) -> None:
+    def __init__(self, policies: Policy | Iterable[Policy], machine: Machine | None = None) -> None:
         self.policies = policies_of(policies)
-        self.machine = machine
-        check_machine(machine)
-        self.gives = (Order(self.policies, machine),)
+        self.machine = job_machine() if machine is None else machine
+        check_machine(self.machine)
+        self.gives = (Order(self.policies, self.machine),)
         self.last_report: ScheduleReport | None = None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
@@ -102,7 +103,7 @@ class Schedule(GraphPass):
         return call(
             type(self).__name__,
             self.policies,
-            machine=None if self.machine == H100 else self.machine,
+            machine=None if self.machine == job_machine() else self.machine,
         )
 
     def settings(self) -> tuple[Any, ...]:
@@ -142,7 +143,7 @@ class BucketAndSchedule(Schedule):
         caps_mb: Collection[float] | None = None,
         kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
         payload_order: PayloadKey | None = None,
-        machine: Machine = H100,
+        machine: Machine | None = None,
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
         reduce: ReduceByAllToAll | None = None,
@@ -197,7 +198,7 @@ class BucketAndSchedule(Schedule):
             caps_mb=self.caps_mb,
             **changed,
             payload_order=self.payload_order,
-            machine=None if self.machine == H100 else self.machine,
+            machine=None if self.machine == job_machine() else self.machine,
             reduce=self.reduce,
         )
 

@@ -52,7 +52,7 @@ class KeepReport(Report):
         tried: how many choices were scheduled.
         warning: why nothing is kept, or why the bound is missed; empty: neither is so.
         size_hints: what sizes that depend on data were taken as; empty: there are none.
-        machine: name of the machine that nodes were timed for.
+        machine: what times are for, and how many ranks a node is taken to have.
         seconds: what choosing took; ``model_seconds`` of it went into the model of the graph.
         model_seconds: see ``seconds``.
     """

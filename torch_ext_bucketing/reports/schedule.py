@@ -37,6 +37,7 @@ class ScheduleReport(Report):
 
     Args:
         policies: what was asked for.
+        machine: what times are for, and how many ranks a node is taken to have.
         step_ms: time of the graph.
         bound_ms: what no order can beat: the largest of longest path, compute, busiest group.
         compute_ms: time that the compute stream is busy.
@@ -61,6 +62,7 @@ class ScheduleReport(Report):
     """
 
     policies: tuple[str, ...] = ()
+    machine: str = ""
     step_ms: tuple[float, float] = (0.0, 0.0)
     bound_ms: float = 0.0
     compute_ms: float = 0.0
@@ -160,6 +162,7 @@ def _schedule_text(report: ScheduleReport) -> str:
     if report.caps is not None and report.caps_mb:
         rows.append(("byte cap, MiB", "", "", report.caps.to_text()))
     rows += [(bound.policy, "", "", bound.text) for bound in report.bounds if bound.text]
-    notes = [report.size_hints] if report.size_hints else []
+    notes = [f"times are for: {report.machine}"] if report.machine else []
+    notes += [report.size_hints] if report.size_hints else []
     lines = [*aligned(rows, right=(1, 2)), *notes, *report.notes, *report.warnings]
     return "\n".join(lines) + "\n"

@@ -14,7 +14,8 @@ from ..fsdp.units import Units
 from ..passes.base import Buckets, Choice, Compilation, Order, RankOrder, last_fact
 from ..passes.cache_key import digest
 from ..reports.keep import KeepReport
-from ..scheduling.cost import H100, Machine
+from ..scheduling.cost import Machine
+from ..scheduling.devices import job_machine
 from ..scheduling.keep import KeepPlanner, block_units
 from ..scheduling.memory import PeakMemory
 from ..scheduling.overlap import Overlap
@@ -55,13 +56,13 @@ def choose_for(
     inside = _aot.forward_nodes(graph)
     if all(n in inside or n.op == "output" for n in graph.nodes):
         return {}, None
-    order = last_fact(compilation.ahead, Order) or Order((Overlap(),), H100)
+    order = last_fact(compilation.ahead, Order) or Order((Overlap(),))
     merged = last_fact(compilation.ahead, Buckets) or Buckets()
     planner = KeepPlanner(
         graph,
         _unit_of(graph, units or merged.units),
         order.policies,
-        machine or order.machine or H100,
+        machine or order.machine or job_machine(),
         compilation.size_hints,
         merged.kinds,
         last_fact(compilation.ahead, RankOrder) is not None,

@@ -103,8 +103,6 @@ class _CoarseHalf:
         end: list[list[float]] = [[] for _ in groups]
         stream, free = self.stream, [0.0] * len(groups)
         ended: dict[int, float] = {}
-        # Of each group: a gather that memory is short for, up to which segment, and ``ahead`` then.
-        walls, wall, behind = [-1] * len(groups), [0] * len(groups), [0] * len(groups)
         now, ahead = 0.0, 0  # bytes gathered ahead of use
         for s, ms in enumerate(self.ms):
             for k, collective_ms, number in self.launches[s]:
@@ -131,12 +129,8 @@ class _CoarseHalf:
                             break
                         when += max(0.0, latest[k][at[k]] - clock)
                     g = groups[k][at[k]]
-                    if walls[k] == at[k] and s <= wall[k] and ahead >= behind[k]:
-                        break  # memory is as short as when it was looked at before
                     room = limit - ahead - g.nbytes
                     if max(live[s : g.use], default=room) > room:
-                        walls[k], behind[k] = at[k], ahead
-                        wall[k] = next(i for i in reversed(range(s, g.use)) if live[i] > room)
                         break
                     free[stream[k]] = max(when, free[stream[k]]) + g.ms
                     end[k].append(free[stream[k]])

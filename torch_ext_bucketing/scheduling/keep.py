@@ -5,10 +5,9 @@ its first in backward. What it saves depends on all others: a gather that runs u
 saves nothing, until so many of the others are kept that the stream is free anyway; and what is kept
 takes the room in which other gathers are prefetched. So units are taken one by one, each time the
 one that saves the most exposed time for the bytes and the time that it holds them, by the coarse
-simulation of both halves (:mod:`.scheduling.coarse`). Dropping units from all of them, each time
-the one that costs least, is the other way to go; then single units are exchanged. The best choices
-are looked at with a real schedule of both halves, then, as far as the size of the graph allows,
-their neighbours; and the fastest that keeps the bound is taken.
+simulation of both halves (:mod:`.scheduling.coarse`), once for the bound and once for a little less
+and more. These choices are looked at with a real schedule of both halves, then, as far as the size
+of the graph allows, their neighbours; and the fastest that keeps the bound is taken.
 
 Nothing depends on clocks or hash order: the same graph gives the same choice on every rank.
 """
@@ -66,8 +65,6 @@ _LOOKS = 4
 """How many of the best units are looked at again for each one that is taken."""
 _SEVERAL = 40
 """Of so many units that may be added, one is taken between two looks."""
-_SEGMENTS = 30_000
-"""How many segments may be simulated coarsely to exchange units."""
 DEFAULT_POLICIES: tuple[Policy, ...] = (Overlap(),)
 CURVE = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
 """The bounds of a curve, in parts of the peak with everything gathered again."""
@@ -226,27 +223,22 @@ class KeepPlanner:
         nothing = self.scheduled((), limit)
         nodes = _SMALL_NODES if self._size <= _SMALL else _NODES
         left = most = max(_FEW, min(_SCHEDULED, nodes // max(1, self._size)))
-        looked = self._search(limit)
-        if most > _FEW:
-            # An order may need less than that of the graph; it is only known afterwards.
-            looked.append(self._within(limit + self._largest, limit))
-        # Of each room that was searched one choice is scheduled.
-        first = dict.fromkeys(min(f, key=lambda s: _order(s, f[s])) for f in looked if f)
+        # What fits, what leaves room for one more gather, and what fits only if an order needs less
+        # than that of the graph, which is known afterwards.
+        rooms = [limit, limit - self._largest, limit + self._largest]
+        firsts = [self._added(frozenset(), room, limit) for room in rooms[: min(most, len(rooms))]]
         seen = {nothing.kept: nothing}
-        seen.update((kept, self.scheduled(kept, limit)) for kept in list(first)[:left])
+        seen.update((kept, self.scheduled(kept, limit)) for kept in firsts)
         best = min(seen.values(), key=lambda o: o.rank)
-        left -= len(first)
+        left -= len(seen) - 1
         # Then what is near to them: by turns what is simulated fastest near to the best, and
         # what the most can be expected of, wherever it is.
         expected: dict[_Set, float] = {}
-        for outcome in seen.values() if most > _FEW else ():
+        for outcome in list(seen.values()) if most > _FEW else ():
             self._expect(outcome, limit, expected)
         while expected and left > 0:
             near = [s for s in self._near(best.kept) if s in expected] if left % 2 else []
-            if near:
-                kept = min(near, key=lambda s: _order(s, self.step(s, limit)))
-            else:
-                kept = min(expected, key=lambda s: _order(s, expected[s]))
+            kept = min(near or expected, key=lambda s: _order(s, expected[s]))
             del expected[kept]
             if kept in seen:
                 continue
@@ -291,30 +283,15 @@ class KeepPlanner:
             peak = self._peaks[kept] = self._coarse.peak_bytes(kept)
         return peak <= room
 
-    def _search(self, limit: int) -> list[dict[_Set, float]]:
-        """Choices that are fast by the coarse simulation, with their times: of those that fit, and
-        of those that leave room for one more gather."""
-        full = self._within(limit, limit)
-        if frozenset(self.candidates) in full or not full:
-            return [full]
-        best = min(full, key=lambda s: _order(s, full[s]))
-        room = limit - self._largest
-        return [full, self._exchanged(self._dropped(best, room, limit), room, limit)]
-
-    def _within(self, room: int, limit: int) -> dict[_Set, float]:
-        everything = frozenset(self.candidates)
-        if self.fits(everything, room):
-            return {everything: self.step(everything, limit)}
-        up = self._added(frozenset(), room, limit)
-        down = self._added(self._dropped(everything, room, limit), room, limit)
-        return self._exchanged(min((up, down), key=lambda s: self.step(s, limit)), room, limit)
-
     def _cost(self, k: int) -> float:
         """Bytes and milliseconds that a unit holds them."""
         return self.partitioned.units[k].nbytes * max(self._coarse.held_ms[k], 1e-6)
 
     def _added(self, kept: _Set, room: int, limit: int) -> _Set:
         """Add units, each time the one that saves most for the bytes and time that it holds."""
+        everything = frozenset(self.candidates)
+        if self.fits(everything, room):
+            return everything
         now = self.step(kept, limit)
 
         def value(k: int) -> tuple[float, float]:
@@ -335,74 +312,6 @@ class KeepPlanner:
                 more = kept | {k}
                 if self.fits(more, room) and self.step(more, limit) <= now + 1e-9:
                     kept, now = more, self.step(more, limit)
-        return kept
-
-    def _dropped(self, kept: _Set, room: int, limit: int) -> _Set:
-        """Drop units until the rest fits, each time the one that costs least for its bytes."""
-        losses: dict[int, tuple[float, float]] = {}
-        while not self.fits(kept, room) and kept:
-            now = self.step(kept, limit)
-
-            def loss(k: int, kept: _Set = kept, now: float = now) -> tuple[float, float]:
-                lost = round(self.step(kept - {k}, limit) - now, 6)
-                nbytes = self.partitioned.units[k].nbytes
-                return lost / nbytes, self._coarse.gather_ms(k) / self._cost(k)
-
-            if not losses:
-                losses = {k: loss(k) for k in kept}
-            ranked = sorted(losses, key=lambda k: (losses[k], k))[:_LOOKS]
-            for k in ranked:
-                losses[k] = loss(k)
-            # Far from a fit several are dropped between two looks.
-            for k in sorted(ranked, key=lambda k: (losses[k], k))[: max(1, len(kept) // 8)]:
-                if self.fits(kept, room):
-                    break
-                del losses[k]
-                kept -= {k}
-        return kept
-
-    def _exchanged(self, kept: _Set, room: int, limit: int) -> dict[_Set, float]:
-        """Exchange units as long as that makes the step shorter: those that cost least when they
-        are dropped for those that save most when they are added."""
-        if not self.fits(kept, room):
-            return {}
-        looked = {kept: self.step(kept, limit)}
-        left = _SEGMENTS // self._coarse.segments
-        if left < len(self.candidates):  # not enough to see which ones to exchange
-            return looked
-
-        def look(other: _Set) -> float:
-            looked[other] = self.step(other, limit)
-            return looked[other]
-
-        improved = True
-        while improved and len(looked) < left:
-            improved, now = False, looked[kept]
-            inside = sorted(kept, key=lambda k: (round(self.step(kept - {k}, limit), 6), k))
-            out = [k for k in self.candidates if k not in kept]
-            out.sort(key=lambda k: (round(self.step(kept | {k}, limit), 6), k))
-            left -= (len(inside) + len(out)) // 2
-            for new in out:
-                for at in range(min(len(inside), _LOOKS)):
-                    less = kept | {new}
-                    for k in inside[at:]:
-                        if self.fits(less, room):
-                            break
-                        less -= {k}
-                    if not self.fits(less, room):
-                        continue
-                    other = self._filled(less, out, room)
-                    if other not in looked and look(other) < now - 1e-9:
-                        kept, improved = other, True
-                        break
-                if improved or len(looked) >= left:
-                    break
-        return looked
-
-    def _filled(self, kept: _Set, more: Iterable[int], room: int) -> _Set:
-        for k in more:
-            if k not in kept and self.fits(kept | {k}, room):
-                kept |= {k}
         return kept
 
     # --- what is told ----------------------------------------------------------------------------
@@ -444,7 +353,7 @@ class KeepPlanner:
             tried=self.tried - before,
             warning=self._warning(chosen, limit),
             size_hints=self.hints.to_text(),
-            machine=self.machine.name,
+            machine=self.machine.describe(),
             seconds=self.seconds + time.perf_counter() - clock,
             model_seconds=self.seconds,
         )

@@ -141,6 +141,11 @@ class Machine:
         if self.estimate is not None and not callable(self.estimate):
             raise TypeError(f"estimate must be a callable or None, got {self.estimate!r}")
 
+    def describe(self) -> str:
+        """Its name, and how many ranks a node has, for a report."""
+        n = self.ranks_per_node
+        return f"{self.name}, {'nodes unknown' if n is None else f'{n} rank(s) a node'}"
+
     def layout_of(self, ranks: Sequence[int]) -> GroupLayout:
         """How many ranks a group has, and on how many nodes. ``ranks``: their global numbers."""
         n = self.ranks_per_node
@@ -359,8 +364,14 @@ H100 = Machine(
     # products reach about seven tenths of that, copies about eight tenths.
     flops={"bfloat16": 692e12, "float16": 692e12, "float32": 346e12},
     bandwidth=2.7e12,
+    # A DGX H100 has eight, with NVLink at 450 GB/s each way and an adapter of 400 Gbit/s for each.
+    # About eight tenths of both are reached. NCCL's tuning model has 3.4 and 14 us for a step of a
+    # ring by its Simple protocol (src/graph/tuning.cc), to which launching and other traffic add.
+    ranks_per_node=8,
+    intra=Level(360e9, 0.012),
+    inter=Level(42e9, 0.03),
 )
-"""The default machine."""
+"""Nodes of eight H100s; what a job is timed for where its own machine is not known."""
 
 
 def check_machine(machine: object) -> None:

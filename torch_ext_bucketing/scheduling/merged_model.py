@@ -20,7 +20,7 @@ off.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch.fx as fx
 
@@ -28,10 +28,8 @@ from ..bucketing.all_to_all import replaceable
 from ..bucketing.pack import packed_value
 from ..bucketing.plan import Bucket
 from ..graph.collectives import Kind, group_size, kind_of
-from ..graph.dependencies import Precedence
-from ..graph.liveness import Storages
 from .cost import Costs
-from .model import Model
+from .model import Model, Row
 
 __all__ = [
     "merged_model",
@@ -68,7 +66,7 @@ def merged_model(
         in_order = all(m in replaced for m in bucket.members)
         merged.append(_Merged(bucket, starts, [wait_of[s] for s in starts], in_order))
     order = _Sorted(model, merged).order()
-    return None if order is None else _Rewritten(model, merged, order, costs, place).model()
+    return None if order is None else _Rewritten(model, merged, costs, place).model(order)
 
 
 @dataclass
@@ -170,65 +168,17 @@ class _Sorted:
             stack += reversed(self._waiting.pop(unit, ()))
 
 
-@dataclass
-class _Columns:
-    """A model in the making."""
-
-    nodes: list[fx.Node] = field(default_factory=list)
-    needs: list[Iterable[int]] = field(default_factory=list)
-    ms: list[float] = field(default_factory=list)
-    group: list[str | None] = field(default_factory=list)
-    start_of: list[int] = field(default_factory=list)
-    compute: list[bool] = field(default_factory=list)
-    reduces: list[bool] = field(default_factory=list)
-    view: list[bool] = field(default_factory=list)
-    allocates: list[tuple[int, ...]] = field(default_factory=list)
-    touches: list[tuple[int, ...]] = field(default_factory=list)
-
-    def add(
-        self,
-        node: fx.Node,
-        needs: Iterable[int],
-        allocates: Iterable[int],
-        touches: Iterable[int],
-        ms: float = 0.0,
-        group: str | None = None,
-        start_of: int = -1,
-        compute: bool = False,
-        view: bool = False,
-    ) -> int:
-        """Add a node; returns its place."""
-        self.nodes.append(node)
-        self.needs.append(needs)
-        self.ms.append(ms)
-        self.group.append(group)
-        self.start_of.append(start_of)
-        self.compute.append(compute)
-        self.reduces.append(group is not None and kind_of(node) == "reduce_scatter")
-        self.view.append(view)
-        self.allocates.append(tuple(allocates))
-        self.touches.append(tuple(touches))
-        return len(self.nodes) - 1
-
-
 class _Rewritten:
     """The model of the units in their new order."""
 
     def __init__(
-        self,
-        model: Model,
-        merged: Sequence[_Merged],
-        order: Sequence[int],
-        costs: Costs,
-        place: Mapping[fx.Node, int],
+        self, model: Model, merged: Sequence[_Merged], costs: Costs, place: Mapping[fx.Node, int]
     ) -> None:
         self._old = model
         self._merged = merged
-        self._order = order
         self._costs = costs
-        self._new = _Columns()
+        self._rows: list[Row] = []
         self._at = [-1] * len(model)  # new place of what an old node gave
-        self._last: dict[tuple[str | None, Kind | None], int] = {}  # start of a group and kind
         self._size = list(model.liveness.size)
         self._kept = dict(model.liveness.kept)
         self._instead: dict[int, int] = {}  # storages of reduced members, parts of a buffer now
@@ -236,36 +186,17 @@ class _Rewritten:
         self._casts = self._merged_casts()
         self._members: dict[int, tuple[fx.Node, ...]] = {}
 
-    def model(self) -> Model:
+    def model(self, order: Sequence[int]) -> Model:
         for m in self._merged:
             if m.kind != "all_gather":
                 self._share_buffer(m)
-        for unit in self._order:
+        for unit in order:
             if unit >= 0:
                 self._keep(unit)
             else:
                 self._add_bucket(self._merged[~unit])
-        new = self._new
-        return Model(
-            dependencies=Precedence(new.nodes, map(set, new.needs)),
-            liveness=Storages(
-                self._size,
-                new.allocates,
-                new.touches,
-                self._kept,
-                self._old.liveness.at_start,
-            ),
-            ms=new.ms,
-            group=new.group,
-            start_of=new.start_of,
-            compute=new.compute,
-            reduces=new.reduces,
-            view=new.view,
-            shard_side=self._old.shard_side,
-            members=self._members,
-            hints=self._costs.hints,
-            shared=self._old.shared,
-        )
+        at_start = self._old.liveness.at_start
+        return self._old.rebuilt(self._rows, self._members, self._size, self._kept, at_start)
 
     def _merged_casts(self) -> dict[int, tuple[int, ...]]:
         """Casts that are part of packing, and the storages of what they cast."""
@@ -307,44 +238,22 @@ class _Rewritten:
             return storages
         return tuple(dict.fromkeys(instead.get(s, s) for s in storages))
 
-    def _mapped(self, i: int) -> list[int]:
-        """The new places of what old node ``i`` needs, but for the order of starts."""
-        old, at = self._old, self._at
-        return [at[j] for j in old.dependencies.needs[i] if not old.only_ordered(j, i)]
-
-    def _in_launch_order(self, start: fx.Node, group: str | None, needs: list[int]) -> list[int]:
-        key = (group, kind_of(start))
-        if key in self._last:
-            needs.append(self._last[key])
-        self._last[key] = len(self._new.nodes)
-        return needs
+    def _add(self, row: Row) -> int:
+        """Add a node; returns its place."""
+        self._rows.append(row)
+        return len(self._rows) - 1
 
     def _keep(self, i: int) -> None:
-        old = self._old
-        node, group = old.dependencies.nodes[i], old.group[i]
-        needs = self._mapped(i)
-        if group is not None:
-            needs = self._in_launch_order(node, group, needs)
+        row = self._old.row(i, self._at)
         if i in self._casts:
-            self._at[i] = self._new.add(node, needs, (), self._casts[i], view=True)
-            return
-        start = old.start_of[i]
-        self._at[i] = self._new.add(
-            node,
-            needs,
-            old.liveness.allocates[i],
-            self._now(old.liveness.touches[i]),
-            old.ms[i],
-            group,
-            self._at[start] if start >= 0 else -1,
-            old.compute[i],
-            old.view[i],
-        )
+            row = Row(row.node, row.needs, (), self._casts[i], view=True)
+        else:
+            row = row._replace(touches=self._now(row.touches))
+        self._at[i] = self._add(row)
 
     def _add_bucket(self, m: _Merged) -> None:
-        old, new, costs = self._old, self._new, self._costs
+        old, costs = self._old, self._costs
         first = m.bucket.members[0]
-        group = old.group[m.starts[0]]
         gathers = m.kind == "all_gather"
         results = [s for i in m.starts for s in old.liveness.allocates[i]]
         inputs = dict.fromkeys(s for i in m.starts for s in self._now(self._packed(i)))
@@ -354,74 +263,71 @@ class _Rewritten:
         moved = [costs.collective_bytes(member) for member in m.bucket.members]
         gathered = [costs.result_bytes(member) for member in m.bucket.members]
         packed = sum(moved) - sum(gathered)
+        allocated: tuple[int, ...]
+        sent: tuple[int, ...]
         if gathers:
             # torch concatenates, then copies (and casts) into this rank's part of the buffer.
             buffer = self._storage(sum(self._size[s] for s in results))
             given, pack_ms = self._packing(m, packed)
-            scratch = self._storage(given)
-            allocated, sent = [buffer, scratch], [buffer]
+            allocated, sent = (buffer, self._storage(given)), (buffer,)
         else:
             buffer = self._instead[results[0]] if results else self._storage(0)
             pack_ms = costs.kernel(2 * packed)
             scratch = self._storage(packed)
-            allocated, sent = [scratch], [scratch, buffer]
-        pack = new.add(first, self._all_mapped(m.starts), allocated, (*allocated, *inputs), pack_ms)
-        start = new.add(
-            first,
-            self._in_launch_order(first, group, [pack]),
-            () if gathers else (buffer,),
-            sent,
-            costs.collective(first, sum(moved)),
-            group,
+            allocated, sent = (scratch,), (scratch, buffer)
+        needs = self._needed_by(m.starts)
+        pack = self._add(Row(first, needs, allocated, (*allocated, *inputs), pack_ms))
+        start = self._add(
+            Row(
+                first,
+                [pack],
+                () if gathers else (buffer,),
+                sent,
+                costs.collective(first, sum(moved)),
+                old.group[m.starts[0]],
+                reduces=m.kind == "reduce_scatter",
+            )
         )
         self._members[start] = m.bucket.members
-        wait = new.add(
-            old.dependencies.nodes[m.waits[0]],
-            [start, *(j for j in self._all_mapped(m.waits) if j >= 0)],
-            (),
-            sent,
-            start_of=start,
-            view=True,
-        )
+        needs = [start, *self._needed_by(m.waits)]
+        first_wait = old.dependencies.nodes[m.waits[0]]
+        wait = self._add(Row(first_wait, needs, (), sent, start_of=start, view=True))
         for i, w, nbytes in zip(m.starts, m.waits, gathered, strict=True):
             self._at[i], self._at[w] = start, wait
             if gathers:
-                mine = old.liveness.allocates[i]
-                node = old.dependencies.nodes[w]
-                self._at[w] = new.add(node, [wait], mine, (buffer, *mine), costs.kernel(2 * nbytes))
+                mine, node = old.liveness.allocates[i], old.dependencies.nodes[w]
+                copy_ms = costs.kernel(2 * nbytes)
+                self._at[w] = self._add(Row(node, [wait], mine, (buffer, *mine), copy_ms))
 
     def _add_rank_order(self, m: _Merged, results: Sequence[int], inputs: tuple[int, ...]) -> None:
         """Add an all-to-all of the packed gradients, their sum, and the gather behind it if any."""
-        old, new, costs = self._old, self._new, self._costs
+        old, costs = self._old, self._costs
         members, group = m.bucket.members, old.group[m.starts[0]]
-        first, wait_node = members[0], old.dependencies.nodes[m.waits[0]]
+        first, wait = members[0], old.dependencies.nodes[m.waits[0]]
         result = self._instead[results[0]] if results else self._storage(0)
-        steps, ranks = costs.in_rank_order(members), group_size(first)
-        sent, allocated, last = inputs, list[int](), self._all_mapped(m.starts)
+        sent, needs = inputs, self._needed_by(m.starts)
         if len(members) > 1:
             packed = sum(costs.collective_bytes(n) - costs.result_bytes(n) for n in members)
-            allocated = [self._storage(packed)]
-            pack_ms = costs.kernel(2 * packed)
-            last = [new.add(first, last, allocated, (*allocated, *inputs), pack_ms)]
-            sent = tuple(allocated)
-        starts, waits = list[int](), list[int]()
-        for n, (nbytes, ms) in enumerate(steps):
+            sent = (self._storage(packed),)
+            needs = [self._add(Row(first, needs, sent, sent + inputs, costs.kernel(2 * packed)))]
+        for n, (nbytes, ms) in enumerate(steps := costs.in_rank_order(members)):
             buffer = result if n else self._storage(nbytes)
-            both = (*sent, buffer)
-            needs = self._in_launch_order(first, group, last)
-            starts.append(new.add(first, needs, (buffer,), both, ms, group))
-            waited = [] if n else [j for j in self._all_mapped(m.waits) if j >= 0]
-            needs = [starts[-1], *waited]
-            waits.append(new.add(wait_node, needs, (), both, start_of=starts[-1], view=True))
-            last = [waits[-1]]
-            if not n:
-                part = result if len(steps) == 1 else self._storage(-(-nbytes // ranks))
-                sum_ms = costs.kernel(nbytes + self._size[part])
-                last = [new.add(wait_node, last, (part,), (buffer, part), sum_ms)]
-                sent = (part,)
-        self._members[starts[0]] = members
+            both, reduces = (*sent, buffer), m.kind == "reduce_scatter"
+            start = self._add(Row(first, needs, (buffer,), both, ms, group, reduces=reduces))
+            needs = [start] if n else [start, *self._needed_by(m.waits)]
+            needs = [self._add(Row(wait, needs, (), both, start_of=start, view=True))]
+            if n:
+                continue
+            self._members[start] = members
+            part = result
+            if len(steps) > 1:
+                part = self._storage(-(-nbytes // group_size(first)))
+            sum_ms = costs.kernel(nbytes + self._size[part])
+            needs = [self._add(Row(wait, needs, (part,), (buffer, part), sum_ms))]
+            sent = (part,)
+            self._at[m.starts[0]] = start
         for i, w in zip(m.starts, m.waits, strict=True):
-            self._at[i], self._at[w] = starts[0], last[0]
+            self._at[i], self._at[w] = self._at[m.starts[0]], needs[0]
 
     def _packing(self, m: _Merged, packed: int) -> tuple[int, float]:
         """Bytes and milliseconds of what a gather bucket is packed from; none where ranks differ in
@@ -432,5 +338,5 @@ class _Rewritten:
         given = sum(map(self._costs.result_bytes, values))
         return given, self._costs.kernel(2 * given) + self._costs.kernel(given + 2 * packed)
 
-    def _all_mapped(self, places: Iterable[int]) -> list[int]:
-        return [j for i in places for j in self._mapped(i)]
+    def _needed_by(self, places: Iterable[int]) -> list[int]:
+        return [j for i in places for j in self._old.row(i, self._at).needs]

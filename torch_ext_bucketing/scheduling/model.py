@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch.fx as fx
 
@@ -21,6 +22,7 @@ from .model_analysis import ModelAnalysis
 
 __all__ = [
     "Model",
+    "Row",
     "model_of",
     "peak_bytes",
 ]
@@ -85,6 +87,26 @@ def peak_bytes(
     ).peak_bytes
 
 
+class Row(NamedTuple):
+    """A node of a model in the making; fields as of :class:`Model` and of :class:`.Storages`.
+
+    Args:
+        node: what stands for it in the graph.
+        needs: places in the new model, those of the launch order left out.
+    """
+
+    node: fx.Node
+    needs: Iterable[int]
+    allocates: tuple[int, ...]
+    touches: tuple[int, ...]
+    ms: float = 0.0
+    group: str | None = None
+    start_of: int = -1
+    compute: bool = False
+    reduces: bool = False
+    view: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """The movable nodes of a graph, by place, as the scheduler sees them; see :func:`.model_of`.
@@ -126,39 +148,52 @@ class Model:
         """Facts that every order of the model has in common, computed once."""
         return ModelAnalysis(self)
 
-    def part(self, places: Sequence[int], liveness: Storages) -> Model:
-        """The model of some of the nodes.
+    def row(self, i: int, at: Sequence[int]) -> Row:
+        """Node ``i`` as it is in a model in the making, in which old places are ``at``; below 0:
+        not in it."""
+        needs, start = self.dependencies.needs[i], self.start_of[i]
+        return Row(
+            self.dependencies.nodes[i],
+            [at[j] for j in needs if at[j] >= 0 and not self.only_ordered(j, i)],
+            self.liveness.allocates[i],
+            self.liveness.touches[i],
+            self.ms[i],
+            self.group[i],
+            at[start] if start >= 0 else -1,
+            self.compute[i],
+            self.reduces[i],
+            self.view[i],
+        )
 
-        Args:
-            places: of the nodes, in their new order. Collectives of one group and kind are launched
-                in this order; of the other dependencies those among these nodes stay.
-            liveness: of these nodes.
+    def rebuilt(
+        self,
+        rows: Sequence[Row],
+        members: dict[int, tuple[fx.Node, ...]],
+        size: list[int],
+        kept: dict[int, None],
+        at_start: int,
+    ) -> Model:
+        """The model of other nodes on the same machine. Collectives of one group and kind are
+        launched in the order of ``rows``; the rest is as of :class:`Model` and :class:`.Storages`.
         """
-        nodes = self.dependencies.nodes
-        at = [-1] * len(self)
-        needs: list[set[int]] = []
+        needs = [set(row.needs) for row in rows]
         last: dict[tuple[str, Kind | None], int] = {}
-        for new, i in enumerate(places):
-            at[i] = new
-            mine = self.dependencies.needs[i]
-            needs.append({at[j] for j in mine if at[j] >= 0 and not self.only_ordered(j, i)})
-            group = self.group[i]
-            if group is not None:
-                key = group, kind_of(nodes[i])
-                if key in last:
-                    needs[new].add(last[key])
-                last[key] = new
+        for i, row in enumerate(rows):
+            if row.group is not None:
+                key = row.group, kind_of(row.node)
+                needs[i].update((last[key],) if key in last else ())
+                last[key] = i
+        columns: dict[str, Any] = {
+            name: [getattr(row, name) for row in rows]
+            for name in ("ms", "group", "start_of", "compute", "reduces", "view")
+        }
+        allocates, touches = [r.allocates for r in rows], [r.touches for r in rows]
         return replace(
             self,
-            dependencies=Precedence([nodes[i] for i in places], needs),
-            liveness=liveness,
-            ms=[self.ms[i] for i in places],
-            group=[self.group[i] for i in places],
-            start_of=[-1 if self.start_of[i] < 0 else at[self.start_of[i]] for i in places],
-            compute=[self.compute[i] for i in places],
-            reduces=[self.reduces[i] for i in places],
-            view=[self.view[i] for i in places],
-            members={at[i]: m for i, m in self.members.items() if at[i] >= 0},
+            dependencies=Precedence([row.node for row in rows], needs),
+            liveness=Storages(size, allocates, touches, kept, at_start),
+            members=members,
+            **columns,
         )
 
     def only_ordered(self, before: int, after: int) -> bool:

@@ -32,9 +32,8 @@ class ModelAnalysis:
         tail: by place, milliseconds of the longest path from the node's begin to the end.
         first_use: by place, number of the first kernel that needs the node.
         sent_ms: by process group, milliseconds of all its collectives.
-        busiest_ms: all computation, or all communication of the busiest process group, or network
-            level where groups share one.
-        bound_ms: no order takes less: ``busiest_ms``, or the longest path.
+        bound_ms: no order takes less: all computation, all communication of the busiest process
+            group, or network level where groups share one, or the longest path.
         gathers: by process group, the starts that need no computation and are used by some.
         wait_of: by place of a start, the place of its wait.
         latest: by place of a gather, when it must begin; see :func:`latest_starts`.
@@ -94,8 +93,7 @@ class ModelAnalysis:
                 self.sent_ms[group] = self.sent_ms.get(group, 0.0) + ms
                 level = model.shared.get(group, group)
                 levels[level] = levels.get(level, 0.0) + ms
-        self.busiest_ms = max([self.all_ms, *levels.values()])
-        self.bound_ms = max([self.busiest_ms, *self.tail])
+        self.bound_ms = max([self.all_ms, *levels.values(), *self.tail])
         self.ends_behind = [
             [j for j in users if self.ends[j]] for users in model.dependencies.needed_by
         ]

@@ -17,7 +17,7 @@ activations again; here they are taken to be saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from ..graph.collectives import (
 from ..graph.liveness import Liveness, Storages
 from .cost import Costs
 from .merged_model import merged_model
-from .model import Model, model_of
+from .model import Model, Row, model_of
 
 __all__ = [
     "PartitionedModel",
@@ -171,13 +171,19 @@ class PartitionedModel:
 
     def _without(self, kept: set[int], held: Sequence[int]) -> Model:
         """Backward without the gathers of the units ``kept``."""
-        old = self.backward
-        live = old.liveness
+        old, live = self.backward, self.backward.liveness
         stay = [i for i, o in enumerate(self._serves) if o is None or not o <= kept]
-        saved = sum(live.size[s] for s in held)
-        allocates, touches = ([of[i] for i in stay] for of in (live.allocates, live.touches))
-        at_start = live.at_start + saved
-        return old.part(stay, Storages(live.size, allocates, touches, live.kept, at_start))
+        members = {at: old.members[i] for at, i in enumerate(stay) if i in old.members}
+        at_start = live.at_start + sum(live.size[s] for s in held)
+        return old.rebuilt(list(_rows(old, stay)), members, live.size, live.kept, at_start)
+
+
+def _rows(model: Model, places: Sequence[int]) -> Iterator[Row]:
+    """Some of the nodes of a model in a new order, with the dependencies among them."""
+    at = [-1] * len(model)
+    for new, i in enumerate(places):
+        at[i] = new
+        yield model.row(i, at)
 
 
 class _Split:
@@ -249,15 +255,13 @@ class _Split:
     def _model(
         self, places: Sequence[int], given: Mapping[int, None], kept: dict[int, None], at_start: int
     ) -> Model:
-        live = self._live
-        there = dict(given)
-        allocates, touches = [], []
-        for i in places:
-            fresh = tuple(s for s in live.allocates[i] if s not in there)
+        there, rows = dict(given), list[Row]()
+        for row in _rows(self._joint, places):
+            fresh = tuple(s for s in row.allocates if s not in there)
             there.update(dict.fromkeys(fresh))
-            allocates.append(fresh)
-            touches.append(tuple(s for s in live.touches[i] if s in there))
-        return self._joint.part(places, Storages(live.size, allocates, touches, kept, at_start))
+            touched = tuple(s for s in row.touches if s in there)
+            rows.append(row._replace(allocates=fresh, touches=touched))
+        return self._joint.rebuilt(rows, {}, self._live.size, kept, at_start)
 
 
 def _has_effects(node: fx.Node) -> bool:

@@ -32,7 +32,7 @@ from .list_schedule import ROUNDING, ListScheduler, list_schedule
 from .model import Model, model_of
 from .options import Options
 from .policy import Case, Policy, policies_of
-from .timeline import Timeline, lower_bound
+from .timeline import Timeline
 
 __all__ = [
     "BoundNotKeptWarning",
@@ -112,7 +112,8 @@ def schedule(
             costs = Costs(machine, analysis.hints)
             model = model_of(analysis, costs)
             report, order = schedule_model(model, policies, reference_bytes)
-            report = replace(report, rank_order_ms=_rank_order_ms(model, order, costs))
+            price = _rank_order_ms(model, order, costs)
+            report = replace(report, machine=machine.describe(), rank_order_ms=price)
         if not model.dependencies.is_order(order):
             raise AssertionError("the order breaks a dependency")
         _reorder(graph, model.dependencies, order)
@@ -157,7 +158,7 @@ def schedule_model(
         model: is only read.
         policy: as of :func:`schedule`.
         reference_bytes: as of :func:`schedule`.
-        quick: few orders are tried, and no lower bound is looked for.
+        quick: few orders are tried.
         at_most_ms: orders that take longer are given up.
         some: of the policies' candidates only so many are tried, or those with these names.
     """
@@ -230,7 +231,7 @@ def schedule_model(
     report = ScheduleReport(
         policies=tuple(map(repr, policies)),
         step_ms=(given.step_ms, reached.step_ms),
-        bound_ms=0.0 if quick else lower_bound(model),
+        bound_ms=bound,
         compute_ms=reached.compute_ms,
         exposed_ms=(given.exposed_ms, reached.exposed_ms),
         peak_bytes=(given.peak_bytes, reached.peak_bytes),

@@ -1,0 +1,67 @@
+"""Machines by their data sheets, and the one that this job runs on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from .machine import H100, Level, Machine
+
+__all__ = ["A100", "B200", "GB200", "H200", "job_machine"]
+
+# From NVIDIA's data sheets: dense operations per second in 16 bit and in TF32, bytes per second of
+# memory, of NVLink each way, and of a GPU's adapter. As with the H100, products reach about seven
+# tenths of that, copies and links eight tenths.
+A100 = replace(  # 312 and 156 TFLOP/s, 2.04 TB/s, 300 GB/s; a DGX A100 has 200 Gbit/s
+    H100,
+    name="A100",
+    flops={"bfloat16": 218e12, "float16": 218e12, "float32": 109e12},
+    bandwidth=1.63e12,
+    intra=Level(240e9, 0.012),
+    inter=Level(21e9, 0.03),
+)
+H200 = replace(H100, name="H200", bandwidth=3.84e12)  # an H100 with 4.8 TB/s
+B200 = replace(  # 2,250 and 1,125 TFLOP/s, 8 TB/s, 900 GB/s; a DGX B200 has 400 Gbit/s
+    H100,
+    name="B200",
+    flops={"bfloat16": 1575e12, "float16": 1575e12, "float32": 787e12},
+    bandwidth=6.4e12,
+    intra=Level(720e9, 0.012),
+)
+GB200 = replace(  # 2,500 and 1,250 TFLOP/s; NVLink joins the 72 GPUs of a rack, 400 Gbit/s beyond
+    B200,
+    name="GB200",
+    flops={"bfloat16": 1750e12, "float16": 1750e12, "float32": 875e12},
+    ranks_per_node=72,
+)
+
+_DEVICES = (GB200, B200, H200, H100, A100)  # a name may hold a later one's
+
+
+def job_machine() -> Machine:
+    """The machine that estimates are for where none is given.
+
+    Its rates and links are those of the current CUDA device, by its name; of an H100 where that is
+    not known, or where there is none, which the machine's name then says. A node has
+    ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets, else those of the device's usual node; GPUs
+    that NVLink joins across hosts (GB200) are on one. Ranks compare it before they run what was
+    planned with it.
+    """
+    machine, why = _by_name()
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(local) if local.isdecimal() and int(local) else machine.ranks_per_node
+    if machine is GB200:
+        ranks = machine.ranks_per_node
+    return replace(machine, name=machine.name + why, ranks_per_node=ranks)
+
+
+def _by_name() -> tuple[Machine, str]:
+    if not torch.cuda.is_available():
+        return H100, ", for want of a CUDA device"
+    name = torch.cuda.get_device_name()
+    for machine in _DEVICES:
+        if machine.name in name:
+            return machine, ""
+    return H100, f", for want of the data sheet of {name}"
