@@ -21,7 +21,6 @@ memory is what the process's maximum resident size grew by during the pass.
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import json
 import logging
 import math
@@ -34,7 +33,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from .graphs import NAMES, Graph, available, load
+from torch_ext_bucketing.testing.demo.table import columns
+
+from .command import add_json, add_number, parser_of, write_json
+from .graphs import Graph, chosen, load
 
 WAYS = ("unpatched", "unset", "hooks", "ours")
 PARAMETER_ROLES = ("fsdp", "expert_fsdp")
@@ -186,66 +188,36 @@ def measure(name: str, cap_mb: float, repeat: int, layers: int | None) -> dict[s
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """An aligned table with one line per graph, cap and kind."""
+    """One line per graph, cap and kind."""
     head: list[str] = ["graph", "cap", "kind", "before", "bound", "unpatched", "hooks", "ours"]
     head += ["plan s", "pass s", "unpatched s", "unset s", "MiB", "unpatched MiB", "closed by"]
+    seconds = ("plan_s", "pass_s", "unpatched_pass_s", "unset_pass_s")
     lines = [head]
     for row in rows:
-        for i, kind in enumerate(row["before"]):
-            first = i == 0
-            closed = ", ".join(f"{v} {k}" for k, v in row["closed"].items())
-            lines.append(
-                [
-                    row["graph"] if first else "",
-                    f"{row['cap_mb']:g}" if first else "",
-                    kind,
-                    str(row["before"][kind]),
-                    str(row["byte_lower_bound"][kind]),
-                    str(row["unpatched_after"].get(kind, 0)),
-                    str(row["hooks_after"].get(kind, 0)),
-                    str(row["after"].get(kind, 0)),
-                    f"{row['plan_s']:.2f}" if first else "",
-                    f"{row['pass_s']:.2f}" if first else "",
-                    f"{row['unpatched_pass_s']:.2f}" if first else "",
-                    f"{row['unset_pass_s']:.2f}" if first else "",
-                    f"{row['grown_mib']:.0f}" if first else "",
-                    f"{row['unpatched_grown_mib']:.0f}" if first else "",
-                    closed if first else "",
-                ]
-            )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    left = {0, 2, len(head) - 1}
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+        about = [row["graph"], f"{row['cap_mb']:g}"]
+        measured = [f"{row[key]:.2f}" for key in seconds]
+        measured += [f"{row[key]:.0f}" for key in ("grown_mib", "unpatched_grown_mib")]
+        measured.append(", ".join(f"{v} {k}" for k, v in row["closed"].items()))
+        for kind, before in row["before"].items():
+            counts = [before, row["byte_lower_bound"][kind]]
+            ways = ("unpatched_after", "hooks_after", "after")
+            counts += [row[way].get(kind, 0) for way in ways]
+            lines.append([*about, kind, *map(str, counts), *measured])
+            about, measured = [""] * len(about), [""] * len(measured)
+    return columns(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bucketing",
-        description=(__doc__ or "").split("\n\n", 1)[0],
-    )
+    parser = parser_of("python -m benchmarks.bucketing", __doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
     parser.add_argument("--cap", type=float, nargs="+", metavar="MIB", help="bucket caps")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="loads per way")
+    add_number(parser, "repeat", 3, "loads per way")
     parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
+    add_json(parser)
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    # A forward graph is the same whether its gathers are repeated in backward or not.
-    names = [
-        n
-        for n in NAMES
-        if any(fnmatch.fnmatch(n, p) for p in args.only) and not n.endswith("forward.recompute")
-    ]
-    names = names if args.child else available(names)
-    if not names:
-        parser.error(f"no graph matches {' '.join(args.only)}; see python -m benchmarks.graphs")
+    names = chosen(parser, args.only, bool(args.child))
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")
     if args.child:
@@ -256,9 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for cap in args.cap or [default_cap(name)]:
             print(f"{name} at {cap:g} MiB", file=sys.stderr, flush=True)
             rows.append(measure(name, cap, args.repeat, args.layers))
-            if args.json:
-                with open(args.json, "w", encoding="utf-8") as file:
-                    json.dump(rows, file, indent=1)
+            write_json(args.json, rows)
     print(table(rows))
     return 0
 

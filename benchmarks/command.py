@@ -10,10 +10,27 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_number", "heading", "names_of", "now", "parser_of", "sayer", "write_json"]
+__all__ = [
+    "add_json",
+    "add_number",
+    "document_of",
+    "matching",
+    "names_of",
+    "now",
+    "parser_of",
+    "sayer",
+    "title",
+    "write_json",
+    "write_results",
+]
+
+
+# --- options -----------------------------------------------------------------------------
 
 
 def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -30,6 +47,11 @@ def add_number(parser: argparse.ArgumentParser, name: str, value: int, text: str
     )
 
 
+def add_json(parser: argparse.ArgumentParser, text: str = "also write the figures to FILE") -> None:
+    """The option for the file of the results."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help=text)
+
+
 def names_of(values: Sequence[str]) -> Callable[[str], list[str]]:
     """Parses names out of ``values``, separated by commas."""
 
@@ -43,22 +65,39 @@ def names_of(values: Sequence[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def matching(
+    parser: argparse.ArgumentParser, names: Sequence[str], patterns: Sequence[str]
+) -> list[str]:
+    """The names that one of the patterns matches; a usage error where there is none."""
+    found = [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
+    if not found:
+        parser.error(f"nothing matches {' '.join(patterns)}; there are {', '.join(names)}")
+    return found
+
+
+# --- results -----------------------------------------------------------------------------
+
+
 def now() -> str:
     """The date, for results."""
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def command_line(name: str, argv: Sequence[str] | None) -> str:
-    """The command that was given."""
-    return " ".join([name, *(sys.argv[1:] if argv is None else argv)])
+def document_of(name: str, argv: Sequence[str] | None) -> dict[str, Any]:
+    """What belongs to any result: the command, the date, and what it ran on."""
+    return {
+        "command": " ".join([name, *(sys.argv[1:] if argv is None else argv)]),
+        "date": now(),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+    }
 
 
-def heading(name: str, argv: Sequence[str] | None, torch: str) -> str:
-    """Date, versions and command, in two lines."""
-    return (
-        f"{now()}, torch {torch}, Python {platform.python_version()}, {os.cpu_count()} CPUs\n"
-        f"command: {command_line(name, argv)}"
-    )
+def title(document: dict[str, Any]) -> str:
+    """Two lines above a table."""
+    on = f"torch {document['torch']}, Python {document['python']}, {document['cpus']} CPUs"
+    return f"{document['date']}, {on}\ncommand: {document['command']}"
 
 
 def sayer(start: float) -> Callable[[str], None]:
@@ -76,3 +115,11 @@ def write_json(path: Path | None, document: Any) -> None:
         partial = path.with_name(path.name + ".part")
         partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
+
+
+def write_results(path: Path | None, document: Any, text: str) -> None:
+    """Print ``text``, and write both where there is a path, the text beside the JSON."""
+    print(text)
+    write_json(path, document)
+    if path is not None:
+        path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")

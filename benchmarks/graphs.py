@@ -20,7 +20,6 @@ are traced without weights, in a fake world of the full number of ranks, and kep
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import gzip
 import hashlib
 import inspect
@@ -30,7 +29,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +43,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch_ext_bucketing._source import source_digest
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
+from torch_ext_bucketing.testing.demo.table import columns
 
+from .command import matching, parser_of, sayer
 from .models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
-from .parallel import Group, Layout, shard_deepseek, shard_llama, start_world
+from .parallel import Group, Layout, World, shard_deepseek, shard_llama, start_world
 from .serialize import from_data, to_data
 from .titan import TORCHTITAN, TitanConfig, problem, register_operators, trace_titan
-from .tracing import Phase, Progress, trace_model
+from .tracing import Phase, trace_model
 
 __all__ = [
     "CONFIGS",
@@ -58,6 +59,8 @@ __all__ = [
     "Counts",
     "Graph",
     "available",
+    "builder",
+    "chosen",
     "count",
     "load",
     "trace",
@@ -207,30 +210,57 @@ def trace(
     config_name = _PARTS[name][0]
     world = start_world(config.layout)
 
-    def build() -> nn.Module:
-        if isinstance(config.model, LlamaConfig):
-            llama = Llama(config.model)
-            shard_llama(llama, world)
-            return llama
-        assert isinstance(config.model, DeepSeekConfig)
-        if world.expert is None:
-            raise ValueError(f"{config_name} needs expert parallelism")
-        deepseek = DeepSeek(config.model, world.expert.get_group())
-        shard_deepseek(deepseek, world)
-        return deepseek
-
-    progress = Progress(config_name, config.model.layers, quiet=quiet)
     start = time.monotonic()
+    tell = sayer(start)
+
+    def say(stage: str) -> None:
+        if not quiet:
+            tell(f"{config_name}: {stage}")
+
     if isinstance(config.model, TitanConfig):
-        graphs = trace_titan(config.model, world, progress)
+        graphs = trace_titan(config.model, world, say)
     else:
-        graphs = trace_model(build, (config.model.batch, config.model.seq), progress)
+        graphs = trace_model(builder(config, world), (config.model.batch, config.model.seq), say)
     seconds = time.monotonic() - start
     for (phase, recompute), gm in graphs.items():
         one = _graph_name(config_name, phase, recompute)
         groups = {n: asdict(g) for n, g in world.groups.items()}
         _write(_path(one, config, cache), {**to_data(gm), "groups": groups, "trace_s": seconds})
     return _read(_path(name, config, cache), name, config, device)
+
+
+def builder(config: Config, world: World) -> Callable[[], nn.Module]:
+    """Makes the sharded model of a configuration, without weights under a fake mode.
+
+    Raises:
+        ValueError: the model has experts, and the world has no ranks for them.
+    """
+    model = config.model
+
+    def build() -> nn.Module:
+        if isinstance(model, LlamaConfig):
+            llama = Llama(model)
+            shard_llama(llama, world)
+            return llama
+        assert isinstance(model, DeepSeekConfig)
+        if world.expert is None:
+            raise ValueError(f"{config} needs expert parallelism")
+        deepseek = DeepSeek(model, world.expert.get_group())
+        shard_deepseek(deepseek, world)
+        return deepseek
+
+    return build
+
+
+def chosen(
+    parser: argparse.ArgumentParser, patterns: Sequence[str], child: bool = False
+) -> list[str]:
+    """The graphs that patterns match and that there can be here, where no ``child`` is asked for,
+    which was given what there is. A forward graph is the same whether its gathers are repeated in
+    backward or not, so it is there once."""
+    names = [n for n in NAMES if not n.endswith("forward.recompute")]
+    found = matching(parser, names, patterns)
+    return found if child else available(found)
 
 
 def _config(name: str, layers: int | None) -> Config:
@@ -382,22 +412,9 @@ def _row(graph: Graph) -> tuple[str, ...]:
     )
 
 
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in (0, 6) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.graphs",
-        description="Trace the graphs that are not cached, load them, print what they hold.",
-    )
+    parser = parser_of("python -m benchmarks.graphs", __doc__)
     parser.add_argument(
         "--only",
         nargs="+",
@@ -408,31 +425,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="instead of each model's own number")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     options = parser.parse_args(arguments)
-
-    chosen = []
-    for pattern in options.only:
-        found = [
-            n
-            for n in NAMES
-            if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(_PARTS[n][0], pattern)
-        ]
-        if not found:
-            parser.error(f"no graph matches {pattern!r}; --list prints the names")
-        chosen += found
+    patterns = [f"{p}.*" if p in CONFIGS else p for p in options.only]
+    names = matching(parser, NAMES, patterns)
     if options.layers is not None and options.layers < 1:
         parser.error(f"--layers must be at least 1, got {options.layers}")
-    names = [n for n in NAMES if n in chosen]
     if options.list:
         print("\n".join(names))
         return 0
-    rows: list[tuple[str, ...]] = [_COLUMNS]
-    for name in available(names):
-        rows.append(_row(load(name, options.layers)))
-    _print_table(rows)
+    rows = [_COLUMNS, *(_row(load(name, options.layers)) for name in available(names))]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
-        "\nAG all-gathers, RS reduce-scatters, AR all-reduces, A2A all-to-alls. One trace makes "
-        f"the four graphs of a configuration.\nPeak memory of this process: {peak:.1f} GiB."
+        f"{columns(rows)}\n\nAG all-gathers, RS reduce-scatters, AR all-reduces, A2A all-to-alls. "
+        "One trace makes the four graphs of a configuration.\n"
+        f"Peak memory of this process: {peak:.1f} GiB."
     )
     return 0
 

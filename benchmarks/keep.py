@@ -21,10 +21,7 @@ both graphs; the model's own time, once per graph, stands beside it.
 
 from __future__ import annotations
 
-import argparse
-import fnmatch
 import itertools
-import json
 import re
 import sys
 import time
@@ -44,6 +41,7 @@ from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
 from torch_ext_bucketing.testing.demo.table import columns
 
+from .command import add_json, add_number, matching, parser_of, write_json
 from .graphs import CONFIGS, available, load
 from .keep_all import against_all
 from .machines import FLAT, nodes
@@ -244,26 +242,19 @@ def wrong(one: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.keep", description=(__doc__ or "").split("\n\n", 1)[0]
-    )
+    parser = parser_of("python -m benchmarks.keep", __doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="MODEL", help="names, patterns")
     parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
     parser.add_argument(
         "--between", type=float, metavar="GB/S", help="of a rank between nodes of 8: two levels"
     )
     parser.add_argument("--random", type=int, metavar="N", help="N random models instead")
-    parser.add_argument("--units", type=int, default=12, metavar="N", help="most units of these")
-    parser.add_argument("--least", type=int, default=2, metavar="N", help="least units of these")
-    parser.add_argument(
-        "--first", type=int, default=0, metavar="SEED", help="of the first of these"
-    )
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    add_number(parser, "units", 12, "most units of these")
+    add_number(parser, "least", 2, "least units of these")
+    add_number(parser, "first", 0, "seed of the first of these")
+    add_json(parser)
     args = parser.parse_args(arguments)
-    names = [n for n in MODELS if any(fnmatch.fnmatch(n, p) for p in args.only)]
-    names = available(names)
-    if not names:
-        parser.error(f"no model matches {' '.join(args.only)}; there are {', '.join(MODELS)}")
+    names = available(matching(parser, MODELS, args.only))
     if not 2 <= args.least <= args.units or (args.random is not None and args.random < 1):
         parser.error("--least must be at least 2, --units no less, --random at least 1")
     warnings.simplefilter("ignore")
@@ -279,9 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(table(found[-1:]), flush=True)
         if len(found) > 1:
             print(table(found))
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
+    write_json(args.json, found)
     return 0
 
 

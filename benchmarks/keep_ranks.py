@@ -5,7 +5,7 @@
     python -m benchmarks.keep_ranks --device cuda           on NCCL, with GPUs or on one
     python -m benchmarks.keep_ranks --json out.json
 
-The demo's model trains on ranks of a ring group (see :mod:`torch_ext_bucketing.ring`), compiled
+The demo's model trains on ranks of a ring group (:mod:`torch_ext_bucketing.testing.ring`), compiled
 with ``ReshardAfterForward(keep="auto")``, ``BucketUnits`` and ``Schedule``; and as eager FSDP2,
 ``reshard_after_forward=False`` on the units that were kept. Compared are
 
@@ -23,7 +23,6 @@ those of the same compile that keeps the same units by name.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -36,11 +35,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ext_bucketing as teb
+from benchmarks.command import add_json, add_number, parser_of, write_json
 from benchmarks.devices import start
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
-from torch_ext_bucketing.testing.ring import init_ring_process_group
+from torch_ext_bucketing.testing.ring import ring_rank
+from torch_ext_bucketing.testing.training import digest
 
 Backend = Literal["aot_eager", "inductor"]
 WORLD = 4
@@ -95,13 +96,6 @@ def _train(run: Any, parameters: Any, rank: int, steps: int, first: int = 0) -> 
     return losses
 
 
-def _weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name.replace("_orig_mod.", ""): getattr(p, "_local_tensor", p).detach().clone()
-        for name, p in module.named_parameters()
-    }
-
-
 def _profiled(run: Any) -> tuple[dict[str, int], int]:
     """Collectives by kind, and the most bytes allocated, over what was at the start."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -129,12 +123,10 @@ def _profiled(run: Any) -> tuple[dict[str, int], int]:
 
 
 def _rank(rank: Rank, backend: Backend, ratio: float, device: str) -> dict[str, Any]:
-    if device == "cuda":
-        start(rank, "nccl")
-    else:
-        torch.set_num_threads(1)
-        store = f"file://{rank.store_path}"
-        init_ring_process_group(rank.rank, rank.world_size, init_method=store)
+    if device == "cpu":
+        with ring_rank(rank):
+            return _compare(rank.rank, backend, ratio, device)
+    start(rank, "nccl")
     try:
         return _compare(rank.rank, backend, ratio, device)
     finally:
@@ -143,12 +135,11 @@ def _rank(rank: Rank, backend: Backend, ratio: float, device: str) -> dict[str, 
 
 def _peak_on(rank: Rank, group: str, world: int, backend: Backend, ratio: float) -> int:
     """The measured peak of a rank of ``world`` on a process group of another kind."""
-    torch.set_num_threads(1)
     if group == "fake":
+        torch.set_num_threads(1)
         dist.init_process_group("fake", store=FakeStore(), rank=rank.rank, world_size=world)
     else:
-        method = f"file://{rank.store_path}"
-        dist.init_process_group(group, init_method=method, rank=rank.rank, world_size=world)
+        start(rank, group)
     try:
         return int(_train_ours(rank.rank, backend, _auto(ratio), "cpu")[-1])
     finally:
@@ -170,7 +161,7 @@ def _train_ours(
     compiler = teb.backend(backend, passes, ours)
     compiled = torch.compile(_loss_of(ours), backend=compiler)
     losses = _train(compiled, list(ours.parameters()), rank, STEPS)
-    weights = _weights(ours)
+    weights = digest(ours)
     parameters = list(ours.parameters())
     inputs = sum(p._local_tensor.nbytes for p in parameters)  # type: ignore[attr-defined]
     counts, above = _profiled(lambda: _train(compiled, parameters, rank, 1, STEPS))
@@ -179,9 +170,7 @@ def _train_ours(
     return compiler, losses, weights, counts, inputs + buffers + tokens + above
 
 
-def _train_eager(
-    rank: int, units: Sequence[str], device: str
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train_eager(rank: int, units: Sequence[str], device: str) -> tuple[list[float], str]:
     """FSDP2 that keeps some units gathered."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     kept = {int(n.split(".")[1]) for n in units if n.startswith("blocks.")}
@@ -192,7 +181,7 @@ def _train_eager(
     fully_shard(eager.embed, mesh=mesh)
     fully_shard([eager.norm, eager.output], mesh=mesh, reshard_after_forward=not last)
     fully_shard(eager, mesh=mesh)
-    return _train(_loss_of(eager), list(eager.parameters()), rank, STEPS), _weights(eager)
+    return _train(_loss_of(eager), list(eager.parameters()), rank, STEPS), digest(eager)
 
 
 def _compare(rank: int, backend: Backend, ratio: float, device: str) -> dict[str, Any]:
@@ -205,7 +194,7 @@ def _compare(rank: int, backend: Backend, ratio: float, device: str) -> dict[str
         _, expected, values, *_ = _train_ours(rank, backend, teb.ReshardAfterForward(names), device)
     else:
         expected, values = _train_eager(rank, choice.kept, device)
-    same = losses == expected and all(torch.equal(weights[n], v) for n, v in values.items())
+    same = (losses, weights) == (expected, values)
     report = compiler.last_report()
     gathers = sum(r.collectives_after.get("all_gather", 0) for r in report.graphs)
     return {
@@ -225,14 +214,12 @@ def _compare(rank: int, backend: Backend, ratio: float, device: str) -> dict[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 1 where something differs."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.keep_ranks", description=(__doc__ or "").split("\n\n", 1)[0]
-    )
-    parser.add_argument("--world", type=int, default=WORLD, metavar="N", help="ranks")
+    parser = parser_of("python -m benchmarks.keep_ranks", __doc__)
+    add_number(parser, "world", WORLD, "ranks")
     parser.add_argument("--backend", choices=("aot_eager", "inductor"), default="aot_eager")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ratios", type=float, nargs="+", default=[1.02, 1.06, 2.0])
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    add_json(parser)
     args = parser.parse_args(arguments)
     found = []
     for ratio in args.ratios:
@@ -250,9 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             first[f"over_estimate_on_{group}"] = peak / first["estimate_of_choice"]
         found.append(first)
         print(json.dumps(first), flush=True)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
+    write_json(args.json, found)
     good = all(r["same_bits"] and r["same_choice"] for r in found)
     return 0 if good else 1
 

@@ -18,17 +18,15 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.fx as fx
-import torch.nn as nn
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.tags import tag_of
 from torch_ext_bucketing.testing.demo.table import columns
 
-from .command import names_of, parser_of, write_json
+from .command import add_json, names_of, parser_of, write_json
 from .machines import MACHINE, nodes
 
 __all__ = ["MACHINE", "Estimate", "estimate"]
@@ -74,25 +72,14 @@ def estimate(
         layers: instead of the model's own number.
         machine: has ``ranks_per_node``, the ranks that backward gathers among.
     """
-    from .graphs import CONFIGS
-    from .models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
-    from .parallel import shard_deepseek, shard_llama, start_world
-    from .tracing import Progress, trace_model
+    from .graphs import CONFIGS, builder
+    from .parallel import start_world
+    from .tracing import trace_model
 
     config = CONFIGS[name]
-    world = start_world(config.layout)
-    model = config.model if layers is None else replace(config.model, layers=layers)
-
-    def build() -> nn.Module:
-        if isinstance(model, LlamaConfig):
-            llama = Llama(model)
-            shard_llama(llama, world)
-            return llama
-        assert isinstance(model, DeepSeekConfig)
-        assert world.expert is not None
-        deepseek = DeepSeek(model, world.expert.get_group())
-        shard_deepseek(deepseek, world)
-        return deepseek
+    if layers is not None:
+        config = replace(config, model=replace(config.model, layers=layers))
+    build, model = builder(config, start_world(config.layout)), config.model
 
     node = machine.ranks_per_node
     ways = {
@@ -100,7 +87,7 @@ def estimate(
         f"again, {node} ranks": [teb.ReshardAfterForward(to=node)],
         "kept": [],
     }
-    graphs = trace_model(build, (model.batch, model.seq), Progress(name, model.layers), ways)
+    graphs = trace_model(build, (model.batch, model.seq), lambda stage: None, ways)
     found = []
     for way in ways:
         forward, backward = graphs["forward", way], graphs["backward", way]
@@ -154,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--between", type=float, default=40.0, help="GB/s of a rank between nodes (default: 40)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+    add_json(parser)
     options = parser.parse_args(arguments)
     machine = nodes(options.between)
     found = [e for name in options.only for e in estimate(name, options.layers, machine)]

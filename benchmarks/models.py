@@ -15,6 +15,7 @@ Every parameter belongs to a module without children.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -132,19 +133,21 @@ class LlamaBlock(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-class Llama(nn.Module):
+class _Decoder(nn.Module):
     """Token ids ``[batch, seq]`` int64 to logits ``[batch, seq, vocab]``, both local to the rank.
 
-    Nine parameters per layer and three outside.
+    Embedding, ``layers``, norm and output, with rotary tables for ``rope_dim`` elements of a head.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(
+        self, config: LlamaConfig | DeepSeekConfig, layers: Iterable[nn.Module], rope_dim: int
+    ) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(config.vocab, config.dim)
-        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.output = nn.Linear(config.dim, config.vocab, bias=False)
-        cos, sin = rotary_tables(config.seq, config.dim // config.heads, config.rope_theta)
+        cos, sin = rotary_tables(config.seq, rope_dim, config.rope_theta)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
 
@@ -153,6 +156,14 @@ class Llama(nn.Module):
         for layer in self.layers:
             x = layer(x, self.rope_cos, self.rope_sin)
         return self.output(self.norm(x))
+
+
+class Llama(_Decoder):
+    """Nine parameters per layer and three outside."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        layers = (LlamaBlock(config) for _ in range(config.layers))
+        super().__init__(config, layers, config.dim // config.heads)
 
 
 class LatentAttention(nn.Module):
@@ -293,8 +304,8 @@ class DeepSeekBlock(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-class DeepSeek(nn.Module):
-    """Token ids ``[batch, seq]`` int64 to logits ``[batch, seq, vocab]``.
+class DeepSeek(_Decoder):
+    """The first layers dense, the others with experts.
 
     Args:
         config: the sizes.
@@ -305,25 +316,13 @@ class DeepSeek(nn.Module):
     """
 
     def __init__(self, config: DeepSeekConfig, group: ProcessGroup) -> None:
-        super().__init__()
         routed = config.batch * config.seq * config.experts_per_token
         if config.experts % group.size() or routed % group.size():
             raise ValueError(
                 f"{config.experts} experts and {routed} routed tokens must divide evenly over "
                 f"{group.size()} ranks"
             )
-        self.tok_embeddings = nn.Embedding(config.vocab, config.dim)
-        self.layers = nn.ModuleList(
+        layers = (
             DeepSeekBlock(config, i < config.dense_layers, group) for i in range(config.layers)
         )
-        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.output = nn.Linear(config.dim, config.vocab, bias=False)
-        cos, sin = rotary_tables(config.seq, config.rope_dim, config.rope_theta)
-        self.register_buffer("rope_cos", cos, persistent=False)
-        self.register_buffer("rope_sin", sin, persistent=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tok_embeddings(tokens)
-        for layer in self.layers:
-            x = layer(x, self.rope_cos, self.rope_sin)
-        return self.output(self.norm(x))
+        super().__init__(config, layers, config.rope_dim)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ __all__ = [
     "Group",
     "Layout",
     "World",
+    "block_plan",
     "end_world",
     "shard_deepseek",
     "shard_llama",
@@ -179,41 +180,43 @@ def shard_deepseek(model: DeepSeek, world: World) -> None:
     _fully_shard(model, world.data, but=experts)
 
 
+def block_plan(*, sequence: bool) -> dict[str, Any]:
+    """Styles of ``parallelize_module`` for a pre-norm block with ``attention`` and SwiGLU, as
+    Megatron cuts it; ``sequence``: shard the sequence between the parts, too."""
+    between = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=between),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=between),
+        "feed_forward.w3": ColwiseParallel(),
+    }
+    if sequence:
+        plan |= {
+            "attention_norm": SequenceParallel(),
+            "attention": PrepareModuleInput(
+                input_layouts=(Shard(1), None, None),
+                desired_input_layouts=(Replicate(), None, None),
+            ),
+            "ffn_norm": SequenceParallel(),
+            "feed_forward": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
+        }
+    return plan
+
+
 def _tensor_parallel_llama(model: Llama, mesh: DeviceMesh) -> None:
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1)),
-        },
-        src_data_rank=None,
-    )
+    outside = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1)),
+    }
+    parallelize_module(model, mesh, outside, src_data_rank=None)
     for layer in model.layers:
-        parallelize_module(
-            layer,
-            mesh,
-            {
-                "attention_norm": SequenceParallel(),
-                "attention": PrepareModuleInput(
-                    input_layouts=(Shard(1), None, None),
-                    desired_input_layouts=(Replicate(), None, None),
-                ),
-                "attention.wq": ColwiseParallel(),
-                "attention.wk": ColwiseParallel(),
-                "attention.wv": ColwiseParallel(),
-                "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-                "ffn_norm": SequenceParallel(),
-                "feed_forward": PrepareModuleInput(
-                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-                ),
-                "feed_forward.w1": ColwiseParallel(),
-                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-                "feed_forward.w3": ColwiseParallel(),
-            },
-            src_data_rank=None,
-        )
+        parallelize_module(layer, mesh, block_plan(sequence=True), src_data_rank=None)
 
 
 class _AsTensorParallel(nn.Module):

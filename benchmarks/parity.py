@@ -39,7 +39,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.command import add_number, heading, names_of, now, parser_of, sayer, write_json
+from benchmarks.command import (
+    add_json,
+    add_number,
+    document_of,
+    names_of,
+    now,
+    parser_of,
+    sayer,
+    title,
+    write_json,
+)
 from benchmarks.devices import why_no_nccl
 from benchmarks.parity_models import MODELS
 from benchmarks.parity_results import RowResult, combine, render, verdict
@@ -95,8 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     results.sort(key=lambda result: rows.index(result.row))
     write_json(args.json, [r.as_dict() for r in results])
-    versions = ", ".join(dict.fromkeys(r.torch for r in results)) or torch.__version__
-    print(f"{heading('benchmarks/parity.py', argv, versions)}\n")
+    print(f"{title(document_of('benchmarks/parity.py', argv))}\n")
     print(render(results, [f"{row.name}: {why}" for row, why in left_out.items() if why]))
     for error in errors:
         print(f"parity.py: {error}", file=sys.stderr)
@@ -233,7 +242,7 @@ def virtual(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         passed = "ok" if r.passed else "FAILED"
         sizes = [str(r.ranks), str(r.nodes), str(r.steps_equal)]
         rows.append([r.model, *sizes, control, layout, passed])
-    print(f"{heading('benchmarks/parity.py', argv, torch.__version__)}\n\n{columns(rows)}")
+    print(f"{title(document_of('benchmarks/parity.py', argv))}\n\n{columns(rows)}")
     return 0 if all(result.passed for result in results) else 1
 
 
@@ -267,7 +276,7 @@ def _parser() -> argparse.ArgumentParser:
     add_number(
         parser, "starts", 1, "how often each row is run; more than once: on ranks of its own"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every row")
+    add_json(parser, "written after every row")
     parser.add_argument(
         "--resume", action="store_true", help="keep the rows that pass in --json's file"
     )

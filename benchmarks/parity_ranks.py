@@ -42,6 +42,7 @@ from torch_ext_bucketing.passes.backends import BucketingBackend, backend
 from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.recipes import recipe
+from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.testing.payloads import (
     Payload,
@@ -112,12 +113,12 @@ class RowReport:
         """Keep a run."""
         self.digests[name], self.loss[name] = done.digests, done.loss
 
-    def look(self, compiler: BucketingBackend, graphs: int) -> None:
-        """Keep what the reports of a compiled run say, which has so many of them."""
+    def look(self, reports: Sequence[CompileReport], expected: int = 0) -> None:
+        """Keep what the reports of a compiled run say, which has so many of them, or any number."""
         found = []
-        if graphs and len(compiler.reports) != graphs:
-            found.append(f"compiled {len(compiler.reports)} times")
-        for report in compiler.reports:
+        if expected and len(reports) != expected:
+            found.append(f"compiled {len(reports)} times")
+        for report in reports:
             found += report.warnings
             found += [f"unnamed: {name}" for name in report.unnamed]
             for rewrite in report.rewrites:
@@ -162,7 +163,7 @@ def mesh_of(row: Row) -> DeviceMesh:
 def row_group(rank: Rank, row: Row) -> Iterator[None]:
     """A ring group of the row's nodes; on GPUs NCCL's."""
     if row.device == "cpu":
-        topology = RingTopology(row.per_node, CHANNELS, row.chunk_bytes, row.nodes)
+        topology = RingTopology(row.per_node, CHANNELS, row.chunk_bytes)
         with ring_rank(rank, topology):
             yield
         return
@@ -324,10 +325,7 @@ class Runs:
         """Run all."""
         clock = time.perf_counter()
         report = RowReport(self.row)
-        eager = self.eager()
-        with count_collectives() as counts:
-            step = self.step(eager, eager, after_first=lambda: self._count(report, counts))
-            report.ran("eager", self.train(eager, step))
+        eager = self.run_eager(report)
         payloads = self.payloads(eager) if self.row.layout else []
         if self.row.backend == "inductor":
             self._inductor(eager, payloads, report)
@@ -336,18 +334,23 @@ class Runs:
         report.seconds = time.perf_counter() - clock
         return report
 
-    @staticmethod
-    def _count(report: RowReport, counts: dict[str, int]) -> None:
-        report.eager_collectives = dict(counts)
+    def run_eager(self, report: RowReport) -> nn.Module:
+        """Train eager FSDP2, and count what its first step calls."""
+        eager = self.eager()
+        with count_collectives() as counts:
+
+            def after_first() -> None:
+                report.eager_collectives = dict(counts)
+
+            report.ran("eager", self.train(eager, self.step(eager, eager, after_first=after_first)))
+        return eager
 
     def _inductor(self, eager: nn.Module, payloads: Sequence[Payload], report: RowReport) -> None:
         for name, (ordered, on_aten) in INDUCTOR_RUNS.items():
             model = self.sharded()
             passes = self.passes(model, eager)
             if not ordered:
-                passes = [
-                    in_graph_order(p, eager) if isinstance(p, BucketUnits) else p for p in passes
-                ]
+                passes = [in_graph_order(p) if isinstance(p, BucketUnits) else p for p in passes]
             compiler = backend("inductor", passes=passes, model=model)
             with aten_kernels() if on_aten else contextlib.nullcontext():
                 step = self.step(model, self.compiled(model, compiler), compiler)
@@ -361,7 +364,7 @@ class Runs:
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
         passes = self.passes(model, eager)
         at, bucket = next((i, p) for i, p in enumerate(passes) if isinstance(p, BucketUnits))
-        twin = GraphOrderTwin(in_graph_order(bucket, eager))
+        twin = GraphOrderTwin(in_graph_order(bucket))
         tally = Tally(self.row.per_node, twin)
         passes = [tally.as_traced, *passes[:at], twin, *passes[at:]]
         compiler = backend(tally.compile, passes=passes, model=model)
@@ -384,7 +387,7 @@ class Runs:
     def _look(
         self, compiler: BucketingBackend, payloads: Sequence[Payload], report: RowReport
     ) -> None:
-        report.look(compiler, self.row.graphs)
+        report.look(compiler.reports, self.row.graphs)
         if self.row.layout:
             report.layout_differences += compare_layout(compiler, payloads)
 
@@ -462,11 +465,13 @@ class Runs:
         return model
 
     def passes(self, model: nn.Module, eager: nn.Module) -> list[GraphPass]:
-        """The recipe, with eager's way to gather again."""
+        """The recipe, with what eager FSDP2 gathers again: all but the root's own parameters."""
         passes = recipe(model, units=self.units(model))
-        if not self.row.to:
-            return passes
-        again = ReshardAfterForward(to=self.row.to)
+        order = next(p.payload_order for p in passes if isinstance(p, BucketUnits))
+        assert isinstance(order, FSDPParamOrder)
+        again = ReshardAfterForward(keep=order.units[-1])
+        if self.row.to:
+            again = ReshardAfterForward(to=self.row.to)
         return [again if isinstance(p, ReshardAfterForward) else p for p in passes]
 
     # --- steps ----------------------------------------------------------------------
@@ -538,9 +543,10 @@ def wrap_units(
         wrap(modules[0] if len(modules) == 1 else modules, **options)
 
 
-def in_graph_order(bucket: BucketUnits, eager: nn.Module) -> BucketUnits:
-    """The same buckets as ``bucket``, which are those of ``eager``, packed in graph order."""
-    order = FSDPParamOrder.from_fsdp(eager)
+def in_graph_order(bucket: BucketUnits) -> BucketUnits:
+    """The same buckets, packed in graph order."""
+    order = bucket.payload_order
+    assert isinstance(order, FSDPParamOrder)
     return BucketUnits(order, kinds=bucket.kinds, payload_order=None)
 
 

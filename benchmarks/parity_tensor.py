@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
 from benchmarks.models import FeedForward
+from benchmarks.parallel import block_plan
 from benchmarks.parity_base import SEQ, VOCAB, ParityModel
 from torch_ext_bucketing.testing.model import Block, RMSNorm, rotary_tables, rotate
 
@@ -147,34 +147,12 @@ class TensorDecoder(ParityModel):
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
     """Column and row shards of every block, embedding and head, by ``parallelize_module``."""
     between = Shard(1) if sequence else Replicate()
-    head = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
     plan: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": head,
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
     }
     if sequence:
         plan["norm"] = SequenceParallel()
-    for i, _ in enumerate(model.get_submodule("layers").children()):
-        block: dict[str, Any] = {
-            "attention.wq": ColwiseParallel(),
-            "attention.wk": ColwiseParallel(),
-            "attention.wv": ColwiseParallel(),
-            "attention.wo": RowwiseParallel(output_layouts=between),
-            "feed_forward.w1": ColwiseParallel(),
-            "feed_forward.w3": ColwiseParallel(),
-            "feed_forward.w2": RowwiseParallel(output_layouts=between),
-        }
-        if sequence:
-            block |= {
-                "attention_norm": SequenceParallel(),
-                "ffn_norm": SequenceParallel(),
-                "attention": PrepareModuleInput(
-                    input_layouts=(Shard(1), None, None),
-                    desired_input_layouts=(Replicate(), None, None),
-                ),
-                "feed_forward": PrepareModuleInput(
-                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-                ),
-            }
-        plan |= {f"layers.{i}.{name}": style for name, style in block.items()}
     parallelize_module(model, mesh, plan, src_data_rank=None)
+    for block in model.get_submodule("layers").children():
+        parallelize_module(block, mesh, block_plan(sequence=sequence), src_data_rank=None)

@@ -37,7 +37,6 @@ from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
 from torch_ext_bucketing.testing import text
-from torch_ext_bucketing.testing.training import count_collectives
 
 __all__ = ["TrainerRuns"]
 
@@ -55,17 +54,12 @@ class TrainerRuns(TitanRuns):
     def report(self) -> RowReport:
         clock = time.perf_counter()
         report = RowReport(self.row)
-        eager = self.eager()
-        with count_collectives() as counts:
-            step = self.step(eager, eager, after_first=lambda: self._count(report, counts))
-            report.ran("eager", self.train(eager, step))
+        eager = self.run_eager(report)
         for name in ("fsdp_order", "control"):
             model = self.sharded()
             passes = self.passes(model, eager)
             if name == "control":
-                passes = [
-                    in_graph_order(p, eager) if isinstance(p, BucketUnits) else p for p in passes
-                ]
+                passes = [in_graph_order(p) if isinstance(p, BucketUnits) else p for p in passes]
             compilation = Compilation()
             traced, graph = self.traced(model, passes, compilation)
             if name == "fsdp_order":
@@ -74,8 +68,7 @@ class TrainerRuns(TitanRuns):
                 whole_step_pass(model, [])(tagged)
                 add_sent(report.before, collectives_of(tagged.graph.nodes, self.row.per_node))
                 add_sent(report.after, self.sent(traced.gm))
-                found = [*compilation.report.warnings, *map(str, compilation.report.unnamed)]
-                report.notes = found
+                report.look([compilation.report])
             stop = report.digests["eager"] if name == "control" else None
             run = self.traced_step(model, traced)
             report.ran(name, self.train(model, run, stop_unlike=stop))

@@ -13,22 +13,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.parity_models import batch_of, build, units_of
+from benchmarks.parity_ranks import in_graph_order, wrap_units
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.reports.buckets import BucketReport
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
+from torch_ext_bucketing.testing.payloads import (
+    Payload,
+    bucket_payloads,
+    fsdp_payloads,
+    layout_differences,
+)
 from torch_ext_bucketing.testing.sums import RingTopology, simulate_reduce_scatter
 from torch_ext_bucketing.testing.training import raw_bytes
 
@@ -44,7 +50,7 @@ Grads = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class VirtualResult:
-    """One world size; the fields mean what they mean in ``CellResult``."""
+    """One world size; the fields mean what they mean in ``RowResult``."""
 
     model: str
     ranks: int
@@ -79,21 +85,16 @@ def run_virtual(model: str, ranks: int, steps: int, layers: int) -> VirtualResul
     topology = RingTopology(RANKS_PER_NODE, chunk_bytes=CHUNK_BYTES)
     nodes = topology.nodes_of(ranks)
     with _fake_world(ranks) as mesh:
-        units = eager_units(model, layers, mesh)
-        ours = compiled_buckets(model, layers, mesh, payload_order="units")
-        graph_order = compiled_buckets(model, layers, mesh, payload_order=None)
+        payloads = eager_payloads(model, layers, mesh)
+        ours = compiled_buckets(model, layers, mesh, in_order=True)
+        graph_order = compiled_buckets(model, layers, mesh, in_order=False)
 
-    def by_eager(grads: Grads) -> Grads:
-        return reduce_by_copy_in(grads, units, topology)
-
-    def by_ours(grads: Grads) -> Grads:
-        return reduce_by_layout(grads, ours, topology)
-
-    def by_graph_order(grads: Grads) -> Grads:
-        return reduce_by_layout(grads, graph_order, topology)
-
-    eager, compiled = _Training(model, layers, by_eager), _Training(model, layers, by_ours)
-    control: _Training | None = _Training(model, layers, by_graph_order)
+    units = [[member.fqn for member in payload.members] for payload in payloads]
+    eager = _Training(model, layers, lambda grads: reduce_by_copy_in(grads, units, topology))
+    compiled = _Training(model, layers, lambda grads: reduce_by_layout(grads, ours, topology))
+    control: _Training | None = _Training(
+        model, layers, lambda grads: reduce_by_layout(grads, graph_order, topology)
+    )
     equal, first_different = 0, None
     for step in range(steps):
         grads = eager.grads(step, ranks)
@@ -114,31 +115,9 @@ def run_virtual(model: str, ranks: int, steps: int, layers: int) -> VirtualResul
         steps,
         equal,
         first_different,
-        [_layout(bucket) for bucket in ours] == eager_layout(model, layers, units, ranks),
+        not layout_differences(payloads, bucket_payloads(ours)),
         round(time.perf_counter() - begin, 1),
     )
-
-
-def eager_layout(
-    model: str, layers: int, units: Sequence[Sequence[str]], ranks: int
-) -> list[list[tuple[str, int, int]]]:
-    """``(fqn, offset, nbytes)`` in one rank's part of each reduce-scatter, as ``chunk_cat`` packs:
-    every parameter's rows, padded to a multiple of the ranks."""
-    parameters = dict(build(model, layers=layers).named_parameters())
-    layout = []
-    for unit in units:
-        members, offset = [], 0
-        for fqn in unit:
-            shape = parameters[fqn].shape
-            nbytes = -(-shape[0] // ranks) * shape[1:].numel() * DTYPE.itemsize
-            members.append((fqn, offset, nbytes))
-            offset += nbytes
-        layout.append(members)
-    return layout
-
-
-def _layout(bucket: BucketReport) -> list[tuple[str, int, int]]:
-    return [("+".join(m.fqns), m.offset, m.nbytes) for m in bucket.members]
 
 
 @contextmanager
@@ -152,38 +131,31 @@ def _fake_world(ranks: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def eager_units(model: str, layers: int, mesh: DeviceMesh) -> list[tuple[str, ...]]:
+def eager_payloads(model: str, layers: int, mesh: DeviceMesh) -> list[Payload]:
     """What eager FSDP2 packs together for a reduce-scatter, from its param groups."""
     module = build(model, layers=layers)
-    for name in units_of(model, module):
-        fully_shard(
-            module.get_submodule(name), mesh=mesh, mp_policy=MixedPrecisionPolicy(DTYPE, DTYPE)
-        )
+    policy = MixedPrecisionPolicy(DTYPE, DTYPE)
+    wrap_units(module, units_of(model, module), mesh=mesh, mp_policy=policy)
     order = FSDPParamOrder.from_fsdp(module)
-    return list(order.reduce_units or order.units)
+    found = fsdp_payloads(module, order, shards=mesh.size(), param_dtype=DTYPE, reduce_dtype=DTYPE)
+    return [payload for payload in found if payload.kind == "reduce_scatter"]
 
 
 def compiled_buckets(
-    model: str, layers: int, mesh: DeviceMesh, *, payload_order: Literal["units"] | None
+    model: str, layers: int, mesh: DeviceMesh, *, in_order: bool
 ) -> list[BucketReport]:
-    """The reduce-scatters of the compiled backward graph, by unit."""
+    """The reduce-scatters of the compiled backward graph, one for each unit."""
     torch._dynamo.reset()
     module = build(model, layers=layers)
-    order = FSDPParamOrder.from_model(module, units=units_of(model, module))
     data_parallel(module, mesh, param_dtype=DTYPE, reduce_dtype=DTYPE)
-    compiler = backend(
-        "aot_eager",
-        passes=[
-            ReshardAfterForward(keep=order.units[-1]),
-            BucketUnits(order, payload_order=payload_order),
-        ],
-        model=module,
-    )
+    passes = recipe(module, units=units_of(model, module))
+    if not in_order:
+        passes = [in_graph_order(p) if isinstance(p, BucketUnits) else p for p in passes]
+    compiler = backend("aot_eager", passes=passes, model=module)
     torch.compile(module, backend=compiler, fullgraph=True)(*batch_of(0, 0)).backward()
     backward = compiler.last_report().graph("backward")
     assert backward is not None
-    found = [b for b in backward.buckets if b.kind == "reduce_scatter" and b.unit is not None]
-    return sorted(found, key=lambda bucket: bucket.unit or 0)
+    return [b for b in backward.buckets if b.kind == "reduce_scatter"]
 
 
 def reduce_by_layout(

@@ -25,13 +25,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 import torch_ext_bucketing as teb
-from benchmarks.command import add_number, heading, names_of, parser_of, sayer, write_json
+from benchmarks.command import (
+    add_json,
+    add_number,
+    document_of,
+    names_of,
+    parser_of,
+    sayer,
+    title,
+    write_json,
+)
 from benchmarks.parity_base import Unit
 from benchmarks.parity_models import MODELS, build
 from benchmarks.parity_ranks import Runs, mesh_of, row_group
@@ -141,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found.setdefault(model, {})[topology] = whole
             say(f"{row.name}: {len(whole)} runs")
             write_json(args.json, found)
-    print(f"{heading('benchmarks/rank_order.py', argv, torch.__version__)}\n")
+    print(f"{title(document_of('benchmarks/rank_order.py', argv))}\n")
     text, passed = render(found)
     print(text)
     return 0 if passed and not failed else 1
@@ -179,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=("aot_eager", "inductor"), default="aot_eager")
     add_number(parser, "steps", 3, "optimizer steps")
     add_number(parser, "timeout", 1800, "seconds for a model on a topology")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every topology")
+    add_json(parser, "written after every topology")
     return parser
 
 

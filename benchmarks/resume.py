@@ -20,10 +20,7 @@ Exit status: 0, or 1 if anything was otherwise.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -31,11 +28,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch_ext_bucketing.testing.demo.table import columns
+
+from .command import add_json, document_of, parser_of, title, write_results
 
 STEPS, SAVED, KILLED = 6, 3, 4
 LIMIT_S = 900
@@ -43,14 +41,10 @@ LIMIT_S = 900
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.resume",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("python -m benchmarks.resume", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--compiler", default="inductor", choices=("inductor", "aot_eager"))
-    parser.add_argument("--json", type=Path, help="also write the results here, a .txt beside it")
+    add_json(parser)
     args = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     for ranks in args.ranks:
@@ -62,19 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row["seconds"] = round(time.monotonic() - began)
                 rows.append(row)
                 print(f"{ranks} ranks, {way}: {row}", file=sys.stderr, flush=True)
-    document = {
-        "command": " ".join(["python -m benchmarks.resume", *(argv or sys.argv[1:])]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "compiler": args.compiler,
-        "rows": rows,
-    }
+    document = document_of("python -m benchmarks.resume", argv)
+    document |= {"compiler": args.compiler, "rows": rows}
     text, well = table(document)
-    print(text, end="")
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
-        args.json.with_suffix(".txt").write_text(text)
+    write_results(args.json, document, text)
     return 0 if well else 1
 
 
@@ -144,14 +129,8 @@ def ranks_of(pid: int) -> list[int]:
 
 def table(document: dict[str, Any]) -> tuple[str, bool]:
     """A line for each run, and whether all is well."""
-    lines = [
-        f"{document['date']}, torch {document['torch']}, Python {document['python']}, "
-        f"{document['compiler']}",
-        f"command: {document['command']}",
-        "",
-        f"{'ranks':>5}  {'run':15}{'ended with':12}{'going on from':15}{'held-out':>9}{'s':>6}  "
-        "weights on all ranks",
-    ]
+    lines = [["ranks", "run", "ended with", "going on from", "held-out", "s", "weights"]]
+    texts: list[str] = []
     well = True
     for row in document["rows"]:
         whole = next(r for r in document["rows"] if r["ranks"] == row["ranks"])
@@ -161,14 +140,13 @@ def table(document: dict[str, Any]) -> tuple[str, bool]:
         ok = ended and row["going on from"] == from_steps and same == (row["way"] != "from eager")
         well &= ok
         said = "the same" if same else "others" if ended else "MISSING"
-        lines.append(
-            f"{row['ranks']:5}  {row['way']:15}{', '.join(map(str, row['ended'])):12}"
-            f"{', '.join(map(str, row['going on from'])):15}{''.join(row['loss']):>9}"
-            f"{row['seconds']:6}  {said}{'' if ok else ': NOT AS EXPECTED'}"
-        )
-        if not ok:
-            lines += row["text"].splitlines()
-    return "\n".join(lines) + "\n", well
+        ends = [", ".join(map(str, row[what])) for what in ("ended", "going on from")]
+        said += "" if ok else ": NOT AS EXPECTED"
+        cells = [*ends, "".join(row["loss"]), str(row["seconds"]), said]
+        lines.append([str(row["ranks"]), row["way"], *cells])
+        texts += [] if ok else [row["text"]]
+    about = f"{title(document)}\n{document['compiler']}; weights: of all ranks"
+    return "\n".join([about, "", columns(lines), *texts]), well
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ graph. Pass times are CPU seconds, medians over ``--repeat`` fresh loads.
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import importlib
 import json
 import logging
@@ -36,8 +35,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
+from torch_ext_bucketing.testing.demo.table import columns
+
 from .bucketing import check_torch, parameter_groups, run_child
-from .graphs import NAMES, Graph, available, load
+from .command import add_json, add_number, parser_of, write_json
+from .graphs import Graph, chosen, load
 
 if TYPE_CHECKING:
     from torch_ext_bucketing.scheduling.model import Model
@@ -148,6 +150,7 @@ def child(
     from torch_ext_bucketing.scheduling.model import model_of
     from torch_ext_bucketing.scheduling.timeline import Timeline
 
+    from .bounds import lower_bound
     from .machines import nodes
 
     def model(graph: Graph) -> Model:
@@ -180,7 +183,7 @@ def child(
         extra["uncapped_step_ms"] = Timeline.of(model(free)).step_ms
     result = {
         "step_ms": reached.step_ms,
-        "bound_ms": after.analysis.bound_ms,
+        "bound_ms": lower_bound(after),
         "peak_gib": reached.peak_bytes / GIB,
         "longest_run": reached.longest_run,
         "pass_s": statistics.median(seconds),
@@ -236,8 +239,6 @@ def off(name: str, draws: int, layers: int | None) -> dict[str, Any]:
 
 def off_table(rows: Sequence[dict[str, Any]]) -> str:
     """One line per graph, and the mean over all."""
-    from torch_ext_bucketing.testing.demo.table import columns
-
     lines = [["graph", "true times, ms", "off, / it", "most"]]
     for r in rows:
         ratios = [f"{r['mean']:.3f}", f"{r['most']:.3f}"]
@@ -248,53 +249,31 @@ def off_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """One line per graph, and the geometric mean over the bound."""
-    from torch_ext_bucketing.testing.demo.table import columns
-
-    lines = [
-        [
-            "graph",
-            "cap",
-            "bound",
-            "ours",
-            "uncapped",
-            "unpatched",
-            "unbucketed",
-            "ours",
-            "peak,",
-            "ours",
-        ],
-        ["", "MiB", "ms", "ms", "run", "ms", "ms", "/ bound", "unbucketed", "/ it"],
-    ]
-    lines[0] += ["unpatched", "run", "forced", "unpatched", "ours", "unpatched", "order"]
-    lines[1] += ["/ it", "", "run", "run", "s", "s", "taken"]
+    head = ["graph", "cap", "bound", "ours", "uncapped", "unpatched", "unbucketed", "ours"]
+    head += ["peak,", "ours", "unpatched", "run", "forced", "unpatched", "ours", "unpatched"]
+    below = ["", "MiB", "ms", "ms", "run", "ms", "ms", "/ bound"]
+    below += ["unbucketed", "/ it", "/ it", "", "run", "run", "s", "s"]
+    lines = [[*head, "order"], [*below, "taken"]]
+    times = ("bound_ms", "step_ms", "uncapped_step_ms", "unpatched_step_ms", "unbucketed_step_ms")
     for r in rows:
+        peak = r["unbucketed_peak_gib"]
         lines.append(
             [
                 r["graph"],
                 ", ".join(f"{cap:g}" for cap in r["caps_mb"]),
-                f"{r['bound_ms']:.1f}",
-                f"{r['step_ms']:.1f}",
-                f"{r['uncapped_step_ms']:.1f}",
-                f"{r['unpatched_step_ms']:.1f}",
-                f"{r['unbucketed_step_ms']:.1f}",
+                *(f"{r[key]:.1f}" for key in times),
                 f"{r['step_ms'] / r['bound_ms']:.3f}",
-                f"{r['unbucketed_peak_gib']:.2f} GiB",
-                f"{r['peak_gib'] / r['unbucketed_peak_gib']:.3f}",
-                f"{r['unpatched_peak_gib'] / r['unbucketed_peak_gib']:.3f}",
-                str(r["longest_run"]),
-                str(r["forced_run"]),
-                str(r["unpatched_longest_run"]),
-                f"{r['pass_s']:.2f}",
-                f"{r['unpatched_pass_s']:.2f}",
+                f"{peak:.2f} GiB",
+                *(f"{r[key] / peak:.3f}" for key in ("peak_gib", "unpatched_peak_gib")),
+                *(str(r[key]) for key in ("longest_run", "forced_run", "unpatched_longest_run")),
+                *(f"{r[key]:.2f}" for key in ("pass_s", "unpatched_pass_s")),
                 r["chosen"],
             ]
         )
-    ratios = [r["step_ms"] / r["bound_ms"] for r in rows]
-    free = [r["uncapped_step_ms"] / r["bound_ms"] for r in rows]
-    theirs = [r["unpatched_step_ms"] / r["bound_ms"] for r in rows]
+    ours, free, theirs = (_mean([r[key] / r["bound_ms"] for r in rows]) for key in times[1:4])
     return (
-        f"{columns(lines)}\n\ngeometric mean of step / bound: ours {_mean(ratios):.3f}, "
-        f"with runs uncapped {_mean(free):.3f}, unpatched {_mean(theirs):.3f}"
+        f"{columns(lines)}\n\ngeometric mean of step / bound: ours {ours:.3f}, "
+        f"with runs uncapped {free:.3f}, unpatched {theirs:.3f}"
     )
 
 
@@ -304,15 +283,12 @@ def _mean(values: Sequence[float]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.schedule",
-        description=(__doc__ or "").split("\n\n", 1)[0],
-    )
+    parser = parser_of("python -m benchmarks.schedule", __doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GRAPH", help="names, patterns")
     parser.add_argument("--cap", type=float, metavar="MIB", help="bucket cap (default: chosen)")
-    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="loads per way")
+    add_number(parser, "repeat", 1, "loads per way")
     parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
+    add_json(parser)
     parser.add_argument(
         "--between",
         type=float,
@@ -325,14 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    names = [
-        n
-        for n in NAMES
-        if any(fnmatch.fnmatch(n, p) for p in args.only) and not n.endswith("forward.recompute")
-    ]
-    names = names if args.child else available(names)
-    if not names:
-        parser.error(f"no graph matches {' '.join(args.only)}; see python -m benchmarks.graphs")
+    names = chosen(parser, args.only, bool(args.child))
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")
     if args.between is not None and (args.off or not 0 < args.between < math.inf):
@@ -349,9 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(off(name, args.off, args.layers))
         else:
             rows.append(measure(name, args.cap, args.repeat, args.layers, args.between))
-        if args.json:
-            with open(args.json, "w", encoding="utf-8") as file:
-                json.dump(rows, file, indent=1)
+        write_json(args.json, rows)
     print(off_table(rows) if args.off else table(rows))
     return 0
 

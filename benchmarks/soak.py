@@ -18,16 +18,14 @@ Exit status: 0, 1 where anything mismatched, was kept or grew, 2 for bad options
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
+from benchmarks.command import add_json, add_number, document_of, parser_of, title, write_json
 from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
 
 _MIB = 2**20
@@ -49,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RankError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 1
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(args.json, result)
     print(render(result))
     return 1 if result["failures"] else 0
 
@@ -114,9 +111,7 @@ def _summed(
     if len(mine) < args.models:
         print(f"soak: time was up after {len(mine)} of {args.models} models", file=sys.stderr)
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "torch": _torch_version(),
-        "command": " ".join(["python -m benchmarks.soak", *sys.argv[1:]]),
+        **document_of("python -m benchmarks.soak", None),
         "ranks": args.ranks,
         "models": len(mine),
         "steps": sum(c["steps"] for c in mine),
@@ -142,20 +137,13 @@ def _growth_mib(resident: Sequence[int]) -> float | None:
     return float(rise / (len(late) - half) / _MIB)
 
 
-def _torch_version() -> str:
-    from importlib.metadata import version
-
-    return version("torch")
-
-
 def render(result: dict[str, Any]) -> str:
     """What was done and found, in a few lines."""
     before, after = result["collectives"]
     growth = result["growth_mib_per_model"]
     rose = "too short a run to tell its growth" if growth is None else f"{growth:+.2f} per model"
     lines = [
-        f"{result['date']}, torch {result['torch']}",
-        f"command: {result['command']}",
+        title(result),
         "",
         f"models      {result['models']}, on {result['ranks']} ranks, in {result['seconds']:.0f} s",
         f"steps       {result['steps']}",
@@ -170,29 +158,19 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-    def number(name: str, value: int, text: str) -> None:
-        parser.add_argument(
-            f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: {value})"
-        )
-
-    number("models", 200, "models")
-    number("ranks", 2, "ranks, an even number")
-    number("steps", 3, "optimizer steps of each")
-    number("seed", 0, "of all models")
-    number("first", 0, "number of the first model")
-    number("inductor-every", 20, "every so many models one for Inductor, 0: none")
+    parser = parser_of("python -m benchmarks.soak", __doc__)
+    add_number(parser, "models", 200, "models")
+    add_number(parser, "ranks", 2, "ranks, an even number")
+    add_number(parser, "steps", 3, "optimizer steps of each")
+    add_number(parser, "seed", 0, "of all models")
+    add_number(parser, "first", 0, "number of the first model")
+    add_number(parser, "inductor-every", 20, "every so many models one for Inductor, 0: none")
     parser.add_argument("--minutes", type=float, default=60.0, metavar="M", help="default: 60")
     parser.add_argument(
         "--growth-mib", type=float, default=0.5, metavar="MIB", help="per model (default: 0.5)"
     )
     parser.add_argument("--wrong-order", action="store_true", help="pack in reverse: the control")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all cases to FILE")
+    add_json(parser, "also write all cases to FILE")
     return parser
 
 

@@ -13,10 +13,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from benchmarks.parity_ranks import DTYPES
 from benchmarks.soak_cases import Case, Item, random_units
 from torch_ext_bucketing.testing.model import RMSNorm
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Mlp(nn.Module):

@@ -10,7 +10,7 @@ import random
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ import torch.nn.functional as F
 from torch._dynamo.guards import CheckFunctionManager
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from benchmarks.parity_ranks import DTYPES, wrap_units
 from benchmarks.soak_cases import Case, coarser, random_case
-from benchmarks.soak_models import DTYPES, batch, build, tied
+from benchmarks.soak_models import batch, build, tied
 from torch_ext_bucketing._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
@@ -35,12 +36,16 @@ from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
-from torch_ext_bucketing.reports.buckets import BucketReport
 from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.scheduling.overlap import Overlap
-from torch_ext_bucketing.testing.payloads import fsdp_payloads
+from torch_ext_bucketing.testing.payloads import (
+    Payload,
+    bucket_payloads,
+    fsdp_payloads,
+    layout_differences,
+)
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 from torch_ext_bucketing.testing.training import Trained, train
@@ -120,9 +125,7 @@ class ReversedOrder:
 def soak_rank(rank: Rank, soak: Soak) -> None:
     """Entry point of a rank. Sends ``("start", text)`` and a :class:`CaseReport` of each case."""
     warnings.simplefilter("ignore")  # bounds that can't be kept are part of the cases
-    topology = RingTopology(
-        ranks_per_node=rank.world_size // 2, nodes=2, channels=4, chunk_bytes=16
-    )
+    topology = RingTopology(ranks_per_node=rank.world_size // 2, channels=4, chunk_bytes=16)
     deadline = time.monotonic() + 60 * soak.minutes
     with ring_rank(rank, topology):
         mesh = init_device_mesh("cpu", (rank.world_size,))
@@ -183,16 +186,8 @@ def _run_case(
     param_dtype = None if case.param_dtype is None else DTYPES[case.param_dtype]
     reduce_dtype = None if case.reduce_dtype is None else DTYPES[case.reduce_dtype]
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
-    for unit in units:
-        modules = [
-            eager.get_submodule(name) for name in ([unit] if isinstance(unit, str) else unit)
-        ]
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=case.reshard,
-        )
+    options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": case.reshard}
+    wrap_units(eager, units, **options)
     real_order = FSDPParamOrder.from_fsdp(eager)
     expected = _train(case, eager, eager, soak.steps, rank)
 
@@ -225,8 +220,10 @@ def _run_case(
     gather_dtype = param_dtype or kept_dtype
     if reduce_dtype is None:
         reduce_dtype = kept_dtype if REDUCES_BY_GRAD_DTYPE else gather_dtype
-    layout = _Layout(eager, order, gather_dtype, reduce_dtype, mesh.size())
-    report.mismatches += _layout_mismatches(case, last, layout, exact_places=not shared)
+    payloads = fsdp_payloads(
+        eager, order, shards=mesh.size(), param_dtype=gather_dtype, reduce_dtype=reduce_dtype
+    )
+    report.mismatches += _layout_mismatches(case, last, order, payloads, exact_places=not shared)
     report.buckets = len(last.buckets)
     before, after = last.collectives_before, last.collectives_after
     report.collectives = (sum(before.values()), sum(after.values()))
@@ -281,60 +278,35 @@ def _compare(report: CaseReport, what: str, mine: Trained, theirs: Trained, exac
             break
 
 
-class _Layout:
-    """Where eager FSDP2 puts each parameter, per kind."""
-
-    def __init__(
-        self,
-        eager: nn.Module,
-        order: FSDPParamOrder,
-        gather_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
-        ranks: int,
-    ) -> None:
-        self.payloads = fsdp_payloads(
-            eager, order, shards=ranks, param_dtype=gather_dtype, reduce_dtype=reduce_dtype
-        )
-        self.aliases = dict(order.aliases)
-        self.position: dict[tuple[str, str], int] = {}
-        reduced = order.reduce_units or order.units
-        for kind, units in (("all_gather", order.units), ("reduce_scatter", reduced)):
-            for fqn in (fqn for unit in units for fqn in unit):
-                self.position[kind, fqn] = len(self.position)
-
-
 def _layout_mismatches(
-    case: Case, report: CompileReport, layout: _Layout, exact_places: bool
+    case: Case,
+    report: CompileReport,
+    order: FSDPParamOrder,
+    payloads: Sequence[Payload],
+    exact_places: bool,
 ) -> list[str]:
     if case.policy == "none" or not case.options.get("payload_order", True):
         return []
+    aliases = dict(order.aliases)
+    reduced = order.reduce_units or order.units
     found = []
     for bucket in report.buckets:
-        names = [layout.aliases.get(m.fqns[0], m.fqns[0]) for m in bucket.members]
-        places = [layout.position[bucket.kind, name] for name in names]
-        if places != sorted(places):
-            found.append(f"{_named(bucket)}: members are not in eager FSDP2's order")
+        units = order.units if bucket.kind == "all_gather" else reduced
+        in_order = [fqn for unit in units for fqn in unit]
+        names = [aliases.get(m.fqns[0], m.fqns[0]) for m in bucket.members]
+        if names != sorted(names, key=in_order.index):
+            members = ", ".join(names[:4])
+            found.append(f"{bucket.kind} of {members}: members are not in eager FSDP2's order")
     if not case.policy.startswith("units") or not exact_places or found:
         return found
-    theirs = {
-        (p.kind, tuple((m.fqn, m.offset, m.nbytes) for m in p.members))
-        for p in layout.payloads
-        if len(p.members) > 1
-    }
-    mine = {
-        (b.kind, tuple((m.fqns[0], m.offset, m.nbytes) for m in b.members))
+    # Backward gathers again only what backward reads, and a parameter alone is in no bucket.
+    mine = [
+        bucket
         for graph in report.graphs
-        for b in graph.buckets
-        # Backward gathers again only what backward reads.
-        if not (graph.stage == "backward" and b.kind == "all_gather")
-    }
-    found += [f"{kind} of {m[0][0]}, ...: not among the buckets" for kind, m in theirs - mine]
-    found += [f"{kind} of {m[0][0]}, ...: no unit of eager FSDP2" for kind, m in mine - theirs]
-    return found
-
-
-def _named(bucket: BucketReport) -> str:
-    return f"{bucket.kind} of {', '.join(m.fqns[0] for m in bucket.members[:4])}"
+        for bucket in graph.buckets
+        if not (graph.stage == "backward" and bucket.kind == "all_gather")
+    ]
+    return layout_differences([p for p in payloads if len(p.members) > 1], bucket_payloads(mine))
 
 
 def _resident_bytes() -> int:

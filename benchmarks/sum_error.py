@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from benchmarks.command import heading, parser_of
+from benchmarks.command import document_of, parser_of, title
 from torch_ext_bucketing.fsdp.all_to_all import sum_in_rank_order
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.sums import RingTopology, simulate_reduce_scatter
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for n, of in by_ranks.items():
             ratio = of[WAYS[0]] / of[WAYS[1]]
             rows.append([f"{mean:g}", str(n), *(f"{of[w]:.2e}" for w in WAYS), f"{ratio:.1f}"])
-    print(f"{heading('benchmarks/sum_error.py', argv, torch.__version__)}\n\n{columns(rows)}")
+    print(f"{title(document_of('benchmarks/sum_error.py', argv))}\n\n{columns(rows)}")
     if args.plot is not None:
         plot(found, args.plot)
     return 0

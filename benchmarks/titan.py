@@ -31,7 +31,7 @@ from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
 from torch_ext_bucketing.graph.collectives import collective_group, set_group_name
 
 from .parallel import World
-from .tracing import Phase, Progress, partitioner
+from .tracing import Phase, Say, partitioner
 
 __all__ = ["TORCHTITAN", "TitanConfig", "problem", "register_operators", "trace_titan"]
 
@@ -77,14 +77,14 @@ class _TracedError(Exception):
 
 
 def trace_titan(
-    config: TitanConfig, world: World, progress: Progress
+    config: TitanConfig, world: World, say: Say
 ) -> dict[tuple[Phase, Any], fx.GraphModule]:
     """Trace a model without weights, as :func:`.trace_model` does.
 
     Args:
         config: the model.
         world: its layout must have experts. The graphs' collectives are on its process groups.
-        progress: told of every stage.
+        say: is told of every stage.
 
     Returns:
         The graphs by phase and whether backward gathers the parameters again.
@@ -101,34 +101,31 @@ def trace_titan(
         mock.patch.object(parallel_dims, "device_type", "cpu"),
         mock.patch.object(utils, "_spmd_backend", _SPMD_BACKEND),
     ):
-        graphs = _trace(config, world, progress)
+        graphs = _trace(config, world, say)
     for gm in graphs.values():
         _name_groups(gm.graph, world)
-    progress.end()
     return graphs
 
 
-def _trace(
-    config: TitanConfig, world: World, progress: Progress
-) -> dict[tuple[Phase, Any], fx.GraphModule]:
+def _trace(config: TitanConfig, world: World, say: Say) -> dict[tuple[Phase, Any], fx.GraphModule]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
     from torchtitan.models.common.attention import VarlenMetadata
 
     graphs: dict[tuple[Phase, Any], fx.GraphModule] = {}
-    progress.stage("build")
+    say("build")
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     model = _build(config, world)
     _make_fake(model, mode)
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        split = partitioner(graphs, progress, input_fqns(gm, inputs, model))
+        split = partitioner(graphs, say, input_fqns(gm, inputs, model))
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             split(joint, joint_inputs, **kwargs)
             raise _TracedError
 
-        progress.stage("joint graph")
+        say("joint graph")
         backend = aot_autograd(
             fw_compiler=None,
             bw_compiler=None,
@@ -138,7 +135,7 @@ def _trace(
         )
         return backend(gm, inputs)
 
-    progress.stage("dynamo")
+    say("dynamo")
     torch._dynamo.reset()
     with mode, torch._dynamo.config.patch(capture_scalar_outputs=True):
         tokens = torch.zeros((config.batch, config.seq), dtype=torch.int64)

@@ -35,12 +35,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +46,17 @@ from torch_ext_bucketing.testing.demo.settings import Settings
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 
+from .command import (
+    add_json,
+    add_number,
+    document_of,
+    names_of,
+    now,
+    parser_of,
+    sayer,
+    title,
+    write_json,
+)
 from .train_ways import BACKENDS, OURS, WAYS, RankReport, Training, combine, problems, ranking
 
 
@@ -90,14 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             Settings(ranks=t.ranks, nodes=1, steps=t.rounds, layers=t.layers, dim=t.dim)
     except ValueError as error:
         parser.error(str(error))
-    document: dict[str, Any] = {
-        "command": " ".join(
-            ["python -m benchmarks.train", *(sys.argv[1:] if argv is None else argv)]
-        ),
-        "date": _now(),
-        "python": platform.python_version(),
-        "cells": _finished(args.json) if args.resume else [],
-    }
+    document = document_of("python -m benchmarks.train", argv)
+    document["cells"] = _finished(args.json) if args.resume else []
     deadline = time.monotonic() + args.timeout
     failed = False
     for training in trainings:
@@ -115,9 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         found = problems(result)
         failed = failed or bool(found)
-        document["cells"].append({**result, "problems": found, "date": _now()})
-        if args.json is not None:
-            args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        document["cells"].append({**result, "problems": found, "date": now()})
+        write_json(args.json, document)
     print(render(document))
     return 1 if failed else 0
 
@@ -128,7 +130,7 @@ def run(training: Training, timeout_s: float) -> dict[str, Any]:
     Raises:
         RankError: a rank failed, or the time limit passed.
     """
-    start = time.monotonic()
+    say = sayer(time.monotonic())
 
     def on_message(rank: int, message: tuple[Any, Any]) -> None:
         if rank == 0:
@@ -136,9 +138,7 @@ def run(training: Training, timeout_s: float) -> dict[str, Any]:
             text = f"{what}: first step {value:.1f} s" if isinstance(what, str) else ""
             text = text or (f"round {what} of {value}" if what % 5 == 0 else "")
             if text:
-                now = time.monotonic() - start
-                name = f"{training.ranks} ranks, {training.backend}"
-                print(f"[{now:5.0f} s] {name}: {text}", file=sys.stderr, flush=True)
+                say(f"{training.ranks} ranks, {training.backend}: {text}")
 
     reports = run_ranks(
         _train_rank,
@@ -162,10 +162,6 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
 def _train_rank(rank: Rank, training: Training) -> RankReport:
     # Imported by the ranks alone: this process never needs torch.
     from .train_ranks import train_rank
@@ -175,14 +171,7 @@ def _train_rank(rank: Rank, training: Training) -> RankReport:
 
 def render(document: dict[str, Any]) -> str:
     """The tables, and what they say."""
-    cells = document["cells"]
-    versions = ", ".join(dict.fromkeys(cell["torch"] for cell in cells)) or "?"
-    parts = [
-        f"{document['date']}, torch {versions}, Python {document['python']}\n"
-        f"command: {document['command']}"
-    ]
-    parts += [_table(cell) for cell in cells]
-    return "\n\n".join(parts)
+    return "\n\n".join([title(document), *map(_table, document["cells"])])
 
 
 def _table(cell: dict[str, Any]) -> str:
@@ -262,43 +251,25 @@ def _ranks(given: str) -> list[int]:
     return [int(part) for part in given.split(",")]
 
 
-def _ways(given: str) -> list[str]:
-    names = [part.strip() for part in given.split(",")]
-    unknown = [name for name in names if name not in WAYS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(WAYS)}")
-    return names
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("python -m benchmarks.train", __doc__)
     default = Training(2, "aot_eager")
-
-    def number(name: str, value: int, text: str) -> None:
-        parser.add_argument(
-            f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: {value})"
-        )
-
     parser.add_argument("--ranks", type=_ranks, default=[2, 4], metavar="LIST", help="default: 2,4")
     parser.add_argument(
         "--backend", choices=(*BACKENDS, "both"), default="both", help="default: both"
     )
     parser.add_argument(
         "--ways",
-        type=_ways,
+        type=names_of(tuple(WAYS)),
         default=list(WAYS),
         metavar="LIST",
         help=f"beside eager (default: {','.join(WAYS)})",
     )
-    number("steps", default.rounds, "timed steps of each way")
-    number("layers", default.layers, "transformer blocks")
-    number("dim", default.dim, "model width, a multiple of 64")
-    number("batch", default.batch, "sequences per rank and step")
-    number("seq", default.seq, "bytes of text per sequence")
+    add_number(parser, "steps", default.rounds, "timed steps of each way")
+    add_number(parser, "layers", default.layers, "transformer blocks")
+    add_number(parser, "dim", default.dim, "model width, a multiple of 64")
+    add_number(parser, "batch", default.batch, "sequences per rank and step")
+    add_number(parser, "seq", default.seq, "bytes of text per sequence")
     parser.add_argument(
         "--predict", action="store_true", help="measure the machine, predict the steps (aot_eager)"
     )
@@ -306,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device", choices=("cpu", "cuda"), default="cpu", help="gloo or NCCL (default: cpu)"
     )
     parser.add_argument("--traces", type=Path, metavar="DIR", help="with --predict: and by traces")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every table")
+    add_json(parser, "written after every table")
     parser.add_argument("--resume", action="store_true", help="keep the tables in --json's file")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="for all")
     return parser

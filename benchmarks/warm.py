@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -37,9 +36,10 @@ import tempfile
 import time
 import types
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from .command import add_json, document_of, parser_of, title, write_json, write_results
 
 HASH_SEEDS = {"plain": None, "plain, one hash seed": "0", "ours": None}
 LIMIT_S = 1200
@@ -47,12 +47,11 @@ LIMIT_S = 1200
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.warm", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of("python -m benchmarks.warm", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--warm", type=int, default=3, help="warm starts of each way")
     parser.add_argument("--ways", nargs="+", choices=HASH_SEEDS, default=list(HASH_SEEDS))
-    parser.add_argument("--json", type=Path, help="also write the results here, a .txt beside it")
+    add_json(parser)
     parser.add_argument(
         "--delay", type=float, default=0.0, metavar="MS", help="of what is done in the cache folder"
     )
@@ -62,14 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         slow_down(os.environ["TORCHINDUCTOR_CACHE_DIR"], args.delay / 1000)
         way, rank, world, port = args.rank
         run_rank(way, int(rank), int(world), int(port))
-    document: dict[str, Any] = {
-        "command": " ".join(["python -m benchmarks.warm", *(argv or sys.argv[1:])]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-        "delay_ms": args.delay,
-        "starts": [],
-    }
+    document = document_of("python -m benchmarks.warm", argv)
+    document |= {"delay_ms": args.delay, "starts": []}
     for world in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             for number in range(1 + args.warm):
@@ -82,13 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                         Path(folder) / way.replace(", ", "-").replace(" ", "-"),
                         args.delay,
                     )
-                    document["torch"] = result.pop("torch")
                     document["starts"].append({"number": number, **result})
-        text = table(document)
-        if args.json:
-            args.json.write_text(json.dumps(document, indent=1) + "\n")
-            args.json.with_suffix(".txt").write_text(text)
-    print(text, end="")
+        write_json(args.json, document)
+    write_results(args.json, document, table(document))
     missed = [
         s for s in document["starts"] if s["way"] == "ours" and s["number"] and s["graphs"][1]
     ]
@@ -145,7 +134,6 @@ def start(way: str, world: int, cache: Path, delay_ms: float = 0.0) -> dict[str,
         "aot": [sum(r["aot"][i] for r in ranks) for i in range(3)],
         "entries": len(entries),
         "delayed": sum(r["delayed"] for r in ranks),
-        "torch": ranks[0]["torch"],
     }
 
 
@@ -199,45 +187,44 @@ def run_rank(way: str, rank: int, world: int, port: int) -> None:
     tokens = torch.arange(128).view(2, 64)
     torch.compile(model, backend=compiler)(tokens).logsumexp(-1).mean().backward()
     finished, times = time.time(), os.times()
-
-    from torch._dynamo.utils import counters
-
-    states = ("hit", "miss", "bypass")
-    result = {
-        "finished": finished,
-        "cpu_seconds": times.user + times.system + times.children_user + times.children_system,
-        "graphs": [counters["inductor"][f"fxgraph_cache_{s}"] for s in states],
-        "aot": [counters["aot_autograd"][f"autograd_cache_{s}"] for s in states],
-        "delayed": len(_delayed),
-        "torch": torch.__version__,
-    }
+    cpu_seconds = times.user + times.system + times.children_user + times.children_system
+    result: dict[str, Any] = {"finished": finished, "cpu_seconds": cpu_seconds}
+    result |= {"delayed": len(_delayed), **cache_counts()}
     print(json.dumps(result), flush=True)
     dist.barrier()
     os._exit(0)
 
 
+def cache_counts() -> dict[str, list[int]]:
+    """Hits, misses and bypasses of this process: of the FX graph cache, and of AOTAutograd's."""
+    from torch._dynamo.utils import counters
+
+    states = ("hit", "miss", "bypass")
+    return {
+        "graphs": [counters["inductor"][f"fxgraph_cache_{s}"] for s in states],
+        "aot": [counters["aot_autograd"][f"autograd_cache_{s}"] for s in states],
+    }
+
+
+def counted(result: dict[str, Any]) -> list[str]:
+    """Two cells of a table: what :func:`cache_counts` says."""
+    return ["/".join(map(str, result[kind])) for kind in ("graphs", "aot")]
+
+
 def table(document: dict[str, Any]) -> str:
     """All starts of each way, and what a warm start of ours costs in those of plain torch."""
-    lines = [
-        f"{document['date']}, torch {document['torch']}, Python {document['python']}, "
-        f"{document['cpus']} CPUs",
-        f"command: {document['command']}",
-    ]
+    from torch_ext_bucketing.testing.demo.table import columns  # not where a plain way runs
+
+    lines = [title(document)]
     for world in dict.fromkeys(s["ranks"] for s in document["starts"]):
         mine = [s for s in document["starts"] if s["ranks"] == world]
-        lines += ["", f"{world} ranks; hit/miss/bypass of all ranks together", ""]
-        lines.append(
-            f"{'way':22}{'start':8}{'seconds':>9}{'CPU s':>8}{'graphs':>11}{'AOT':>9}{'entries':>9}"
-        )
-        for way in dict.fromkeys(s["way"] for s in mine):
-            for s in (s for s in mine if s["way"] == way):
-                graphs, aot = ("/".join(map(str, s[name])) for name in ("graphs", "aot"))
-                lines.append(
-                    f"{way:22}{'warm' if s['number'] else 'cold':8}{s['seconds']:9.1f}"
-                    f"{s['cpu_seconds']:8.1f}{graphs:>11}{aot:>9}{s['entries']:9}"
-                    + f"  {s['delayed']} delayed"
-                    * bool(s["delayed"])
-                )
+        rows = [["way", "start", "seconds", "CPU s", "graphs", "AOT", "entries", "delayed"]]
+        for s in sorted(mine, key=lambda s: list(HASH_SEEDS).index(s["way"])):
+            times = [f"{s['seconds']:.1f}", f"{s['cpu_seconds']:.1f}"]
+            last = [str(s["entries"]), str(s["delayed"] or "")]
+            when = "warm" if s["number"] else "cold"
+            rows.append([s["way"], when, *times, *counted(s), *last])
+        lines += ["", f"{world} ranks; hit/miss/bypass of all ranks together", "", columns(rows)]
         for what in ("seconds", "cpu_seconds"):
             middle = {
                 way: statistics.median(s[what] for s in mine if s["way"] == way and s["number"])
@@ -248,7 +235,7 @@ def table(document: dict[str, Any]) -> str:
                 lines.append(
                     f"warm, ours / plain with one hash seed, medians of {what}: {ratio:.2f}"
                 )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -27,15 +27,18 @@ import importlib
 import importlib.util
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from torch_ext_bucketing.testing.demo.table import columns
+
+from .command import add_json, document_of, parser_of, title, write_results
+from .warm import cache_counts, counted
 
 LIMIT_S = 1200
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,9 +52,8 @@ CHANGED = ("other order", "other policy", "other mesh")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_cells", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--json", type=Path, help="also write the results here, a .txt beside it")
+    parser = parser_of("python -m benchmarks.warm_cells", __doc__)
+    add_json(parser)
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.rank:
@@ -60,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = (*OURS, *titan, OWN)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shutil.copytree(ROOT / "torch_ext_bucketing", folder / "torch_ext_bucketing")
-        shutil.copytree(ROOT / "torch_patches", folder / "torch_patches")
+        for part in ("torch_ext_bucketing", "torch_patches", "benchmarks"):
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(".cache"))
         hooks = folder / "hooks.py"
         hooks.write_text(HOOKS)
         rows = start(folder, "first", 4, dict.fromkeys(cells, "miss"))
@@ -80,18 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         row["ok"] = row["found"] == row["expected"] and (
             changed or row["values"] == values[row["cell"]]
         )
-    document = {
-        "command": " ".join(["python -m benchmarks.warm_cells", *(argv or sys.argv[1:])]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "torch": rows[0]["torch"],
-        "python": platform.python_version(),
-        "rows": rows,
-    }
-    text = table(document)
-    print(text, end="")
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
-        args.json.with_suffix(".txt").write_text(text)
+    document = {**document_of("python -m benchmarks.warm_cells", argv), "rows": rows}
+    write_results(args.json, document, table(document))
     return 0 if all(row["ok"] for row in rows) else 1
 
 
@@ -107,7 +99,7 @@ def start(folder: Path, name: str, world: int, expected: dict[str, str]) -> list
     env["PYTHONPATH"] = str(folder)
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     done = subprocess.run(
-        [sys.executable, *run, __file__, "--rank", *expected],
+        [sys.executable, *run, "-m", "benchmarks.warm_cells", "--rank", *expected],
         env=env,
         cwd=folder,
         capture_output=True,
@@ -140,7 +132,6 @@ def start(folder: Path, name: str, world: int, expected: dict[str, str]) -> list
                 "expected": state,
                 "found": state if as_expected else "something else",
                 "values": values.hexdigest()[:12],
-                "torch": ranks[0]["torch"],
             }
         )
     return rows
@@ -157,7 +148,6 @@ def run_rank(cells: Sequence[str]) -> None:
     dist.init_process_group("gloo")
     result = {
         "rank": dist.get_rank(),
-        "torch": torch.__version__,
         "cells": {cell: run_cell(cell) for cell in cells},
     }
     sys.stdout.write(json.dumps(result) + "\n")  # at once, so that lines of ranks don't mix
@@ -229,28 +219,17 @@ def run_cell(cell: str) -> dict[str, Any]:
         p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
     ]
     bits = b"".join(t.detach().contiguous().numpy().tobytes() for t in (y, *grads))
-    states = ("hit", "miss", "bypass")
-    return {
-        "graphs": [counters["inductor"][f"fxgraph_cache_{s}"] for s in states],
-        "aot": [counters["aot_autograd"][f"autograd_cache_{s}"] for s in states],
-        "values": hashlib.sha256(bits).hexdigest(),
-    }
+    return {**cache_counts(), "values": hashlib.sha256(bits).hexdigest()}
 
 
 def table(document: dict[str, Any]) -> str:
     """A line for each start and cell."""
-    lines = [
-        f"{document['date']}, torch {document['torch']}, Python {document['python']}",
-        f"command: {document['command']}",
-        "hit/miss/bypass of all ranks together; graphs: the FX graph cache, AOT: AOTAutograd's",
-        "",
-        f"{'start':20}{'cell':26}{'graphs':>8}{'AOT':>8}  {'as expected':12}",
-    ]
+    rows = [["start", "cell", "graphs", "AOT", "as expected"]]
     for row in document["rows"]:
-        graphs, aot = ("/".join(map(str, row[kind])) for kind in ("graphs", "aot"))
         said = f"yes: {row['expected']}" if row["ok"] else f"NO: not {row['expected']}"
-        lines.append(f"{row['start']:20}{row['cell']:26}{graphs:>8}{aot:>8}  {said}")
-    return "\n".join(lines) + "\n"
+        rows.append([row["start"], row["cell"], *counted(row), said])
+    about = "hit/miss/bypass of all ranks together; graphs: the FX graph cache, AOT: AOTAutograd's"
+    return "\n".join([title(document), about, "", columns(rows)])
 
 
 if __name__ == "__main__":

@@ -15,11 +15,9 @@ Exit status: 0, or 1 if a rank hung, failed otherwise or computed other values.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -29,7 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +42,9 @@ from torch.distributed.tensor import DTensor
 
 import torch_ext_bucketing as teb
 
+from .command import add_json, add_number, document_of, parser_of, title, write_results
+from .warm import cache_counts
+
 ENTRIES = ("fxgraph", "aotautograd", "torch_ext_bucketing")
 LIMIT_S = 300
 AGREE_S = 40
@@ -52,10 +53,9 @@ TENTH = 10
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_kills", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--json", type=Path, help="also write the results here, a .txt beside it")
+    parser = parser_of("python -m benchmarks.warm_kills", __doc__)
+    add_number(parser, "kills", 50, "kills")
+    add_json(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
@@ -89,19 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 }
             )
             print(rounds[-1], flush=True)
-    document = {
-        "command": " ".join(["python -m benchmarks.warm_kills", *(argv or sys.argv[1:])]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "writes": writes,
-        "rounds": rounds,
-    }
+    document = document_of("python -m benchmarks.warm_kills", argv)
+    document |= {"writes": writes, "rounds": rounds}
     text, well = summary(document)
-    print(text, end="")
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
-        args.json.with_suffix(".txt").write_text(text)
+    write_results(args.json, document, text)
     return 0 if well else 1
 
 
@@ -203,12 +194,7 @@ def run_rank(
     writes = Writes(os.environ["TORCHINDUCTOR_CACHE_DIR"], kill)
     sys.addaudithook(writes)
     values = step(2, compiled)
-    states = ("hit", "miss", "bypass")
-    result = {
-        "values": values,
-        "graphs": [counters["inductor"][f"fxgraph_cache_{s}"] for s in states],
-        "writes": writes.number,
-    }
+    result = {"values": values, "graphs": cache_counts()["graphs"], "writes": writes.number}
     dist.barrier()
     return result
 
@@ -273,8 +259,7 @@ def summary(document: dict[str, Any]) -> tuple[str, bool]:
         and all("rank 1" in text or "closed" in text or "reset" in text for text in alone)
     )
     lines = [
-        f"{document['date']}, torch {document['torch']}, Python {document['python']}",
-        f"command: {document['command']}",
+        title(document),
         "",
         f"rank 1 writes {document['writes']} times to the folder; killed at "
         f"{len({r['killed at write'] for r in rounds})} of them, in {len(rounds)} rounds",
@@ -287,7 +272,7 @@ def summary(document: dict[str, Any]) -> tuple[str, bool]:
         "what rank 0 says, left alone:",
         *(f"    {text[:300]}" for text in dict.fromkeys(alone)),
     ]
-    return "\n".join(lines) + "\n", well
+    return "\n".join(lines), well
 
 
 if __name__ == "__main__":

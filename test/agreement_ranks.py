@@ -1,15 +1,9 @@
-"""What the ranks of ``test_agreement`` run, each as a process of its own: ``main``, or as a command
-
-``python agreement_ranks.py FUNCTION RANK WORLD FOLDER LOG``. Results go to
-``FOLDER/result<rank>.json``.
-"""
+"""What the ranks of ``test_agreement`` run: functions of a :class:`.Rank`."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -28,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.agreement import exchange as agreement
 from torch_ext_bucketing.agreement.before_run import agree
+from torch_ext_bucketing.testing.ring import ring_rank
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 SOON = timedelta(seconds=60)
@@ -51,12 +46,12 @@ class Backwards:
 
 
 class Die(teb.GraphPass):
-    """Ends the process in the middle of compiling."""
+    """Ends a rank's part in the middle of compiling."""
 
     stage = "forward_backward"
 
     def run(self, graph, compilation):
-        os._exit(7)
+        raise RuntimeError("gone")
 
 
 class OtherBlocks(TwoBlocks):
@@ -128,6 +123,12 @@ def outcome(function):
     return [None, "", time.perf_counter() - started]
 
 
+def in_group(rank, function, *args):
+    """``function(rank.rank, *args)`` in a group of all ranks."""
+    with ring_rank(rank, caches=True):
+        return function(rank.rank, *args)
+
+
 def disagree(rank):
     """Cases one after the other, in one pair of processes: a failed comparison breaks nothing."""
     second = rank == 1
@@ -187,28 +188,45 @@ def in_another_group(rank):
 
 
 def dies(rank):
-    """Rank 2 dies while it compiles; then rank 0, which hosts the store."""
-    order = fsdp_order()
-    passes = [teb.BucketUnits(order), *([Die()] if rank == 2 else [])]
+    """Rank 2 is gone in the middle of compiling; then rank 0, which hosts the store."""
+    store = _tcp_store(rank)
+    sizes = {"rank": rank.rank, "world_size": rank.world_size}
+    dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=90), **sizes)
+    passes = [teb.BucketUnits(fsdp_order()), *([Die()] if rank.rank == 2 else [])]
     backend = teb.backend("aot_eager", passes, agree_timeout=timedelta(seconds=2))
     compiled = torch.compile(two_blocks(), backend=backend)
     results = {"step": outcome(lambda: step(compiled, tokens()))}
+    if rank.rank != 1:
+        return None  # and the process ends
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     graph.output(graph.call_function(C10D.all_reduce.default, (x, "sum", "0")))
-    if rank == 0:
-        os._exit(7)
     results["agree"] = outcome(lambda: agree(graph, timeout=SOON))
     return results
 
 
-def same_model(rank):
-    """For ranks whose packages differ."""
+def _tcp_store(rank):
+    """Hosted by rank 0, which tells its port in a file."""
+    port = Path(rank.store_path).with_name("port")
+    if rank.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, rank.world_size, True, wait_for_workers=False)
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
+        return store
+    while not port.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()), rank.world_size, False)
+
+
+def other_edition(rank):
+    """Of the package, on rank 1; what makes an edition is of ``test_caches``."""
+    if rank == 1:
+        agreement.package_digest = "another edition".__str__
     passes = [teb.BucketUnits(fsdp_order())]
     compiled = torch.compile(
         two_blocks(), backend=teb.backend("aot_eager", passes, agree_timeout=SOON)
     )
-    return {"step": outcome(lambda: step(compiled, tokens()))}
+    return outcome(lambda: step(compiled, tokens()))
 
 
 def _inductor(hook, order):
@@ -235,48 +253,12 @@ def _inductor(hook, order):
     return {"outcome": result, "gradients": found, "graphs": graphs, "calls": calls}
 
 
-def inductor(rank):
+def inductor(rank, folder):
     """All compile; then rank 1 has lost its cache; then it has another hook, too."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache{rank}"
     order = teb.FSDPParamOrder.from_fqns(["weight", "bias"])
     results = {"cold": _inductor(order, order)}
     for name, hook in (("warm", order), ("other", Backwards(order))):
         with fresh_cache() if rank == 1 else nullcontext():
             results[name] = _inductor(hook if rank == 1 else order, order)
     return results
-
-
-def _tcp_store(folder, rank, world):
-    """Hosted by rank 0, which tells its port in a file."""
-    port = Path(folder) / "port"
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world, True, wait_for_workers=False)
-        port.with_suffix(".new").write_text(str(store.port))
-        port.with_suffix(".new").rename(port)
-        return store
-    while not port.exists():
-        time.sleep(0.01)
-    return dist.TCPStore("127.0.0.1", int(port.read_text()), world, False)
-
-
-def main(name, rank, world, folder, log, environment=()):
-    """Run the function of this name; what the process prints goes to the file ``log``."""
-    os.environ.update(environment)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    torch.set_num_threads(1)
-    if name == "dies":
-        store = _tcp_store(folder, rank, world)
-    else:
-        store = dist.FileStore(str(Path(folder) / "store"), world)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=90)
-    )
-    result = globals()[name](rank)
-    (Path(folder) / f"result{rank}.json").write_text(json.dumps(result))
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the group, and abort a process that ends by itself
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -46,7 +46,7 @@ def trained(rank, model, run):
 def quick_starts(rank, cases):
     """The digests of eager FSDP2 and its units; per case of keywords of ``recipe`` the digests, what
     each bucket holds and is packed by, and the report's text."""
-    with ring_rank(rank, RingTopology(ranks_per_node=1, nodes=rank.world_size)):
+    with ring_rank(rank, RingTopology(ranks_per_node=1)):
         import torch_ext_bucketing as teb
 
         mesh = init_device_mesh("cpu", (rank.world_size,))

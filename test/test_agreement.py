@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import agreement_ranks
 import pytest
@@ -27,65 +20,17 @@ from torch_ext_bucketing.agreement.launches import (
     Member,
     launches_of,
 )
-from torch_ext_bucketing.testing.ranks import start_context
-
-HERE = Path(__file__).parent
-PACKAGE = Path(teb.__file__).parent
-LIMIT_S = 300
+from torch_ext_bucketing.testing.ranks import run_ranks
 
 
-class Forked:
-    """A rank from the server of all ranks, with ``wait`` and ``kill`` as of ``Popen``."""
-
-    def __init__(self, arguments, environment):
-        self.process = start_context().Process(
-            target=agreement_ranks.main, args=(*arguments, environment)
-        )
-        self.process.start()
-
-    def wait(self, seconds=None):
-        self.process.join(seconds)
-        return self.process.exitcode  # None where it still runs
-
-    def kill(self):
-        self.process.kill()
-
-
-def executed(arguments, environment):
-    """A rank that imports the package that ``environment`` leads it to."""
-    command = [sys.executable, str(HERE / "agreement_ranks.py"), *map(str, arguments)]
-    return subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, text=True
-    )
-
-
-def on_ranks(folder, function, world=2, environments=None, may_die=()):
-    """Run a function of ``agreement_ranks`` on ranks; their results by rank, None of one that died.
-
-    Fails after ``LIMIT_S`` seconds, and leaves no process behind.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    processes, logs = [], [folder / f"log{rank}" for rank in range(world)]
-    deadline = time.monotonic() + LIMIT_S
-    try:
-        for rank in range(world):
-            own = {} if environments is None else environments[rank]
-            start = executed if "PYTHONPATH" in own else Forked
-            processes.append(start((function, rank, world, str(folder), str(logs[rank])), own))
-        codes = [p.wait(max(0.1, deadline - time.monotonic())) for p in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    bad = [r for r, code in enumerate(codes) if code != 0 and r not in may_die]
-    assert not bad, "\n".join(f"rank {r}: {codes[r]}\n{logs[r].read_text()[-3000:]}" for r in bad)
-    results = [folder / f"result{rank}.json" for rank in range(world)]
-    return [json.loads(r.read_text()) if r.exists() else None for r in results]
+def on_ranks(function, *args, world=2):
+    """A function of ``agreement_ranks`` on ranks of one group; the results by rank."""
+    return run_ranks(agreement_ranks.in_group, world, function, *args, timeout_s=300)
 
 
 @pytest.mark.once
-def test_ranks_that_disagree(tmp_path):
-    ranks = on_ranks(tmp_path, "disagree")
+def test_ranks_that_disagree():
+    ranks = on_ranks(agreement_ranks.disagree)
     differ = (
         "other model",
         "other hook",
@@ -142,8 +87,8 @@ def test_ranks_that_disagree(tmp_path):
     assert "Their collectives are still the same" in times[4]
 
 
-def test_a_mismatch_reaches_the_other_groups_of_a_mesh(tmp_path):
-    ranks = on_ranks(tmp_path, "in_another_group", world=4)
+def test_a_mismatch_reaches_the_other_groups_of_a_mesh():
+    ranks = on_ranks(agreement_ranks.in_another_group, world=4)
     for result in ranks:
         error, text, _ = result["backward"]
         assert error == "PlanMismatchError", text
@@ -152,9 +97,8 @@ def test_a_mismatch_reaches_the_other_groups_of_a_mesh(tmp_path):
 
 
 @pytest.mark.once
-def test_ranks_that_die(tmp_path):
-    host, alive, dead = on_ranks(tmp_path, "dies", world=3, may_die=(0, 2))
-    assert host is dead is None
+def test_ranks_that_are_gone():
+    _, alive, _ = run_ranks(agreement_ranks.dies, 3, timeout_s=300)
     error, text, seconds = alive["step"]
     assert error == "RankMissingError", text
     assert re.search(
@@ -169,26 +113,19 @@ def test_ranks_that_die(tmp_path):
 
 
 @pytest.mark.once
-def test_another_edition_of_the_package(tmp_path):
-    other = tmp_path / "package"
-    shutil.copytree(PACKAGE, other / "torch_ext_bucketing")
-    with open(other / "torch_ext_bucketing" / "bucketing" / "merge.py", "a") as file:
-        file.write("# edited\n")
-    ranks = on_ranks(tmp_path, "same_model", environments=[{}, {"PYTHONPATH": str(other)}])
-    for result in ranks:
-        error, text, _ = result["step"]
+def test_another_edition_of_the_package():
+    for error, text, _ in on_ranks(agreement_ranks.other_edition):
         assert error == "PlanMismatchError", text
-        said = re.findall(r"rank (\d): torch (\S+), torch_ext_bucketing (\w{12})$", text, re.M)
+        said = re.findall(r"rank (\d): torch (\S+), torch_ext_bucketing (.{12})$", text, re.M)
         assert [s[0] for s in said] == ["0", "1"]
         assert said[0][1] == said[1][1]
-        assert said[0][2] != said[1][2]
+        assert [s[2] == "another edit" for s in said] == [False, True]
         assert "Their buckets are the same, but not the code that packs them." in text
 
 
 @pytest.mark.slow
 def test_a_warm_cache_and_a_cold_one(tmp_path):
-    caches = [{"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache{rank}")} for rank in (0, 1)]
-    ranks = on_ranks(tmp_path, "inductor", environments=caches)
+    ranks = on_ranks(agreement_ranks.inductor, str(tmp_path))
     for result in ranks:
         for name in ("cold", "warm"):
             assert result[name]["outcome"][0] is None, result[name]["outcome"]

@@ -64,7 +64,7 @@ not_a_function = 3
 
 
 def test_whole_model_fits_one_bucket():
-    report = explain(f"{HERE}:two_blocks", cap_mb=1.0, world_size=4)
+    report = explain(f"{HERE}:two_blocks", cap_mb=1.0, world_size=4).report
     assert [g.stage for g in report.graphs] == ["forward", "backward"]
     assert report.collectives_after == {"all_gather": 2, "reduce_scatter": 1}
     for bucket in report.buckets:
@@ -114,11 +114,10 @@ def test_reductions_by_all_to_all_are_shown_beside_rings(capsys, tmp_path):
 
 
 def test_the_goal_speed():
-    taken = []
-    report = explain(f"{HERE}:two_blocks", goal="speed", world_size=4, taken=taken)
-    names = [type(p).__name__ for p in taken]
+    found = explain(f"{HERE}:two_blocks", goal="speed", world_size=4)
+    names = [type(p).__name__ for p in found.passes]
     assert names == ["CombineUses", "ReshardAfterForward", "BucketAndSchedule"]
-    assert len(report.schedules) == 2
+    assert len(found.report.schedules) == 2
     with pytest.raises(ExplainError, match=r"recipe\(model, 'parity'\): no repeated blocks"):
         explain(f"{HERE}:one_layer", goal="parity", world_size=4)
 
@@ -133,12 +132,12 @@ def test_a_goal_takes_no_options_of_modes(capsys, options):
 
 
 def test_modes():
-    none = explain(f"{HERE}:two_blocks", mode="none", world_size=4)
+    none = explain(f"{HERE}:two_blocks", mode="none", world_size=4).report
     assert none.collectives_before == none.collectives_after
-    hsdp = explain(f"{HERE}:two_blocks_on_replicas", cap_mb=1.0, world_size=4, primary=True)
+    hsdp = explain(f"{HERE}:two_blocks_on_replicas", cap_mb=1.0, world_size=4, primary=True).report
     # All-reduces are on the replicas' group, which is not the primary one.
     assert hsdp.collectives_after["all_reduce"] == hsdp.collectives_before["all_reduce"]
-    every = explain(f"{HERE}:two_blocks_on_replicas", cap_mb=1.0, world_size=4)
+    every = explain(f"{HERE}:two_blocks_on_replicas", cap_mb=1.0, world_size=4).report
     assert every.collectives_after["all_reduce"] == 1
 
 

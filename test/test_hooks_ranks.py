@@ -58,7 +58,7 @@ def digests(rank: Rank, model: nn.Module, run) -> tuple[list[str], dict[str, int
 def one_unit(rank: Rank) -> dict[str, tuple[list[str], dict[str, int]]]:
     """What :func:`digests` gives for eager FSDP2, all of it one unit, and for each of ``RUNS``."""
     teb.hooks.install()
-    with ring_rank(rank, RingTopology(ranks_per_node=2, nodes=2, channels=8, chunk_bytes=128)):
+    with ring_rank(rank, RingTopology(ranks_per_node=2, channels=8, chunk_bytes=128)):
         mesh = init_device_mesh("cpu", (rank.world_size,))
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
         eager = small_model()

@@ -189,20 +189,6 @@ def _modules_threads_and_environment(rank: Rank) -> tuple[list[str], int, str | 
     return sorted(sys.modules), threads, os.environ.get("OF_THIS_RUN")
 
 
-def _group(rank: int, offset: int) -> int:
-    import torch
-
-    x = torch.tensor([float(rank + offset)])
-    torch.distributed.all_reduce(x)
-    return int(x)
-
-
-def _dies(rank: int) -> None:
-    if rank == 1:
-        print("last words", flush=True)
-        os._exit(7)
-
-
 def test_ranks_have_torch_imported_and_one_thread():
     found = run_ranks(
         _modules_threads_and_environment,
@@ -217,20 +203,6 @@ def test_ranks_have_torch_imported_and_one_thread():
     # What one run put into its ranks' environment is not in the next one's.
     (again,) = run_ranks(_modules_threads_and_environment, 1, timeout_s=120)
     assert again[2] is None
-
-
-def test_ranks_share_a_group():
-    from torch_ext_bucketing.testing.ring import on_ranks
-
-    assert on_ranks(_group, 10) == [21, 21]
-    assert on_ranks(_group, 0, world=3) == [3, 3, 3]
-
-
-def test_a_rank_that_dies_is_shown_with_its_last_words():
-    from torch_ext_bucketing.testing.ring import on_ranks
-
-    with pytest.raises(RankError, match=r"rank 1 died: exit code 7(?s:.*)last words"):
-        on_ranks(_dies)
 
 
 def test_an_import_that_fails_in_the_server_is_named(tmp_path):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import time
-import traceback
-import warnings
+import functools
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -20,12 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from torch_ext_bucketing.testing.ranks import run_ranks
 from torch_ext_bucketing.testing.ring import (
     RingProcessGroup,
     RingTopology,
     init_ring_process_group,
     register_ring_backend,
     ring_order,
+    ring_rank,
     simulate_all_reduce,
     simulate_reduce_scatter,
 )
@@ -103,10 +102,8 @@ def test_a_ring_visits_every_rank_once_and_stays_on_a_node(ranks_per_node, chann
     [
         (lambda: RingTopology(0), "ranks_per_node must be a positive integer, got 0"),
         (lambda: RingTopology(2, channels=2.0), "channels must be a positive integer"),
-        (lambda: RingTopology(2, nodes=-1), "nodes must be a positive integer"),
         (lambda: RingTopology(2, chunk_bytes=100), "use 112"),
         (lambda: RingTopology(3).nodes_of(4), "start a multiple of 3"),
-        (lambda: RingTopology(2, nodes=3).nodes_of(4), "use nodes=2"),
         (lambda: ring_order(RingTopology(2), 8, [0, 1]), "channels 0 to 7"),
         (lambda: ring_order(RingTopology(2), 0, [0, 0]), "distinct"),
         (lambda: simulate_reduce_scatter([torch.ones(3)] * 2, RingTopology(2)), "pad it"),
@@ -125,7 +122,6 @@ def test_bad_input_is_refused_with_advice(make, says):
 
 def test_nodes_follow_from_the_world_size():
     assert RingTopology(2).nodes_of(8) == 4
-    assert RingTopology(2, nodes=4).nodes_of(8) == 4
 
 
 # ---- arithmetic -----------------------------------------------------------------------------------
@@ -168,37 +164,25 @@ dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.in
 
 @settings(deadline=None, max_examples=60)
 @given(topologies, groups, dtypes, st.integers(0, 40), st.sampled_from([SUM, AVG, MAX]))
-def test_reduce_scatter_is_the_rule_for_every_element(topology, group, dtype, count, op):
+def test_every_element_is_by_the_rule(topology, group, dtype, count, op):
     if op == AVG and not dtype.is_floating_point:
         op = SUM
     n, item = len(group), dtype.itemsize
     inputs = inputs_of(n, (n * count,), dtype, seed=count)
-    got = simulate_reduce_scatter(inputs, topology, group, op)
-    for r in range(n):
-        slices = [x[r * count : (r + 1) * count] for x in inputs]
-        want = element_by_element(
-            slices,
-            topology,
-            group,
-            op,
-            dtype,
-            lambda e, r=r: (e * item // topology.chunk_bytes % topology.channels, r, False),
-        )
-        assert same_bits(got[r], want)
 
+    def of_slice(rank):
+        def pick(e):
+            return e * item // topology.chunk_bytes % topology.channels, rank, False
 
-@settings(deadline=None, max_examples=60)
-@given(topologies, groups, dtypes, st.integers(0, 150), st.sampled_from([SUM, AVG, MAX]))
-def test_all_reduce_is_the_rule_for_every_element(topology, group, dtype, count, op):
-    if op == AVG and not dtype.is_floating_point:
-        op = SUM
-    n, item = len(group), dtype.itemsize
-    inputs = inputs_of(n, (count,), dtype, seed=count)
+        slices = [x[rank * count : (rank + 1) * count] for x in inputs]
+        return element_by_element(slices, topology, group, op, dtype, pick)
 
     def pick(e):
         piece = e * item // topology.chunk_bytes
         return piece // n % topology.channels, piece % n, True
 
+    for rank, got in enumerate(simulate_reduce_scatter(inputs, topology, group, op)):
+        assert same_bits(got, of_slice(rank))
     want = element_by_element(inputs, topology, group, op, dtype, pick)
     for got in simulate_all_reduce(inputs, topology, group, op):
         assert same_bits(got, want)
@@ -226,27 +210,6 @@ def test_hand_computed_ring():
     assert simulate_all_reduce(inputs, topology)[2].tolist() == loop0 + loop1 + loop0[:16]
 
 
-@settings(deadline=None, max_examples=50)
-@given(
-    topologies,
-    st.integers(2, 12),
-    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-    st.integers(0, 2**16),
-)
-def test_error_against_float64_is_within_the_bound_of_recursive_summation(topology, n, dtype, seed):
-    inputs = inputs_of(n, (n * 37,), dtype, seed)
-    exact = torch.stack([x.double() for x in inputs]).sum(0)
-    # Higham, Accuracy and Stability, (4.4): |error| <= gamma(n - 1) * sum |x|, unit roundoff eps / 2
-    u = torch.finfo(dtype).eps / 2
-    gamma = (n - 1) * u / (1 - (n - 1) * u)
-    bound = gamma * torch.stack([x.double().abs() for x in inputs]).sum(0)
-    for got in (
-        torch.cat(simulate_reduce_scatter(inputs, topology)),
-        simulate_all_reduce(inputs, topology)[0],
-    ):
-        assert ((got.double() - exact).abs() <= bound).all()
-
-
 def test_offset_decides_the_bits_with_two_nodes_and_not_with_one():
     n, count = 4, 4096
     inputs = inputs_of(n, (n, count), torch.bfloat16)
@@ -260,17 +223,6 @@ def test_offset_decides_the_bits_with_two_nodes_and_not_with_one():
     assert differing(RingTopology(4)) == 0
     assert differing(RingTopology(2)) > 100
     assert differing(RingTopology(2, channels=1)) == 0
-
-
-def test_one_loop_on_the_groups_own_ring_gives_the_bits_of_reduce_scatter():
-    topology = RingTopology(4, chunk_bytes=64)
-    inputs = inputs_of(4, (4 * 32,), torch.bfloat16)
-    shards = torch.cat(simulate_reduce_scatter(inputs, topology))
-    assert same_bits(simulate_all_reduce(inputs, topology)[0], shards)
-    # one loop more and the two part: position j of loop 1 is another rank's slice
-    inputs = inputs_of(4, (8 * 32,), torch.bfloat16)
-    shards = torch.cat(simulate_reduce_scatter(inputs, topology))
-    assert not torch.equal(simulate_all_reduce(inputs, topology)[0], shards)
 
 
 def test_avg_multiplies_first_and_divides_integers_last():
@@ -327,25 +279,8 @@ def test_unsupported_ops_are_named(op, dtype, says):
         assert simulate.__name__ in str(error.value)
 
 
-def test_large_simulations_agree_with_small_ones():
-    # the gather path (many destinations at once) against rank 5's own slice alone
-    n, topology = 64, RingTopology(8)
-    inputs = inputs_of(n, (n * 300,), torch.bfloat16)
-    got = simulate_reduce_scatter(inputs, topology)[5]
-    want = element_by_element(
-        [x[5 * 300 : 5 * 300 + 300] for x in inputs],
-        topology,
-        list(range(n)),
-        SUM,
-        torch.bfloat16,
-        lambda e: (e * 2 // topology.chunk_bytes % topology.channels, 5, False),
-    )
-    assert same_bits(got, want)
-
-
 # ---- real ranks -----------------------------------------------------------------------------------
-# Ranks are started once per topology and run every check below in the same order; a test then reads
-# what all ranks said about one check.
+# Ranks are started once per topology and run every check below in the same order.
 
 
 class Ranks:
@@ -459,16 +394,12 @@ def check_async_works(t):
         assert same_bits(out, want)
 
 
-def check_deterministic(t):
-    x = inputs_of(t.world, (t.world * 1000,), torch.bfloat16)
-    outs = []
-    for _ in range(3):
-        y = x[t.rank].clone()
-        dist.all_reduce(y)
-        outs.append(y)
-    everyone = [torch.empty_like(y) for _ in range(t.world)]
-    dist.all_gather(everyone, outs[0])
-    assert all(torch.equal(v, outs[0]) for v in everyone + outs)
+def check_all_ranks_agree(t):
+    x = inputs_of(t.world, (t.world * 1000,), torch.bfloat16)[t.rank]
+    dist.all_reduce(x)
+    everyone = [torch.empty_like(x) for _ in range(t.world)]
+    dist.all_gather(everyone, x)
+    assert all(torch.equal(v, x) for v in everyone)
 
 
 def check_one_thread_per_group(t):
@@ -635,66 +566,50 @@ def small_model():
     return nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)))
 
 
-def gradients_of_every_rank(t, dtype):
-    """Per rank, the unsharded gradients of its own batch, computed here."""
-    grads = []
-    for r in range(t.world):
-        model = small_model().to(dtype)
-        model(batch_of(r).to(dtype)).float().square().sum().backward()
-        grads.append([[p.grad for p in layer.parameters()] for layer in model])
-    return grads
-
-
 def batch_of(rank):
     return torch.randn(8, 24, generator=torch.Generator().manual_seed(100 + rank))
 
 
 def check_eager_fsdp2(t):
-    n = t.world
-    for param, reduce in (
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
+    """On one mesh dimension, and as HSDP: first over each node's shards, then between nodes."""
+    one, two = init_device_mesh("cpu", (t.world,)), mesh_2d(t)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for mesh, *dtypes in (
+        (one, fp32, fp32),
+        (one, bf16, fp32),
+        (one, bf16, bf16),
+        (two, fp32, fp32),
     ):
         model = small_model()
-        policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
-        for layer in model:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+        policy = MixedPrecisionPolicy(*dtypes)
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
         model(batch_of(t.rank)).float().square().sum().backward()
-        grads = gradients_of_every_rank(t, param)
+        shard, replicas = [list(range(t.world))], [t.rank]
+        if mesh is two:
+            node = dist.get_process_group_ranks(mesh.get_group("shard"))
+            replicas = dist.get_process_group_ranks(mesh.get_group("replicate"))
+            shard = [[r - t.rank + other for other in node] for r in replicas]
         for i, layer in enumerate(model):
-            payloads = [
-                torch._chunk_cat([g.to(reduce) for g in grads[r][i]], dim=0, num_chunks=n).view(-1)
-                for r in range(n)
-            ]
-            want = t.rs(payloads, AVG)
+            shards = []
+            for ranks in shard:
+                grads = [unsharded_gradients(i, r, *dtypes) for r in ranks]
+                n = len(ranks)
+                payloads = [torch._chunk_cat(g, dim=0, num_chunks=n).view(-1) for g in grads]
+                found = simulate_reduce_scatter(payloads, t.topology, ranks, AVG)
+                shards.append(found[shard[replicas.index(t.rank)].index(t.rank)])
+            want = t.ar(shards, AVG, group=replicas)
             got = torch.cat([p.grad.to_local().reshape(-1) for p in layer.parameters()])
             # eager FSDP2 drops the padding rows of uneven shards; 24 divides by 2 and 4
-            assert same_bits(got, want.float()), (param, reduce, i)
+            assert same_bits(got, want.float()), (mesh, dtypes, i)
 
 
-def check_hsdp(t):
-    mesh = mesh_2d(t)
-    model = small_model()
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model(batch_of(t.rank)).float().square().sum().backward()
-    grads = gradients_of_every_rank(t, torch.float32)
-    shard = dist.get_process_group_ranks(mesh.get_group("shard"))
-    replicate = dist.get_process_group_ranks(mesh.get_group("replicate"))
-    k, me = len(shard), shard.index(t.rank)
-    for i, layer in enumerate(model):
-        # first over each node's shards, then between the nodes
-        shards = []
-        for r in replicate:
-            node = [r - me + j for j in range(k)]
-            payloads = [torch._chunk_cat(grads[s][i], dim=0, num_chunks=k).view(-1) for s in node]
-            shards.append(simulate_reduce_scatter(payloads, t.topology, node, AVG)[me])
-        want = t.ar(shards, AVG, group=replicate)
-        got = torch.cat([p.grad.to_local().reshape(-1) for p in layer.parameters()])
-        assert same_bits(got, want), i
+@functools.cache
+def unsharded_gradients(layer, rank, param, reduce):
+    """Of a rank's own batch, computed here."""
+    model = small_model().to(param)
+    model(batch_of(rank).to(param)).float().square().sum().backward()
+    return [p.grad.to(reduce) for p in model[layer].parameters()]
 
 
 def check_ddp(t):
@@ -716,116 +631,46 @@ CHECKS = [name for name in list(globals()) if name.startswith("check_")]
 ONLY_WITH_TWO_RANKS = {"check_compiled_with_inductor"}
 
 
-def _rank_main(rank, world, topology, folder):
-    torch.set_num_threads(1)
-    said = {}
-    t = Ranks(rank, world, topology)
-    try:
-        init_ring_process_group(
-            rank,
-            world,
-            init_method=f"file://{folder}/store",
-            topology=topology,
-            timeout=timedelta(seconds=180),  # importing torch is slow on a busy machine
-        )
+def _all_checks(rank, topology):
+    t = Ranks(rank.rank, rank.world_size, topology)
+    with ring_rank(rank, topology):
         for name in CHECKS:
-            if world == 2 or name not in ONLY_WITH_TWO_RANKS:
-                said[name] = "not finished"
+            if t.world == 2 or name not in ONLY_WITH_TWO_RANKS:
                 globals()[name](t)
-                said[name] = "ok"
-        said["teardown"] = "not finished"
-        _teardown_and_again(t, folder)
-        said["teardown"] = "ok"
-    except BaseException:
-        said = {k: v if v == "ok" else traceback.format_exc() for k, v in said.items()}
-        said.setdefault("init", traceback.format_exc())
-        raise
-    finally:
-        with open(f"{folder}/rank{rank}.json", "w") as file:
-            json.dump(said, file)
-
-
-def _teardown_and_again(t, folder):
-    log = f"{folder}/stderr{t.rank}"
-    saved = os.dup(2)
-    with open(log, "w") as file:
-        os.dup2(file.fileno(), 2)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            dist.destroy_process_group()
-            # by name alone, as a launcher would
-            register_ring_backend(t.topology)
-            register_ring_backend()
-            dist.init_process_group(
-                "ring", rank=t.rank, world_size=t.world, init_method=f"file://{folder}/again"
-            )
-            assert dist.group.WORLD.topology == t.topology
-            check_deterministic(t)
-            dist.destroy_process_group()
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
     assert not dist.is_initialized()
-    with open(log) as file:
-        assert file.read() == ""
-    # Left open when the process ends: it must end quietly all the same.
-    init_ring_process_group(
-        t.rank, t.world, init_method=f"file://{folder}/open", topology=t.topology
+    # by name alone, as a launcher would
+    register_ring_backend()
+    dist.init_process_group(
+        "ring", rank=t.rank, world_size=t.world, init_method=f"file://{rank.store_path}-again"
     )
-    dist.all_reduce(torch.ones(100_000))
+    assert dist.group.WORLD.topology == t.topology
+    check_all_ranks_agree(t)
+    dist.destroy_process_group()
 
 
-def _start(world, topology, folder, seconds=400):
-    """Run all checks on real ranks; {check: {rank: 'ok' or traceback}}."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        ranks = mp.spawn(_rank_main, (world, topology, str(folder)), world, join=False)
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-    deadline, crash = time.monotonic() + seconds, None
-    try:
-        while not ranks.join(timeout=5):
-            if time.monotonic() > deadline:
-                crash = f"ranks still ran after {seconds} s"
-                break
-    except mp.ProcessRaisedException as error:
-        crash = str(error)
-    finally:
-        for process in ranks.processes:
-            process.kill()
-            process.join()
-    said = {}
-    for rank in range(world):
-        path = folder / f"rank{rank}.json"
-        for name, text in (json.loads(path.read_text()) if path.exists() else {}).items():
-            said.setdefault(name, {})[rank] = text
-    return said, crash
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param((2, 1), marks=[pytest.mark.once, pytest.mark.slow]), (4, 2)],
+@pytest.mark.parametrize(
+    ("world", "per_node"),
+    [pytest.param(2, 1, marks=[pytest.mark.once, pytest.mark.slow]), (4, 2)],
     ids=["2x1", "2x2"],
 )
-def ranks(request, tmp_path_factory):
-    world, per_node = request.param
-    topology = RingTopology(per_node, channels=4, chunk_bytes=32, nodes=2)
-    return world, *_start(world, topology, tmp_path_factory.mktemp("ranks"))
+def test_real_ranks(world, per_node):
+    topology = RingTopology(per_node, channels=4, chunk_bytes=32)
+    run_ranks(_all_checks, world, topology, timeout_s=400)
 
 
-@pytest.mark.parametrize("check", [*CHECKS, "teardown"])
-def test_real_ranks(ranks, check):
-    world, said, crash = ranks
-    if world != 2 and check in ONLY_WITH_TWO_RANKS:
-        pytest.skip("compiles C++ on every rank; run with two ranks only")
-    assert said.get(check) == dict.fromkeys(range(world), "ok"), crash
-    if check == "teardown":
-        assert crash is None
+LEFT_OPEN = """
+import sys, torch, torch.distributed as dist
+from torch_ext_bucketing.testing.ring import init_ring_process_group
+init_ring_process_group(0, 1, init_method=f"file://{sys.argv[1]}")
+dist.all_reduce(torch.ones(100_000))
+"""
+
+
+@pytest.mark.once
+def test_a_process_ends_quietly_with_its_group_left_open(tmp_path):
+    command = [sys.executable, "-W", "error", "-c", LEFT_OPEN, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_ranks_that_torchrun_restarts_find_nothing_of_their_predecessors(monkeypatch):

@@ -24,64 +24,38 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import hooks as hooks
-    from .agreement.exchange import PlanMismatchError, RankMissingError
-    from .fsdp.all_to_all import AllToAllAllReduce, AllToAllReduceScatter
-    from .fsdp.blocks import transformer_block_plan
-    from .fsdp.manual import manual_plan
-    from .fsdp.order import FSDPParamOrder
-    from .fsdp.simple_fsdp import data_parallel
-    from .passes.all_to_all import ReduceByAllToAll
-    from .passes.backends import backend
-    from .passes.base import GraphPass
-    from .passes.bucketing import BucketByCap, BucketUnits
-    from .passes.diagnostics import NotBucketedWarning
-    from .passes.scheduling import BucketAndSchedule, Schedule
-    from .passes.tagging import TagParameters
-    from .recipes import recipe
-    from .reports.compile import CompileReport
-    from .rewrites.combine_uses import CombineUses
-    from .rewrites.reduce_scatter_first import ReduceScatterFirst
-    from .rewrites.resharding import ReshardAfterForward
-    from .rewrites.separate_groups import SeparateGroups
-    from .scheduling.machine import Machine
-    from .scheduling.memory import CapComputeRun, PeakMemory
-    from .scheduling.overlap import Overlap
-    from .scheduling.policy import Policy
-    from .scheduling.scheduler import BoundNotKeptWarning
+    from . import testing as testing
+    from .agreement.exchange import PlanMismatchError as PlanMismatchError
+    from .agreement.exchange import RankMissingError as RankMissingError
+    from .fsdp.all_to_all import AllToAllAllReduce as AllToAllAllReduce
+    from .fsdp.all_to_all import AllToAllReduceScatter as AllToAllReduceScatter
+    from .fsdp.blocks import transformer_block_plan as transformer_block_plan
+    from .fsdp.manual import manual_plan as manual_plan
+    from .fsdp.order import FSDPParamOrder as FSDPParamOrder
+    from .fsdp.simple_fsdp import data_parallel as data_parallel
+    from .passes.all_to_all import ReduceByAllToAll as ReduceByAllToAll
+    from .passes.backends import backend as backend
+    from .passes.base import GraphPass as GraphPass
+    from .passes.bucketing import BucketByCap as BucketByCap
+    from .passes.bucketing import BucketUnits as BucketUnits
+    from .passes.diagnostics import NotBucketedWarning as NotBucketedWarning
+    from .passes.scheduling import BucketAndSchedule as BucketAndSchedule
+    from .passes.scheduling import Schedule as Schedule
+    from .passes.tagging import TagParameters as TagParameters
+    from .recipes import recipe as recipe
+    from .reports.compile import CompileReport as CompileReport
+    from .rewrites.combine_uses import CombineUses as CombineUses
+    from .rewrites.reduce_scatter_first import ReduceScatterFirst as ReduceScatterFirst
+    from .rewrites.resharding import ReshardAfterForward as ReshardAfterForward
+    from .rewrites.separate_groups import SeparateGroups as SeparateGroups
+    from .scheduling.machine import Machine as Machine
+    from .scheduling.memory import CapComputeRun as CapComputeRun
+    from .scheduling.memory import PeakMemory as PeakMemory
+    from .scheduling.overlap import Overlap as Overlap
+    from .scheduling.policy import Policy as Policy
+    from .scheduling.scheduler import BoundNotKeptWarning as BoundNotKeptWarning
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AllToAllAllReduce",
-    "AllToAllReduceScatter",
-    "BoundNotKeptWarning",
-    "BucketAndSchedule",
-    "BucketByCap",
-    "BucketUnits",
-    "CapComputeRun",
-    "CombineUses",
-    "CompileReport",
-    "FSDPParamOrder",
-    "GraphPass",
-    "Machine",
-    "NotBucketedWarning",
-    "Overlap",
-    "PeakMemory",
-    "PlanMismatchError",
-    "Policy",
-    "RankMissingError",
-    "ReduceByAllToAll",
-    "ReduceScatterFirst",
-    "ReshardAfterForward",
-    "Schedule",
-    "SeparateGroups",
-    "TagParameters",
-    "backend",
-    "data_parallel",
-    "manual_plan",
-    "recipe",
-    "transformer_block_plan",
-]
 
 _HOME = {
     "agreement.exchange": ("PlanMismatchError", "RankMissingError"),
@@ -110,12 +84,13 @@ _HOME = {
     "scheduling.scheduler": ("BoundNotKeptWarning",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> object:
     """Import what is asked for when it is asked for: importing the package stays cheap."""
-    if name == "hooks":
-        return _importlib.import_module(f"{__name__}.hooks")
+    if name in ("hooks", "testing"):
+        return _importlib.import_module(f"{__name__}.{name}")
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -125,4 +100,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "hooks"})
+    return sorted({*globals(), *__all__, "hooks", "testing"})

@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import __version__, explain, measure
+from . import __version__
+from .commands import explain, measure
+from .testing import compare_cli as compare
 from .testing.demo import cli as demo
 
 
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(required=True, metavar="command")
     from .hooks import command as patch  # only here: nothing of the package needs the hooks
 
-    for subcommand in (patch, demo, explain, measure):
+    for subcommand in (patch, demo, compare, explain, measure):
         subcommand.add_parser(subparsers)
     args = parser.parse_args(argv)
     status: int = args.run(args)

@@ -10,10 +10,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.resources
 import importlib.util
-import pkgutil
 import sys
+from collections.abc import Iterator
+from importlib.resources.abc import Traversable
 from pathlib import Path
+
+_NO_SOURCE = (
+    "the source of module {!r} can't be read, so no stable uuid can be made of it: install the "
+    "package with its .py files"
+)
 
 
 @functools.cache
@@ -28,11 +35,7 @@ def source_digest(*module_names: str) -> str:
     for name in module_names:
         source = _source_of(name)
         if source is None:
-            raise RuntimeError(
-                f"the source of module {name!r} can't be read, so no stable uuid can be made of "
-                "it: "
-                "install the package with its .py files"
-            )
+            raise RuntimeError(_NO_SOURCE.format(name))
         digest.update(f"{name}\0{len(source)}\0{source}".encode())
     return digest.hexdigest()
 
@@ -47,25 +50,19 @@ def package_digest() -> str:
     Raises:
         RuntimeError: as of :func:`source_digest`.
     """
-    if isinstance(_PACKAGE, RuntimeError):
-        raise _PACKAGE
+    if not _PACKAGE:
+        raise RuntimeError(_NO_SOURCE.format(__package__))
     return _PACKAGE
 
 
-def package_modules() -> list[str]:
-    """Names of the modules that :func:`package_digest` covers, sorted. None is imported for it."""
-    root = __package__
-    names, folders = [root], [(root, sys.modules[root].__path__)]
-    while folders:
-        folder, path = folders.pop()
-        for module in pkgutil.iter_modules(path, f"{folder}."):
-            if module.name in (f"{root}.hooks", f"{root}.testing"):
-                continue
-            names.append(module.name)
-            if module.ispkg:
-                inside = [str(Path(p) / module.name.rpartition(".")[2]) for p in path]
-                folders.append((module.name, inside))
-    return sorted(names)
+def _sources(folder: Traversable, apart: tuple[str, ...] = ()) -> Iterator[str]:
+    """Names and sources of the modules in a folder and those below it, but for those ``apart``."""
+    for item in sorted(folder.iterdir(), key=lambda item: item.name):
+        if item.is_dir() and item.name not in apart:
+            yield item.name
+            yield from _sources(item)
+        elif item.name.endswith(".py"):
+            yield from (item.name, item.read_text(encoding="utf-8"))
 
 
 _noted: dict[str, str] = {}
@@ -115,11 +112,5 @@ def _source_of(name: str) -> str | None:
         return None
 
 
-def _package() -> str | RuntimeError:
-    try:
-        return source_digest(*package_modules())
-    except RuntimeError as error:
-        return error
-
-
-_PACKAGE = _package()
+_package = "\0".join(_sources(importlib.resources.files(__package__), apart=("hooks", "testing")))
+_PACKAGE = hashlib.sha256(_package.encode()).hexdigest() if _package else ""

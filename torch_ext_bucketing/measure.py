@@ -1,4 +1,4 @@
-"""``torchrun ... -m torch_ext_bucketing measure``: what this cluster's networks and kernels take.
+"""What a cluster's networks and kernels take, measured by all ranks of a process group.
 
 Every rank measures the collectives of each group of a mesh, as compiled graphs launch them, and the
 rates of products and copies. A collective's time is from the arrival of its last rank: of the times
@@ -9,32 +9,24 @@ slowest rank), and rank 0 writes them.
 
 from __future__ import annotations
 
-import argparse
 import functools
+import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-    from .scheduling.machine import Machine
+from ._torch.process_groups import ranks_of
+from .scheduling.machine import Machine
 
-__all__ = ["MeasureError", "add_parser", "measure"]
+__all__ = ["KIB", "MeasureError", "measure"]
 
-_DESCRIPTION = """\
-Measure the collectives of each group of a mesh, and the rates of products and copies, on whatever
-is there: NCCL with GPUs, gloo without. Start it with torchrun, one process per GPU, as the training
-will be. Rank 0 writes a file for torch_ext_bucketing.Machine.load.
-
-With --traces nothing is run: the file is made of a run's traces, one per rank, that torch.profiler
-wrote with record_shapes=True; what they don't tell is an H100's."""
-
-_KIB = (4, 64, 1024, 16384)
+KIB = (4, 64, 1024, 16384)
 _PRODUCT = {"cuda": 8192, "cpu": 512}
 # On CPU as much as malloc may keep and hand out again (M_MMAP_THRESHOLD is 32 MiB at most): what is
 # larger is mapped anew each time, and takes ten times as long.
@@ -45,109 +37,10 @@ class MeasureError(Exception):
     """The machine can't be measured as asked; the message says why and what to do."""
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add ``measure`` to a command's subparsers; the arguments carry ``run(args) -> int``."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "measure",
-        help="measure the collectives of a mesh for the cost model, under torchrun",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--mesh", metavar="2x4", help="sizes of the mesh dimensions")
-    source.add_argument(
-        "--traces", nargs="+", metavar="TRACE", help="Chrome traces of all ranks, .json or .json.gz"
-    )
-    parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="with --traces (default: by host names)"
-    )
-    parser.add_argument("--out", required=True, metavar="FILE", help="the file to write, JSON")
-    parser.add_argument(
-        "--kib", type=int, nargs="+", default=list(_KIB), metavar="N", help="sizes of the buffers"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=7, metavar="N", help="runs of each size (default: 7)"
-    )
-    parser.set_defaults(run=_run)
-    return parser
-
-
-def _run(args: argparse.Namespace) -> int:
-    if args.traces:
-        return _from_traces(args)
-    try:
-        mesh = _mesh_sizes(args.mesh)
-        _start()
-    except MeasureError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    import torch.distributed as dist
-
-    try:
-        machine = measure(mesh, kib=args.kib, repeats=args.repeats, say=_say)
-        if dist.get_rank() == 0:
-            machine.save(args.out)
-            _say(f"written to {Path(args.out).resolve()}")
-        return 0
-    except (MeasureError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    finally:
-        dist.destroy_process_group()
-
-
-def _from_traces(args: argparse.Namespace) -> int:
-    from .scheduling.machine import Machine
-
-    try:
-        machine = Machine.from_traces(args.traces, ranks_per_node=args.ranks_per_node)
-        machine.save(args.out)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"written to {Path(args.out).resolve()}", file=sys.stderr)
-    return 0
-
-
-def _mesh_sizes(text: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(map(int, text.split("x")))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise MeasureError(f"--mesh must be sizes such as 8 or 2x4, got {text!r}")
-    return sizes
-
-
-def _start() -> None:
-    """Join the process group of the launcher."""
-    import torch
-    import torch.distributed as dist
-
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
-    if missing:
-        raise MeasureError(
-            f"{', '.join(missing)} not set: start it under torchrun, as in torchrun "
-            "--nproc-per-node 8 -m torch_ext_bucketing measure --mesh 8 --out machine.json"
-        )
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("nccl")
-    else:
-        dist.init_process_group("gloo")
-
-
-def _say(text: str) -> None:
-    import torch.distributed as dist
-
-    if dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
-
-
 def measure(
     mesh: Sequence[int],
     *,
-    kib: Sequence[int] = _KIB,
+    kib: Sequence[int] = KIB,
     repeats: int = 7,
     say: Callable[[str], None] = lambda text: None,
 ) -> Machine:
@@ -167,17 +60,8 @@ def measure(
         MeasureError: the mesh does not fit the number of ranks, or no positive size or number of
             runs.
     """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from ._torch.process_groups import ranks_of
-    from .scheduling.machine import Machine
-
-    world, product = dist.get_world_size(), 1
-    for size in mesh:
-        product *= size
-    if product != world:
+    world = dist.get_world_size()
+    if math.prod(mesh) != world:
         raise MeasureError(f"a mesh of {'x'.join(map(str, mesh))} ranks does not fit {world} ranks")
     if not kib or min(kib) < 1 or repeats < 1:
         raise MeasureError("sizes in KiB and the number of runs must be positive")
@@ -225,8 +109,6 @@ def _launcher(
     kind: str, nbytes: int, group: dist.ProcessGroup, device: str
 ) -> tuple[int, Callable[[], Any]]:
     """Bytes of input and output together, and what runs the collective to its end."""
-    import torch
-
     n, name = group.size(), group.group_name
     part = -(-nbytes // (4 * n))
     ops = torch.ops._c10d_functional
@@ -246,9 +128,6 @@ def _launcher(
 def _collective_ms(
     launch: Callable[[], Any], group: dist.ProcessGroup, device: str, repeats: int
 ) -> float:
-    import torch
-    import torch.distributed as dist
-
     times = torch.empty(repeats, dtype=torch.float64, device=device)
     for i in range(-1, repeats):
         dist.barrier(group)
@@ -266,17 +145,12 @@ def _kernel_ms(run: Callable[[], Any], device: str, repeats: int) -> float:
 
 def _slowest(ms: float, device: str) -> float:
     """The largest of all ranks' numbers, the same on each."""
-    import torch
-    import torch.distributed as dist
-
     value = torch.tensor([ms], dtype=torch.float64, device=device)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return max(float(value), 1e-6)
 
 
 def _timed(run: Callable[[], Any], device: str) -> float:
-    import torch
-
     if device == "cuda":
         torch.cuda.synchronize()
     clock = time.perf_counter()

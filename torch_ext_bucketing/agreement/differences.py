@@ -5,19 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .launches import GroupLaunches, Launch, Member, first_difference
 
-# ---------------------------------------------------------------- the exchange
 
-
-@dataclass(frozen=True)
-class Version:
-    """One rank's side: its environment and what it launches on one group.
-
-    The stage is not part of the digest: what is sent does not depend on it.
-    """
+class Version(NamedTuple):
+    """One rank's side: its environment and what it launches on one group."""
 
     environment: str
     stage: str
@@ -26,21 +20,15 @@ class Version:
 
     @property
     def digest(self) -> str:
-        text = f"{self.environment}\0{self.planned_with}\0{self.of_group.to_json()}"
+        """Of all but the stage: what is sent does not depend on it."""
+        text = f"{self.environment}\0{self.planned_with}\0{json.dumps(self.of_group)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def to_json(self) -> str:
-        return json.dumps(
-            [self.environment, self.stage, self.of_group.to_json(), self.planned_with]
-        )
-
     @classmethod
-    def from_json(cls, group: str, text: str) -> Version:
-        environment, stage, launches, planned_with = json.loads(text)
-        return cls(environment, stage, GroupLaunches.from_json(group, launches), planned_with)
-
-
-# ---------------------------------------------------------------- the message
+    def from_json(cls, text: str) -> Version:
+        """The reverse of what ``json.dumps`` makes of it."""
+        environment, stage, of_group, planned_with = json.loads(text)
+        return cls(environment, stage, GroupLaunches.of(*of_group), planned_with)
 
 
 def mismatch_text(

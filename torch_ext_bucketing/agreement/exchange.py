@@ -134,7 +134,7 @@ class Exchange:
     def arrive(self) -> None:
         digest = self.version.digest
         if not self.has(f"text/{digest}"):
-            self.store.set(self.key(f"text/{digest}"), self.version.to_json())
+            self.store.set(self.key(f"text/{digest}"), json.dumps(self.version))
         self.store.set(self.key(f"rank{self.rank}"), digest)
         if self.put_first("first", digest) != digest:
             self.fail("mismatch", "")
@@ -202,9 +202,8 @@ class Exchange:
         for rank in self.ranks:
             if rank not in absent:
                 by_digest.setdefault(self.get(f"rank{rank}"), []).append(rank)
-        group = self.version.of_group.group
         versions = [
-            (ranks, Version.from_json(group, self.get(f"text/{digest}")))
+            (ranks, Version.from_json(self.get(f"text/{digest}")))
             for digest, ranks in by_digest.items()
         ]
         return mismatch_text(versions, absent, len(self.ranks))

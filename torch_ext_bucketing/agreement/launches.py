@@ -18,8 +18,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -40,8 +39,7 @@ __all__ = [
 _POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One member of a collective.
 
     Args:
@@ -56,15 +54,14 @@ class Member:
     nbytes: int | None = None
     dtype: str = ""
 
-    def __str__(self) -> str:
+    def to_text(self) -> str:
         name = "+".join(self.fqns) or "(untagged)"
         where = "" if self.offset is None else f" at byte {self.offset}"
         size = "" if self.nbytes is None else f", {self.nbytes} bytes {self.dtype}"
         return f"{name}{where}{size}"
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One collective.
 
     Args:
@@ -87,7 +84,7 @@ class Launch:
         if not self.members:
             return f"{head}, of no parameter"
         first = max(0, min(around - 2, len(self.members) - 5))
-        shown = [str(m) for m in self.members[first : first + 5]]
+        shown = [m.to_text() for m in self.members[first : first + 5]]
         if first > 0:
             shown.insert(0, "...")
         if first + 5 < len(self.members):
@@ -96,30 +93,25 @@ class Launch:
         return f"{head}, {many}{'; '.join(shown)}"
 
 
-@dataclass(frozen=True)
-class GroupLaunches:
-    """The launches of one graph on one process group.
-
-    Args:
-        group: name of the process group.
-        launches: in order.
-    """
+class GroupLaunches(NamedTuple):
+    """The launches of one graph on one process group, by its name, in order."""
 
     group: str
     launches: tuple[Launch, ...]
 
-    def to_json(self) -> str:
-        """The launches; equal text for equal ones, in any process."""
-        return json.dumps([_launch_list(launch) for launch in self.launches], separators=(",", ":"))
-
     @classmethod
-    def from_json(cls, group: str, text: str) -> GroupLaunches:
-        """The reverse of :meth:`to_json`."""
-        return cls(group, tuple(_launch(item) for item in json.loads(text)))
+    def of(cls, group: str, launches: Iterable[Any]) -> GroupLaunches:
+        """The reverse of what JSON makes of it: lists of lists."""
+        return cls(
+            group,
+            tuple(
+                Launch(kind, op, dtype, bucketed, tuple(Member(tuple(f), *m) for f, *m in members))
+                for kind, op, dtype, bucketed, members in launches
+            ),
+        )
 
 
-@dataclass(frozen=True)
-class GraphLaunches:
+class GraphLaunches(NamedTuple):
     """The launches of one graph.
 
     Args:
@@ -135,16 +127,14 @@ class GraphLaunches:
 
     def encode(self) -> str:
         """Return it as a short text without spaces or quotes, to travel in a graph."""
-        content = [self.stage, [[g.group, g.to_json()] for g in self.groups], self.planned_with]
-        packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
+        packed = zlib.compress(json.dumps(self, separators=(",", ":")).encode(), 9)
         return base64.urlsafe_b64encode(packed).decode()
 
     @classmethod
     def decode(cls, text: str) -> GraphLaunches:
         """The reverse of :meth:`encode`."""
         stage, groups, planned_with = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
-        launches = (GroupLaunches.from_json(name, content) for name, content in groups)
-        return cls(stage, tuple(launches), planned_with)
+        return cls(stage, tuple(GroupLaunches.of(*group) for group in groups), planned_with)
 
     def digest(self) -> str:
         """SHA-256 (hex) of everything in it."""
@@ -185,27 +175,26 @@ def first_difference(versions: Sequence[GroupLaunches]) -> int | None:
 
 
 def _launch_of(node: fx.Node, known: Mapping[str, BucketReport]) -> Launch:
-    kind = kind_of(node) or _op_name(node)
-    op, dtype = _reduce_op_argument(node), _dtype_of(node)
-    report = known.get(node.name)
+    op, dtype = argument(node, "reduce_op"), _dtype_of(node)
+    report, tag = known.get(node.name), tag_of(node)
+    members: Iterable[Member] = ()
     if report is not None:
-        members = tuple(Member(m.fqns, m.offset, m.nbytes, m.dtype) for m in report.members)
-        return Launch(kind, op, dtype, True, members)
-    if is_bucket(node):
-        members = tuple(Member(t.fqns) for t in member_tags(node))
-        return Launch(kind, op, dtype, True, members)
-    tag = tag_of(node)
-    own = () if tag is None else (Member(tag.fqns, 0, _nbytes_of(node), dtype),)
-    return Launch(kind, op, dtype, False, own)
+        members = (Member(m.fqns, m.offset, m.nbytes, m.dtype) for m in report.members)
+    elif is_bucket(node):
+        members = (Member(t.fqns) for t in member_tags(node))
+    elif tag is not None:
+        members = (Member(tag.fqns, 0, _nbytes_of(node), dtype),)
+    return Launch(
+        kind_of(node) or _op_name(node),
+        None if op is None else str(op),
+        dtype,
+        report is not None or is_bucket(node),
+        tuple(members),
+    )
 
 
 def _op_name(node: fx.Node) -> str:
     return str(node.target).split(".")[1]
-
-
-def _reduce_op_argument(node: fx.Node) -> str | None:
-    op = argument(node, "reduce_op")
-    return None if op is None else str(op)
 
 
 def _sent(node: fx.Node) -> Any:
@@ -227,19 +216,3 @@ def _nbytes_of(node: fx.Node) -> int | None:
     if not isinstance(value, torch.Tensor) or not isinstance(value.numel(), int):
         return None
     return int(value.numel()) * value.dtype.itemsize
-
-
-def _launch_list(launch: Launch) -> list[Any]:
-    members = [[list(m.fqns), m.offset, m.nbytes, m.dtype] for m in launch.members]
-    return [launch.kind, launch.reduce_op, launch.dtype, launch.bucketed, members]
-
-
-def _launch(item: Sequence[Any]) -> Launch:
-    kind, reduce_op, dtype, bucketed, members = item
-    return Launch(
-        kind,
-        reduce_op,
-        dtype,
-        bucketed,
-        tuple(Member(tuple(fqns), offset, nbytes, d) for fqns, offset, nbytes, d in members),
-    )

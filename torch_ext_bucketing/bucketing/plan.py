@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from ..graph.collectives import Kind
-from ..reports.base import LeftAlone
-from ..reports.buckets import ClosedBy, Unmerged
+from ..reports.buckets import ClosedBy, NotMerged
 
 __all__ = [
     "Bucket",
@@ -44,22 +43,14 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class MergePlan:
-    """The buckets of one graph, and why the other collectives are in none.
+class MergePlan(NotMerged):
+    """The buckets of one graph, and why the other collectives are in none (:class:`.NotMerged`).
 
     Args:
         buckets: in the graph order of their first members; each has two members or more.
         duplicates: ``(start, earlier start)``: a gather of the same value as an earlier one, whose
             result it can use.
-        uncovered: FQNs in no unit, sorted as met in the graph.
-        ineligible: what can't be in a bucket.
-        splits: members that had to leave their bucket for a further one, in words.
-        unmerged: what could have been in a bucket and is in none, in graph order.
     """
 
     buckets: tuple[Bucket, ...] = ()
     duplicates: tuple[tuple[fx.Node, fx.Node], ...] = ()
-    uncovered: tuple[str, ...] = ()
-    ineligible: tuple[LeftAlone, ...] = ()
-    splits: tuple[str, ...] = ()
-    unmerged: tuple[Unmerged, ...] = ()

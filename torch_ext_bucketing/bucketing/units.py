@@ -108,7 +108,11 @@ def plan_units(
                 left.append(left_alone(members[0], why))
     buckets.sort(key=lambda b: position[b.members[0]])
     return MergePlan(
-        tuple(buckets), tuple(duplicates), tuple(uncovered), tuple(left), tuple(splits)
+        tuple(buckets),
+        tuple(duplicates),
+        uncovered=tuple(uncovered),
+        ineligible=tuple(left),
+        splits=tuple(splits),
     )
 
 

@@ -247,13 +247,7 @@ class _InductorPass(CustomGraphPass):
         report = self._compilation.report
         graphs, schedules = len(report.graphs), len(report.schedules)
         launches_after = _run_each(self._passes, graph, self._compilation)
-        self._made = CompileReport(
-            report.graphs[graphs:],
-            report.unnamed,
-            list(report.warnings),
-            report.schedules[schedules:],
-            rewrites=list(report.rewrites),
-        )
+        self._made = report.since(graphs, schedules)
         if self._agreement is not None:
             _agree_op.insert(graph, launches_after(), self._agreement.timeout)
         if last_fact(self._passes.ahead, Order) is not None:

@@ -194,11 +194,8 @@ def apply_and_report(
         before,
         count_collectives(graph),
         tuple(buckets),
-        plan.uncovered,
-        plan.ineligible,
-        plan.splits,
-        plan.unmerged,
         tuple(kinds),
+        **plan.not_merged(),
     )
     emit(report)
     return report

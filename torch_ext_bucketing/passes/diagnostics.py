@@ -44,7 +44,8 @@ from ..fqns import format_names, parameter_names
 from ..fsdp.tags import member_tags, replaced_kind, tag_of
 from ..fsdp.units import Units
 from ..graph.collectives import Kind
-from ..reports.buckets import NO_KEY
+from ..reports.base import LeftAlone
+from ..reports.buckets import NO_KEY, Unmerged
 from ..reports.graph import GraphReport
 
 if TYPE_CHECKING:
@@ -128,25 +129,22 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
     starts = serving or starts
     if len(starts) < 2:
         return ""
-    ineligible = {left.node: left.reason for r in reports for left in r.ineligible}
-    unmerged = {left.node: left for r in reports for left in r.unmerged}
+    left: dict[str, LeftAlone] = {x.node: x for r in reports for x in r.unmerged}
+    left |= {x.node: x for r in reports for x in r.ineligible}
     asked = {kind for report in reports for kind in report.kinds}
     whys: Counter[str] = Counter()
     ways: dict[str, None] = {}
     for node in starts:
-        kind = replaced_kind(node)
-        if node.name in ineligible:
-            why = ineligible[node.name]
-            way = next((w for start, w in _WAYS_OUT.items() if why.startswith(start)), "")
-        elif node.name in unmerged:
-            closed_by = unmerged[node.name].closed_by
-            why, way = f"closed by {closed_by}", _WAYS_OUT.get(closed_by, "")
-        elif kind not in asked:
-            why, way = f"{_NOT_ASKED} {kind}", _WAYS_OUT[_NOT_ASKED]
-        else:
-            why, way = _NO_PARTNER, _WAYS_OUT[_NO_PARTNER]
+        kind, alone = replaced_kind(node), left.get(node.name)
+        cause = _NO_PARTNER if kind in asked else _NOT_ASKED
+        why = cause if kind in asked else f"{cause} {kind}"
+        if isinstance(alone, Unmerged):
+            cause = alone.closed_by
+            why = f"closed by {cause}"
+        elif alone is not None:
+            why = cause = alone.reason
         whys[why] += 1
-        ways.update({way: None} if way else {})
+        ways.update({way: None for start, way in _WAYS_OUT.items() if cause.startswith(start)})
     counts = Counter(str(replaced_kind(node)) for node in starts)
     text = (
         f"nothing is bucketed in the {reports[0].stage} graph, although it has "

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar
 
-__all__ = ["LeftAlone", "Report"]
+__all__ = ["LeftAlone", "Record", "Report"]
 
 
-class Report:
-    """A report of what was done to a graph: a dataclass of plain data, as text and as JSON."""
+class Record:
+    """A dataclass of plain data."""
+
+    derived: ClassVar[tuple[str, ...]] = ()
+    """Attributes beside the fields that the data for JSON has, too."""
 
     def as_dict(self) -> dict[str, Any]:
         """The data, for JSON."""
-        return asdict(cast("Any", self))
+        names = [*self.derived, *(f.name for f in fields(self))]  # type: ignore[arg-type]
+        return {name: _plain(getattr(self, name)) for name in names}
+
+
+class Report(Record):
+    """A report of what was done to a graph, as text and as JSON."""
 
     def to_json(self, indent: int | None = 2) -> str:
         """:meth:`as_dict` as JSON."""
@@ -24,6 +33,16 @@ class Report:
     @abstractmethod
     def to_text(self) -> str:
         """The report in words; empty, or lines that end with a newline each."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.as_dict()
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from .base import LeftAlone
+from .base import LeftAlone, Record
 
-__all__ = ["GRAPH_ORDER", "NO_KEY", "BucketReport", "ClosedBy", "PayloadMember", "Unmerged"]
+__all__ = [
+    "GRAPH_ORDER",
+    "NO_KEY",
+    "BucketReport",
+    "ClosedBy",
+    "NotMerged",
+    "PayloadMember",
+    "Unmerged",
+]
 
 GRAPH_ORDER = "graph order"
 NO_KEY = f"{GRAPH_ORDER}: a member has no key"
@@ -38,7 +46,7 @@ class PayloadMember:
 
 
 @dataclass(frozen=True)
-class BucketReport:
+class BucketReport(Record):
     """One bucket, its members in payload order.
 
     Args:
@@ -61,6 +69,7 @@ class BucketReport:
         no_key: the members without a key: their parameters, or the node's name for want of a tag.
     """
 
+    derived = ("nbytes",)
     kind: str
     unit: int | None
     group: str
@@ -97,3 +106,25 @@ class Unmerged(LeftAlone):
     group: str = ""
     wire_bytes: int = 0
     closed_by: ClosedBy = "end"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotMerged:
+    """The collectives of one graph that are in no bucket, and why.
+
+    Args:
+        uncovered: FQNs of the parameters whose collectives are in no unit, sorted as met in the
+            graph.
+        ineligible: the collectives that can't be in a bucket.
+        splits: what had to go into a bucket of its own to avoid a cycle, in words.
+        unmerged: what could have been in a bucket and is in none, in graph order.
+    """
+
+    uncovered: tuple[str, ...] = ()
+    ineligible: tuple[LeftAlone, ...] = ()
+    splits: tuple[str, ...] = ()
+    unmerged: tuple[Unmerged, ...] = ()
+
+    def not_merged(self) -> dict[str, Any]:
+        """These fields, to hand them on."""
+        return {f.name: getattr(self, f.name) for f in fields(NotMerged)}

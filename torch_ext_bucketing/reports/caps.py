@@ -53,10 +53,6 @@ class CapsReport(Report):
         """Byte cap in MiB per process group and kind, such as ``"0 all_gather"``."""
         return self.chosen.caps_mb
 
-    def alternatives(self) -> tuple[tuple[NamedCaps, float, int, float], ...]:
-        """All that were tried, in short: the caps, step in ms, peak in bytes, misses."""
-        return tuple((t.caps_mb, t.step_ms, t.peak_bytes, t.misses) for t in self.tried)
-
     def to_text(self) -> str:
         """The caps that were chosen, and of how many, in one line."""
         caps = ", ".join(f"{cap:g} for {name}" for name, cap in self.caps_mb)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
 
 from .base import Report
 from .buckets import BucketReport
@@ -46,6 +45,7 @@ class CompileReport(Report):
         rewrites: of the joint graph, in the order in which they were made.
     """
 
+    derived = ("collectives_before", "collectives_after")
     graphs: list[GraphReport] = field(default_factory=list)
     unnamed: tuple[tuple[str, str], ...] = ()
     warnings: list[str] = field(default_factory=list)
@@ -53,6 +53,27 @@ class CompileReport(Report):
     passes: list[PassTime] = field(default_factory=list)
     disabled: tuple[str, ...] = ()
     rewrites: list[RewriteReport | KeepReport] = field(default_factory=list)
+
+    @classmethod
+    def joined(cls, reports: Iterable[CompileReport]) -> CompileReport:
+        """One report of several compiles."""
+        whole = cls()
+        for report in reports:
+            for f in fields(cls):
+                setattr(whole, f.name, getattr(whole, f.name) + getattr(report, f.name))
+        whole.disabled = tuple(dict.fromkeys(whole.disabled))
+        return whole
+
+    def since(self, graphs: int, schedules: int) -> CompileReport:
+        """A copy of what a cache keeps beside a graph: this report without so many first graphs and
+        schedules, which are of other graphs, and without what only this compile knows."""
+        return CompileReport(
+            self.graphs[graphs:],
+            self.unnamed,
+            list(self.warnings),
+            self.schedules[schedules:],
+            rewrites=list(self.rewrites),
+        )
 
     def add_cached(self, kept: CompileReport | None) -> None:
         """Add what was reported of a graph when it was compiled, now that a cache had it.
@@ -90,20 +111,6 @@ class CompileReport(Report):
     def graph(self, stage: str) -> GraphReport | None:
         """The last graph of a stage, or None."""
         return next((g for g in reversed(self.graphs) if g.stage == stage), None)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields and the totals, for JSON."""
-        return {
-            "collectives_before": self.collectives_before,
-            "collectives_after": self.collectives_after,
-            "graphs": [g.as_dict() for g in self.graphs],
-            "unnamed": [list(u) for u in self.unnamed],
-            "warnings": list(self.warnings),
-            "schedules": [s.as_dict() for s in self.schedules],
-            "passes": [asdict(p) for p in self.passes],
-            "disabled": list(self.disabled),
-            "rewrites": [r.as_dict() for r in self.rewrites],
-        }
 
     def to_text(self, members: bool = True) -> str:
         """Aligned tables, graph by graph, and the totals.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import get_args
 
 from .._torch.trace import trace_artifact
-from .base import LeftAlone, Report
-from .buckets import BucketReport, ClosedBy, Unmerged
+from .base import Report
+from .buckets import BucketReport, ClosedBy, NotMerged, Unmerged
 from .text import KIND_NAMES, aligned, change, shape_text, size_text
 
 __all__ = ["ARTIFACT", "GraphReport", "emit"]
@@ -23,18 +23,14 @@ _log = logging.getLogger("torch_ext_bucketing")
 
 
 @dataclass(frozen=True)
-class GraphReport(Report):
-    """The result of bucketing on one graph.
+class GraphReport(NotMerged, Report):
+    """The result of bucketing on one graph, with what is in no bucket (:class:`.NotMerged`).
 
     Args:
         stage: ``"forward"``, ``"backward"`` or ``"inference"``.
         collectives_before: number of collectives per kind.
         collectives_after: the same after bucketing.
         buckets: those that were merged, in graph order.
-        uncovered: FQNs of the parameters whose collectives are in no unit.
-        ineligible: the collectives that can't be in a bucket.
-        splits: what had to go into a bucket of its own to avoid a cycle, in words.
-        unmerged: what was eligible and not merged.
         kinds: what was to be bucketed.
         from_cache: Inductor had the compiled graph in a cache; this is of the compile that filled
             it.
@@ -44,10 +40,6 @@ class GraphReport(Report):
     collectives_before: Mapping[str, int]
     collectives_after: Mapping[str, int]
     buckets: tuple[BucketReport, ...] = ()
-    uncovered: tuple[str, ...] = ()
-    ineligible: tuple[LeftAlone, ...] = ()
-    splits: tuple[str, ...] = ()
-    unmerged: tuple[Unmerged, ...] = ()
     kinds: tuple[str, ...] = tuple(KIND_NAMES)
     from_cache: bool = False
 
@@ -55,11 +47,6 @@ class GraphReport(Report):
     def not_asked(self) -> dict[str, int]:
         """Number of collectives by kind, of the kinds that were not to be bucketed."""
         return {k: n for k, n in self.collectives_before.items() if k not in self.kinds}
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        buckets = [{**asdict(b), "nbytes": b.nbytes} for b in self.buckets]
-        return {**asdict(self), "buckets": buckets}
 
     def to_text(self, members: bool = True) -> str:
         """An aligned table of the buckets, and what is in none.

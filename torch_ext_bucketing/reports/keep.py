@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 from .base import Report
 from .text import aligned, size_text
@@ -57,6 +57,8 @@ class KeepReport(Report):
         model_seconds: see ``seconds``.
     """
 
+    derived = ("rewrite",)
+    rewrite: ClassVar[str] = "keep gathered"
     bound_bytes: int
     units: tuple[KeptUnit, ...] = ()
     step_ms: tuple[float, float] = (0.0, 0.0)
@@ -78,46 +80,37 @@ class KeepReport(Report):
         """The names of the units that are kept."""
         return tuple(u.name for u in self.units if u.kept)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        return {"rewrite": "keep gathered", **super().as_dict()}
-
     def to_text(self) -> str:
         """A few lines, and a table of the units."""
-        return _text(self)
-
-
-def _text(report: KeepReport) -> str:
-    """See :meth:`.KeepReport.to_text`."""
-    kept = [u for u in report.units if u.kept]
-    held = sum(u.nbytes for u in kept)
-    lines = [
-        f"kept from forward to backward: {len(kept)} of {len(report.units)} units, "
-        f"{size_text(held)}, under a bound of {size_text(report.bound_bytes)}",
-        f"  step {report.step_ms[0]:.2f} ms -> {report.step_ms[1]:.2f} ms, "
-        f"peak {size_text(report.peak_bytes[0])} -> {size_text(report.peak_bytes[1])} "
-        f"({size_text(report.all_peak_bytes)} with all kept)",
-    ]
-    if len(kept) < len(report.units):
-        more = f", by keeping {', '.join(report.next_units)}" if report.next_units else ""
-        lines.append(f"  one GiB more would save {report.next_ms:.2f} ms{more}")
-    rows = [("unit", "", "held", "gather, ms", "saves, ms", "parameters")]
-    rows += [
-        (
-            u.name,
-            "kept" if u.kept else "gathered again",
-            size_text(u.nbytes),
-            f"{u.gather_ms:.3f}",
-            f"{u.saved_ms:.3f}",
-            str(u.parameters),
-        )
-        for u in report.units
-    ]
-    lines += [f"  {line}" for line in aligned(rows, right=(2, 3, 4, 5))] if report.units else []
-    if report.unread:
-        lines.append(f"  backward reads nothing of {', '.join(report.unread)}")
-    if report.size_hints:
-        lines.append(f"  {report.size_hints}")
-    if report.warning:
-        lines.append(f"  {report.warning}")
-    return "".join(f"{line}\n" for line in lines)
+        kept = [u for u in self.units if u.kept]
+        held = sum(u.nbytes for u in kept)
+        lines = [
+            f"kept from forward to backward: {len(kept)} of {len(self.units)} units, "
+            f"{size_text(held)}, under a bound of {size_text(self.bound_bytes)}",
+            f"  step {self.step_ms[0]:.2f} ms -> {self.step_ms[1]:.2f} ms, "
+            f"peak {size_text(self.peak_bytes[0])} -> {size_text(self.peak_bytes[1])} "
+            f"({size_text(self.all_peak_bytes)} with all kept)",
+        ]
+        if len(kept) < len(self.units):
+            more = f", by keeping {', '.join(self.next_units)}" if self.next_units else ""
+            lines.append(f"  one GiB more would save {self.next_ms:.2f} ms{more}")
+        rows = [("unit", "", "held", "gather, ms", "saves, ms", "parameters")]
+        rows += [
+            (
+                u.name,
+                "kept" if u.kept else "gathered again",
+                size_text(u.nbytes),
+                f"{u.gather_ms:.3f}",
+                f"{u.saved_ms:.3f}",
+                str(u.parameters),
+            )
+            for u in self.units
+        ]
+        lines += [f"  {line}" for line in aligned(rows, right=(2, 3, 4, 5))] if self.units else []
+        if self.unread:
+            lines.append(f"  backward reads nothing of {', '.join(self.unread)}")
+        if self.size_hints:
+            lines.append(f"  {self.size_hints}")
+        if self.warning:
+            lines.append(f"  {self.warning}")
+        return "".join(f"{line}\n" for line in lines)

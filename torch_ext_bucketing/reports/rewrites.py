@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from .base import LeftAlone, Report
 from .text import size_text
@@ -27,13 +27,10 @@ class RewriteReport(Report):
     Subclasses are dataclasses with ``left``: what the rewrite did not touch.
     """
 
-    name: ClassVar[str]
+    derived: ClassVar[tuple[str, ...]] = ("rewrite",)
+    rewrite: ClassVar[str]
     heading: ClassVar[str]
     left: tuple[LeftAlone, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields, and which rewrite it was."""
-        return {"rewrite": self.name, **super().as_dict()}
 
     def to_text(self) -> str:
         """A line for each change, and for each thing left alone; empty where there is nothing to
@@ -82,7 +79,7 @@ class CombineReport(RewriteReport):
         peak_bytes: estimated peak of live bytes before and after; None where no bound was given.
     """
 
-    name = "combine uses"
+    rewrite = "combine uses"
     heading = "uses combined"
     combined: tuple[CombinedUses, ...] = ()
     left: tuple[LeftAlone, ...] = ()
@@ -127,7 +124,8 @@ class ScatterReport(RewriteReport):
         left: all-reduces that are followed by a reduce-scatter still.
     """
 
-    name = heading = "reduce-scatter first"
+    derived = ("rewrite", "replica_bytes")
+    rewrite = heading = "reduce-scatter first"
     swapped: tuple[ReducedShard, ...] = ()
     left: tuple[LeftAlone, ...] = ()
 
@@ -138,10 +136,6 @@ class ScatterReport(RewriteReport):
             sum(s.replica_bytes[0] for s in self.swapped),
             sum(s.replica_bytes[1] for s in self.swapped),
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields, and the total of the bytes."""
-        return {**super().as_dict(), "replica_bytes": list(self.replica_bytes)}
 
     def _lines(self) -> list[str]:
         """The total."""
@@ -179,7 +173,7 @@ class ReshardReport(RewriteReport):
         left: gathered again over their own group.
     """
 
-    name = heading = "reshard after forward"
+    rewrite = heading = "reshard after forward"
     ranks: int
     resharded: tuple[Resharded, ...] = ()
     left: tuple[LeftAlone, ...] = ()

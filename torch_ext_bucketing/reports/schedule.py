@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from .base import Report
@@ -61,6 +61,7 @@ class ScheduleReport(Report):
         seconds: what it took.
     """
 
+    derived = ("limit_bytes", "max_run", "forced_run", "caps_mb")
     policies: tuple[str, ...] = ()
     machine: str = ""
     step_ms: tuple[float, float] = (0.0, 0.0)
@@ -110,59 +111,43 @@ class ScheduleReport(Report):
         """As of :class:`.CapsReport`; empty where no caps were chosen."""
         return () if self.caps is None else self.caps.caps_mb
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields, and the figures of the policies and of the caps at top level."""
-        own = {"limit_bytes": self.limit_bytes, "max_run": self.max_run}
-        return {
-            **asdict(self),
-            **own,
-            "forced_run": self.forced_run,
-            "caps_mb": self.caps_mb,
-            "cap_alternatives": () if self.caps is None else self.caps.alternatives(),
-        }
-
     def to_text(self) -> str:
         """A few lines."""
-        return _schedule_text(self)
-
-
-def _schedule_text(report: ScheduleReport) -> str:
-    """See :meth:`.ScheduleReport.to_text`."""
-    gib = 2**30
-    limit = "" if report.limit_bytes is None else f", bound {report.limit_bytes / gib:.2f}"
-    rows: list[tuple[str, ...]] = [
-        ("", "before", "after", ""),
-        (
-            "step, ms",
-            f"{report.step_ms[0]:.2f}",
-            f"{report.step_ms[1]:.2f}",
-            f"lower bound {report.bound_ms:.2f}, {report.chosen}",
-        ),
-        ("exposed, ms", f"{report.exposed_ms[0]:.2f}", f"{report.exposed_ms[1]:.2f}", ""),
-        (
-            "peak, GiB",
-            f"{report.peak_bytes[0] / gib:.2f}",
-            f"{report.peak_bytes[1] / gib:.2f}",
-            f"unreordered {report.reference_bytes / gib:.2f}{limit}",
-        ),
-        (
-            "longest compute run",
-            str(report.longest_run[0]),
-            str(report.longest_run[1]),
-            ""
-            if report.max_run is None
-            else f"bound {report.max_run}, dependencies force {report.forced_run}",
-        ),
-    ]
-    if report.bounds_cost_ms:
-        rows.append(("bounds cost, ms", "", f"{report.bounds_cost_ms:.2f}", ""))
-    if report.rank_order_ms is not None:
-        text = "what all-to-alls and their sums take longer than rings"
-        rows.append(("sums in rank order, ms", "", f"{report.rank_order_ms:.2f}", text))
-    if report.caps is not None and report.caps_mb:
-        rows.append(("byte cap, MiB", "", "", report.caps.to_text()))
-    rows += [(bound.policy, "", "", bound.text) for bound in report.bounds if bound.text]
-    notes = [f"times are for: {report.machine}"] if report.machine else []
-    notes += [report.size_hints] if report.size_hints else []
-    lines = [*aligned(rows, right=(1, 2)), *notes, *report.notes, *report.warnings]
-    return "\n".join(lines) + "\n"
+        gib = 2**30
+        limit = "" if self.limit_bytes is None else f", bound {self.limit_bytes / gib:.2f}"
+        rows: list[tuple[str, ...]] = [
+            ("", "before", "after", ""),
+            (
+                "step, ms",
+                f"{self.step_ms[0]:.2f}",
+                f"{self.step_ms[1]:.2f}",
+                f"lower bound {self.bound_ms:.2f}, {self.chosen}",
+            ),
+            ("exposed, ms", f"{self.exposed_ms[0]:.2f}", f"{self.exposed_ms[1]:.2f}", ""),
+            (
+                "peak, GiB",
+                f"{self.peak_bytes[0] / gib:.2f}",
+                f"{self.peak_bytes[1] / gib:.2f}",
+                f"unreordered {self.reference_bytes / gib:.2f}{limit}",
+            ),
+            (
+                "longest compute run",
+                str(self.longest_run[0]),
+                str(self.longest_run[1]),
+                ""
+                if self.max_run is None
+                else f"bound {self.max_run}, dependencies force {self.forced_run}",
+            ),
+        ]
+        if self.bounds_cost_ms:
+            rows.append(("bounds cost, ms", "", f"{self.bounds_cost_ms:.2f}", ""))
+        if self.rank_order_ms is not None:
+            text = "what all-to-alls and their sums take longer than rings"
+            rows.append(("sums in rank order, ms", "", f"{self.rank_order_ms:.2f}", text))
+        if self.caps is not None and self.caps_mb:
+            rows.append(("byte cap, MiB", "", "", self.caps.to_text()))
+        rows += [(bound.policy, "", "", bound.text) for bound in self.bounds if bound.text]
+        notes = [f"times are for: {self.machine}"] if self.machine else []
+        notes += [self.size_hints] if self.size_hints else []
+        lines = [*aligned(rows, right=(1, 2)), *notes, *self.notes, *self.warnings]
+        return "\n".join(lines) + "\n"

@@ -45,4 +45,14 @@ ranks      processes that never outlive the run   (no torch)
 text       real text as tokens
 model      a LLaMA-style decoder
 demo/      the main job of the README: eager FSDP2 and ours side by side
+
+:func:`compare` does all of the above for a model that a function returns, and says why weights
+differ: ``compare_cli`` (the command, no torch), ``comparison`` (the result, no torch), ``trial``
+(the ways to train a model) and ``experiments`` (what is looked for).
 """
+
+from __future__ import annotations
+
+from .compare_cli import compare
+
+__all__ = ["compare"]

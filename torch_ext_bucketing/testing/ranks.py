@@ -9,9 +9,8 @@ returns what the ranks return. One rank's failure ends all of them:
 
 A rank also ends, with whatever it started itself, when the process that called
 :func:`run_ranks` is gone, however that one ended: beside each rank sits a small watcher that
-reads from a pipe (the *lifeline*) which nothing but the caller's death closes. It is a process
-of its own because no thread of a rank can act while another one hangs with the interpreter's
-lock held.
+waits for that. It is a process of its own because no thread of a rank can act while another one
+hangs with the interpreter's lock held.
 
 Ranks find each other through a file in a temporary folder: no port, so that any number
 of runs can share a machine. Only the standard library is imported here.
@@ -26,6 +25,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -166,7 +166,6 @@ class _Run:
         self.deadline = time.monotonic() + timeout_s
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
-        self.lifelines: list[Connection] = []
         self.results: dict[int, Any] = {}
         self.tracebacks: dict[int, str] = {}
 
@@ -177,7 +176,7 @@ class _Run:
         threads: int,
         environment: Mapping[str, str],
     ) -> None:
-        context = start_context()
+        context = _context()
         variables = {
             **_threads(threads),
             # Inductor would start a pool of processes per rank, which is for Triton only.
@@ -189,25 +188,20 @@ class _Run:
         with _environment(variables):
             for rank in range(self.world_size):
                 pipe, childs_pipe = context.Pipe(duplex=False)
-                childs_lifeline, lifeline = context.Pipe(duplex=False)
+                self.pipes.append(pipe)
+                me = Rank(
+                    rank,
+                    self.world_size,
+                    str(self.folder / "store"),
+                    timedelta(seconds=self.timeout_s),
+                    childs_pipe,
+                )
                 process = context.Process(  # type: ignore[attr-defined]
                     target=_rank_main,
-                    args=(
-                        rank,
-                        self.world_size,
-                        str(self.folder),
-                        self.timeout_s,
-                        childs_pipe,
-                        childs_lifeline,
-                        variables,
-                        function,
-                        args,
-                    ),
+                    args=(me, str(_log_path(self.folder, rank)), variables, function, args),
                     name=f"rank{rank}",
                     daemon=True,
                 )
-                self.pipes.append(pipe)
-                self.lifelines.append(lifeline)
                 try:
                     process.start()
                 except EOFError as error:
@@ -216,9 +210,7 @@ class _Run:
                         "preload() named; what it printed last says why"
                     ) from error
                 self.processes.append(process)
-                # Without these the parent would never see the child's ends close.
-                childs_pipe.close()
-                childs_lifeline.close()
+                childs_pipe.close()  # or its end would never be seen
 
     def collect(self, on_message: Callable[[int, Any], None] | None) -> list[Any]:
         grace_ends: float | None = None
@@ -310,25 +302,21 @@ class _Run:
         deadline = time.monotonic() + _GRACE_S
         while any(map(_group_exists, groups)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        for connection in (*self.pipes, *self.lifelines):
-            connection.close()
+        for pipe in self.pipes:
+            pipe.close()
 
 
 def _rank_main(
-    rank: int,
-    world_size: int,
-    folder: str,
-    timeout_s: float,
-    pipe: Connection,
-    lifeline: Connection,
+    me: Rank,
+    log_path: str,
     variables: Mapping[str, str],
     function: Callable[..., Any],
     args: tuple[object, ...],
 ) -> None:
     os.setsid()
     os.environ.update(variables)  # A process of a fork server has the server's environment.
-    _start_watcher(lifeline)
-    log = os.open(_log_path(Path(folder), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    _start_watcher()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)
@@ -336,38 +324,30 @@ def _rank_main(
     os.close(log)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    me = Rank(
-        rank=rank,
-        world_size=world_size,
-        store_path=str(Path(folder) / "store"),
-        timeout=timedelta(seconds=timeout_s),
-        _pipe=pipe,
-    )
     try:
-        result = function(me, *args)
-        pipe.send(("result", result))
+        me._pipe.send(("result", function(me, *args)))
     except BaseException:
-        pipe.send(("traceback", traceback.format_exc()))
+        me._pipe.send(("traceback", traceback.format_exc()))
         # Not sys.exit: destructors of a failed run can wait for peers that never answer.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
-def _start_watcher(lifeline: Connection) -> None:
-    """Fork a process that ends this rank's process group when the caller's end closes.
+def _start_watcher() -> None:
+    """Fork a process that ends this rank's process group when the caller is gone.
 
     To be called before this process has any thread, which is what makes the fork safe.
     """
+    caller = multiprocessing.parent_process()
+    assert caller is not None
     group = os.getpid()
     if os.fork():
-        lifeline.close()
         return
-    # Nothing but the lifeline: a copy of the rank's own pipes would hide its death.
-    os.closerange(0, lifeline.fileno())
-    os.closerange(lifeline.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-    with contextlib.suppress(OSError):
-        os.read(lifeline.fileno(), 1)
+    # Nothing but the sentinel: a copy of the rank's own pipe would hide its death.
+    os.closerange(0, caller.sentinel)
+    os.closerange(caller.sentinel + 1, os.sysconf("SC_OPEN_MAX"))
+    select.select([caller.sentinel], [], [])
     os.killpg(group, signal.SIGKILL)
     os._exit(0)
 
@@ -401,7 +381,7 @@ def _exit_text(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def start_context() -> BaseContext:
+def _context() -> BaseContext:
     """What ranks start with: the server of :func:`preload`, running, or "spawn" without it."""
     if _server is None:
         return multiprocessing.get_context("spawn")

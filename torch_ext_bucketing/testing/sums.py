@@ -61,8 +61,6 @@ class RingTopology:
             protocol takes 2 MiB: ``NCCL_BUFFSIZE`` (4 MiB) / ``NCCL_STEPS`` (8) per step, 4 steps
             per chunk. The default of 512 bytes is deliberately far smaller, so that the parameters
             of a small test model span several channels as those of a large one do.
-        nodes: number of nodes, if the world size is to be checked against it. ``None`` derives it
-            from the world size.
 
     Raises:
         ValueError: a number that is not a positive integer, or ``chunk_bytes`` that is not a
@@ -72,13 +70,10 @@ class RingTopology:
     ranks_per_node: int
     channels: int = 8
     chunk_bytes: int = 512
-    nodes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ranks_per_node", "channels", "chunk_bytes", "nodes"):
+        for name in ("ranks_per_node", "channels", "chunk_bytes"):
             value = getattr(self, name)
-            if name == "nodes" and value is None:
-                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"RingTopology: {name} must be a positive integer, got {value!r}")
         if self.chunk_bytes % _LARGEST_ITEM:
@@ -92,7 +87,7 @@ class RingTopology:
         """Number of nodes of a world of ``world_size`` ranks.
 
         Raises:
-            ValueError: the world does not fill whole nodes, or ``nodes`` says otherwise.
+            ValueError: the world does not fill whole nodes.
         """
         if world_size < 1 or world_size % self.ranks_per_node:
             raise ValueError(
@@ -100,14 +95,7 @@ class RingTopology:
                 f"ranks_per_node={self.ranks_per_node}; start a multiple of "
                 f"{self.ranks_per_node} ranks or choose a divisor of {world_size}"
             )
-        nodes = world_size // self.ranks_per_node
-        if self.nodes is not None and self.nodes != nodes:
-            raise ValueError(
-                f"RingTopology: nodes={self.nodes} with ranks_per_node={self.ranks_per_node} needs "
-                f"{self.nodes * self.ranks_per_node} ranks, but the world has {world_size}; "
-                f"use nodes={nodes} or leave nodes out"
-            )
-        return nodes
+        return world_size // self.ranks_per_node
 
 
 def ring_order(topology: RingTopology, channel: int, group_ranks: Sequence[int]) -> tuple[int, ...]:

@@ -1,13 +1,15 @@
-"""``MODULE:FUNCTION`` of a command line: what it names. No torch in here."""
+"""What the arguments of a command line name: functions and files. No torch in here."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
-__all__ = ["TargetError", "load_target"]
+__all__ = ["TargetError", "load_target", "output_file"]
 
 
 class TargetError(Exception):
@@ -53,3 +55,17 @@ def load_target(target: str) -> Any:
             f"module {module_name} {what} {function_name}" + nearest_names(function_name, known)
         )
     return found
+
+
+def output_file(text: str) -> Path:
+    """``type=`` of an option that names a file to write: it fails before the work, not after."""
+    path, wrong = Path(text), ""
+    if path.is_dir():
+        wrong = f"{path} is a folder; name a file"
+    elif not path.parent.is_dir():
+        wrong = f"the folder {path.parent} does not exist; create it first"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        wrong = f"no permission to write {path}"
+    if wrong:
+        raise argparse.ArgumentTypeError(wrong)
+    return path

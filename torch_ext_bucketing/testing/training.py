@@ -61,7 +61,10 @@ def train(
         stop_unlike: digests of another run: stop at the first step after which some rank's weights
             are others.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=True)
+    groups: dict[bool, list[nn.Parameter]] = {}  # no foreach kernel takes both
+    for parameter in model.parameters():
+        groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": g} for g in groups.values()], lr=lr, foreach=True)
     done = Trained()
     for number in range(steps):
         compiled = number > 0 and not recompiles

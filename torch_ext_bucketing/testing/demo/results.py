@@ -45,10 +45,8 @@ class RankReport:
     """What one rank hands back."""
 
     runs: dict[str, RunRecord]
-    parameters: int
-    """Weights of the whole model."""
-    tensors: int
-    units: int
+    model: dict[str, int]
+    """``parameters`` (weights of the whole model), ``tensors`` and ``units``."""
     versions: dict[str, str]
 
 
@@ -62,7 +60,6 @@ def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
     runs = {}
     for name, record in first.runs.items():
         equal = [a == b for a, b in zip(hashes[name], hashes["eager"], strict=True)]
-        loss = [statistics.fmean(x) for x in _by_step([r.runs[name].loss for r in ranks])]
         runs[name] = {
             "collectives_before": sum(record.before.values()),
             "collectives_after": sum(record.after.values()),
@@ -70,8 +67,8 @@ def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
             "collectives_after_by_kind": record.after,
             "steps_equal_to_eager": sum(equal),
             "first_different_step": equal.index(False) + 1 if False in equal else None,
-            "loss": loss,
-            "step_ms": statistics.median(record.step_ms[_warmup(settings.steps) :]),
+            "loss": [statistics.fmean(x) for x in _by_step([r.runs[name].loss for r in ranks])],
+            "step_ms": statistics.median(record.step_ms[min(WARMUP_STEPS, settings.steps - 1) :]),
             "first_step_ms": record.step_ms[0],
             "buckets": [asdict(payload) for payload in record.payloads],
         }
@@ -89,11 +86,7 @@ def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
     result: dict[str, Any] = {
         "settings": asdict(settings),
         "versions": first.versions,
-        "model": {
-            "parameters": first.parameters,
-            "tensors": first.tensors,
-            "units": first.units,
-        },
+        "model": first.model,
         "runs": runs,
         "hashes": hashes,
         "layout_differences": layout,
@@ -104,10 +97,6 @@ def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
 
 def _by_step(by_rank: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
     return list(zip(*by_rank, strict=True))
-
-
-def _warmup(steps: int) -> int:
-    return min(WARMUP_STEPS, steps - 1)
 
 
 def _verdict(settings: Settings, result: Mapping[str, Any]) -> tuple[bool, list[str]]:
@@ -152,36 +141,19 @@ def _control_text(settings: Settings, result: Mapping[str, Any]) -> str:
             f"{control['steps_equal_to_eager']} of {settings.steps} steps and first differ at step "
             f"{first}: nothing but the payload order differs between these two runs."
         )
-    return f"Control: graph order matched eager as well, {_why_control_matches(settings, result)}"
-
-
-def _why_control_matches(settings: Settings, result: Mapping[str, Any]) -> str:
     if settings.nodes == 1:
-        return (
+        why = (
             "as it must on one node: there all channels have the same ring, and the place of a "
             "parameter in the buffer does not matter. Use --nodes 2 or more."
         )
-    if settings.ranks == 2:
-        return (
-            "as it must with two ranks: a + b is b + a, whichever comes first. Use --ranks 4 or "
-            "more."
+    elif settings.ranks == 2:
+        why = "as it must with two ranks: a + b is b + a, whichever comes first. Use --ranks 4."
+    else:
+        why = (
+            "although its payloads differ: no sum of these few steps was rounded differently. Use "
+            "more --steps or a larger --dim."
         )
-    if not result["layout_differences"]["graph_order"]:
-        return "because graph order happens to be FSDP2's order in this model."
-    largest = max(
-        sum(m["nbytes"] for m in bucket["members"])
-        for bucket in result["runs"]["graph_order"]["buckets"]
-        if bucket["kind"] != "all_gather"
-    )
-    if largest <= settings.chunk_bytes:
-        return (
-            f"because no reduction is larger than one channel's piece ({largest} of "
-            f"{settings.chunk_bytes} bytes per rank). Use a larger --dim."
-        )
-    return (
-        "although its payloads differ: no sum of these few steps was rounded differently. Use "
-        "more --steps or a larger --dim."
-    )
+    return f"Control: graph order matched eager as well, {why}"
 
 
 def _inductor_verdict(settings: Settings, result: Mapping[str, Any]) -> tuple[bool, list[str]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...reports.text import aligned
+
 _LABELS = {
     "eager": "eager FSDP2",
     "fsdp_order": "compiled, FSDP2 order",
@@ -25,13 +27,7 @@ def label(run: str) -> str:
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as aligned text; the first column to the left, the rest to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join(aligned(rows, right=range(1, len(rows[0]))))
 
 
 def render(result: Mapping[str, Any]) -> str:

@@ -7,9 +7,9 @@ rank hashes its shards.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -74,8 +74,7 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
     before a run's first step, which is the one that compiles.
     """
     topology = RingTopology(
-        ranks_per_node=settings.ranks_per_node,
-        nodes=settings.nodes,
+        ranks_per_node=settings.ranks // settings.nodes,
         channels=settings.channels,
         chunk_bytes=settings.chunk_bytes,
     )
@@ -95,18 +94,15 @@ def _train(rank: Rank, settings: Settings, mesh: DeviceMesh) -> RankReport:
         for run in runs:
             if step == 0:
                 rank.send((0, run.name, ""))
-            with contextlib.ExitStack() as stack:
-                if run is eager and step == settings.steps - 1:
-                    run.record.after = stack.enter_context(count_collectives())
-                elif run is not eager and step == 0:
-                    if run.eager_rounding:
-                        stack.enter_context(eager_rounding())
-                elif run is not eager:
-                    # What a later step compiled would not be in the report.
-                    stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+            # What a later step compiled would not be in the report.
+            stance = torch.compiler.set_stance("fail_on_recompile" if step else "default")
+            rounding = eager_rounding() if run.eager_rounding and not step else nullcontext()
+            counting = count_collectives() if run is eager else nullcontext()
+            with stance, rounding, counting as counts:
                 _step(run, tokens, targets)
+            if counts is not None:
+                run.record.before = run.record.after = counts
             rank.send((step + 1, run.name, run.record.digests[-1]))
-    eager.record.before = eager.record.after
     eager.record.payloads = fsdp_payloads(
         eager.module,
         fsdp_order,
@@ -120,9 +116,7 @@ def _train(rank: Rank, settings: Settings, mesh: DeviceMesh) -> RankReport:
     sizes = [parameter.numel() for parameter in eager.module.parameters()]
     return RankReport(
         runs={run.name: run.record for run in runs},
-        parameters=sum(sizes),
-        tensors=len(sizes),
-        units=len(fsdp_order.units),
+        model={"parameters": sum(sizes), "tensors": len(sizes), "units": len(fsdp_order.units)},
         versions={"torch": torch.__version__},
     )
 
@@ -157,43 +151,29 @@ def eager_run(settings: Settings, mesh: DeviceMesh) -> Run:
 
 def compiled_runs(settings: Settings, mesh: DeviceMesh) -> list[Run]:
     """The compiled runs: FSDP2's payload order, graph order and, for Inductor, two more."""
-    runs = [
-        compiled_run("fsdp_order", settings, mesh, payload_order=True),
-        compiled_run("graph_order", settings, mesh, payload_order=False),
-    ]
+    names = ["fsdp_order", "graph_order"]
     if settings.backend == "inductor":
-        again = compiled_run("fsdp_order_again", settings, mesh, payload_order=True)
-        precise = compiled_run("fsdp_order_precise", settings, mesh, payload_order=True)
-        precise.eager_rounding = True
-        runs += [again, precise]
-    return runs
+        names += ["fsdp_order_again", "fsdp_order_precise"]
+    return [_compiled_run(name, settings, mesh) for name in names]
 
 
-def compiled_run(name: str, settings: Settings, mesh: DeviceMesh, *, payload_order: bool) -> Run:
+def _compiled_run(name: str, settings: Settings, mesh: DeviceMesh) -> Run:
     """SimpleFSDP: one collective per parameter, merged by the compiler into FSDP2's units."""
     model = _model(settings)
     order = FSDPParamOrder.from_model(model, units=model.unit_names())
     data_parallel(
-        model,
-        mesh,
-        param_dtype=PARAM_DTYPE,
-        reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype],
+        model, mesh, param_dtype=PARAM_DTYPE, reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype]
     )
     # fully_shard leaves the root's parameters gathered between forward and backward.
     root = order.units[-1]
-    compiler = backend(
-        settings.backend,
-        passes=[
-            ReshardAfterForward(keep=root),
-            BucketUnits(order, payload_order="units" if payload_order else None),
-        ],
-        model=model,
-    )
+    units = BucketUnits(order, payload_order=None if name == "graph_order" else "units")
+    compiler = backend(settings.backend, [ReshardAfterForward(keep=root), units], model)
     return Run(
         name,
         model,
         torch.compile(model, backend=compiler, fullgraph=True),
         _optimizer(model, settings),
+        eager_rounding=name == "fsdp_order_precise",
         compiler=compiler,
     )
 

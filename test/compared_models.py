@@ -1,0 +1,140 @@
+"""Models with one fault each, and one without, for ``test_compare.py``."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.nn as nn
+from sharded_models import shard_by_parametrization
+
+import torch_ext_bucketing as teb
+
+DIM = 32
+
+
+class Block(nn.Module):
+    """Owns a parameter and has children."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.up = nn.Linear(DIM, 2 * DIM)
+        self.down = nn.Linear(2 * DIM, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        if self.kind == "random":
+            hidden = hidden * (1 + 0.1 * random.random())
+        if self.kind == "branch" and torch.compiler.is_compiling():
+            hidden = hidden * 3.0
+            hidden = hidden / 3.0
+        if self.kind == "decomposed":
+            wide = nn.functional.interpolate(hidden[None], scale_factor=2, mode="linear")
+            hidden = wide[0, :, : 2 * DIM]
+        if self.kind == "crossing":
+            hidden = hidden + self.up(memory) * torch.tanh(memory).repeat(1, 2)
+        if self.kind == "twice":
+            hidden = self.up(torch.tanh(self.down(torch.relu(hidden))))
+        # Inductor's tanh is another one.
+        hidden = torch.relu(hidden) if self.kind == "rounded" else torch.tanh(hidden)
+        return x + self.down(hidden) * self.scale
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = x = self.first(x)
+        for block in self.blocks:
+            x = block(x, memory)
+        return self.last(x).square().mean()
+
+
+def inputs(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(6, DIM, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def sound() -> Any:
+    return Model(), inputs
+
+
+def randomly() -> Any:
+    return Model("random"), inputs
+
+
+def branching() -> Any:
+    return Model("branch"), inputs
+
+
+def decomposed() -> Any:
+    return Model("decomposed"), inputs
+
+
+def crossing() -> Any:
+    return Model("crossing"), inputs
+
+
+def twice() -> Any:
+    return Model("twice"), inputs
+
+
+def rounded() -> Any:
+    return Model("rounded"), lambda step, rank: inputs(step, rank).bfloat16()
+
+
+def failing() -> Any:
+    return 1 // 0
+
+
+def model_only() -> Any:
+    return Model()
+
+
+def too_small() -> Any:
+    return nn.Linear(1, 1, bias=False), torch.ones(1, 1)
+
+
+def no_blocks() -> Any:
+    return nn.Linear(DIM, DIM), inputs
+
+
+def no_loss() -> Any:
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)), inputs
+
+
+def without_combine_uses(model: nn.Module) -> Any:
+    return [p for p in teb.recipe(model) if p.name != "CombineUses"]
+
+
+def without_add_by_unit(model: nn.Module) -> Any:
+    return [p for p in teb.recipe(model) if p.name != "AddByUnit"]
+
+
+def without_scatter_first(model: nn.Module) -> Any:
+    return [p for p in teb.recipe(model) if p.name != "ReduceScatterFirst"]
+
+
+def other_units(model: nn.Module) -> Any:
+    return teb.recipe(model, units=["blocks.0", ["blocks.1", "first"], "last"])
+
+
+def graph_order(model: nn.Module) -> Any:
+    order = teb.FSDPParamOrder.from_model(model, units=teb.transformer_block_plan(model))
+    return [teb.CombineUses(), teb.BucketUnits(order, payload_order=None)]
+
+
+def all_but_last(model: Model, mesh: Any) -> None:
+    last, model.last = model.last, nn.Identity()
+    teb.data_parallel(model, mesh)
+    model.last = last
+
+
+def replicas_first(model: nn.Module, mesh: Any) -> None:
+    shard_by_parametrization(model, mesh)

@@ -1,0 +1,180 @@
+"""``compare`` names the cause of each fault, and calls a model without one equal."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import compared_models as models
+import pytest
+import torch
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing.__main__ import main
+from torch_ext_bucketing.testing import compare_cli
+from torch_ext_bucketing.testing.comparison import Comparison, Options
+from torch_ext_bucketing.testing.experiments import compare_on_rank
+from torch_ext_bucketing.testing.ranks import Rank, run_ranks
+from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
+from torch_ext_bucketing.testing.target import TargetError
+
+CASES: dict[str, dict[str, Any]] = {
+    "equal": {"build": models.sound},
+    "nondeterminism": {"build": models.randomly},
+    "Dynamo": {"build": models.branching},
+    "decompositions": {"build": models.decomposed},
+    "activations": {"build": models.crossing, "passes": models.without_add_by_unit},
+    "no collective": {"build": models.sound, "shard": models.all_but_last},
+    "uses": {"build": models.twice, "passes": models.without_combine_uses},
+}
+# On two ranks a + b is b + a.
+ORDERS: dict[str, dict[str, Any]] = {
+    "equal in bf16": {"build": models.rounded, "param_dtype": "bfloat16"},
+    "units": {"build": models.sound, "passes": models.other_units},
+    "payload order": {"build": models.sound, "passes": models.graph_order},
+    "hybrid order": {
+        "build": models.sound,
+        "shard": models.replicas_first,
+        "passes": models.without_scatter_first,
+        "replicas": 2,
+    },
+}
+
+
+def compare_all(rank: Rank, cases: dict[str, dict[str, Any]]) -> dict[str, Comparison]:
+    found = {}
+    random.seed(rank.rank)
+    with ring_rank(rank, RingTopology(ranks_per_node=1, chunk_bytes=64)):
+        for name, case in cases.items():
+            found[name] = compare_on_rank(rank, Options(**case, ranks=rank.world_size, steps=2))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Comparison]:
+    both = {}
+    for world, cases in ((2, CASES), (4, ORDERS)):
+        first, *others = run_ranks(compare_all, world, cases, timeout_s=600)
+        assert all(other == first for other in others)
+        both |= first
+    return both
+
+
+@pytest.mark.parametrize("name", [*CASES, *ORDERS])
+def test_the_cause_is_named(found: dict[str, Comparison], name: str):
+    comparison = found[name]
+    if name.startswith("equal"):
+        assert comparison == Comparison(True, 2)
+        return
+    assert not comparison.equal
+    assert comparison.first_step in (1, 2)
+    assert comparison.parameters
+    (cause,) = comparison.causes
+    assert cause.name == name
+    assert cause.advice in comparison.to_text()
+    assert json.loads(comparison.to_json())["causes"][0]["name"] == name
+
+
+def test_what_is_found_is_named(found: dict[str, Comparison]):
+    """Modules, units, parameters, buckets and bytes."""
+    causes = {name: c.causes[0] for name, c in found.items() if c.causes}
+    assert "The first is module blocks.0" in causes["Dynamo"].found
+    assert "The first is module blocks.0" in causes["decompositions"].found
+    assert "Units that do so alone: blocks." in causes["activations"].found
+    assert "reduce_scatter of last.bias, last.weight: byte 0 is" in causes["payload order"].found
+    assert "no unit of eager FSDP2 has these members" in causes["units"].found
+    assert causes["no collective"].parameters == ("last.bias", "last.weight")
+    # Backward comes to them last.
+    assert found["Dynamo"].parameters[-1].startswith("first.")
+
+
+@pytest.mark.slow
+def test_inductors_rounding_is_named():
+    comparison = teb.testing.compare(
+        models.rounded,
+        ranks=2,
+        nodes=1,
+        steps=1,
+        backend="inductor",
+        param_dtype=torch.bfloat16,
+        timeout_s=400,
+    )
+    (cause,) = comparison.causes
+    assert cause.name == "Inductor"
+    said = re.search(r"With emulate_precision_casts (\d+) of these (\d+) still differ", cause.found)
+    assert said
+    assert int(said[1]) < int(said[2]) == len(cause.parameters)
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+BAD: dict[Any, str] = {
+    "compared_models": "is no MODULE:FUNCTION",
+    "compared_models:sounds": "has no sounds; did you mean 'sound'",
+    "compared_model:sound": "no module is named 'compared_model'",
+    models.failing: "failing raised ZeroDivisionError",
+    models.model_only: r"must return \(model, inputs\) or \(model, inputs, loss\).*returned Model",
+    models.too_small: "has 1 weights to train, fewer than there are ranks",
+    models.no_blocks: r"no repeated blocks found in Linear.*compare\(build, units=\[...\]\)",
+    models.no_loss: r"the loss must be a tensor of one element.*Tensor of shape \(6, 32\)",
+}
+
+
+def messages(rank: Rank) -> list[str]:
+    found = []
+    with ring_rank(rank):
+        for build in BAD:
+            with pytest.raises(TargetError) as caught:
+                compare_on_rank(rank, Options(build, ranks=2, steps=1))
+            found.append(str(caught.value))
+    return found
+
+
+def test_bad_input_is_named():
+    for found in run_ranks(messages, 2, timeout_s=240):
+        for message, expected in zip(found, BAD.values(), strict=True):
+            assert re.search(expected, message), message
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"backend": "eager"}, "backend must be one of aot_eager, inductor, got 'eager'"),
+        ({"ranks": 0}, "ranks must be positive, got 0"),
+        ({"nodes": 3}, r"nodes must divide ranks \(4\) evenly, got 3"),
+        ({"param_dtype": "int8"}, "param_dtype must be one of bfloat16"),
+    ],
+)
+def test_bad_options_are_named_before_any_rank_starts(options, expected, monkeypatch, capsys):
+    monkeypatch.setattr(compare_cli, "run_ranks", None)
+    with pytest.raises(ValueError, match=expected):
+        teb.testing.compare(models.sound, **options)
+    given = [text for n, v in options.items() for text in (f"--{n.replace('_', '-')}", str(v))]
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", "compared_models:sound", *given])
+    assert caught.value.code == 2
+    assert re.search(f"{expected}|invalid choice: ", capsys.readouterr().err)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "found.json"
+    small = ["--ranks", "2", "--nodes", "1", "--steps", "2", "--json", str(path)]
+    assert main(["compare", "compared_models:sound", *small]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "EQUAL: eager FSDP2's weights after 2 of 2 steps.\n"
+    assert "s] starting 2 ranks" in printed.err
+    assert "s] compiled with aot_eager" in printed.err
+    assert json.loads(path.read_text())["equal"]
+
+    assert main(["compare", "compared_models:randomly", *small]) == 1
+    assert "Cause: nondeterminism" in capsys.readouterr().out
+    assert not json.loads(path.read_text())["equal"]
+
+    assert main(["compare", "compared_models:sounds", *small]) == 1
+    assert "error: module compared_models has no sounds" in capsys.readouterr().err

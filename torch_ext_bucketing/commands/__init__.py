@@ -1,0 +1,1 @@
+"""The options of commands; each imports what it does when it runs."""

@@ -1,0 +1,210 @@
+"""``python -m torch_ext_bucketing explain``: options, checks, output, exit status."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..reports.text import aligned
+from ..testing.target import output_file
+
+if TYPE_CHECKING:
+    from ..reports.compile import CompileReport
+
+_DESCRIPTION = """\
+Compile a model's forward and backward on this process, with a fake process group of any number of
+ranks, and print which collectives are merged, how each bucket is laid out, why it was closed, and
+what is left and why.
+
+MODULE:FUNCTION is called without arguments once the process group is there, so it can make device
+meshes. It returns the sharded model and its inputs: (model, tensor), (model, (tensor, ...)) or
+(model, {"name": tensor}). Without it, a small LLaMA-style model is taken."""
+
+_PASSED_ON = [
+    "goal",
+    "reduce",
+    "mode",
+    "cap_mb",
+    "primary",
+    "world_size",
+    "overlap",
+    "keep_gib",
+    "size_hints",
+]
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add ``explain`` to a command's subparsers; the arguments carry ``run(args) -> int``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "explain",
+        help="print what bucketing does to a model's collectives, and why",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = parser.add_argument
+    option(
+        "target", nargs="?", metavar="MODULE:FUNCTION", help="makes the model (default: the demo's)"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--goal",
+        choices=("parity", "speed"),
+        help="run the passes of recipe() for that goal, and print them as code",
+    )
+    option(
+        "--reduce",
+        choices=("all_to_all",),
+        help="of --goal: add gradients in the order of the ranks, and compare that with rings",
+    )
+    what.add_argument(
+        "--mode",
+        choices=("auto", "transformer_block", "none"),
+        default="auto",
+        help="buckets by byte cap, one per transformer block, or none (default: auto)",
+    )
+    option(
+        "--cap-mb",
+        type=float,
+        metavar="MB",
+        help="byte cap of mode auto, in MiB (default: torch's estimate for the group's size)",
+    )
+    option(
+        "--primary-group",
+        dest="primary",
+        action="store_true",
+        help="mode auto: only the process group with the most FSDP all-gathers",
+    )
+    option("--world-size", type=int, default=8, metavar="N", help="ranks to pretend (default: 8)")
+    option(
+        "--overlap",
+        action="store_true",
+        help="also schedule the graphs: gathers launch early, reductions are waited for late",
+    )
+    option(
+        "--keep-gib",
+        type=float,
+        metavar="GIB",
+        help="keep gathered from forward to backward what fits under this peak, and say what that "
+        "saves; --plot draws time and memory over the bound",
+    )
+    option(
+        "--machine",
+        type=Path,
+        metavar="FILE",
+        help="times of --goal, --overlap, --keep-gib, --trace and --plot: a file that measure "
+        "wrote (default: this GPU's data sheet, or an H100's)",
+    )
+    option(
+        "--size-hint",
+        dest="size_hints",
+        type=int,
+        metavar="N",
+        help="what they take sizes that depend on data as, such as the tokens of an expert",
+    )
+    option(
+        "--trace",
+        type=output_file,
+        metavar="FILE",
+        help="write the graphs' timelines, before and after, as a trace for Perfetto",
+    )
+    option(
+        "--plot",
+        type=output_file,
+        metavar="FILE",
+        help="draw them before and after (needs matplotlib)",
+    )
+    option("--brief", action="store_true", help="leave out the members of the buckets")
+    option("--json", type=output_file, metavar="FILE", help="also write the report to FILE")
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def _wrong(args: argparse.Namespace) -> str:
+    """Why the options can't be taken; empty: they can."""
+    keeps = args.keep_gib is not None
+    estimates = args.goal or args.overlap or keeps or args.trace or args.plot
+    if args.world_size < 1:
+        return f"--world-size: must be at least 1, got {args.world_size}"
+    if keeps and not (args.keep_gib > 0 and math.isfinite(args.keep_gib)):
+        return f"--keep-gib: must be a positive number, got {args.keep_gib}"
+    if args.cap_mb is not None and (args.goal or args.mode != "auto"):
+        return f"--cap-mb belongs to --mode auto, not to {args.goal or args.mode}"
+    if args.reduce and not args.goal:
+        return "--reduce belongs to --goal"
+    if args.goal and (args.overlap or args.primary or keeps):
+        return "--goal takes recipe()'s passes, without options of their own"
+    for name, value in (("machine", args.machine), ("size-hint", args.size_hints)):
+        if value is not None and not estimates:
+            return (
+                f"--{name}: nothing is estimated without --overlap, --goal, --keep-gib, --trace "
+                "or --plot"
+            )
+    if args.size_hints is not None and args.size_hints < 0:
+        return f"--size-hint: must be at least 0, got {args.size_hints}"
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        return "--plot: matplotlib is not installed: pip install matplotlib"
+    return ""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain; returns the exit status: 0, or 1 if it failed. Bad options exit with 2."""
+    if wrong := _wrong(args):
+        args.parser.error(wrong)
+    import torch
+
+    from ..explain import ExplainError, explain
+    from ..reports.keep import KeepReport
+    from ..scheduling.machine import Machine
+    from ..scheduling.trace import write_trace
+
+    try:
+        machine = None if args.machine is None else Machine.load(args.machine)
+    except (ValueError, OSError) as error:
+        print(f"{args.parser.prog}: error: --machine: {error}", file=sys.stderr)
+        return 1
+    try:
+        given = {name: getattr(args, name) for name in _PASSED_ON}
+        draw = bool(args.trace or args.plot)
+        found = explain(args.target, draw=draw, machine=machine, **given)
+        if args.goal:
+            reduce = f", reduce={args.reduce!r}" if args.reduce else ""
+            print(f"recipe(model, {args.goal!r}{reduce}):", *found.passes, sep="\n  ", end="\n\n")
+        print(found.report.to_text(members=not args.brief), end="")
+        if args.reduce:
+            torch._dynamo.reset()
+            rings = explain(args.target, machine=machine, **{**given, "reduce": None})
+            print(_against_rings(found.report, rings.report, args.goal), end="")
+        if args.json is not None:
+            args.json.write_text(found.report.to_json() + "\n", encoding="utf-8")
+        if args.trace is not None:
+            write_trace(found.drawn, args.trace)
+        if args.plot is not None:
+            from ..scheduling.plot import plot
+
+            kept = (r for r in found.report.rewrites if isinstance(r, KeepReport))
+            plot(found.drawn, args.plot, next(kept, None))
+    except ExplainError as error:
+        print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"{args.parser.prog}: error: cannot write: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _against_rings(sums: CompileReport, rings: CompileReport, goal: str) -> str:
+    """What the step and the peak are with reductions by all-to-all, and with rings."""
+    rows: list[tuple[str, ...]] = [("estimated, all graphs", "step, ms", "peak, GiB")]
+    for name, report in (("rings", rings), ("all-to-alls, sums in rank order", sums)):
+        step = sum(s.step_ms[1] for s in report.schedules)
+        peak = max((s.peak_bytes[1] for s in report.schedules), default=0)
+        rows.append((name, f"{step:.3f}", f"{peak / 2**30:.3f}"))
+    bits = (
+        f'Goal "{goal}" has the bits of eager FSDP2 with AllToAllReduceScatter, whatever the '
+        "units, caps and order.\n"
+    )
+    return "\n".join(["", *aligned(rows, right=(1, 2)), bits])

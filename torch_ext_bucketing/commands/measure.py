@@ -1,0 +1,96 @@
+"""``torchrun ... -m torch_ext_bucketing measure``: options, output, exit status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_DESCRIPTION = """\
+Measure the collectives of each group of a mesh, and the rates of products and copies, on whatever
+is there: NCCL with GPUs, gloo without. Start it with torchrun, one process per GPU, as the training
+will be. Rank 0 writes a file for torch_ext_bucketing.Machine.load.
+
+With --traces nothing is run: the file is made of a run's traces, one per rank, that torch.profiler
+wrote with record_shapes=True; what they don't tell is an H100's."""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add ``measure`` to a command's subparsers; the arguments carry ``run(args) -> int``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "measure",
+        help="measure the collectives of a mesh for the cost model, under torchrun",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--mesh", metavar="2x4", help="sizes of the mesh dimensions")
+    source.add_argument(
+        "--traces", nargs="+", metavar="TRACE", help="Chrome traces of all ranks, .json or .json.gz"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="with --traces (default: by host names)"
+    )
+    parser.add_argument("--out", required=True, metavar="FILE", help="the file to write, JSON")
+    parser.add_argument(
+        "--kib", type=int, nargs="+", metavar="N", help="sizes of the buffers (default: 4 to 16384)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=7, metavar="N", help="runs of each size (default: 7)"
+    )
+    parser.set_defaults(run=_run)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
+    from ..measure import KIB, MeasureError, measure
+    from ..scheduling.machine import Machine
+
+    def say(text: str) -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    try:
+        if args.traces:
+            machine = Machine.from_traces(args.traces, ranks_per_node=args.ranks_per_node)
+        else:
+            mesh = _mesh_sizes(args.mesh)
+            _start()
+            machine = measure(mesh, kib=args.kib or KIB, repeats=args.repeats, say=say)
+        if args.traces or dist.get_rank() == 0:
+            machine.save(args.out)
+            say(f"written to {Path(args.out).resolve()}")
+        return 0
+    except (MeasureError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if dist.is_initialized() and not args.traces:
+            dist.destroy_process_group()
+
+
+def _mesh_sizes(text: str) -> tuple[int, ...]:
+    sizes = text.split("x")
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise ValueError(f"--mesh must be sizes such as 8 or 2x4, got {text!r}")
+    return tuple(map(int, sizes))
+
+
+def _start() -> None:
+    """Join the process group of the launcher."""
+    import torch
+    import torch.distributed as dist
+
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} not set: start it under torchrun, as in torchrun "
+            "--nproc-per-node 8 -m torch_ext_bucketing measure --mesh 8 --out machine.json"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

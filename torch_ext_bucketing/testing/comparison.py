@@ -1,0 +1,159 @@
+"""What :func:`.compare` found: data, and its words. No torch in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from ..fqns import format_names
+from ..reports.base import Report
+
+if TYPE_CHECKING:
+    import torch
+    import torch.nn as nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..passes.base import GraphPass
+
+__all__ = ["Backend", "Cause", "CauseName", "Comparison", "Dtype", "Options"]
+
+Backend = Literal["aot_eager", "inductor"]
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is compared, and how.
+
+    Functions travel to the ranks by name: they have to be importable there.
+
+    Args:
+        build: a function, or ``"module:function"``. Every rank calls it, seeded by the rank. It
+            returns ``(model, inputs)`` or ``(model, inputs, loss)``: the model before it is
+            sharded, of which all take rank 0's weights; ``inputs``, a tensor, a tuple or a dict of
+            what the model is called with, or a callable of step (from 0) and rank that returns one;
+            ``loss(output, inputs)``, by default the output, or its ``.loss``.
+        passes: of the sharded model; None for :func:`.recipe`'s.
+        units: the modules of each ``fully_shard`` call of the eager training, and of the recipe;
+            None takes :func:`.transformer_block_plan`'s.
+        shard: of the model and the mesh, shards what is compiled, in place; None for
+            :func:`.data_parallel`.
+        ranks: processes to start.
+        nodes: simulated; reductions add in the order of NCCL's rings over them. Divides ``ranks``.
+        replicas: more than 1 is hybrid sharding: groups of ranks that each hold the whole model, on
+            a mesh with the replicas first. Divides ``ranks``.
+        steps: of AdamW. Random numbers of a step (dropout) are the same both ways.
+        backend: ``"aot_eager"`` or ``"inductor"``.
+        param_dtype: as of FSDP2's ``MixedPrecisionPolicy``, or its name; None: each parameter's.
+        reduce_dtype: the same.
+        timeout_s: limit in seconds for all.
+
+    Raises:
+        ValueError: a value is out of range; the message starts with the option's name.
+    """
+
+    build: Callable[[], Any] | str
+    passes: Callable[[nn.Module], Sequence[GraphPass]] | None = None
+    units: Sequence[str | Sequence[str]] | None = None
+    shard: Callable[[nn.Module, DeviceMesh], object] | None = None
+    ranks: int = 4
+    nodes: int = 2
+    replicas: int = 1
+    steps: int = 10
+    backend: Backend = "aot_eager"
+    param_dtype: torch.dtype | Dtype | None = None
+    reduce_dtype: torch.dtype | Dtype | None = None
+    timeout_s: float = 900
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "nodes", "replicas", "steps", "timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("nodes", "replicas"):
+            if self.ranks % getattr(self, name):
+                raise ValueError(
+                    f"{name} must divide ranks ({self.ranks}) evenly, got {getattr(self, name)}"
+                )
+        for name in ("param_dtype", "reduce_dtype"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value and str(value).removeprefix("torch."))
+        for name, known in (("backend", Backend), ("param_dtype", Dtype), ("reduce_dtype", Dtype)):
+            value = getattr(self, name)
+            if value not in get_args(known) and (value is not None or name == "backend"):
+                raise ValueError(
+                    f"{name} must be one of {', '.join(get_args(known))}, got {value!r}"
+                )
+
+
+CauseName = Literal[
+    "nondeterminism",
+    "Dynamo",
+    "decompositions",
+    "Inductor",
+    "activations",
+    "no collective",
+    "uses",
+    "hybrid order",
+    "units",
+    "payload order",
+    "unknown",
+]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One thing that, switched alone, changes gradients.
+
+    Args:
+        name: what it is, in a word or two.
+        parameters: whose gradients it changes, the first in backward first.
+        found: what was seen.
+        advice: what to change.
+    """
+
+    name: CauseName
+    parameters: tuple[str, ...]
+    found: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Comparison(Report):
+    """A model trained by eager FSDP2, and compiled.
+
+    Args:
+        equal: whether all weights are the same bits after every step, on every rank.
+        steps: that were asked for.
+        first_step: the first step after which weights differ, from 1; None where none does.
+        parameters: those with another gradient in that step, the first in backward first.
+        causes: in the order in which they are looked for; empty where all is equal.
+        notes: what else to know, such as warnings of the compile.
+    """
+
+    equal: bool
+    steps: int
+    first_step: int | None = None
+    parameters: tuple[str, ...] = ()
+    causes: tuple[Cause, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_text(self) -> str:
+        """The verdict, each cause with what to change, and the notes."""
+        if self.equal:
+            lines = [f"EQUAL: eager FSDP2's weights after {self.steps} of {self.steps} steps."]
+        else:
+            lines = [
+                f"DIFFERENT: other weights than eager FSDP2's after step {self.first_step} of "
+                f"{self.steps}.",
+                f"{len(self.parameters)} gradients differ in it; in the order of backward: "
+                f"{format_names(self.parameters)}",
+            ]
+        for cause in self.causes:
+            lines += ["", f"Cause: {cause.name}", f"  {cause.found}."]
+            if cause.parameters:
+                names = format_names(cause.parameters)
+                lines.append(f"  It changes {len(cause.parameters)} gradients: {names}")
+            lines.append(f"  To change: {cause.advice}.")
+        lines += [f"\nNote: {note}" for note in self.notes]
+        return "\n".join(lines) + "\n"

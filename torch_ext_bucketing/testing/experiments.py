@@ -1,0 +1,477 @@
+"""Why gradients differ: an ordered list of experiments, each of which switches one thing.
+
+All take the gradients of one step, from the weights before it. Those of one rank are about the
+model and its compiler: rank 0 does them, with its inputs. Those of all ranks give the passes that
+were compared, one by one, what eager FSDP2 has.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.utils._pytree as pytree
+from torch._inductor import config as inductor_config
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from .._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
+from ..fqns import canonical_fqn, format_names
+from ..fsdp.order import FSDPParamOrder
+from ..graph.collectives import KINDS
+from ..passes.backends import BucketingBackend, backend
+from ..passes.base import Buckets, GraphPass, Order
+from ..passes.bucketing import BucketUnits
+from ..reports.rewrites import CombineReport, RewriteReport, ScatterReport
+from ..rewrites.combine_uses import CombineUses
+from ..rewrites.reduce_scatter_first import ReduceScatterFirst
+from .comparison import Cause, CauseName, Comparison, Options
+from .demo.rounding import eager_rounding
+from .payloads import bucket_payloads, fsdp_payloads, layout_differences
+from .ranks import Rank
+from .trial import Hashes, Passes, Run, Trial, hash_of, state_of, unlike, wrap
+
+__all__ = ["compare_on_rank"]
+
+
+def compare_on_rank(rank: Rank, options: Options) -> Comparison:
+    """The comparison, on the ranks of the default group; each of them calls this.
+
+    Raises:
+        TargetError: as of :class:`.Trial`.
+    """
+    trial, steps = Trial(rank, options), options.steps
+    inputs: list[str] = [""] * rank.world_size
+    dist.all_gather_object(inputs, hash_of(trial.batch(0)))
+    notes: dict[str, None] = {}
+    if len(set(inputs)) < rank.world_size:
+        notes[
+            "ranks have the same inputs, which hides orders of additions: let inputs be a "
+            "callable of step and rank"
+        ] = None
+    trial.say(f"eager FSDP2: {steps} steps")
+    model = trial.wrapped()
+    eager, eager_gradients = trial.train(model, model, steps)
+    trial.say(f"compiled with {options.backend}")
+    model, compiler, run = trial.ours()
+    ours, gradients = trial.train(model, run, steps, stop_unlike=eager.digests)
+    notes |= {text: None for report in compiler.reports for text in report.warnings}
+    last = len(ours.digests) - 1
+    if not trial.differing({"": ours.digests[last]}, {"": eager.digests[last]}):
+        return Comparison(True, steps, notes=tuple(notes))
+    trial.say(f"weights differ after step {last + 1}")
+    search = _Search(trial, last, eager_gradients[last], gradients[last], model, compiler)
+    causes = tuple(search.causes())
+    differ = search.ordered(trial.differing(eager_gradients[last], gradients[last]))
+    return Comparison(False, steps, last + 1, differ, causes, (*notes, *search.failed))
+
+
+@dataclass
+class _Search:
+    """What the experiments share.
+
+    Attributes:
+        trial: its weights become those before the step.
+        step: the first one after which weights differ.
+        eager: eager FSDP2's gradients in it.
+        ours: those of ``passes``, by which ``model`` was compiled by ``compiler``.
+        order: of the parameters in backward.
+        known: gradients of ``_WAYS`` on one rank.
+        failed: experiments that raised, in words.
+        mended: number of changes of ``passes`` that changed gradients.
+    """
+
+    trial: Trial
+    step: int
+    eager: Hashes
+    ours: Hashes
+    model: nn.Module
+    compiler: BucketingBackend
+    order: list[str] = field(default_factory=list)
+    known: dict[str, Hashes] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    mended: int = 0
+
+    def __post_init__(self) -> None:
+        self.passes: Passes = self.trial.passes
+
+    def causes(self) -> Iterator[Cause]:
+        """Do all experiments; every rank finds the same."""
+        trial = self.trial
+        if names := self._once_more():
+            yield Cause("nondeterminism", names, *_WORDS["nondeterminism"])
+            return
+        size = trial.rank.world_size
+        mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("all", "one"))
+        self.mesh_of_one: DeviceMesh = mesh["one"]
+        found: list[Cause] = []
+        if trial.rank.rank == 0:
+            self.order = self._backward_order()
+            for name, on_one in _ON_ONE_RANK.items():
+                try:
+                    found += on_one(self)
+                except Exception as error:
+                    self.failed.append(f"looking for {name} failed: {error}")
+        self.order, found, self.failed = trial.from_rank_0((self.order, found, self.failed))
+        if trial.options.backend == "inductor":
+            trial.say("all ranks: aot_eager")
+            names = self.take(trial.passes)
+            if names and "Inductor" not in [cause.name for cause in found]:
+                found.append(Cause("Inductor", names, *_WORDS["Inductor"]))
+        for on_all in _ON_ALL_RANKS:
+            found += on_all(self)
+        yield from found
+        left = self.ordered(trial.differing(self.eager, self.ours))
+        if left and len(found) == self.mended:
+            yield Cause("unknown", left, *_WORDS["unknown"])
+
+    def _once_more(self) -> tuple[str, ...]:
+        """What differs between two runs of eager FSDP2; keeps the weights before the last step."""
+        trial = self.trial
+        trial.say("eager FSDP2 once more")
+        model = trial.wrapped()
+        trial.train(model, model, self.step)
+        trial.state = state_of(model)
+        return trial.differing(self.eager, trial.gradients(model, model, self.step))
+
+    def _backward_order(self) -> list[str]:
+        model, order = self.trial.plain(), dict[str, None]()
+        names = {p: canonical_fqn(n) for n, p in model.named_parameters() if p.requires_grad}
+        for parameter in names:
+            parameter.register_post_accumulate_grad_hook(lambda p: order.setdefault(names[p]))
+        self.trial.gradients(model, model, self.step)
+        return list(order)
+
+    def ordered(self, names: Sequence[str]) -> tuple[str, ...]:
+        """In the order of backward, those without a gradient last."""
+        place = {name: number for number, name in enumerate(self.order)}
+        return tuple(sorted(names, key=lambda name: place.get(name, len(place))))
+
+    def on_one(self, way: str, again: bool = False) -> Hashes:
+        """Gradients on this rank alone, in one of ``_WAYS``."""
+        if again or way not in self.known:
+            self.trial.say(f"one rank: {way}")
+            torch.compiler.reset()
+            model = self.trial.plain()
+            self.known[way] = self.trial.gradients(model, _WAYS[way](model), self.step)
+        return self.known[way]
+
+    def take(self, passes: Passes) -> tuple[str, ...]:
+        """Change the passes; returns the names of the gradients that this changes on some rank."""
+        self.model, self.compiler, run = self.trial.ours(passes, "aot_eager")
+        gradients = self.trial.gradients(self.model, run, self.step)
+        names = self.trial.differing(self.ours, gradients)
+        self.passes, self.ours = passes, gradients
+        self.mended += bool(names)
+        return self.ordered(names)
+
+
+# ---- experiments on one rank --------------------------------------------------------------------
+
+_WAYS: dict[str, Callable[[nn.Module], Run]] = {
+    "eager": lambda model: model,
+    "Dynamo": lambda model: torch.compile(model, backend="eager"),
+    "AOTAutograd": lambda model: torch.compile(model, backend=backend("aot_eager", agree=False)),
+    "Inductor": lambda model: torch.compile(model, backend=backend("inductor", agree=False)),
+}
+"""How far a model goes through the compiler."""
+
+
+def _dynamo(search: _Search) -> Iterator[Cause]:
+    yield from _traced(search, "Dynamo", "eager", "Dynamo")
+
+
+def _decompositions(search: _Search) -> Iterator[Cause]:
+    yield from _traced(search, "decompositions", "Dynamo", "AOTAutograd")
+
+
+def _traced(search: _Search, name: CauseName, before: str, after: str) -> Iterator[Cause]:
+    names = search.ordered(unlike(search.on_one(before), search.on_one(after)))
+    if names:
+        search.trial.say(f"one rank: the first module that {after} changes")
+        module = _first_module(search, (before, after))
+        found, advice = _WORDS[name]
+        where = f"module {module}" if module else "no module by itself"
+        yield Cause(name, names, f"{found}. The first is {where}", advice)
+
+
+def _inductor(search: _Search) -> Iterator[Cause]:
+    if search.trial.options.backend != "inductor":
+        return
+    before = search.on_one("AOTAutograd")
+    if names := search.ordered(unlike(before, search.on_one("Inductor"))):
+        with inductor_config.patch(emulate_precision_casts=True):
+            left = unlike(before, search.on_one("Inductor", again=True))
+        found, advice = _WORDS["Inductor"]
+        found += f". With emulate_precision_casts {len(left)} of these {len(names)} still differ"
+        if left:
+            with eager_rounding():
+                last = unlike(before, search.on_one("Inductor", again=True))
+            found += (
+                f", and {len(last)} with eager's kernel for the gradients of embeddings as well"
+            )
+        yield Cause("Inductor", names, found, advice)
+
+
+def _activations(search: _Search) -> Iterator[Cause]:
+    trial = search.trial
+
+    def changed_by(units: Sequence[Sequence[str]]) -> tuple[str, ...]:
+        model = wrap(trial.plain(), [*units, ("",)], search.mesh_of_one)
+        gradients = trial.gradients(model, model, search.step)
+        return search.ordered(unlike(search.on_one("eager"), gradients))
+
+    if any(p.name == "AddByUnit" for p in search.passes(search.model)):
+        return
+    trial.say("one rank: eager FSDP2")
+    if names := changed_by(trial.units):
+        alone = ["+".join(unit) for unit in trial.units if changed_by([unit])]
+        found, advice = _WORDS["activations"]
+        found += f". Units that do so alone: {format_names(alone)}" if alone else ""
+        yield Cause("activations", names, found, advice)
+
+
+# ---- the first module ---------------------------------------------------------------------------
+
+
+@dataclass
+class _Call:
+    """The first call of a module, and the first ones of those in it."""
+
+    name: str
+    module: nn.Module
+    arguments: Any = None
+    inside: list[_Call] = field(default_factory=list)
+
+
+def _first_module(search: _Search, ways: tuple[str, str]) -> str:
+    """The innermost module with other outputs or gradients in the second way, when it is called by
+    itself as it is called in the model; the first of several."""
+    call = _calls(search)
+    while True:
+        inner = (c for c in call.inside if len({_alone(c, way) for way in ways}) > 1)
+        found = next(inner, None)
+        if found is None:
+            return call.name
+        call = found
+
+
+def _calls(search: _Search) -> _Call:
+    """The calls of one step, as a tree."""
+    model = search.trial.plain()
+    stack = [_Call("", model)]
+    seen: set[str] = set()
+    handles = []
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, keywords: Any) -> None:
+            call = _Call(name, module, _detached((args, keywords)))
+            if name not in seen:
+                seen.add(name)
+                stack[-1].inside.append(call)
+            stack.append(call)
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    for name, module in model.named_modules():
+        if name:
+            before = enter(canonical_fqn(name))
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave))
+    search.trial.backward(model, search.step)
+    for handle in handles:
+        handle.remove()
+    return stack[0]
+
+
+def _detached(tree: Any) -> Any:
+    def detach(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map_only(torch.Tensor, detach, tree)
+
+
+def _alone(call: _Call, way: str) -> str:
+    """A hash of a module's outputs and gradients; empty where it can't be called by itself."""
+    torch.compiler.reset()
+    args, keywords = given = _detached(call.arguments)
+    call.module.zero_grad()
+    torch.manual_seed(0)
+    try:
+        outputs = pytree.tree_leaves(_WAYS[way](call.module)(*args, **keywords))
+        outputs = [x for x in outputs if isinstance(x, torch.Tensor)]
+        torch.manual_seed(0)
+        for output in (x for x in outputs if x.requires_grad):
+            output.backward(torch.randn_like(output), retain_graph=True)
+    except Exception as error:
+        warnings.warn(f"{call.name} can't be called by itself: {error}", stacklevel=2)
+        return ""
+    leaves = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+    return hash_of([outputs, *(x.grad for x in (*leaves, *call.module.parameters()))])
+
+
+# ---- experiments on all ranks -------------------------------------------------------------------
+
+
+def _no_collective(search: _Search) -> Iterator[Cause]:
+    named = search.model.named_parameters()
+    trained = [(canonical_fqn(name), p) for name, p in named if p.requires_grad]
+    if plain := [name for name, p in trained if not isinstance(p, DTensor)]:
+        yield Cause("no collective", search.ordered(plain), *_WORDS["no collective"])
+
+
+def _uses(search: _Search) -> Iterator[Cause]:
+    yield from _rewritten(search, "uses", CombineUses, CombineReport)
+
+
+def _hybrid_order(search: _Search) -> Iterator[Cause]:
+    if search.trial.options.replicas > 1:
+        yield from _rewritten(search, "hybrid order", ReduceScatterFirst, ScatterReport)
+
+
+def _rewritten(
+    search: _Search, name: CauseName, rewrite: Callable[[], GraphPass], kind: type[RewriteReport]
+) -> Iterator[Cause]:
+    """Whether a rewrite is missing, or left alone some of what it is for."""
+    passes, new = search.passes, rewrite()
+    found, advice = _WORDS[name]
+    if not any(p.name == new.name for p in passes(search.model)):
+        search.trial.say(f"all ranks: with {new}")
+        if names := search.take(lambda model: [rewrite(), *passes(model)]):
+            yield Cause(name, names, found, advice)
+    rewrites = [r for report in search.compiler.reports for r in report.rewrites]
+    if left := [x for r in rewrites if isinstance(r, kind) for x in r.left]:
+        why = "; ".join(f"{format_names(x.fqns)}: {x.reason}" for x in left)
+        names = search.ordered([fqn for x in left for fqn in x.fqns])
+        yield Cause(name, names, f"{found}. {new} left alone {why}", "see its reasons")
+
+
+def _payloads(search: _Search) -> Iterator[Cause]:
+    order, differences, same_units = _layout(search)
+    if not differences:
+        return
+    passes = search.passes
+
+    def with_eagers(model: nn.Module) -> list[GraphPass]:
+        given = [
+            type(p)(model, search.trial.units) if p.name == "AddByUnit" else p  # type: ignore[call-arg]
+            for p in passes(model)
+        ]
+        place = next((n for n, p in enumerate(given) if _gives(p, Buckets, Order)), len(given))
+        rest = [p for p in given[place:] if not _gives(p, Buckets)]
+        return [*given[:place], BucketUnits(order, KINDS), *rest]
+
+    search.trial.say("all ranks: with eager FSDP2's payloads")
+    if names := search.take(with_eagers):
+        name: CauseName = "payload order" if same_units else "units"
+        found, advice = _WORDS[name]
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        yield Cause(name, names, f"{found}: {'; '.join(differences[:3])}{more}", advice)
+
+
+def _gives(graph_pass: GraphPass, *facts: type) -> bool:
+    return any(isinstance(fact, facts) for fact in getattr(graph_pass, "gives", ()))
+
+
+def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:
+    """Eager FSDP2's order; where reductions carry something else than its own; and whether they
+    carry the same parameters together."""
+    trial = search.trial
+    model = trial.wrapped()
+    order = FSDPParamOrder.from_fsdp(model)
+    own = next(model.parameters()).dtype
+    gathered = trial.param_dtype or own
+    # Without a gradient there is nothing to reduce.
+    units = [[n for n in unit if search.eager.get(n)] for unit in order.reduce_units or order.units]
+    eager = fsdp_payloads(
+        model,
+        FSDPParamOrder.from_fqns([unit for unit in units if unit]),
+        shards=trial.rank.world_size // trial.options.replicas,
+        param_dtype=gathered,
+        reduce_dtype=trial.reduce_dtype or (own if REDUCES_BY_GRAD_DTYPE else gathered),
+        replicas=trial.options.replicas,
+    )
+    buckets = [b for report in search.compiler.reports for b in report.buckets]
+    # What gathers carry, and in which order, changes no bits.
+    sides = [
+        [p for p in payloads if p.kind != "all_gather" and len(p.members) > 1]
+        for payloads in (eager, bucket_payloads(buckets))
+    ]
+    members = [{(p.kind, frozenset(m.fqn for m in p.members)) for p in side} for side in sides]
+    return order, layout_differences(*sides), members[0] == members[1]
+
+
+_Experiment = Callable[[_Search], Iterator[Cause]]
+_ON_ONE_RANK: dict[CauseName, _Experiment] = {
+    "Dynamo": _dynamo,
+    "decompositions": _decompositions,
+    "Inductor": _inductor,
+    "activations": _activations,
+}
+_ON_ALL_RANKS: Sequence[_Experiment] = (_no_collective, _uses, _hybrid_order, _payloads)
+
+_WORDS: dict[CauseName, tuple[str, str]] = {
+    "nondeterminism": (
+        "eager FSDP2, trained twice from the same weights and inputs, differs from itself",
+        "seed what is random in the model and in its inputs by step and rank (torch's generator "
+        "is), and use deterministic kernels (torch.use_deterministic_algorithms)",
+    ),
+    "Dynamo": (
+        'torch.compile(backend="eager") on one rank differs from eager: Dynamo traces another '
+        "branch than eager runs",
+        "look there for what asks whether it is being traced or compiled "
+        "(torch.compiler.is_compiling() and the like), and take one branch both times; for "
+        'transformers, attn_implementation="eager" in place of "sdpa"',
+    ),
+    "decompositions": (
+        "AOTAutograd on one rank differs from what Dynamo traced: it takes apart an operator that "
+        "eager runs as one kernel",
+        "write that operator out in elementary ones, as testing.model has RMSNorm",
+    ),
+    "Inductor": (
+        "Inductor's fused kernels on one rank keep in float32 what eager rounds in between",
+        "torch._inductor.config.emulate_precision_casts = True where eager's bits are needed, or "
+        "compare with aot_eager",
+    ),
+    "activations": (
+        "fully_shard() on one rank, with no communication, changes gradients: what comes back to "
+        "an activation is added unit by unit, and without units use by use",
+        "add AddByUnit(model, units) to the passes, as recipe() has it",
+    ),
+    "no collective": (
+        "parameters are trained and not sharded: no collective reduces their gradients",
+        "shard the whole model, data_parallel(model, mesh)",
+    ),
+    "uses": (
+        "the uses of a parameter are reduced one by one; eager FSDP2 adds their gradients first",
+        "add CombineUses() to the passes, as recipe() has it",
+    ),
+    "hybrid order": (
+        "gradients are reduced over the replicas before the shards; eager FSDP2 starts with the "
+        "shards",
+        "add ReduceScatterFirst() to the passes, as recipe() has it",
+    ),
+    "units": (
+        "reductions carry other parameters together than eager FSDP2's",
+        "recipe(model, units=[...]) with the modules of each fully_shard() call, or "
+        "recipe(model, reference=...) with the wrapped model",
+    ),
+    "payload order": (
+        "reductions carry the parameters of eager FSDP2's in another order",
+        "BucketUnits(FSDPParamOrder.from_model(model, units=[...])), as recipe() has it",
+    ),
+    "unknown": (
+        "with all that the experiments change gradients still differ, and they found nothing on "
+        "one rank, with rank 0's inputs",
+        "compare with other inputs, and with fewer passes",
+    ),
+}
+"""Of each cause what is found, and what to change."""

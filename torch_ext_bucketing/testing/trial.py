@@ -1,0 +1,260 @@
+"""One model on all ranks, and the ways to train it that :func:`.compare` holds side by side."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.utils._pytree as pytree
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ..fqns import canonical_fqn, canonical_modules
+from ..fsdp.blocks import transformer_block_plan
+from ..fsdp.simple_fsdp import data_parallel
+from ..fsdp.unit_spec import unit_names
+from ..passes.backends import BucketingBackend, backend
+from ..passes.base import GraphPass
+from ..recipes import recipe
+from .comparison import Backend, Options
+from .ranks import Rank
+from .target import TargetError, load_target
+from .training import Trained, raw_bytes, train
+
+__all__ = ["Hashes", "Passes", "Run", "Trial"]
+
+T = TypeVar("T")
+
+Run = Callable[..., Any]
+Passes = Callable[[nn.Module], Sequence[GraphPass]]
+Hashes = dict[str, str]
+"""By a trained parameter's name a hash of its gradient; empty where it has none."""
+
+
+class Trial:
+    """The model that ``options.build`` makes. Every rank has one and calls the same methods.
+
+    Attributes:
+        state: the weights and buffers that each of its copies starts from.
+        units: the modules of each ``fully_shard`` call.
+
+    Raises:
+        TargetError: ``build`` is not found or raises, or its result can't be trained; the message
+            says what it is.
+    """
+
+    def __init__(self, rank: Rank, options: Options) -> None:
+        self.rank, self.options = rank, options
+        self.param_dtype, self.reduce_dtype = (
+            getattr(torch, str(name), None) for name in (options.param_dtype, options.reduce_dtype)
+        )
+        # Inputs are often drawn in there: each rank has others, and rank 0's weights.
+        torch.manual_seed(rank.rank)
+        self._model, self._inputs, self._loss = _built(options.build, rank.world_size)
+        self.state = self.from_rank_0(state_of(self._model))
+        try:
+            units = options.units or transformer_block_plan(self._model)
+            self.units = unit_names(units)
+        except ValueError as error:
+            raise TargetError(
+                f"{error}. To compare it: teb.testing.compare(build, units=[...]) with the modules "
+                "of each fully_shard() call"
+            ) from error
+        dims = {"shard": rank.world_size // options.replicas}
+        if options.replicas > 1:
+            dims = {"replicate": options.replicas, **dims}
+        self.mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+    def say(self, text: str) -> None:
+        """A line of progress."""
+        if self.rank.rank == 0:
+            self.rank.send(text)
+
+    # ---- between ranks --------------------------------------------------------------------------
+
+    def from_rank_0(self, value: T) -> T:
+        """Rank 0's ``value``, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
+
+    def differing(self, one: Hashes, other: Hashes) -> tuple[str, ...]:
+        """The names whose hashes differ on some rank."""
+        found: list[Any] = [None] * self.rank.world_size
+        dist.all_gather_object(found, unlike(one, other))
+        return tuple(dict.fromkeys(name for names in found for name in names))
+
+    # ---- ways -----------------------------------------------------------------------------------
+
+    def copy(self) -> nn.Module:
+        """A copy of the model, of the weights in ``state``."""
+        model = copy.deepcopy(self._model)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.data.copy_(self.state[name])
+        return model
+
+    def plain(self) -> nn.Module:
+        """A copy that is on this rank alone, with parameters of ``param_dtype``."""
+        model = self.copy()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(self.param_dtype or parameter.dtype)
+        return model
+
+    def wrapped(self) -> nn.Module:
+        """A copy as eager FSDP2."""
+        # Inputs are not cast by data_parallel() either.
+        policy = MixedPrecisionPolicy(
+            self.param_dtype, self.reduce_dtype, cast_forward_inputs=False
+        )
+        return wrap(self.copy(), [*self.units, ("",)], self.mesh, mp_policy=policy)
+
+    def ours(
+        self, passes: Passes | None = None, compiler: Backend | None = None
+    ) -> tuple[nn.Module, BucketingBackend, Run]:
+        """A copy as it is sharded and compiled, the backend, and what runs the copy; None takes
+        what the options say."""
+        options = self.options
+        model = self.copy()
+        if options.shard is not None:
+            options.shard(model, self.mesh)
+        else:
+            data_parallel(
+                model,
+                self.mesh,
+                "hybrid_shard" if options.replicas > 1 else "fully_shard",
+                param_dtype=self.param_dtype,
+                reduce_dtype=self.reduce_dtype,
+            )
+        taken = backend(compiler or options.backend, (passes or self.passes)(model), model)
+        torch.compiler.reset()  # so that no other copy's graph is taken
+        return model, taken, torch.compile(model, backend=taken)
+
+    def passes(self, model: nn.Module) -> Sequence[GraphPass]:
+        """Those of the options, for a sharded model."""
+        if self.options.passes is not None:
+            return self.options.passes(model)
+        return recipe(model, units=self.options.units)
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def train(
+        self, model: nn.Module, run: Run, steps: int, stop_unlike: Sequence[str] | None = None
+    ) -> tuple[Trained, list[Hashes]]:
+        """Digests of the weights after each step, and hashes of the gradients in it."""
+        gradients: list[Hashes] = []
+
+        def step(number: int) -> torch.Tensor:
+            loss = self.backward(run, number)
+            gradients.append(gradients_of(model))
+            return loss
+
+        return train(model, step, steps, recompiles=True, stop_unlike=stop_unlike), gradients
+
+    def gradients(self, model: nn.Module, run: Run, step: int) -> Hashes:
+        """Hashes of the gradients of one step."""
+        model.zero_grad()
+        self.backward(run, step)
+        return gradients_of(model)
+
+    def batch(self, step: int) -> Any:
+        """This rank's inputs."""
+        return self._inputs(step, self.rank.rank) if callable(self._inputs) else self._inputs
+
+    def backward(self, run: Run, step: int) -> torch.Tensor:
+        """Forward and backward of one step; returns the loss. Random numbers are those of the step
+        and the rank."""
+        batch = self.batch(step)
+        torch.manual_seed(step * self.rank.world_size + self.rank.rank)
+        if isinstance(batch, dict):
+            output = run(**batch)
+        else:
+            output = run(*batch) if isinstance(batch, (tuple, list)) else run(batch)
+        if self._loss is not None:
+            loss = self._loss(output, batch)
+        else:
+            loss = getattr(output, "loss", output)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+            raise TargetError(
+                "the loss must be a tensor of one element that needs a gradient, and is a "
+                f"{type(loss).__name__}{shape}: let the model return it, or an output with a .loss,"
+                " or return (model, inputs, loss) with loss(output, inputs)"
+            )
+        loss.backward()
+        return loss
+
+
+def wrap(model: nn.Module, units: Iterable[Sequence[str]], mesh: DeviceMesh, **more: Any) -> Any:
+    """``fully_shard`` per unit, in place; a unit that occurs again is wrapped once."""
+    modules = canonical_modules(model)
+    for unit in dict.fromkeys(tuple(unit) for unit in units):
+        fully_shard([modules[name] for name in unit], mesh=mesh, **more)
+    return model
+
+
+def gradients_of(model: nn.Module) -> Hashes:
+    """Hashes of this rank's gradients."""
+    found: Hashes = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            grad = parameter.grad
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            found[canonical_fqn(name)] = "" if local is None else hash_of([local])
+    return found
+
+
+def unlike(one: Hashes, other: Hashes) -> list[str]:
+    """The names whose hashes differ."""
+    return [name for name, value in one.items() if other.get(name, "") != value]
+
+
+def hash_of(tree: Any) -> str:
+    """A hash of the tensors in nested containers."""
+    total = hashlib.sha256()
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            total.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())
+            total.update(raw_bytes(leaf))
+    return total.hexdigest()
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Full copies of all parameters and buffers, by name."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    with torch.no_grad():
+        return {
+            name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+            for name, t in tensors
+        }
+
+
+def _built(build: Callable[[], Any] | str, ranks: int) -> tuple[nn.Module, Any, Any]:
+    make = load_target(build) if isinstance(build, str) else build
+    name = build if isinstance(build, str) else getattr(build, "__qualname__", repr(build))
+    try:
+        made = make()
+    except Exception as error:
+        raise TargetError(f"{name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise TargetError(
+            f"{name} must return (model, inputs) or (model, inputs, loss), a torch.nn.Module and "
+            f"what it is called with; it returned {type(made).__name__}"
+        )
+    model, inputs, loss = (*made, None)[:3]
+    if loss is not None and not callable(loss):
+        raise TargetError(f"{name}: loss must be a loss(output, inputs), got {loss!r}")
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise TargetError(f"{name} must return the model as it is before it is sharded")
+    weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if weights < ranks:
+        raise TargetError(
+            f"the model of {name} has {weights} weights to train, fewer than there are ranks "
+            f"({ranks}): take fewer, with --ranks, or a larger model"
+        )
+    return model, inputs, loss
