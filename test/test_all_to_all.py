@@ -317,8 +317,11 @@ def test_it_is_switched_off_inside_another_pass(fake_world, monkeypatch):
 # --- Inductor ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fake_world", [3], indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize(
+    ("fake_world", "dtype"),
+    [*((3, dtype) for dtype in DTYPES[:3]), (70, torch.bfloat16)],
+    indirect=["fake_world"],
+)
 def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
     """The sum alone, in one kernel with what casts and scales it: the reads that follow a rounding
     see the rounded value."""
@@ -344,17 +347,17 @@ def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
     gm.recompile()
     x = torch.randn(value.shape).to(dtype)
     (expected,) = copy.deepcopy(gm)(x)
-    assert torch.equal(expected.flatten(), in_rank_order(x.chunk(3), "avg").double())
+    assert torch.equal(expected.flatten(), in_rank_order(x.chunk(fake_world), "avg").double())
     with torch._guards.tracing(torch._guards.TracingContext(value.fake_mode)):
         compiled = compile_fx_inner(gm, [value])
     (found,) = compiled([x.clone()])
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("fake_world", [3, 200], indirect=True)
+@pytest.mark.parametrize("fake_world", [3, 70], indirect=True)
 def test_inductor_reads_what_is_received_once(fake_world):
-    """One kernel packs, one adds; nothing else touches the bucket, and a graph has as many nodes for
-    200 ranks as for 3."""
+    """One kernel packs, one adds, of more than 64 ranks two; nothing else touches the bucket, and a
+    graph has as many nodes for 70 ranks as for 3."""
     gm, _ = graph_of([("reduce_scatter", 4, [32], torch.bfloat16, "avg")] * 3, fake_world)
     compilation = Compilation()
     teb.BucketByCap(25)(gm, compilation)
@@ -365,17 +368,19 @@ def test_inductor_reads_what_is_received_once(fake_world):
     context = torch._guards.TracingContext(inputs[0].fake_mode)
     with torch._guards.tracing(context), inductor_config.patch(force_disable_caches=True):
         _, (code,) = run_and_get_code(lambda: compile_fx_inner(gm, inputs))
-    kernels = re.findall(r"^\s+(cpp_fused_\w+)\((.*)\)$", code, re.MULTILINE)
-    assert len(kernels) == 2
-    (received,) = re.findall(r"(\w+) = torch.ops._c10d_functional.all_to_all_single", code)
-    packed = re.findall(r"all_to_all_single.default\((\w+)", code)[0]
-    assert packed in kernels[0][1]
-    assert kernels[1][1].split(",")[0] == received
-    assert packed not in kernels[1][1]
-    added = code.index(f"{kernels[1][0]} = async_compile")
-    source = code[added : code.index("''')", added)]
-    vector, scalar = source.count("loadu(in_ptr0"), source.count("in_ptr0[")
-    assert fake_world in (vector, scalar)
+    kernels = re.findall(r"^ +(cpp_fused_\w+)\((.*)\)$", code, re.MULTILINE)
+    assert len(kernels) == (2 if fake_world == 3 else 3)
+    ((received, packed),) = re.findall(
+        r"(\w+) = torch.ops._c10d_functional.all_to_all_single.default\((?:\w+\()?(\w+)", code
+    )
+    (name, arguments), *_ = kernels[1:]
+    assert arguments.split(", ")[0] == received
+    assert not any(packed in re.split(r"\W+", arguments) for _, arguments in kernels[1:])
+    at = code.index(f"{name} = async_compile")
+    source = code[at : code.index("''')", at)]
+    reads = source.count("loadu(in_ptr0"), source.count("in_ptr0[")
+    # Of three members' parts, each by itself; of the first 64 ranks, all at once.
+    assert (9 if fake_world == 3 else 64) in reads
 
 
 # --- real ranks ----------------------------------------------------------------------------------
