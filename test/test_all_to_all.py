@@ -37,7 +37,7 @@ from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.testing.ranks import RankError, run_ranks
-from torch_ext_bucketing.testing.ring import RingTopology, on_ranks, ring_rank
+from torch_ext_bucketing.testing.ring import RingProcessGroup, RingTopology, on_ranks, ring_rank
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 RING = "ring"
@@ -501,8 +501,7 @@ def test_one_hash_of_inductor():
 def _fails_in(rank, method, passes):
     """The third reduction fails on rank 1."""
     with ring_rank(rank, RingTopology(ranks_per_node=2)):
-        group, calls = type(dist.group.WORLD), []
-        called = getattr(group, method)
+        calls, called = [], getattr(RingProcessGroup, method)
 
         def failing(*args, **kwargs):
             calls.append(method)
@@ -510,7 +509,7 @@ def _fails_in(rank, method, passes):
                 raise RuntimeError("the network is gone")
             return called(*args, **kwargs)
 
-        setattr(group, method, failing)
+        setattr(RingProcessGroup, method, failing)
         mesh = init_device_mesh("cpu", (rank.world_size,))
         model = teb.data_parallel(small_model(layers=1), mesh)
         trained(rank.rank, model, torch.compile(model, backend=teb.backend("aot_eager", passes)))
