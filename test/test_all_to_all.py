@@ -520,7 +520,7 @@ def test_a_fault_on_one_rank_ends_all_and_names_it(reduces):
     method = "alltoall_base" if reduces else "_reduce"
     passes = [teb.BucketByCap(0.02), *reduces]
     with pytest.raises(RankError, match=r"(?s)rank 1.*the network is gone"):
-        run_ranks(_fails_in, 3, method, passes, timeout_s=300)
+        run_ranks(_fails_in, 4, method, passes, timeout_s=300)
 
 
 def over_replicas(rank):
