@@ -56,8 +56,6 @@ def quick_starts(rank, cases):
         for name, options in cases.items():
             torch._dynamo.reset()
             model = teb.data_parallel(small_model(), mesh, **DTYPES)
-            if options.get("reference"):
-                options = {"reference": eager}
             with warnings.catch_warnings():
                 if name != "speed":  # whose bound on memory a model this small can't keep
                     warnings.simplefilter("error", UserWarning)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -21,8 +22,11 @@ from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 from torch_ext_bucketing.testing.target import TargetError
 
-CASES: dict[str, dict[str, Any]] = {
+Case = dict[str, Any]
+
+MODELS: dict[str, Case] = {
     "equal": {"build": models.sound},
+    "equal in bf16": {"build": models.rounded, "param_dtype": "bfloat16"},
     "nondeterminism": {"build": models.randomly},
     "Dynamo": {"build": models.branching},
     "decompositions": {"build": models.decomposed},
@@ -31,10 +35,11 @@ CASES: dict[str, dict[str, Any]] = {
     "uses": {"build": models.twice, "passes": models.without_combine_uses},
 }
 # On two ranks a + b is b + a.
-ORDERS: dict[str, dict[str, Any]] = {
-    "equal in bf16": {"build": models.rounded, "param_dtype": "bfloat16"},
+ORDERS: dict[str, Case] = {
     "units": {"build": models.sound, "passes": models.other_units},
     "payload order": {"build": models.sound, "passes": models.graph_order},
+}
+HYBRID: dict[str, Case] = {
     "hybrid order": {
         "build": models.sound,
         "shard": models.replicas_first,
@@ -44,28 +49,36 @@ ORDERS: dict[str, dict[str, Any]] = {
 }
 
 
-def compare_all(rank: Rank, cases: dict[str, dict[str, Any]]) -> dict[str, Comparison]:
+GROUPS = {"models": (2, MODELS), "orders": (4, ORDERS), "hybrid": (4, HYBRID)}
+
+
+def compare_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Comparison]:
     found = {}
     random.seed(rank.rank)
     with ring_rank(rank, RingTopology(ranks_per_node=1, chunk_bytes=64)):
         for name, case in cases.items():
-            found[name] = compare_on_rank(rank, Options(**case, ranks=rank.world_size, steps=2))
+            options = Options(**case, ranks=rank.world_size, nodes=rank.world_size, steps=2)
+            found[name] = compare_on_rank(rank, options)
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Comparison]:
-    both = {}
-    for world, cases in ((2, CASES), (4, ORDERS)):
-        first, *others = run_ranks(compare_all, world, cases, timeout_s=600)
-        assert all(other == first for other in others)
-        both |= first
-    return both
+@functools.cache
+def compared(group: str) -> dict[str, Comparison]:
+    first, *others = run_ranks(compare_all, *GROUPS[group], timeout_s=600)
+    assert all(other == first for other in others)
+    return first
 
 
-@pytest.mark.parametrize("name", [*CASES, *ORDERS])
-def test_the_cause_is_named(found: dict[str, Comparison], name: str):
-    comparison = found[name]
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        *(("models", name) for name in MODELS),
+        *(("orders", name) for name in ORDERS),
+        *(pytest.param("hybrid", name, marks=pytest.mark.slow) for name in HYBRID),
+    ],
+)
+def test_the_cause_is_named(group: str, name: str):
+    comparison = compared(group)[name]
     if name.startswith("equal"):
         assert comparison == Comparison(True, 2)
         return
@@ -78,8 +91,9 @@ def test_the_cause_is_named(found: dict[str, Comparison], name: str):
     assert json.loads(comparison.to_json())["causes"][0]["name"] == name
 
 
-def test_what_is_found_is_named(found: dict[str, Comparison]):
+def test_what_is_found_is_named():
     """Modules, units, parameters, buckets and bytes."""
+    found = compared("models") | compared("orders")
     causes = {name: c.causes[0] for name, c in found.items() if c.causes}
     assert "The first is module blocks.0" in causes["Dynamo"].found
     assert "The first is module blocks.0" in causes["decompositions"].found

@@ -214,23 +214,17 @@ def test_units_that_no_graph_break_divides_get_no_warning(fake_world, model, uni
 
 
 APART = ("embedding", "layers.0", "layers.1", "head")
+NESTED = ("embedding", "layers.0", "layers.1.w1", "layers.1", "head")
+ROOTED = ("layers.0", "layers.1", "")
 
 
 @pytest.mark.parametrize(
     ("units", "make", "expected"),
     [
-        (
-            ("layers.0", "layers.1", ""),
-            "blocks",
-            "embedding.weight, head.weight are in no compiled",
-        ),
+        (ROOTED, "blocks", "embedding.weight, head.weight are in no compiled"),
         (APART, "blocks", ""),
-        (
-            ("embedding", "layers.0", "layers.1.w1", "layers.1", "head"),
-            "blocks",
-            "made up otherwise",
-        ),
-        (("embedding", "layers.0", "layers.1.w1", "layers.1", "head"), "backends", ""),
+        (NESTED, "blocks", "made up otherwise"),
+        (NESTED, "backends", ""),
         (("embedding", "layers.0", "head"), "one block", "reduced their gradients twice"),
         (("embedding", "layers.0", "head"), "one block, whole", ""),
     ],
@@ -272,12 +266,7 @@ def tied():
 @pytest.mark.parametrize(
     ("make", "mode", "passes", "expected"),
     [
-        (
-            TwoBlocks,
-            "hybrid_shard",
-            "units",
-            "10 all_reduce of the backward graph are not bucketed",
-        ),
+        (TwoBlocks, "hybrid_shard", "units", "10 all_reduce of the backward graph are not"),
         (TwoBlocks, "hybrid_shard", "recipe", ""),
         (tied, "fully_shard", "units", "embedding.weight have several uses in one graph"),
         (tied, "fully_shard", "recipe", ""),
@@ -288,7 +277,7 @@ def tied():
 )
 def test_what_a_list_of_passes_leaves_out_is_warned_of(fake_world, make, mode, passes, expected):
     torch._dynamo.reset()  # or so many cases of one code are too many for it
-    model, units = make(), ["layers.0", "layers.1", ""]
+    model, units = make(), ROOTED
     mesh = init_device_mesh("cpu", (2, 2) if mode == "hybrid_shard" else (4,))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

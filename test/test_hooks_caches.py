@@ -26,6 +26,9 @@ OTHERS = ("config, other order", "config, model turned", "config, filter")
 
 Results = dict[str, dict[str, Any]]
 
+# That the entries count in the hash of the config is shown by test_hooks_imports.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:

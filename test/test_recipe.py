@@ -199,20 +199,15 @@ def test_units_are_abbreviated_as_manual_plan_reads_them(units, short):
 
 @pytest.fixture(scope="module")
 def trained():
-    cases = {
-        "parity": {},
-        "reference": {"reference": True},
-        "speed": {"goal": "speed"},
-    }
+    cases = {"parity": {}, "speed": {"goal": "speed"}}
     return run_ranks(quick_starts, 2, cases, timeout_s=400)
 
 
-@pytest.mark.parametrize("case", ["parity", "reference"])
-def test_the_quick_start_trains_to_eagers_bits(trained, case):
+def test_the_quick_start_trains_to_eagers_bits(trained):
     """Two ranks can't tell one order of addition from another, so the layout is compared, too."""
     for results in trained:
         digests, units, _ = results["eager"]
-        found, buckets, _ = results[case]
+        found, buckets, _ = results["parity"]
         assert found == digests
         assert len(set(digests)) == STEPS
         several = {unit for unit in units if len(unit) > 1}

@@ -15,9 +15,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +44,7 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder  # noqa: E402
 from torchtitan.experiments.graph_trainer import simple_fsdp  # noqa: E402
 
 from benchmarks import parity  # noqa: E402
+from torch_ext_bucketing import hooks  # noqa: E402
 from torch_ext_bucketing.fsdp.blocks import transformer_block_plan  # noqa: E402
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder  # noqa: E402
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of  # noqa: E402
@@ -56,6 +54,7 @@ from torch_ext_bucketing.passes.bucketing import BucketUnits  # noqa: E402
 from torch_ext_bucketing.passes.whole_step import whole_step_pass  # noqa: E402
 from torch_ext_bucketing.recipes import recipe  # noqa: E402
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward  # noqa: E402
+from torch_ext_bucketing.testing.ranks import Rank, run_ranks  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -283,27 +282,20 @@ def test_the_passes_stand_in_the_graph_trainers_list(fake_world):
 # --- imported first ------------------------------------------------------------------
 
 
+def install_after(rank: Rank, module: str) -> str:
+    importlib.import_module(f"torchtitan.{module}")
+    try:
+        return hooks.install().state
+    except hooks.ImportedTooEarlyError as error:
+        return str(error)
+
+
 @pytest.mark.parametrize("module", ["train", "experiments.graph_trainer.trainer"])
 def test_torchtitan_imported_first_works_or_says_what_to_do(module):
     """The package does not mind. The hooks do where torch's bucketing modules are imported, out of
     which the graph trainer's FSDP passes take functions."""
-    code = f"""
-import torchtitan.{module}
-import torch_ext_bucketing as teb
-try:
-    print(teb.hooks.install().state)
-except teb.hooks.ImportedTooEarlyError as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    if done.stdout not in ("in memory\n", "on disk\n", "native\n"):
-        assert "imported before torch_ext_bucketing.hooks.install(): torch._ind" in done.stdout
-        assert "used by" in done.stdout
-        assert "torchtitan" in done.stdout or "graph_trainer" not in module
+    (found,) = run_ranks(install_after, 1, module, timeout_s=120)
+    if found not in ("in memory", "on disk", "native"):
+        assert "imported before torch_ext_bucketing.hooks.install(): torch._ind" in found
+        assert "used by" in found
+        assert "torchtitan" in found or "graph_trainer" not in module
