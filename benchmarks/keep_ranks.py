@@ -38,6 +38,7 @@ import torch_ext_bucketing as teb
 from benchmarks.command import add_json, add_number, parser_of, write_json
 from benchmarks.devices import start
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.reports.keep import KeepReport
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import ring_rank
@@ -187,8 +188,7 @@ def _train_eager(rank: int, units: Sequence[str], device: str) -> tuple[list[flo
 def _compare(rank: int, backend: Backend, ratio: float, device: str) -> dict[str, Any]:
     reshard = _auto(ratio)
     compiler, losses, weights, counts, peak = _train_ours(rank, backend, reshard, device)
-    choice = reshard.last_choice
-    assert choice is not None
+    choice = next(r for r in compiler.last_report().rewrites if isinstance(r, KeepReport))
     if backend == "inductor":
         names = [n for unit in choice.kept for n in unit.split(", ")]
         _, expected, values, *_ = _train_ours(rank, backend, teb.ReshardAfterForward(names), device)

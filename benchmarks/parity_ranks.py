@@ -120,7 +120,6 @@ class RowReport:
             found.append(f"compiled {len(reports)} times")
         for report in reports:
             found += report.warnings
-            found += [f"unnamed: {name}" for name in report.unnamed]
             for rewrite in report.rewrites:
                 found += [f"{'+'.join(x.fqns)}: {x.reason}" for x in getattr(rewrite, "left", ())]
             self.merged += sum(len(b.members) for graph in report.graphs for b in graph.buckets)

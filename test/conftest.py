@@ -95,6 +95,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing compiled before counts, nor afterwards."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def fake_world(request: pytest.FixtureRequest) -> Iterator[int]:
     """A fake process group, of 4 ranks or as many as the test asks for by parametrization."""
     import torch.distributed as dist

@@ -6,6 +6,8 @@ of a checkout of the package and of a user's passes are edited.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 import json
 import logging
@@ -181,106 +183,57 @@ ORDER = teb.FSDPParamOrder.from_fqns([["a", "b"], ["c"]])
 OTHER = teb.FSDPParamOrder.from_fqns([["b", "a"], ["c"]])
 
 
-class Plain:
-    """An object that nothing is known of."""
+MACHINE = teb.Machine(flops={"bfloat16": 1e12})
+MADE = [
+    teb.TagParameters(torch.nn.Linear(1, 1), fqn_of={0: "a"}),
+    teb.CombineUses(),
+    teb.ReduceScatterFirst(),
+    teb.ReduceByAllToAll(),
+    teb.ReshardAfterForward(),
+    teb.BucketUnits(ORDER),
+    teb.BucketByCap({("g", "all_gather"): 1.0, "h": 2.0}, payload_order=ORDER),
+    teb.Schedule(teb.Overlap(), MACHINE),
+    teb.BucketAndSchedule(teb.Overlap(), caps_mb=(8.0,), machine=MACHINE),
+]
 
 
-def _machine(**changes: Any) -> teb.Machine:
-    return teb.Machine(**{"flops": {"bfloat16": 1e12}, **changes})
-
-
-class Together(dict):
-    """Parameters that are given together, and count by themselves elsewhere (``test_keep``)."""
-
-
-AUTO = Together(
-    keep="auto", memory=teb.PeakMemory(gib=1), units=[["a"]], machine=_machine(), curve=True
-)
-
-# For every parameter of every pass another value than in the first row.
-PARAMETERS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
-    teb.TagParameters: (
-        {"model": torch.nn.Linear(1, 1), "fqn_of": {0: "a"}, "order": None},
-        {"model": torch.nn.Linear(1, 1, bias=False), "fqn_of": {0: "b"}, "order": ORDER},
-    ),
-    teb.CombineUses: ({"peak": None}, {"peak": teb.PeakMemory(gib=1.0)}),
-    teb.ReduceScatterFirst: ({}, {}),
-    teb.ReduceByAllToAll: ({"accumulate": torch.float32}, {"accumulate": torch.float64}),
-    teb.ReshardAfterForward: (
-        {"keep": (), **dict.fromkeys(("memory", "units", "machine", "to")), "curve": False},
-        {"keep": ("a",), **dict.fromkeys(("memory", "units", "machine", "curve"), AUTO), "to": 1},
-    ),
-    teb.BucketUnits: (
-        {"units": ORDER, "kinds": ("all_gather",), "payload_order": "units"},
-        {"units": OTHER, "kinds": ("reduce_scatter",), "payload_order": None},
-    ),
-    teb.BucketByCap: (
-        {
-            "cap_mb": {("g", "all_gather"): 1.0, "h": 2.0},
-            "kinds": ("all_gather",),
-            "eligible": "tag",
-            "group_filter": None,
-            "non_adjacent": True,
-            "payload_order": ORDER,
-        },
-        {
-            "cap_mb": {("g", "all_gather"): 1.5, "h": 2.0},
-            "kinds": ("all_reduce",),
-            "eligible": "structure",
-            "group_filter": primary_group,
-            "non_adjacent": False,
-            "payload_order": OTHER,
-        },
-    ),
-    teb.Schedule: (
-        {"policies": (teb.Overlap(),), "machine": _machine()},
-        {"policies": (teb.Overlap(), teb.CapComputeRun()), "machine": _machine(name="another")},
-    ),
-    teb.BucketAndSchedule: (
-        {
-            "policies": teb.Overlap(),
-            "caps_mb": (8.0,),
-            "kinds": ("all_gather",),
-            "payload_order": None,
-            "machine": _machine(),
-            "eligible": "tag",
-            "group_filter": None,
-            "reduce": None,
-        },
-        {
-            "policies": teb.Overlap(depth=3),
-            "caps_mb": (8.0, 9.0),
-            "kinds": ("reduce_scatter",),
-            "payload_order": ORDER,
-            "machine": _machine(kernel_ms=1.0),
-            "eligible": "structure",
-            "group_filter": primary_group,
-            "reduce": teb.ReduceByAllToAll(),
-        },
-    ),
-}
-
-
-def test_every_parameter_of_every_pass_is_listed():
-    passes = {v for v in vars(teb).values() if inspect.isclass(v)} | {
-        getattr(teb, n) for n in teb.__all__ if inspect.isclass(getattr(teb, n))
-    }
+def test_every_pass_is_listed():
+    passes = {getattr(teb, n) for n in teb.__all__ if inspect.isclass(getattr(teb, n))}
     passes = {c for c in passes if issubclass(c, teb.GraphPass) and c is not teb.GraphPass}
-    assert passes == {*PARAMETERS, teb.SeparateGroups}  # which has a test of its own
-    for cls, rows in PARAMETERS.items():
-        for row in rows:
-            assert set(row) == set(inspect.signature(cls).parameters)
+    assert passes == {*map(type, MADE), teb.SeparateGroups}  # which has a test of its own
 
 
-@pytest.mark.parametrize("cls", PARAMETERS)
-def test_every_parameter_counts(cls):
-    first, second = PARAMETERS[cls]
-    uuid = cls(**first).uuid()
+@pytest.mark.parametrize("made", MADE, ids=lambda p: p.name)
+def test_every_argument_of_a_pass_counts(made):
+    assert set(made.arguments()) == set(inspect.signature(type(made)).parameters)
+    uuid = made.uuid()
     assert uuid
-    assert uuid == cls(**first).uuid()
-    for name, value in second.items():
-        other = value if isinstance(value, Together) else {name: value}
-        assert cls(**{**first, **other}).uuid() not in (None, uuid), name
+    assert uuid == type(made)(**made.arguments()).uuid()
+    for name in made.arguments():
+        other = copy.copy(made)
+        setattr(other, name, torch.nn.Linear(1, 1, bias=False) if name == "model" else "another")
+        assert other.uuid() not in (None, uuid), name
+
+
+@pytest.mark.parametrize(
+    ("make", "first", "second"),
+    [
+        (teb.BucketUnits, ORDER, OTHER),
+        (teb.BucketUnits, [["a", "b"]], [["a"], ["b"]]),
+        (teb.BucketByCap, {("g", "all_gather"): 1.0}, {("g", "all_gather"): 1.5}),
+        (teb.Schedule, teb.Overlap(), (teb.Overlap(), teb.CapComputeRun())),
+        (teb.Schedule, teb.Overlap(), teb.Overlap(depth=3)),
+        (teb.CombineUses, teb.PeakMemory(gib=1.0), teb.PeakMemory(gib=2.0)),
+        (teb.ReduceByAllToAll, torch.float32, torch.float64),
+        (teb.ReshardAfterForward, ["a"], ["b"]),
+        (lambda group_filter: teb.BucketByCap(group_filter=group_filter), None, primary_group),
+        (lambda reduce: teb.BucketAndSchedule((), reduce=reduce), None, teb.ReduceByAllToAll()),
+    ],
+)
+def test_other_values_of_an_argument_count(make, first, second):
+    uuids = [make(first).uuid(), make(second).uuid()]
+    assert None not in uuids
+    assert uuids[0] == make(first).uuid() != uuids[1]
 
 
 def test_the_groups_that_reductions_move_to_count(fake_world):
@@ -307,42 +260,30 @@ class Estimate:
         return "an estimate"
 
 
-POLICIES = [
-    (teb.Overlap, {"depth": 2, "window": 3, "max_prefetch": 4, "prefetch_under": {"a": "b"}}),
-    (teb.CapComputeRun, {"max_consecutive": 3}),
-    (teb.PeakMemory, {"gib": 1.0, "ratio": 2.0}),
-    (
-        teb.Machine,
-        {
-            "name": "other",
-            "flops": {"float32": 1.0},
-            "other_flops": 1.0,
-            "bandwidth": 1.0,
-            "kernel_ms": 1.0,
-            "collectives": {("all_gather", 2): [(1, 0.5)]},
-            "ranks_per_node": 4,
-            "intra": Level(2e9),
-            "inter": Level(2e8),
-            "estimate": Estimate(),
-        },
-    ),
-]
+NETWORK = {"ranks_per_node": 8, "intra": Level(1e9), "inter": Level(1e8)}
 
 
-@pytest.mark.parametrize(("cls", "values"), POLICIES)
-def test_every_field_of_a_policy_counts(cls, values):
-    assert set(values) == set(inspect.signature(cls).parameters)
+@pytest.mark.parametrize(
+    "made",
+    [
+        teb.Overlap(),
+        teb.CapComputeRun(),
+        teb.PeakMemory(gib=1.0),
+        teb.Machine(**NETWORK, estimate=Estimate()),
+    ],
+    ids=lambda made: type(made).__name__,
+)
+def test_every_field_of_a_policy_counts(made):
+    names = [f.name for f in dataclasses.fields(made)]
+    assert set(names) == set(inspect.signature(type(made)).parameters)
+    for name in names:
+        other = copy.copy(made)
+        object.__setattr__(other, name, "another")
+        assert _cache_key.describe(other) != _cache_key.describe(made), name
 
-    def uuid(**changes):
-        if cls is teb.Machine:  # one level alone is no network
-            network = {"ranks_per_node": 8, "intra": Level(1e9), "inter": Level(1e8)}
-            return teb.Schedule((), cls(**{**network, **changes})).uuid()
-        return teb.Schedule(cls(**changes)).uuid()
 
-    alike = [{}] if cls is not teb.PeakMemory else [{"gib": 2.0}]
-    uuids = [uuid(**v) for v in alike] + [uuid(**{n: v}) for n, v in values.items()]
-    assert None not in uuids
-    assert len(set(uuids)) == len(uuids)
+class Plain:
+    """An object that nothing is known of."""
 
 
 def test_what_has_no_uuid(caplog):

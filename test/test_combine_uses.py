@@ -71,6 +71,12 @@ def grid_inputs(joint, *shapes, seed=0, integers=False):
     return [[draw(s, d) for s, d in shapes] for _ in range(joint.world)]
 
 
+def assert_same(found, expected):
+    """On every rank the same values."""
+    for one, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 def test_before_and_after(joint):
     gm = two_uses(joint)
     assert_expected_inline(
@@ -150,8 +156,7 @@ def test_the_sum_is_that_of_autograd(joint):
         eager, torch.randn(2, 4), torch.randn(4, 4).bfloat16(), torch.randn(4, 4).bfloat16()
     )
     expected = joint.run(one, inputs)
-    for rank in range(joint.world):
-        assert all(map(torch.equal, found[rank], expected[rank]))
+    assert_same(found, expected)
 
 
 def test_gradients_that_one_read_had_added_are_added_in_the_order_of_all(joint):
@@ -176,8 +181,7 @@ def test_gradients_that_one_read_had_added_are_added_in_the_order_of_all(joint):
     assert not all(map(torch.equal, joint.run(gm, inputs)[0], expected[0]))
     combine_uses(gm.graph)
     assert collectives(gm) == ["all_gather", "reduce_scatter"]
-    for rank, outputs in enumerate(joint.run(gm, inputs)):
-        assert all(map(torch.equal, outputs, expected[rank]))
+    assert_same(joint.run(gm, inputs), expected)
 
 
 def test_an_addition_that_is_not_of_autograd_stays_one_summand(joint):
@@ -195,7 +199,12 @@ def test_an_addition_that_is_not_of_autograd_stays_one_summand(joint):
     assert len(joint.run(gm, inputs)) == joint.world
 
 
-def refused(joint, gm, part):
+def test_never_across_a_write_to_the_parameter(joint):
+    report = refused(two_uses(joint, write=True), "mul_ writes to it between its uses")
+    assert [left.fqns for left in report.left] == [("w",)]
+
+
+def refused(gm, part):
     """The report of a rewrite that must leave the graph as it is."""
     before = show(gm)
     report = combine_uses(gm.graph)
@@ -207,42 +216,34 @@ def refused(joint, gm, part):
     return report
 
 
-def test_never_across_a_write_to_the_parameter(joint):
-    report = refused(joint, two_uses(joint, write=True), "mul_ writes to it between its uses")
-    assert [left.fqns for left in report.left] == [("w",)]
-
-
-def test_other_dtypes_are_gathered_on_their_own(joint):
-    refused(joint, two_uses(joint, second_dtype=F32), "in bfloat16, float32")
-
-
-def test_a_write_to_what_was_gathered(joint):
-    def step(w):
+def refusals(joint):
+    def written(w, a, b):
         first = joint.gather("w", w)
         y = first * 2
         first.mul_(3)
         return y, joint.gather("w", w) * first
 
-    refused(joint, joint.trace(step, torch.randn(2, 4)), "writes to what")
-
-
-def test_a_gradient_that_is_read_elsewhere(joint):
-    def step(w, a, b):
+    def read_elsewhere(w, a, b):
         full = joint.gather("w", w)
         r1, r2 = joint.scatter("w", full * a), joint.scatter("w", full * b)
         return r1 + r2, r1.norm()
 
-    gm = joint.trace(step, torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4))
-    refused(joint, gm, "reads a gradient that is reduced on its own")
-
-
-def test_reductions_of_different_kinds(joint):
-    def step(w, a, b):
+    def other_kinds(w, a, b):
         full = joint.gather("w", w)
         return joint.scatter("w", full * a) + joint.scatter("w", full * b, "sum")
 
-    gm = joint.trace(step, torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4))
-    refused(joint, gm, "reduced in different ways")
+    return {
+        written: "writes to what",
+        read_elsewhere: "reads a gradient that is reduced on its own",
+        other_kinds: "reduced in different ways",
+    }
+
+
+def test_refusals(joint):
+    refused(two_uses(joint, second_dtype=F32), "in bfloat16, float32")
+    for step, part in refusals(joint).items():
+        inputs = torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)
+        refused(joint.trace(step, *inputs), part)
 
 
 def test_what_is_added_besides_stays(joint):
@@ -260,8 +261,7 @@ def test_what_is_added_besides_stays(joint):
     report = combine_uses(gm.graph)
     assert report.combined[0].reductions == (2, 1)
     assert collectives(gm) == ["all_gather", "reduce_scatter"]
-    for rank, outputs in enumerate(joint.run(gm, inputs)):
-        assert all(map(torch.equal, outputs, expected[rank]))
+    assert_same(joint.run(gm, inputs), expected)
 
 
 def test_a_graph_without_repeats_is_left_as_it_is(joint):
@@ -314,11 +314,11 @@ def test_the_pass(joint):
     compilation = Compilation()
     one = CombineUses()
     one(two_uses(joint), compilation)
-    assert compilation.report.rewrites == [one.last_report]
+    (made,) = compilation.report.rewrites
     assert "2 gathers -> 1" in compilation.report.to_text()
     (said,) = json.loads(compilation.report.to_json())["rewrites"]
     assert said["combined"][0]["fqns"] == ["w"]
-    assert json.loads(one.last_report.to_json())["rewrite"] == "combine uses"
+    assert json.loads(made.to_json())["rewrite"] == "combine uses"
 
 
 # --- any graph -----------------------------------------------------------------------
@@ -430,8 +430,7 @@ def test_any_graph(fake_world, grids, program):
 
     # Whole numbers add up alike in any order.
     whole = grid_inputs(joint, *shapes, seed=program["seed"], integers=True)
-    for one, other in zip(joint.run(gm, whole), joint.run(original, whole), strict=True):
-        assert all(map(torch.equal, one, other))
+    assert_same(joint.run(gm, whole), joint.run(original, whole))
 
     # Fractions do not: only the gradients that are added in another order may differ at all, and
     # these have the bits of the step that has one gather and one reduction from the start.

@@ -30,8 +30,7 @@ from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import plan_units
 from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
 from torch_ext_bucketing.fsdp.tags import Tag, set_tag
-from torch_ext_bucketing.fsdp.unit_spec import UnitSpec
-from torch_ext_bucketing.fsdp.units import Units
+from torch_ext_bucketing.fsdp.units import Units, UnitSpec
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
 from torch_ext_bucketing.graph.snapshot import Snapshot, unchanged_on_error
 from torch_ext_bucketing.passes.base import GraphPass
@@ -57,8 +56,8 @@ def described(gm: fx.GraphModule) -> list[Any]:
 
 
 def run_pass(p: GraphPass, gm: fx.GraphModule) -> Any:
-    p(gm)
-    return getattr(p, "last_buckets", getattr(p, "last_report", None))
+    report = p(gm)
+    return [report, *report.schedules, *report.graphs][-1]
 
 
 def by_cap(gm: fx.GraphModule, cap_mb: Any = 1.0, **options: Any) -> Any:
@@ -592,9 +591,9 @@ def test_units_that_no_parameter_has_are_no_units():
     before = described(gm)
     buckets = teb.BucketUnits([["m.c"], ["m.b.nothing"]])
     with pytest.warns(UserWarning, match="8 parameter.s. are in no unit.*m.a.all_gather"):
-        run_pass(buckets, gm)
+        report = run_pass(buckets, gm)
     assert described(gm) == before
-    assert len(buckets.last_report.uncovered) == 8
+    assert len(report.uncovered) == 8
 
 
 def test_caps_by_group_and_by_kind_can_be_mixed():

@@ -26,8 +26,11 @@ from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.passes.backends import _run_each, backend
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
-from torch_ext_bucketing.rewrites.keep import NothingKeptWarning, unit_name
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
+from torch_ext_bucketing.rewrites.resharding import (
+    NothingKeptWarning,
+    ReshardAfterForward,
+    unit_name,
+)
 from torch_ext_bucketing.scheduling.coarse import CoarseSimulator, _CoarseHalf, _Gather
 from torch_ext_bucketing.scheduling.cost import Costs
 from torch_ext_bucketing.scheduling.keep import KeepPlanner, block_units
@@ -166,8 +169,7 @@ def test_what_is_kept_is_gathered_once(fake_world):
     reshard = auto(PeakMemory(ratio=1.01), curve=True)
     passes = [reshard, teb.BucketUnits(UNITS), teb.Schedule(teb.Overlap())]
     graphs, report = compiled(*passes, checkpointed=True)
-    made = reshard.last_choice
-    assert made in report.rewrites
+    (made,) = report.rewrites
     kept = set(made.kept)
     assert 0 < len(kept) < len(made.units)
     # Of the embedding backward reads nothing: it is not kept, and not gathered again either.
@@ -209,7 +211,7 @@ def test_too_little_room_is_said_with_the_number(fake_world):
         reshard, compilation = auto(memory, machine=machine), Compilation()
         with pytest.warns(NothingKeptWarning, match=f"nothing is kept: {says}"):
             reshard(graph, compilation)
-        made = reshard.last_choice
+        (made,) = compilation.report.rewrites
         assert made.kept == ()
         assert made.step_ms[0] == made.step_ms[1]
         assert made.warning in compilation.report.warnings
@@ -222,7 +224,7 @@ def test_an_estimate_that_fails_keeps_nothing(fake_world, monkeypatch):
     def broken(*_args, **_options):
         raise ZeroDivisionError("no times")
 
-    monkeypatch.setattr("torch_ext_bucketing.rewrites.keep.KeepPlanner", broken)
+    monkeypatch.setattr("torch_ext_bucketing.rewrites.resharding.KeepPlanner", broken)
     graph, _ = random_joint(1, 3)
     compilation = Compilation()
     with pytest.warns(BoundNotKeptWarning, match="nothing is kept.*ZeroDivisionError: no times"):
@@ -231,7 +233,7 @@ def test_an_estimate_that_fails_keeps_nothing(fake_world, monkeypatch):
     assert any("no times" in text for text in compilation.report.warnings)
 
 
-@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.rewrites.keep.NothingKeptWarning")
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.rewrites.resharding.NothingKeptWarning")
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
 @pytest.mark.parametrize("trained", [True, False], ids=["no work in backward", "inference"])
 def test_what_a_graph_break_leaves_may_have_nothing_to_choose(fake_world, trained):
@@ -242,8 +244,7 @@ def test_what_a_graph_break_leaves_may_have_nothing_to_choose(fake_world, traine
     if trained:
         result.sum().backward()
     assert not b.last_report().warnings
-    assert (reshard.last_choice is not None) == trained
-    assert not trained or reshard.last_choice.kept == ()
+    assert [made.kept for made in b.last_report().rewrites] == [()] * trained
 
 
 def test_the_choice_is_part_of_what_ranks_compare(fake_world):
@@ -286,8 +287,8 @@ def test_ranks_with_uneven_shards_choose_alike(fake_world):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         torch._dynamo.reset()
         reshard = auto(PeakMemory(ratio=1.04))
-        compiled(reshard, teb.BucketUnits(UNITS), vocabulary=65)
-        made = reshard.last_choice
+        _, report = compiled(reshard, teb.BucketUnits(UNITS), vocabulary=65)
+        (made,) = report.rewrites
         found.append((made.units, made.step_ms, made.peak_bytes, made.next_ms, made.tried))
     assert found[0] == found[1]
     assert any(u.kept for u in found[0][0])
@@ -321,7 +322,7 @@ def _checkpointed_beside_eager(rank):
     reshard = auto(PeakMemory(ratio=1.005))
     b = backend("aot_eager", [teb.CombineUses(), reshard, teb.BucketUnits(order)], model)
     found = train(model, torch.compile(model, backend=b, fullgraph=True))
-    kept = reshard.last_choice.kept
+    kept = b.last_report().rewrites[-1].kept
 
     eager = checkpoint_blocks(fresh())
     for name in NAMES:

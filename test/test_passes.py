@@ -10,18 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from collective_graphs import (
-    C10D,
-    all_gather,
-    reduce_scatter,
-    run_all_ranks,
-    show,
-    trace,
-)
+from collective_graphs import C10D, all_gather, reduce_scatter, run_all_ranks, show, trace
 from expecttest import assert_expected_inline
-from sharded_models import TWO_BLOCKS_FQNS, Capture, TwoBlocks, collectives, step
+from sharded_models import TWO_BLOCKS_FQNS, TwoBlocks, collectives, step
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import UncoveredParametersWarning, plan_units
@@ -29,7 +23,7 @@ from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.fsdp.tags import Tag, member_tags, set_tag, tag_of
 from torch_ext_bucketing.fsdp.units import Units
-from torch_ext_bucketing.graph.collectives import count_collectives
+from torch_ext_bucketing.graph.collectives import count_collectives, kind_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import GraphPass, Order
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
@@ -44,11 +38,7 @@ UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def order(model=None):
@@ -77,10 +67,28 @@ def group():
 
 def tagged(gm, *names):
     for node, name in zip(collectives(gm), names, strict=True):
-        from torch_ext_bucketing.graph.collectives import kind_of
-
         set_tag(node, Tag(kind_of(node), (name,)))
     return gm
+
+
+def three_reductions():
+    """Of ``a``, ``b`` and ``c``."""
+    fn = lambda *grads: tuple(reduce_scatter(x, group()) for x in grads)  # noqa: E731
+    return tagged(trace(fn, *torch.ones(3, 8)), *"abc")
+
+
+def fqns_of(start):
+    return [fqn for tag in member_tags(start) for fqn in tag.fqns]
+
+
+def bucket_fqns(bucket):
+    return [fqn for member in bucket.members for fqn in member.fqns]
+
+
+def assert_same(found, expected):
+    """On every rank the same values."""
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # -- planning and applying ------------------------------------------------------------------------
@@ -95,14 +103,14 @@ def test_buckets_of_a_unit_in_payload_order(fake_world):
     plan = plan_units(gm.graph, units)
     rank = {"d": 0, "a": 1, "c": 2, "b": 3}
     reports = apply_plan(gm.graph, plan, lambda n: rank[tag_of(n).fqns[0]])
-    assert [[m.fqns[0] for m in r.members] for r in reports] == [["c", "b"], ["d", "a"]]
+    assert [bucket_fqns(r) for r in reports] == [["c", "b"], ["d", "a"]]
     assert [[(m.offset, m.nbytes) for m in r.members] for r in reports] == [
         [(0, 2 * 3 * 4), (2 * 3 * 4, 2 * 2 * 4)],
         [(0, 2 * 4 * 4), (2 * 4 * 4, 2 * 1 * 4)],
     ]
     for start, report in zip(collectives(gm), reports, strict=True):
         assert start.name == report.node
-        assert [t.fqns[0] for t in member_tags(start)] == [m.fqns[0] for m in report.members]
+        assert fqns_of(start) == bucket_fqns(report)
     gm.recompile()
     assert_expected_inline(
         show(gm),
@@ -117,22 +125,6 @@ def forward(self, a_1, b_1, c_1, d_1):
     return (_, _, _, _)
 """,
     )
-
-
-def test_values_are_unchanged(fake_world):
-    def model(a, b, c):
-        full = [all_gather(x, group()) for x in (a, b, c)]
-        grads = [reduce_scatter(f * (i + 2), group()) for i, f in enumerate(full)]
-        return (*full, *grads)
-
-    inputs = [[torch.randn(2, n) for n in (1, 2, 3)] for _ in range(4)]
-    gm = tagged(trace(model, *inputs[0]), *"abcabc")
-    expected = run_all_ranks(gm, inputs)
-    plan = plan_units(gm.graph, Units([("c", "a", "b")]))
-    apply_plan(gm.graph, plan, lambda n: "cab".index(tag_of(n).fqns[0]))
-    assert count_collectives(gm.graph) == {"all_gather": 1, "reduce_scatter": 1}
-    for got, want in zip(run_all_ranks(gm, inputs), expected, strict=True):
-        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 def test_two_buckets_that_make_a_cycle_together(fake_world):
@@ -155,12 +147,7 @@ def test_two_buckets_that_make_a_cycle_together(fake_world):
     assert [[tag_of(m).fqns[0] for m in b.members] for b in plan.buckets] == [["a1", "a2"]]
     assert len(plan.ineligible) == 2
     apply_plan(gm.graph, plan)
-    got = run_all_ranks(gm, inputs)
-    assert all(
-        torch.equal(g, w)
-        for r, e in zip(got, expected, strict=True)
-        for g, w in zip(r, e, strict=True)
-    )
+    assert_same(run_all_ranks(gm, inputs), expected)
 
 
 def test_dependent_member_starts_a_bucket_of_its_own(fake_world):
@@ -188,12 +175,7 @@ def test_same_gather_twice_is_one(fake_world):
     apply_plan(gm.graph, plan_units(gm.graph, Units([("a", "b")])))
     (bucket,) = collectives(gm)
     assert [t.fqns for t in member_tags(bucket)] == [("a",), ("b",)]
-    got = run_all_ranks(gm, inputs)
-    assert all(
-        torch.equal(g, w)
-        for r, e in zip(got, expected, strict=True)
-        for g, w in zip(r, e, strict=True)
-    )
+    assert_same(run_all_ranks(gm, inputs), expected)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +186,7 @@ def test_same_gather_twice_is_one(fake_world):
     ],
 )
 def test_a_bad_key_leaves_the_graph_alone(fake_world, key, match):
-    def grads(a, b, c):
-        return tuple(reduce_scatter(x, group()) for x in (a, b, c))
-
-    gm = tagged(trace(grads, *torch.ones(3, 8)), *"abc")
+    gm = three_reductions()
     before = str(gm.graph)
     plan = plan_units(gm.graph, Units([("a", "b", "c")]))
     with pytest.raises(RuntimeError, match=match):
@@ -216,14 +195,10 @@ def test_a_bad_key_leaves_the_graph_alone(fake_world, key, match):
 
 
 def test_a_missing_key_keeps_the_bucket_in_graph_order(fake_world):
-    def grads(a, b, c):
-        return tuple(reduce_scatter(x, group()) for x in (a, b, c))
-
-    gm = tagged(trace(grads, *torch.ones(3, 8)), *"abc")
-    key = {"a": 3, "b": None, "c": 1}
+    gm, key = three_reductions(), {"a": 3, "b": None, "c": 1}
     plan = plan_units(gm.graph, Units([("a", "b", "c")]))
     (report,) = apply_plan(gm.graph, plan, lambda n: key[tag_of(n).fqns[0]])
-    assert [m.fqns[0] for m in report.members] == ["a", "b", "c"]
+    assert bucket_fqns(report) == ["a", "b", "c"]
 
 
 def test_units_by_module_names_take_the_longest():
@@ -239,13 +214,19 @@ def test_units_by_module_names_take_the_longest():
 # -- compiled models ------------------------------------------------------------------------------
 
 
+def compiled_step(passes, model=None, backend_of="aot_eager", **options):
+    """The report of one step of a sharded model."""
+    torch._dynamo.reset()
+    b = backend(backend_of, passes, **options)
+    step(torch.compile(model or sharded(), backend=b), TOKENS)
+    return b.last_report()
+
+
 def test_bucketed_graphs(fake_world):
     keep = Keep()
-    b = backend(keep, [BucketUnits(order()), ReshardAfterForward(keep=["head"])])
-    step(
-        torch.compile(sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), backend=b),
-        TOKENS,
-    )
+    model = sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    passes = [BucketUnits(order()), ReshardAfterForward(keep=["head"])]
+    report = compiled_step(passes, model, keep)
     forward, backward = keep.graphs
     for graph in keep.graphs:
         graph.graph.lint()
@@ -288,10 +269,8 @@ reduce_scatter(layers.0.w1.weight layers.0.w1.bias layers.0.w2.weight layers.0.s
 reduce_scatter(embedding.weight head.weight)
 """,
     )
-    report = b.last_report()
     assert report.collectives_before == {"all_gather": 10 + 6, "reduce_scatter": 10}
     assert report.collectives_after == {"all_gather": 3 + 2, "reduce_scatter": 3}
-    assert not report.unnamed
 
 
 def summary(gm):
@@ -299,8 +278,7 @@ def summary(gm):
     lines = []
     for node in gm.graph.nodes:
         if node in collectives(gm):
-            names = " ".join(f for t in member_tags(node) for f in t.fqns)
-            lines.append(f"{member_tags(node)[0].kind}({names})")
+            lines.append(f"{member_tags(node)[0].kind}({' '.join(fqns_of(node))})")
         elif node.op == "call_function" and any(
             w in node.name for w in ("mm", "embedding", "relu", "threshold")
         ):
@@ -308,26 +286,10 @@ def summary(gm):
     return "\n".join(lines) + "\n"
 
 
-def test_payload_is_laid_out_as_the_order_says(fake_world):
-    o = order()
-    b = backend("aot_eager", [BucketUnits(o)])
-    step(torch.compile(sharded(), backend=b), TOKENS)
-    for bucket in b.last_report().buckets:
-        fqns = [f for m in bucket.members for f in m.fqns]
-        assert fqns == list(o.units[bucket.unit])
-        offset = 0
-        for member in bucket.members:
-            assert member.offset == offset
-            offset += member.nbytes
-        assert bucket.nbytes == offset
-
-
 def packed_by(passes):
     """What packed each bucket of a step, and the report."""
-    torch._dynamo.reset()
-    b = backend("aot_eager", passes)
-    step(torch.compile(sharded(), backend=b), TOKENS)
-    return {bucket.packed_by for bucket in b.last_report().buckets}, b.last_report()
+    report = compiled_step(passes)
+    return {bucket.packed_by for bucket in report.buckets}, report
 
 
 class Shuffled:
@@ -347,11 +309,9 @@ class Shuffled:
 def test_an_order_packs_by_itself_unless_told_otherwise(fake_world):
     """That it has to be asked to is what a new user does not expect."""
     o = order()
-    assert packed_by([BucketUnits(o)])[0] == {"FSDPParamOrder"}
-    by_order = packed_by([BucketUnits(o)])[1]
-    assert [[f for m in b.members for f in m.fqns] for b in by_order.buckets if b.unit == 0] == [
-        list(o.units[0])
-    ] * 2
+    found, by_order = packed_by([BucketUnits(o)])
+    assert found == {"FSDPParamOrder"}
+    assert [bucket_fqns(b) for b in by_order.buckets if b.unit == 0] == [list(o.units[0])] * 2
     assert packed_by([BucketUnits(o, payload_order=None)])[0] == {"graph order"}
     assert packed_by([BucketUnits(UNITS)])[0] == {"graph order"}
     assert packed_by([BucketUnits(o, payload_order=Shuffled())])[0] == {"Shuffled"}
@@ -376,15 +336,13 @@ def test_what_has_no_key_is_said_once_per_compile(fake_world):
     assert "no key: layers.0.w1.bias; " in report.to_text()
 
 
-def silence(passes, module=None, **options):
+def silence(passes, module=None):
     """The warnings that say that nothing is bucketed."""
-    torch._dynamo.reset()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        b = backend("aot_eager", passes, **options)
-        step(torch.compile(module or sharded(), backend=b), TOKENS)
+        report = compiled_step(passes, module)
     said = [str(w.message) for w in caught if w.category is NotBucketedWarning]
-    assert said == [t for t in b.last_report().warnings if t in said]
+    assert said == [t for t in report.warnings if t in said]
     return said
 
 
@@ -419,19 +377,16 @@ def test_nothing_to_bucket_is_not_worth_a_word(fake_world):
 def test_all_reduces_only_when_asked_for(fake_world, mode):
     mesh = init_device_mesh("cpu", (4,) if mode == "replicate" else (2, 2))
     for kinds, left in ((("all_gather", "reduce_scatter"), 10), (("all_reduce",), 3)):
-        torch._dynamo.reset()
-        b = backend("aot_eager", [BucketUnits(order(), kinds=kinds)])
-        step(torch.compile(data_parallel(TwoBlocks(), mesh, mode), backend=b), TOKENS)
-        assert b.last_report().collectives_after["all_reduce"] == left
+        model = data_parallel(TwoBlocks(), mesh, mode)
+        report = compiled_step([BucketUnits(order(), kinds=kinds)], model)
+        assert report.collectives_after["all_reduce"] == left
 
 
 def test_reshard_after_forward_saves_no_gathered_parameter(fake_world):
     sizes = {}
     for reshard in (False, True):
-        torch._dynamo.reset()
         keep = Keep()
-        passes = [ReshardAfterForward()] if reshard else []
-        step(torch.compile(sharded(), backend=backend(keep, passes)), TOKENS)
+        compiled_step([ReshardAfterForward()] if reshard else [], backend_of=keep)
         sizes[reshard] = [count_collectives(g.graph).get("all_gather", 0) for g in keep.graphs]
         gathered = [
             n
@@ -443,35 +398,29 @@ def test_reshard_after_forward_saves_no_gathered_parameter(fake_world):
     assert sizes == {False: [10, 0], True: [10, 7]}
 
 
-def test_activation_checkpointing_is_respected(fake_world):
-    from torch.utils.checkpoint import checkpoint
-
-    model = sharded()
-    block = model.layers[0]
-    model.layers[0] = Checkpointed(block, checkpoint)
-    keep = Keep()
-    b = backend(keep, [BucketUnits([["layers.0"], ["layers.1"], [""]]), ReshardAfterForward()])
-    step(torch.compile(model, backend=b), TOKENS)
-    relus = [sum("relu" in n.name for n in g.graph.nodes) for g in keep.graphs]
-    assert relus == [2, 1]  # the checkpointed block's is computed again
-    assert b.last_report().graph("backward").collectives_after["all_gather"] <= 3
-
-
 class Checkpointed(torch.nn.Module):
-    def __init__(self, inner, checkpoint):
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
-        self.checkpoint = checkpoint
 
     def forward(self, x):
-        return self.checkpoint(self.inner, x, use_reentrant=False)
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_activation_checkpointing_is_respected(fake_world):
+    model, keep = sharded(), Keep()
+    model.layers[0] = Checkpointed(model.layers[0])
+    passes = [BucketUnits([["layers.0"], ["layers.1"], [""]]), ReshardAfterForward()]
+    report = compiled_step(passes, model, keep)
+    relus = [sum("relu" in n.name for n in g.graph.nodes) for g in keep.graphs]
+    assert relus == [2, 1]  # the checkpointed block's is computed again
+    assert report.graph("backward").collectives_after["all_gather"] <= 3
 
 
 def test_uncovered_parameters_are_named_once(fake_world):
-    b = backend("aot_eager", [BucketUnits([["layers.0"], ["layers.1"]])])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step(torch.compile(sharded(), backend=b), TOKENS)
+        report = compiled_step([BucketUnits([["layers.0"], ["layers.1"]])])
     texts = [str(w.message) for w in caught if w.category is UncoveredParametersWarning]
     assert texts == [
         "2 parameter(s) are in no unit; their collectives are not bucketed: embedding.weight, "
@@ -479,7 +428,7 @@ def test_uncovered_parameters_are_named_once(fake_world):
         "too, and where the units belong to another model than the compiled module, give that to "
         "the backend: backend(..., model=model)"
     ]
-    assert b.last_report().warnings == texts
+    assert report.warnings == texts
 
 
 def test_chunked_loss_stays_in_the_heads_unit(fake_world):
@@ -496,55 +445,61 @@ def test_chunked_loss_stays_in_the_heads_unit(fake_world):
             )
 
     model = data_parallel(Chunked(), init_device_mesh("cpu", (4,)))
-    b = backend("aot_eager", [BucketUnits(order())])
-    step(torch.compile(model, backend=b), TOKENS)
-    last = [b for b in b.last_report().buckets if b.unit == 2]
-    assert [[f for m in b.members for f in m.fqns] for b in last] == [
-        ["embedding.weight", "head.weight"]
-    ] * 2
+    last = [b for b in compiled_step([BucketUnits(order())], model).buckets if b.unit == 2]
+    assert [bucket_fqns(b) for b in last] == [["embedding.weight", "head.weight"]] * 2
 
 
 # -- Inductor -------------------------------------------------------------------------------------
 
 
 def test_inductor_config_is_left_as_it_was(fake_world):
-    seen = []
-    before = (
-        inductor_config.get_config_copy()
-        if hasattr(inductor_config, "get_config_copy")
-        else inductor_config.shallow_copy_dict()
-    )
-    model = sharded()
-    b = backend("inductor", [BucketUnits(order())])
-    with inductor_config.patch(
-        post_grad_custom_post_pass=lambda g: seen.append(inductor_config.allow_buffer_reuse)
-    ):
-        step(torch.compile(model, backend=b), TOKENS)
-    after = (
-        inductor_config.get_config_copy()
-        if hasattr(inductor_config, "get_config_copy")
-        else inductor_config.shallow_copy_dict()
-    )
-    assert after == before
-    assert seen == [False, False], "the user's own pass runs too, forward and backward"
-    assert b.last_report().collectives_after == {"all_gather": 3, "reduce_scatter": 3}
+    """And its own bucketing does not merge our buckets, and the user's own pass runs, too."""
+    from torch._inductor.graph import GraphLowering
+
+    seen, compiled = [], []
+    run = GraphLowering.run
+
+    def spy(self, *args):
+        compiled.append(count_collectives(self.graph))
+        return run(self, *args)
+
+    set_by_the_user = {
+        "post_grad_custom_post_pass": lambda g: seen.append(inductor_config.allow_buffer_reuse),
+        **dict.fromkeys(("bucket_all_gathers_fx", "bucket_reduce_scatters_fx"), "all"),
+        "bucket_all_reduces_fx": "all",
+    }
+    copied = getattr(inductor_config, "get_config_copy", inductor_config.shallow_copy_dict)
+    before = copied()
+    with inductor_config.patch(set_by_the_user), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphLowering, "run", spy)
+        report = compiled_step([BucketUnits(order())], backend_of="inductor")
+    assert copied() == before
+    assert seen == [False, False], "forward and backward"
+    assert compiled == [{"all_gather": 3}, {"reduce_scatter": 3}]
+    assert report.collectives_after == {"all_gather": 3, "reduce_scatter": 3}
 
 
 @pytest.mark.slow
 def test_config_hooks_alone(fake_world):
-    bucket = BucketUnits(order())
+    reports = []
+
+    class Kept(BucketUnits):
+        def run(self, graph, compilation):
+            super().run(graph, compilation)
+            reports.append(compilation.report.graphs[-1])
+
+    bucket = Kept(order())
     hooks = {"joint_custom_post_pass": TagParameters(), "post_grad_custom_post_pass": bucket}
     hooks["force_disable_caches"] = True  # a graph from a cache has no report
     model = sharded()
     slice_of_a_batch = torch.cat([TOKENS, TOKENS])[: len(TOKENS)]
     with inductor_config.patch(hooks):
         step(torch.compile(model), slice_of_a_batch)
-        report = bucket.last_report
+    report = reports[-1]
     assert report.stage == "backward"
     assert report.collectives_after == {"reduce_scatter": 3}
-    assert [[f for m in b.members for f in m.fqns] for b in report.buckets] == [
-        list(order().units[b.unit]) for b in report.buckets
-    ]
+    for bucket in report.buckets:
+        assert bucket_fqns(bucket) == list(order().units[bucket.unit])
 
 
 @pytest.mark.skipif(
@@ -567,40 +522,13 @@ def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world, m
     run = GraphLowering.run
 
     def spy(self, *args):
-        packed.extend([t.fqns[0] for t in member_tags(n)] for n in collectives(self.module))
+        packed.extend(fqns_of(n) for n in collectives(self.module))
         return run(self, *args)
 
     monkeypatch.setattr(GraphLowering, "run", spy)
     with inductor_config.patch(options):
         step(torch.compile(sharded()), TOKENS)
     assert packed == [[fqn for unit in reverse.units for fqn in unit]] * 2
-
-
-def test_torchs_own_bucketing_does_not_merge_our_buckets(fake_world):
-    model = sharded()
-    b = backend("inductor", [BucketUnits(order())])
-    seen = []
-    with inductor_config.patch(
-        {
-            "bucket_all_gathers_fx": "all",
-            "bucket_reduce_scatters_fx": "all",
-            "bucket_all_reduces_fx": "all",
-        }
-    ):
-        from torch._inductor.graph import GraphLowering
-
-        run = GraphLowering.run
-
-        def spy(self, *args):
-            seen.append(count_collectives(self.graph))
-            return run(self, *args)
-
-        GraphLowering.run = spy
-        try:
-            step(torch.compile(model, backend=b), TOKENS)
-        finally:
-            GraphLowering.run = run
-    assert seen == [{"all_gather": 3}, {"reduce_scatter": 3}]
 
 
 # -- passes and their owner -----------------------------------------------------------------------
@@ -629,7 +557,7 @@ def test_foreign_pass(fake_world):
             return "count"
 
     count = Count()
-    step(torch.compile(sharded(), backend=backend("aot_eager", [count])), TOKENS)
+    compiled_step([count])
     assert len(count.seen) == 2
     assert all(issubclass(t, fx.GraphModule) for t in count.seen)
 
@@ -660,9 +588,7 @@ def test_passes_are_switched_off_by_name(fake_world, monkeypatch):
     assert without.disabled == ("BucketUnits",)
     assert without.uuid() not in (key, Pipeline([passes[0], passes[2]]).uuid(), None)
     monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "BucketAndSchedule,BucketUnits")
-    b = backend("aot_eager", passes)
-    step(torch.compile(sharded(), backend=b), TOKENS)
-    report = b.last_report()
+    report = compiled_step(passes)
     assert not report.graphs
     assert report.disabled == ("BucketUnits", "BucketAndSchedule")
     off = "switched off by TORCH_EXT_BUCKETING_DISABLE: BucketUnits, BucketAndSchedule\n"
@@ -687,9 +613,7 @@ def test_an_unknown_name_to_switch_off_is_an_error(monkeypatch, name):
 
 
 def test_every_passs_time_is_in_the_report(fake_world):
-    b = backend("aot_eager", [BucketUnits(order()), Schedule([Overlap()])])
-    step(torch.compile(sharded(), backend=b), TOKENS)
-    report = b.last_report()
+    report = compiled_step([BucketUnits(order()), Schedule([Overlap()])])
     assert [(p.stage, p.name) for p in report.passes] == [
         ("joint", "TagParameters"),
         ("forward", "BucketUnits"),
@@ -705,7 +629,11 @@ def test_every_passs_time_is_in_the_report(fake_world):
     assert report.as_dict()["passes"][1]["name"] == "BucketUnits"
 
 
-UUIDS = """
+CHILD = """
+import os
+os.environ["TORCH_EXT_BUCKETING_DISABLE"] = "CombineUses, SeparateGroups"
+from torch_ext_bucketing import backend
+print(*backend("aot_eager").passes.disabled, "known before they are imported")
 from torch_ext_bucketing import BucketUnits, FSDPParamOrder, ReshardAfterForward, TagParameters
 from torch_ext_bucketing.passes.pipeline import Pipeline
 o = FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
@@ -717,33 +645,28 @@ print(*[p.uuid() for p in passes], Pipeline(passes[1:]).uuid())
 
 @pytest.mark.once
 def test_uuids_differ_by_settings_and_not_by_process():
+    """And all passes can be switched off by name in a process that has imported none of them."""
     runs = [
         subprocess.run(
-            [sys.executable, "-c", UUIDS],
+            [sys.executable, "-c", CHILD],
             env={"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
             check=True,
             timeout=120,
-        ).stdout.split()
+        ).stdout.splitlines()
         for seed in ("1", "2")
     ]
     assert runs[0] == runs[1]
-    assert len(set(runs[0])) == len(runs[0]) == 8
+    known, uuids = runs[0]
+    assert known == "known before they are imported"
+    assert len(set(uuids.split())) == len(uuids.split()) == 8
 
 
 def test_plain_function_is_not_cached():
     assert BucketUnits(UNITS, payload_order=lambda n: 0).uuid() is None
     assert Pipeline([BucketUnits(UNITS, payload_order=lambda n: 0)]).uuid() is None
     assert TagParameters(fqn_of=lambda d: None).uuid() is None
-
-
-def test_capture_names(fake_world):
-    capture = Capture()
-    step(torch.compile(sharded(), backend=capture), TOKENS)
-    assert sorted({f for _, t in capture.reports[0].tagged for f in t.fqns}) == sorted(
-        TWO_BLOCKS_FQNS
-    )
 
 
 # -- what a list of passes may be -----------------------------------------------------------------
@@ -803,23 +726,6 @@ def test_a_backend_reads_as_code():
     )
     off = backend("inductor", prefetch=None, agree=False, model=TwoBlocks())
     assert repr(off) == "backend('inductor', [], model=TwoBlocks, prefetch=None, agree=False)"
-
-
-KNOWN = """
-import os
-os.environ["TORCH_EXT_BUCKETING_DISABLE"] = "CombineUses, SeparateGroups"
-from torch_ext_bucketing import backend
-print(backend("aot_eager").passes.disabled)
-"""
-
-
-@pytest.mark.once
-def test_all_passes_can_be_switched_off_by_name():
-    """In a process that has imported none of them."""
-    run = subprocess.run(
-        [sys.executable, "-c", KNOWN], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert run.stdout == "()\n"
 
 
 def test_a_pass_with_a_call_of_its_own_is_refused_where_it_is_defined():

@@ -9,8 +9,16 @@ import torch
 import torch.distributed as dist
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from torch_ext_bucketing.fqns import canonical_fqn
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.passes.backends import backend
+from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
+from torch_ext_bucketing.rewrites.separate_groups import SeparateGroups
 from torch_ext_bucketing.testing.ring import on_ranks
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -28,8 +36,6 @@ def tokens(rank):
 def gradients(run, module, rank):
     loss = run(tokens(rank)).float().logsumexp(-1).mean()
     loss.backward()
-    from torch_ext_bucketing.fqns import canonical_fqn
-
     found = {
         canonical_fqn(n): (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).clone()
         for n, p in module.named_parameters()
@@ -53,24 +59,16 @@ def mesh(mode):
 
 
 def shard(mode, **dtypes):
-    from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-
     return data_parallel(model(), mesh(mode), mode, **dtypes)
 
 
 def bucketing_passes(reshard):
-    from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-    from torch_ext_bucketing.passes.bucketing import BucketUnits
-    from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-
     order = FSDPParamOrder.from_model(TwoBlocks(), ["layers.0", "layers.1", ""])
     passes = [BucketUnits(order, KINDS)]
     return [*passes, ReshardAfterForward()] if reshard else passes
 
 
 def _aot_eager_equals_uncompiled(rank, mode, reshard):
-    from torch_ext_bucketing.passes.backends import backend
-
     module = shard(mode, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     expected = gradients(module, module, rank)
     b = backend("aot_eager", bucketing_passes(reshard))
@@ -95,8 +93,6 @@ def test_aot_eager_equals_uncompiled(mode, reshard):
 
 
 def _inductor_equals_inductor_without_buckets(rank):
-    from torch_ext_bucketing.passes.backends import backend
-
     module = shard("fully_shard", param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     expected = gradients(torch.compile(module), module, rank)
     torch._dynamo.reset()
@@ -113,13 +109,8 @@ def test_inductor_equals_inductor_without_buckets():
 
 
 def _reductions_on_their_own_groups(rank, mode):
-    from torch_ext_bucketing.passes.backends import backend
-    from torch_ext_bucketing.rewrites.separate_groups import SeparateGroups
-
-    where, module = mesh(mode), model()
-    from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-
-    module = data_parallel(module, where, mode, reduce_dtype=torch.float32)
+    where = mesh(mode)
+    module = data_parallel(model(), where, mode, reduce_dtype=torch.float32)
     expected = gradients(module, module, rank)
     separate = SeparateGroups(where, ["reduce_scatter", "all_reduce"])
     assert len(separate.second) == where.ndim
@@ -150,8 +141,6 @@ def test_reductions_on_their_own_groups(mode, world):
 
 
 def test_separate_groups_names_what_is_wrong(fake_world):
-    from torch_ext_bucketing.rewrites.separate_groups import SeparateGroups
-
     flat = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     for options, match in (
         ({"dims": ["tp"]}, r"1 dimension\(s\) and none 'tp'; its names are dp"),
@@ -163,8 +152,6 @@ def test_separate_groups_names_what_is_wrong(fake_world):
 
 
 def _uncompiled_equals_fsdp2(rank, mode, param_dtype, reduce_dtype):
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     eager = copy.deepcopy(model())
     settings = {
         "mesh": mesh(mode),

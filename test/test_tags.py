@@ -26,15 +26,10 @@ from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
 from torch_ext_bucketing.fsdp.tags import Tag, member_tags, set_tag, tag_of
 from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.passes.backends import backend
+from torch_ext_bucketing.passes.bucketing import BucketUnits
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def world():
@@ -72,41 +67,32 @@ def test_compiled_dtensor_parameters(fake_world, shard, dtype, partitioner):
     assert found == {"all_gather": ONE_EACH, "reduce_scatter": ONE_EACH}
     (report,) = capture.reports
     assert len(report.tagged) == 2 * len(TWO_BLOCKS_FQNS)
-    assert not report.unnamed
     assert not report.skipped
 
 
-def test_by_identity_with_the_named_module_and_by_source_alike(fake_world):
-    for named in (False, True):
-        model = data_parallel(TwoBlocks(), mesh_1d())
-        found, _ = compiled_tags(model, TOKENS, named=model if named else None)
-        assert found == {"all_gather": ONE_EACH, "reduce_scatter": ONE_EACH}, named
-
-
-def test_submodule_compiled_alone_is_named_from_the_named_module(fake_world):
+@pytest.mark.parametrize("named", [False, True], ids=["by source", "by identity"])
+def test_the_named_module(fake_world, named):
     model = data_parallel(TwoBlocks(), mesh_1d())
-    found, _ = compiled_tags(model.layers[1], torch.randn(2, 8), named=model)
-    assert ("layers.1.w1.bias",) in found["all_gather"]
+    model.layers[0] = torch.compile(model.layers[0], backend="eager")  # is not in the name
+    found, _ = compiled_tags(model, TOKENS, named=model if named else None)
+    assert found == {"all_gather": ONE_EACH, "reduce_scatter": ONE_EACH}
 
 
-def test_submodule_compiled_alone_is_named_from_the_model_of_the_order(fake_world):
+def test_a_submodule_compiled_alone(fake_world):
+    def names(model, **options):
+        return compiled_tags(model.layers[1], torch.randn(2, 8), **options)[0]["all_gather"]
+
+    model = data_parallel(TwoBlocks(), mesh_1d())
+    assert ("layers.1.w1.bias",) in names(model, named=model)
+    # From the model of the order, whatever holds that.
     model = TwoBlocks()
     order = FSDPParamOrder.from_model(model)
     data_parallel(nn.ModuleDict({"outer": model}), mesh_1d())
-    found, _ = compiled_tags(model.layers[1], torch.randn(2, 8))
-    assert ("layers.1.w1.bias",) in found["all_gather"]
-    assert {fqn for (fqn,) in found["all_gather"]} < set(order.units[0])
+    found = names(model)
+    assert ("layers.1.w1.bias",) in found
+    assert {fqn for (fqn,) in found} < set(order.units[0])
     # Without one, from the compiled module.
-    model = data_parallel(TwoBlocks(), mesh_1d())
-    found, _ = compiled_tags(model.layers[1], torch.randn(2, 8))
-    assert ("w1.bias",) in found["all_gather"]
-
-
-def test_compile_wrapper_is_not_in_the_name(fake_world):
-    model = data_parallel(TwoBlocks(), mesh_1d())
-    model.layers[0] = torch.compile(model.layers[0], backend="eager")
-    found, _ = compiled_tags(model, TOKENS, named=model)
-    assert found["all_gather"] == ONE_EACH
+    assert ("w1.bias",) in names(data_parallel(TwoBlocks(), mesh_1d()))
 
 
 def test_hsdp_tags_both_reductions(fake_world):
@@ -144,9 +130,6 @@ def test_tied_weights_have_one_name(fake_world):
 
 def test_inference_graph(fake_world):
     model = data_parallel(TwoBlocks(), mesh_1d())
-    from torch_ext_bucketing.passes.backends import backend
-    from torch_ext_bucketing.passes.bucketing import BucketUnits
-
     b = backend("aot_eager", [BucketUnits([["layers.0"], ["layers.1"], ["embedding", "head"]])])
     with torch.no_grad():
         torch.compile(model, backend=b)(TOKENS)
@@ -210,12 +193,7 @@ def test_collectives_on_activations_are_left_alone(fake_world):
         ("reduce_scatter", "pos"),
         ("reduce_scatter", "w"),
     ]
-    assert sorted(u.kind for u in report.skipped) == [
-        "all_gather",
-        "all_gather",
-        "reduce_scatter",
-        "reduce_scatter",
-    ]
+    assert sorted(u.kind for u in report.skipped) == ["all_gather"] * 2 + ["reduce_scatter"] * 2
     assert any("activation, made by tanh" in u.reason for u in report.skipped)
 
 
@@ -233,7 +211,6 @@ def test_joint_export(fake_world):
         stack.enter_context(mode)
         joint = aot_export_joint_with_descriptors(stack, gm, (TOKENS,))
         report = tag_joint_graph(joint.graph_module)
-    assert not report.unnamed
     for kind in ("all_gather", "reduce_scatter"):
         assert sorted(t.fqns for _, t in report.tagged if t.kind == kind) == ONE_EACH
 

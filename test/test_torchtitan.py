@@ -128,7 +128,6 @@ def _trace(model, passes):
         compiled(tokens, positions, documents).float().sum().backward()
     assert len(compiler.reports) == 1
     report = compiler.last_report()
-    assert not report.unnamed
     assert not report.warnings
     for graph in report.graphs:
         assert not graph.uncovered
@@ -269,7 +268,6 @@ def test_the_passes_stand_in_the_graph_trainers_list(fake_world):
     listed[place] = whole_step_pass(model, recipe(model), compilation)
     gm = passes.apply_graph_passes(traced.gm, traced.example_inputs, listed)
     report = compilation.report
-    assert not report.unnamed
     assert not report.warnings
     units = [unit for unit in eager.units if len(unit) > 1]
     assert sorted(_payloads(report.buckets)) == sorted(

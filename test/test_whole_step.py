@@ -86,7 +86,6 @@ def test_one_collective_per_unit_and_kind(model):
     run = whole_step_pass(model, teb.recipe(model, units=UNITS), compilation)
     assert run(gm, None) is gm
     report = compilation.report
-    assert not report.unnamed
     assert not report.warnings
     assert report.collectives_before == {"all_gather": 7, "reduce_scatter": 6}
     assert report.collectives_after == {"all_gather": 3, "reduce_scatter": 3}

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from ._torch.fsdp2 import is_wrapped
+from ._torch.sharded import is_distributed, placed
 from .fqns import format_names, parameter_names
 from .fsdp.blocks import transformer_block_plan
 from .fsdp.order import FSDPParamOrder
-from .fsdp.unit_spec import UnitSpec
+from .fsdp.units import UnitSpec
 from .graph.collectives import KINDS, Kind
 from .passes.all_to_all import ReduceByAllToAll
 from .passes.base import GraphPass
@@ -89,7 +89,7 @@ def recipe(
             raise TypeError(f"{name} must be a torch.nn.Module, got {module!r}")
     kinds = _kinds(model)
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    plain = [name for name, p in trained if not isinstance(p, DTensor)]
+    plain = [name for name, p in trained if not is_distributed(p)]
     if plain:
         warnings.warn(
             f"{len(plain)} parameter(s) of {type(model).__name__} are trained and not sharded, so "
@@ -139,17 +139,13 @@ def _kinds(model: nn.Module) -> tuple[Kind, ...]:
             "shard an unwrapped copy, data_parallel(copy, mesh), and compile that with "
             "recipe(copy, reference=model)"
         )
-    parameters = [p for p in model.parameters() if isinstance(p, DTensor)]
-    if not parameters:
+    placements = [placed(p) for p in model.parameters() if is_distributed(p)]
+    if not placements:
         raise ValueError(
             f"{name} is not sharded: none of its parameters is a DTensor, so its graphs have no "
             "collectives to bucket. Shard it first: data_parallel(model, mesh)"
         )
-    placements = [placement for p in parameters for placement in p.placements]
-    # Replicas come first in a mesh. What is replicated further inside is tensor parallelism's.
-    replicated = any(p.placements[0].is_replicate() for p in parameters)
-    # Strided shards (data parallelism on top of tensor parallelism) are no Shard to every torch.
-    sharded = not all(placement.is_replicate() for placement in placements)
+    sharded, replicated = map(any, zip(*placements, strict=True))
     has = {"all_gather": sharded, "reduce_scatter": sharded, "all_reduce": replicated}
     return tuple(kind for kind in KINDS if has[kind])
 

@@ -24,6 +24,7 @@ import torch.fx as fx
 from ..fqns import canonical_fqn
 from . import descriptors as _descriptors
 from .private import private_torch
+from .sharded import is_part, shard_of
 
 with private_torch():
     from torch._guards import CompileContext, TracingContext
@@ -132,8 +133,7 @@ def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
         return {}
     fqns: dict[int, str] = {}
     for index, tracked in zip(sorted(inputs), whole, strict=True):
-        local = getattr(tracked.fake, "_local_tensor", tracked.fake)
-        if str(tuple(local.shape)) != str(tuple(inputs[index].meta["val"].shape)):
+        if str(tuple(shard_of(tracked.fake).shape)) != str(tuple(inputs[index].meta["val"].shape)):
             return {}
         fqn = source_fqn(tracked.source)
         if fqn is not None:
@@ -178,8 +178,8 @@ def _traced_tensors() -> list[Any]:
     for name in [n for n in sources if n.endswith("._base")]:
         if name.removesuffix("._base") in sources:
             del sources[name]
-    # A DTensor's local tensor is listed beside it.
-    return [t for n, t in sources.items() if n.rpartition("._local_tensor")[0] not in sources]
+    # The shard of a parameter is listed beside it.
+    return [t for n, t in sources.items() if not is_part(n, sources)]
 
 
 def source_fqn(source: Any) -> str | None:

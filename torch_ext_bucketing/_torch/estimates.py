@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 
@@ -16,9 +15,6 @@ __all__ = [
     "nccl_estimate_ms",
     "size_hint",
 ]
-
-_c10d = torch.ops._c10d_functional
-_aten = torch.ops.aten
 
 
 def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:

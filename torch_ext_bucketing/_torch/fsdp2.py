@@ -38,8 +38,6 @@ REDUCES_BY_GRAD_DTYPE = hasattr(FSDPParamGroup, "_init_reduce_scatter_param_orde
 class ParamGroup:
     """One payload of eager FSDP2."""
 
-    modules: tuple[str, ...]
-    """Canonical FQNs of the modules that the ``fully_shard`` call was given, in its order."""
     params: tuple[str, ...]
     """Canonical parameter FQNs in all-gather order."""
     reduce_params: tuple[str, ...]
@@ -54,9 +52,14 @@ class ParamGroup:
 
 def is_wrapped(model: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on ``model`` or a module in it."""
+    return bool(_states_in(model))
+
+
+def _states_in(model: nn.Module) -> list[FSDPState]:
+    """Each once."""
     with private_torch():
-        states = map(_composable_state._get_module_state, model.modules())
-    return any(isinstance(state, FSDPState) for state in states)
+        found = dict.fromkeys(map(_composable_state._get_module_state, model.modules()))
+    return [state for state in found if isinstance(state, FSDPState)]
 
 
 def read_param_groups(model: nn.Module) -> list[ParamGroup]:
@@ -69,27 +72,20 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
         ValueError: nothing in ``model`` was wrapped by ``fully_shard``, or a unit reaches outside
             of ``model``.
     """
-    states: dict[FSDPState, None] = {}
-    for module in model.modules():
-        with private_torch():
-            state = _composable_state._get_module_state(module)
-        if isinstance(state, FSDPState):
-            states[state] = None
+    states = _states_in(model)
     if not states:
         raise ValueError(
             f"{type(model).__name__} has no FSDP2 module: call fully_shard() on it first, or use "
-            "from_model() "
-            "for a model that stays unwrapped"
+            "from_model() for a model that stays unwrapped"
         )
     names = _ParameterPlaces(model)
     groups: list[ParamGroup] = []
-    for state in _in_call_order(list(states)):
+    for state in _in_call_order(states):
         for group in _groups_of(state):
             found = [names.of(fsdp_param) for fsdp_param in group.fsdp_params]
             params = tuple(fqns[0] for fqns in found)
             groups.append(
                 ParamGroup(
-                    modules=tuple(names.modules[m] for m in group.modules if m in names.modules),
                     params=params,
                     reduce_params=reduce_order(params, [_grad_dtype(p) for p in group.fsdp_params]),
                     aliases=tuple((alias, fqns[0]) for fqns in found for alias in fqns[1:]),
@@ -151,11 +147,9 @@ class _ParameterPlaces:
     unsharded state."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules: dict[nn.Module, str] = {}
         self._names: dict[tuple[nn.Module, str], list[tuple[int, str]]] = {}
         index = 0
         for module_name, module in model.named_modules(remove_duplicate=False):
-            self.modules.setdefault(module, canonical_fqn(module_name))
             for name, _ in own_parameters(module):
                 fqn = canonical_fqn(f"{module_name}.{name}" if module_name else name)
                 self._names.setdefault((module, name), []).append((index, fqn))
@@ -172,7 +166,7 @@ class _ParameterPlaces:
         if not found:
             raise ValueError(
                 f"a fully_shard() unit of this model holds {info.param_name!r} of a "
-                f"{type(info.module).__name__} "
-                "that is not in it: pass the model that all modules of the unit belong to"
+                f"{type(info.module).__name__} that is not in it: pass the model that all modules "
+                "of the unit belong to"
             )
         return list(dict.fromkeys(fqn for _, fqn in found))

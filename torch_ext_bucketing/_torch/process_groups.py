@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from .private import private_torch
@@ -22,9 +21,6 @@ __all__ = [
     "new_groups",
     "ranks_of",
 ]
-
-_c10d = torch.ops._c10d_functional
-_aten = torch.ops.aten
 
 
 def group_size_of(group: str) -> int:

@@ -152,8 +152,27 @@ class CapPlanner:
         self._contracted.reset()
         reached = {} if max_compute_run is None else self._analysis.compute_before
         planner = _Planner(self._contracted, cap_mb, max_compute_run, reached)
+        found = self._candidates
+        left = list(found.left)
         with _reading_only(self._graph, cap_mb=next(filter(callable, caps), None)):
-            return _plan(self._candidates, self._scopes, planner, non_adjacent)
+            for groups in self._scopes:
+                for kind, starts in found.in_wait_order.items():
+                    members = [s for s in starts if groups is None or found.group[s] in groups]
+                    for run in _runs(members, non_adjacent):
+                        planner.fill(kind, run)
+        if self._scopes != [None]:
+            chosen = {group for groups in self._scopes for group in groups or ()}
+            left += [
+                left_alone(start, f"the group filter leaves out group {group}")
+                for start, group in found.group.items()
+                if group not in chosen
+            ]
+        place = self._contracted.position
+        return MergePlan(
+            buckets=tuple(sorted(planner.buckets, key=lambda b: place(b.members[0]))),
+            ineligible=tuple(left),
+            unmerged=tuple(u for _, u in sorted(planner.unmerged, key=lambda item: item[0])),
+        )
 
 
 def _reading_only(graph: fx.Graph, **hooks: Any) -> contextlib.AbstractContextManager[Any]:
@@ -162,42 +181,17 @@ def _reading_only(graph: fx.Graph, **hooks: Any) -> contextlib.AbstractContextMa
     return reading_only(graph, " or ".join(given)) if given else contextlib.nullcontext()
 
 
-def _plan(
-    candidates: _Candidates,
-    scopes: list[tuple[str, ...] | None],
-    planner: _Planner,
-    non_adjacent: bool,
-) -> MergePlan:
-    for groups in scopes:
-        for kind in KINDS:
-            members = [
-                s
-                for s in candidates.in_wait_order[kind]
-                if groups is None or candidates.group[s] in groups
-            ]
-            for run in _runs(members, non_adjacent):
-                planner.fill(kind, run)
-    left = list(candidates.left)
-    if scopes != [None]:
-        chosen = dict.fromkeys(g for groups in scopes for g in groups or ())
-        left += [
-            left_alone(s, f"the group filter leaves out group {candidates.group[s]}")
-            for s in candidates.starts
-            if candidates.group[s] not in chosen
-        ]
-    place = planner.contracted.position
-    return MergePlan(
-        buckets=tuple(sorted(planner.buckets, key=lambda b: place(b.members[0]))),
-        ineligible=tuple(left),
-        unmerged=tuple(u for _, u in sorted(planner.unmerged, key=lambda item: item[0])),
-    )
-
-
 @dataclass
 class _Candidates:
-    starts: list[fx.Node] = field(default_factory=list)
+    """Args:
+    group: of every start that may be merged, in graph order.
+    counts: of what is eligible, by group and kind.
+    in_wait_order: the starts by kind.
+    left: what may not be merged.
+    """
+
     group: dict[fx.Node, str] = field(default_factory=dict)
-    counts: dict[str, dict[str, int]] = field(default_factory=dict)  # eligible, group and kind
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
     in_wait_order: dict[Kind, list[fx.Node]] = field(default_factory=lambda: {k: [] for k in KINDS})
     left: list[LeftAlone] = field(default_factory=list)
 
@@ -214,7 +208,6 @@ def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) ->
         is_eligible = _asking(eligible)
         otherwise = "it is not eligible"
 
-    ours: dict[fx.Node, Kind] = {}
     for node in graph.nodes:
         kind = kind_of(node)
         if kind is not None:
@@ -231,14 +224,12 @@ def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) ->
             if why:
                 found.left.append(left_alone(node, why))
             else:
-                ours[node] = kind
-                found.starts.append(node)
                 found.group[node] = home_group(node)
-        elif is_wait(node):
-            start = waited_for(node)
-            mine = None if start is None else ours.get(start)
-            if start is not None and mine is not None:
-                found.in_wait_order[mine].append(start)
+        elif is_wait(node) and (start := waited_for(node)) in found.group:
+            assert start is not None
+            mine = kind_of(start)
+            assert mine is not None
+            found.in_wait_order[mine].append(start)
     return found
 
 

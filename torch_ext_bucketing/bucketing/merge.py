@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch.fx as fx
 
 from .._gc import paused_gc
+from .._torch.aot import stage_of
 from .._torch.estimates import size_hint
 from .._torch.sorting import sort_topologically
 from ..fsdp.tags import set_member_tags, tag_of
-from ..graph.collectives import group_name, group_size, kind_of, reduce_op
+from ..graph.collectives import (
+    Kind,
+    count_collectives,
+    group_name,
+    group_size,
+    kind_of,
+    reduce_op,
+)
 from ..graph.snapshot import unchanged_on_error
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
+from ..reports.graph import GraphReport, emit
 from .hook_guard import reading_only
 from .pack import pack, packed_value
 from .plan import Bucket, MergePlan
@@ -28,6 +36,8 @@ from .plan import Bucket, MergePlan
 __all__ = [
     "BACKWARD",
     "apply_plan",
+    "check_payload_order",
+    "merge_and_report",
     "merge_buckets",
 ]
 
@@ -41,17 +51,43 @@ BACKWARD = "autograd_backward"
 whole step tell backward by it."""
 
 
-@dataclass(frozen=True)
-class MemberKeys:
-    """Every member's key, and who gave them.
+def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
+    """``order``, if that is what a pass takes as ``payload_order``.
+
+    Raises:
+        TypeError: something else than a callable and None.
+    """
+    if order is not None and not callable(order):
+        raise TypeError(
+            "payload_order must be a callable that gives a start node's key, or None for graph "
+            f"order, got {order!r}"
+        )
+    return order
+
+
+def merge_and_report(
+    graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey | None, kinds: Collection[Kind]
+) -> GraphReport:
+    """:func:`apply_plan`; returns the report of the graph, which is also logged.
 
     Args:
-        packed_by: see :class:`.BucketReport`.
-        keys: of every member; None packs in graph order.
+        graph: as of :func:`apply_plan`.
+        plan: as of :func:`apply_plan`.
+        payload_key: as of :func:`apply_plan`.
+        kinds: what the plan was asked to bucket.
     """
-
-    packed_by: str = GRAPH_ORDER
-    keys: Mapping[fx.Node, Any] | None = None
+    stage, before = stage_of(graph), count_collectives(graph)
+    buckets = tuple(apply_plan(graph, plan, payload_key))
+    report = GraphReport(
+        stage,
+        before,
+        count_collectives(graph),
+        buckets,
+        tuple(kinds),
+        **plan.not_merged(),
+    )
+    emit(report)
+    return report
 
 
 def apply_plan(
@@ -78,22 +114,28 @@ def apply_plan(
         RuntimeError: the key failed at a node, its keys for one bucket have no order, or it changed
             the graph or communicated; or a symbolic size has no hint. The graph is as it was.
     """
-    keys = _payload_keys(graph, plan, payload_key)
+    keys, packed_by = None, GRAPH_ORDER
+    if payload_key is not None:
+        keys = _payload_keys(graph, plan, payload_key)
+        packed_by = str(getattr(payload_key, "__qualname__", type(payload_key).__qualname__))
     with paused_gc(), unchanged_on_error(graph):
-        return merge_buckets(graph, plan, keys)
+        return merge_buckets(graph, plan, keys, packed_by)
 
 
 def merge_buckets(
-    graph: fx.Graph, plan: MergePlan, keys: MemberKeys | None = None
+    graph: fx.Graph,
+    plan: MergePlan,
+    keys: Mapping[fx.Node, Any] | None = None,
+    packed_by: str = GRAPH_ORDER,
 ) -> list[BucketReport]:
     """:func:`apply_plan` with keys at hand, and without a way back.
 
     Args:
         graph: as of :func:`apply_plan`.
         plan: as of :func:`apply_plan`.
-        keys: what decides the payload order; None packs in graph order.
+        keys: of every member, what decides the payload order; None packs in graph order.
+        packed_by: who gave the keys, see :class:`.BucketReport`.
     """
-    keys = keys or MemberKeys()
     for duplicate, original in plan.duplicates:
         _reuse_gather(duplicate, original)
     position = {node: i for i, node in enumerate(graph.nodes)}
@@ -101,7 +143,7 @@ def merge_buckets(
     for bucket in plan.buckets:
         if bucket.kind == "all_gather":
             _hoist_inputs(bucket, position)
-        reports.append(_apply_bucket(graph, bucket, keys))
+        reports.append(_apply_bucket(graph, bucket, keys, packed_by))
     if reports or plan.duplicates:
         sort_topologically(graph)
         graph.lint()
@@ -109,10 +151,8 @@ def merge_buckets(
     return sorted(reports, key=lambda r: place[r.node])
 
 
-def _payload_keys(graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey | None) -> MemberKeys:
+def _payload_keys(graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey) -> dict[fx.Node, Any]:
     """Every member's key, computed and compared before anything changes."""
-    if payload_key is None:
-        return MemberKeys()
     keys: dict[fx.Node, Any] = {}
     with reading_only(graph, _ASKED):
         for bucket in plan.buckets:
@@ -122,11 +162,7 @@ def _payload_keys(graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey | No
                 except Exception as error:
                     raise RuntimeError(f"{_ASKED} failed at {member.format_node()}") from error
             _check_order({m: keys[m] for m in bucket.members})
-    return MemberKeys(_order_name(payload_key), keys)
-
-
-def _order_name(key: Any) -> str:
-    return str(getattr(key, "__qualname__", type(key).__qualname__))
+    return keys
 
 
 def _check_order(keys: Mapping[fx.Node, Any]) -> None:
@@ -140,7 +176,9 @@ def _check_order(keys: Mapping[fx.Node, Any]) -> None:
         raise RuntimeError(f"{_ASKED}: the keys of a bucket can't be sorted: {listed}") from error
 
 
-def _apply_bucket(graph: fx.Graph, bucket: Bucket, order: MemberKeys) -> BucketReport:
+def _apply_bucket(
+    graph: fx.Graph, bucket: Bucket, keys: Mapping[fx.Node, Any] | None, packed_by: str
+) -> BucketReport:
     first, last = bucket.members[0], bucket.members[-1]
     tags = {m: tag_of(m) for m in bucket.members}
     shapes = {m: _payload_shape(m) for m in bucket.members}
@@ -148,13 +186,13 @@ def _apply_bucket(graph: fx.Graph, bucket: Bucket, order: MemberKeys) -> BucketR
     backward = all(m.meta.get(BACKWARD) for m in bucket.members)
     group, size, op = group_name(first), group_size(first), reduce_op(first)
 
-    payload, packed_by, keyless = list(bucket.members), order.packed_by, []
-    if order.keys is not None:
-        keyless = [m for m in bucket.members if order.keys[m] is None]
+    payload, keyless = list(bucket.members), []
+    if keys is not None:
+        keyless = [m for m in bucket.members if keys[m] is None]
         if keyless:  # never a half-sorted bucket
             packed_by = NO_KEY
         else:
-            payload.sort(key=order.keys.__getitem__)
+            payload.sort(key=keys.__getitem__)
     before = first if bucket.kind == "all_gather" else last.next
     new_nodes = pack(graph, bucket.members, payload, before)
 

@@ -9,7 +9,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..fqns import canonical_fqn
 from .tree import ModuleTree, has_parameters, is_plain_container, unwrapped
-from .unit_spec import UnitSpec, spec_of_units
+from .units import UnitSpec, spec_of_units
 
 __all__ = ["transformer_block_plan"]
 

@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from ..fqns import canonical_fqn, canonical_modules, nearest_names
 from .tree import has_parameters
-from .unit_spec import UnitSpec, spec_of_units
+from .units import UnitSpec, spec_of_units
 
 __all__ = ["manual_plan"]
 
@@ -57,10 +57,6 @@ def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> Uni
                 continue
         elif isinstance(entry, Sequence) and all(isinstance(names, str) for names in entry):
             paths = [path for names in entry for path in names.split("+")]
-            if not paths:
-                raise ValueError(
-                    "an entry of the plan is an empty list: name its modules or leave it out"
-                )
         else:
             raise TypeError(
                 f"an entry of the plan must be a string or a list of strings, got {entry!r}"
@@ -68,8 +64,6 @@ def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> Uni
         if not all(path.strip() for path in paths):
             raise ValueError(f"plan: {entry!r} joins modules, but one of their names is empty")
         units.append(tuple(name for path in paths for name in _expand(path, known)))
-    if not units:
-        raise ValueError("the plan is empty: name at least one module")
     return spec_of_units(units, model)
 
 

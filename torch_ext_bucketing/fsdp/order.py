@@ -1,7 +1,6 @@
-"""The order in which eager FSDP2 packs parameters, as a payload-order hook.
+"""The order in which eager FSDP2 packs parameters.
 
     order = FSDPParamOrder.from_model(model, units=["tok_embeddings", "layers.0", ["norm", "head"]])
-    torch._inductor.config.aten_distributed_optimizations.bucket_payload_order_key = order
 
 With it, the members of every bucket lie in the packed buffer as in eager FSDP2's, so that a
 collective which adds in an order that depends on the byte offset (NCCL over several nodes) rounds
@@ -24,9 +23,8 @@ from .._source import package_digest
 from .._torch.dynamo_inputs import names_are_relative_to
 from .._torch.inductor import CustomPassBase
 from ..fqns import canonical_fqn, nearest_names, parameter_names
-from . import tag_graph as tags
-from .unit_spec import abbreviated, find_units, unit_names
-from .units import Units
+from . import tags
+from .units import Units, abbreviated, find_units, names_of_units
 
 __all__ = ["FSDPParamOrder", "GroupKey"]
 
@@ -40,31 +38,27 @@ log = logging.getLogger(__name__)
 _VERSION = 1
 
 GroupKey = Callable[[str, nn.Parameter], Hashable]
-Pairs = tuple[tuple[str, str], ...]
 Payloads = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, repr=False)
-class FSDPParamOrder(CustomPassBase):
+class FSDPParamOrder(Units, CustomPassBase):
     """The parameters that eager FSDP2 packs together, in its order: a hashable, picklable value.
 
-    Payloads are in the order of the ``fully_shard`` calls that they stand for. A call that splits
-    its parameters over several meshes makes several payloads, in the order in which FSDP2 first
-    meets each mesh; a call that is left with no parameter makes none.
+    Its units are FSDP2's payloads, in the order of the ``fully_shard`` calls that they stand for,
+    each with the canonical parameter FQNs in payload order. A call that splits its parameters over
+    several meshes makes several payloads, in the order in which FSDP2 first meets each mesh; a call
+    that is left with no parameter makes none.
 
     A shared parameter is in one payload, at the place where FSDP2 first visits it, under the name
     that ``model.named_parameters()`` gives it (FSDP2's own ``_param_fqn``). Its other names are
-    ``aliases``.
+    ``aliases``, sorted.
 
     Raises:
         TypeError: a payload or an FQN is of the wrong type.
         ValueError: no parameter at all, an empty payload, or one FQN twice.
     """
 
-    units: Payloads
-    """Per payload the canonical parameter FQNs in payload order."""
-    aliases: Pairs = ()
-    """(other FQN, FQN in ``units``) of shared parameters, sorted."""
     reduce_units: Payloads = ()
     """``units`` in the order of the reduce-scatter's payloads where it is another one, else empty:
     torch 2.15 packs gradients by dtype where ``param.grad_dtype`` differs inside a unit."""
@@ -72,39 +66,34 @@ class FSDPParamOrder(CustomPassBase):
     """The code that made it, for its ``repr``."""
 
     def __post_init__(self) -> None:
-        units = _as_units(self.units, "units")
-        reduce_units = _as_units(self.reduce_units, "reduce_units")
-        if not units:
+        super().__post_init__()
+        if not self.units:
             raise ValueError("an order needs at least one parameter, got none")
-        payload_of: dict[str, int] = {}
-        for index, unit in enumerate(units):
+        known: set[str] = set()
+        for index, unit in enumerate(self.units):
             if not unit:
                 raise ValueError(f"payload {index} has no parameter: leave it out")
             for fqn in unit:
-                if fqn in payload_of:
-                    raise ValueError(
-                        f"parameter {fqn!r} is listed twice, in payload {payload_of[fqn]} and in "
-                        f"payload {index}"
-                    )
-                payload_of[fqn] = index
+                if fqn in known:
+                    raise ValueError(f"parameter {fqn!r} is listed twice in payload {index}")
+                known.add(fqn)
         aliases = tuple(sorted({(canonical_fqn(a), canonical_fqn(fqn)) for a, fqn in self.aliases}))
-        known_aliases = dict(aliases)
         for alias, fqn in aliases:
-            if fqn not in payload_of:
+            if fqn not in known:
                 raise ValueError(f"{alias!r} stands for {fqn!r}, which is in no payload")
-            if alias in payload_of or known_aliases[alias] != fqn:
+            if alias in known or dict(aliases)[alias] != fqn:
                 raise ValueError(
                     f"{alias!r} can't be another name of {fqn!r}: it names a parameter already"
                 )
-        if reduce_units == units:
-            reduce_units = ()
-        if reduce_units and [sorted(u) for u in reduce_units] != [sorted(u) for u in units]:
+        reduced = names_of_units(self.reduce_units, "reduce_units")
+        if reduced == self.units:
+            reduced = ()
+        if reduced and [sorted(unit) for unit in reduced] != [sorted(unit) for unit in self.units]:
             raise ValueError(
                 "reduce_units has to list the parameters of each of units, in another order"
             )
-        object.__setattr__(self, "units", units)
         object.__setattr__(self, "aliases", aliases)
-        object.__setattr__(self, "reduce_units", reduce_units)
+        object.__setattr__(self, "reduce_units", reduced)
 
     @classmethod
     def from_fqns(
@@ -136,9 +125,8 @@ class FSDPParamOrder(CustomPassBase):
             raise TypeError(
                 "fqns mixes FQNs and lists of FQNs: put the single FQNs into lists of their own"
             )
-        units = (tuple(items),) if any(flat) else tuple(tuple(item) for item in items)
-        pairs: Any = tuple((aliases or {}).items())
-        return cls(units=units, aliases=pairs)  # type: ignore[arg-type]
+        units: Any = (items,) if any(flat) else items
+        return cls(units=units, aliases=tuple((aliases or {}).items()))
 
     @classmethod
     def from_model(
@@ -183,7 +171,7 @@ class FSDPParamOrder(CustomPassBase):
         """
         from .._torch import fsdp2 as _fsdp2
 
-        given = unit_names(units)
+        given = names_of_units(units)
         names = parameter_names(model)
         ignored = _ignored(ignored_params, names)
         taken: set[nn.Parameter] = set()
@@ -266,19 +254,31 @@ class FSDPParamOrder(CustomPassBase):
         """
         tag = tags.tag_of(start)
         if tag is None or not tag.fqns:
-            _warn_untagged(start)
+            _warn_once(
+                str(start.target),
+                "payload order: %s (%s) carries no tag that names its parameter, so its bucket "
+                "keeps graph order, not FSDP2's. Logged once for each kind of collective.",
+                start.name,
+                start.target,
+            )
             return None
-        unknown = self.unknown(tag.fqns)
+        unknown = sorted(self.unknown(tag.fqns))
         if unknown:
-            _warn_unknown(self, unknown)
+            _warn_once(
+                tuple(unknown),
+                "payload order: no payload holds %s, so the buckets of their collectives keep "
+                "graph order, not FSDP2's%s",
+                ", ".join(unknown),
+                nearest_names(unknown[0], (fqn for unit in self.units for fqn in unit)),
+            )
             return None
         reduces = tags.kind_of(start) in ("reduce_scatter", "all_reduce")
-        payloads = self._reduced if reduces else self._gathered
+        payloads = self._reduced if reduces and self.reduce_units else self
         return min(place for fqn in tag.fqns if (place := payloads.place_of(fqn)) is not None)
 
     def unknown(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """The names among ``fqns`` that are in no payload, in the order given."""
-        return tuple(fqn for fqn in fqns if self._gathered.place_of(fqn) is None)
+        return tuple(fqn for fqn in fqns if self.place_of(fqn) is None)
 
     def uuid(self) -> str:
         """A name (hex) for what the order does, for Inductor's caches.
@@ -289,34 +289,9 @@ class FSDPParamOrder(CustomPassBase):
         contents = json.dumps([_VERSION, self.units, self.aliases, self.reduce_units])
         return hashlib.sha256(f"{package_digest()}\0{contents}".encode()).hexdigest()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without the cached lookup tables: caches may compare pickles.
-        return type(self), (self.units, self.aliases, self.reduce_units)
-
-    @functools.cached_property
-    def _gathered(self) -> Units:
-        return Units(self.units, self.aliases)
-
     @functools.cached_property
     def _reduced(self) -> Units:
-        return Units(self.reduce_units or self.units, self.aliases)
-
-
-def _as_units(units: object, field: str) -> Payloads:
-    if isinstance(units, str) or not isinstance(units, Iterable):
-        raise TypeError(f"{field} must be a sequence of payloads, got {units!r}")
-    result = []
-    for unit in units:
-        if isinstance(unit, str) or not isinstance(unit, Iterable):
-            raise TypeError(
-                f"each payload in {field} must be a sequence of parameter FQNs, got {unit!r}"
-            )
-        fqns = tuple(unit)
-        for fqn in fqns:
-            if not isinstance(fqn, str):
-                raise TypeError(f"a parameter FQN must be a string, got {fqn!r}")
-        result.append(tuple(canonical_fqn(fqn) for fqn in fqns))
-    return tuple(result)
+        return Units(self.reduce_units, self.aliases)
 
 
 def _ignored(
@@ -383,26 +358,7 @@ def _visit(roots: list[nn.Module], stop: Collection[nn.Module]) -> list[nn.Modul
 _warned: set[Hashable] = set()
 
 
-def _warn_untagged(start: fx.Node) -> None:
-    if (str(start.target),) in _warned:
-        return
-    _warned.add((str(start.target),))
-    log.warning(
-        "payload order: %s (%s) carries no tag that names its parameter, so its bucket keeps graph "
-        "order, not FSDP2's. Logged once for each kind of collective.",
-        start.name,
-        start.target,
-    )
-
-
-def _warn_unknown(order: FSDPParamOrder, unknown: tuple[str, ...]) -> None:
-    missing = frozenset(unknown)
-    if missing in _warned:
-        return
-    _warned.add(missing)
-    log.warning(
-        "payload order: no payload holds %s, so the buckets of their collectives keep graph order, "
-        "not FSDP2's%s",
-        ", ".join(sorted(missing)),
-        nearest_names(min(missing), (fqn for unit in order.units for fqn in unit)),
-    )
+def _warn_once(key: Hashable, text: str, *values: object) -> None:
+    if key not in _warned:
+        _warned.add(key)
+        log.warning(text, *values)

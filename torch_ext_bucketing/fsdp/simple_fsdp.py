@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from .._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
+from .._torch.sharded import is_distributed
 from ..fqns import own_parameters
 
 __all__ = [
@@ -87,7 +88,7 @@ def data_parallel(
     if mesh.ndim != dims:
         raise ValueError(f"mode {mode!r} needs a {dims}-D mesh, got {mesh.ndim} dimensions")
     for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
+        if is_distributed(param):
             raise ValueError(f"parameter {name} is a DTensor already; shard a model once")
         if not param.ndim and mode != "replicate":
             raise ValueError(

@@ -1,13 +1,8 @@
 """Finds the parameters that each collective of a joint graph serves.
 
-A *tag* names a collective's kind and the parameters (FQNs) whose bytes it moves. Tags are made on
-the joint forward+backward graph, the only place where AOTAutograd's descriptors say which
-placeholder is which parameter and which output is whose gradient, and are stored in
-``node.meta["custom"]``. That dictionary is copied by the partitioners, by recomputation and by
-Inductor's passes, and torch's bucketing collects it from every member of a bucket, so a tag can be
-read at every later stage with :func:`tag_of` and :func:`member_tags`.
-
-The rules, for a graph with the parameter ``w``::
+Tags (:mod:`.tags`) are made on the joint forward+backward graph, the only place where AOTAutograd's
+descriptors say which placeholder is which parameter and which output is whose gradient. The rules,
+for a graph with the parameter ``w``::
 
     w -> _to_copy -> constant_pad_nd -> all_gather_into_tensor     all_gather of (w,)
     cat(w1, w2) -> all_gather_into_tensor                          all_gather of (w1, w2)
@@ -31,6 +26,7 @@ import torch.utils._pytree as pytree
 
 from .._torch import descriptors as _descriptors
 from .._torch.dynamo_inputs import module_path
+from .._torch.sharded import shard_of
 from ..fqns import canonical_fqn
 from ..graph.collectives import Kind, is_start, kind_of
 from ..graph.graph_of import graph_of
@@ -84,7 +80,6 @@ def tag_joint_graph(
     sinks = _gradients_ahead(nodes, names, grad_fqns)
 
     tags: dict[fx.Node, Tag] = {}
-    unnamed: list[Untagged] = []
     skipped: list[Untagged] = []
     by_module = _ModuleFallback(model)
     has_descriptors = any("desc" in n.meta for n in nodes if n.op in ("placeholder", "output"))
@@ -102,14 +97,12 @@ def tag_joint_graph(
             fqns = by_module.fqns(node, kind)
         if fqns:
             tags[node] = Tag(kind, fqns)
-        elif found.is_parameter:
-            unnamed.append(Untagged(node.name, kind, found.reason))
         else:
             skipped.append(Untagged(node.name, kind, found.reason))
     for node, tag in tags.items():
         if not is_bucket(node):
             set_tag(node, tag)
-    return TagReport(tuple((n.name, t) for n, t in tags.items()), tuple(unnamed), tuple(skipped))
+    return TagReport(tuple((n.name, t) for n, t in tags.items()), tuple(skipped))
 
 
 def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -155,12 +148,9 @@ def _union(
 @dataclass(frozen=True)
 class _Origin:
     """The parameters that a value is made of (or becomes the gradient of), or why there are none.
-
-    ``is_parameter`` is True for a parameter without a name. A constant has neither.
-    """
+    A constant has neither."""
 
     fqns: tuple[str, ...] = ()
-    is_parameter: bool = False
     reason: str = ""
 
     @property
@@ -178,21 +168,17 @@ class _InputNames:
     def __init__(self, fqn_of: FqnOf | None) -> None:
         self._fqn_of = fqn_of
 
-    def of_descriptor(self, desc: Any) -> tuple[str | None, bool]:
-        """``(fqn, is it a parameter)`` of an ``AOTInput``."""
+    def of_descriptor(self, desc: Any) -> str | None:
+        """The FQN of an ``AOTInput``; None for no known parameter."""
         base = _descriptors.base_input(desc)
         target = _descriptors.param_target(base)
         if target is not None:
-            return canonical_fqn(target), True
-        fqn = self._ask(base, _descriptors.plain_index(base))
-        return fqn, fqn is not None
+            return canonical_fqn(target)
+        return self._ask(base, _descriptors.plain_index(base))
 
-    def of_placeholder(self, node: fx.Node) -> tuple[str | None, bool]:
+    def of_placeholder(self, node: fx.Node) -> str | None:
         desc = node.meta.get("desc")
-        if desc is not None:
-            return self.of_descriptor(desc)
-        fqn = self._ask(node, None)
-        return fqn, fqn is not None
+        return self._ask(node, None) if desc is None else self.of_descriptor(desc)
 
     def _ask(self, what: Any, index: int | None) -> str | None:
         if self._fqn_of is None:
@@ -210,11 +196,9 @@ def _parameters_behind(nodes: Sequence[fx.Node], names: _InputNames) -> dict[fx.
     origin: dict[fx.Node, _Origin] = {}
     for node in nodes:
         if node.op == "placeholder":
-            fqn, is_parameter = names.of_placeholder(node)
+            fqn = names.of_placeholder(node)
             if fqn is not None:
-                origin[node] = _Origin((fqn,), True)
-            elif is_parameter:
-                origin[node] = _Origin((), True, f"no FQN is known for {node.name}")
+                origin[node] = _Origin((fqn,))
             else:
                 origin[node] = _Origin(reason=f"it gathers {node.name}, no known parameter")
         elif node.op == "get_attr":
@@ -230,14 +214,10 @@ def _merge_origins(node: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
     # A gather of what was gathered already is a parameter sharded over two mesh dimensions.
     if not is_move(node) and kind_of(node) != "all_gather":
         return _Origin(reason=f"it gathers an activation, made by {node.name}")
-    fqns: dict[str, None] = {}
-    blame: _Origin | None = None
-    for arg in node.all_input_nodes:
-        found = origin.get(arg, _CONSTANT)
-        if found.reason and (blame is None or not found.is_parameter):
-            blame = found
-        fqns.update(dict.fromkeys(found.fqns))
-    return blame if blame is not None else _Origin(tuple(fqns), bool(fqns))
+    found = [origin.get(arg, _CONSTANT) for arg in node.all_input_nodes]
+    fqns = dict.fromkeys(fqn for each in found for fqn in each.fqns)
+    # Of several that are none, the last one is named.
+    return next((each for each in reversed(found) if each.reason), _Origin(tuple(fqns)))
 
 
 def _source_of(start: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
@@ -251,39 +231,27 @@ def _gradients_ahead(
     """Map every node to the parameters whose gradient it becomes, by way of collectives, moves,
     accumulation and scaling only."""
     ahead: dict[fx.Node, dict[str, None]] = {}
-    nameless: dict[fx.Node, str] = {}
     output = next((n for n in reversed(nodes) if n.op == "output"), None)
     if output is not None:
-        for value, fqn, is_parameter in _gradient_outputs(output, names, grad_fqns):
-            if fqn is not None:
-                ahead.setdefault(value, {})[fqn] = None
-            elif is_parameter:
-                nameless.setdefault(value, "no FQN is known for the parameter of this gradient")
+        for value, fqn in _gradient_outputs(output, names, grad_fqns):
+            ahead.setdefault(value, {})[fqn] = None
     for node in reversed(nodes):
         if node.op != "call_function":
             continue
         mine = ahead.get(node, {})
         for user in node.users:
-            if not _keeps_gradient(user):
-                continue
-            mine.update(ahead.get(user, {}))
-            if user in nameless:
-                nameless.setdefault(node, nameless[user])
+            if _keeps_gradient(user):
+                mine.update(ahead.get(user, {}))
         if mine:
             ahead[node] = mine
-    found = {n: _Origin((), True, why) for n, why in nameless.items()}
-    # Outputs are visited in reverse by nothing above: sort by the order of first appearance in
-    # the graph's inputs, so that fused weights have their gather's order.
-    rank = {fqn: i for i, fqn in enumerate(_input_order(nodes, names))}
+    # In the order of the graph's inputs, so that fused weights have their gather's order.
+    inputs = (names.of_placeholder(n) for n in nodes if n.op == "placeholder")
+    rank = {fqn: i for i, fqn in enumerate(dict.fromkeys(inputs))}
     last = len(rank)
-    for node, fqns in ahead.items():
-        found[node] = _Origin(tuple(sorted(fqns, key=lambda f: (rank.get(f, last), f))), True)
-    return found
-
-
-def _input_order(nodes: Iterable[fx.Node], names: _InputNames) -> list[str]:
-    fqns = (names.of_placeholder(n)[0] for n in nodes if n.op == "placeholder")
-    return list(dict.fromkeys(f for f in fqns if f is not None))
+    return {
+        node: _Origin(tuple(sorted(fqns, key=lambda f: (rank.get(f, last), f))))
+        for node, fqns in ahead.items()
+    }
 
 
 def _keeps_gradient(user: fx.Node) -> bool:
@@ -296,7 +264,8 @@ def _keeps_gradient(user: fx.Node) -> bool:
 
 def _gradient_outputs(
     output: fx.Node, names: _InputNames, grad_fqns: Sequence[str | None] | None
-) -> list[tuple[fx.Node, str | None, bool]]:
+) -> list[tuple[fx.Node, str]]:
+    """The outputs that are gradients of known parameters."""
     # The output may nest tuples while its descriptors are flat: zipping them unflattened would
     # give parameters each other's gradients.
     values = pytree.tree_leaves(output.args[0])
@@ -307,7 +276,7 @@ def _gradient_outputs(
                 f"{len(values)} values; give one name or None per value"
             )
         return [
-            (v, canonical_fqn(f), True)
+            (v, canonical_fqn(f))
             for v, f in zip(values, grad_fqns, strict=True)
             if isinstance(v, fx.Node) and f is not None
         ]
@@ -323,8 +292,9 @@ def _gradient_outputs(
     grads = []
     for value, desc in zip(values, descs, strict=True):
         grad_of = _descriptors.grad_of(desc)
-        if grad_of is not None and isinstance(value, fx.Node):
-            grads.append((value, *names.of_descriptor(grad_of)))
+        fqn = None if grad_of is None else names.of_descriptor(grad_of)
+        if fqn is not None and isinstance(value, fx.Node):
+            grads.append((value, fqn))
     return grads
 
 
@@ -344,9 +314,8 @@ class _ModuleFallback:
         parameters = () if model is None else model.named_parameters(remove_duplicate=False)
         for name, param in parameters:
             fqn = canonical_fqn(name)
-            local = getattr(param, "_local_tensor", param)
             owner = fqn.rpartition(".")[0]
-            self._owned.setdefault(owner, []).append((fqn, tuple(local.shape)))
+            self._owned.setdefault(owner, []).append((fqn, tuple(shard_of(param).shape)))
 
     def fqns(self, node: fx.Node, kind: Kind) -> tuple[str, ...]:
         module = _module_fqn(node)

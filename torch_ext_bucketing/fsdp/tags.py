@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from ..graph.collectives import KINDS, Kind, group_name, is_collective, kind_of
@@ -39,9 +38,6 @@ _MEMBERS_KEY = "bucketing_member_tags"
 _HOME_KEY = "bucketing_home_group"
 _REPLACES_KEY = "bucketing_replaces"
 _SOURCES_KEY = "bucketing_custom_sources"  # written by torch's bucketing, one entry per member
-
-_aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -82,12 +78,10 @@ class TagReport:
 
     Args:
         tagged: ``(node name, tag)``, those that were tagged already included.
-        unnamed: collectives on a parameter whose FQN could not be found.
-        skipped: collectives that serve no parameter, such as those of tensor parallelism.
+        skipped: collectives that serve no known parameter, such as those of tensor parallelism.
     """
 
     tagged: tuple[tuple[str, Tag], ...] = ()
-    unnamed: tuple[Untagged, ...] = ()
     skipped: tuple[Untagged, ...] = ()
 
 
@@ -101,26 +95,24 @@ def set_tag(node: fx.Node, tag: Tag) -> None:
     if kind != tag.kind:
         what = "no collective" if kind is None else f"{'a' if kind[0] == 'r' else 'an'} {kind}"
         raise ValueError(f"can't tag {node.name} as {tag.kind}: it is {what}")
-    # A fresh dictionary: tracing shares one ``custom`` dictionary between many nodes.
-    node.meta["custom"] = {**(node.meta.get("custom") or {}), _TAG_KEY: (tag.kind, *tag.fqns)}
+    _note(node, _TAG_KEY, (tag.kind, *tag.fqns))
 
 
 def set_member_tags(start: fx.Node, tags: Sequence[Tag | None]) -> None:
     """Record a bucket's members, in payload order, on its start (for whoever merged them)."""
-    members = tuple(None if t is None else (t.kind, *t.fqns) for t in tags)
-    start.meta["custom"] = {**(start.meta.get("custom") or {}), _MEMBERS_KEY: members}
+    _note(start, _MEMBERS_KEY, tuple(None if t is None else (t.kind, *t.fqns) for t in tags))
 
 
 def set_home_group(start: fx.Node, group: str) -> None:
     """Record the process group over which the parameter of a gather is sharded, where the gather
     itself runs in a smaller one (:mod:`.rewrites.reshard_to`)."""
-    start.meta["custom"] = {**(start.meta.get("custom") or {}), _HOME_KEY: group}
+    _note(start, _HOME_KEY, group)
 
 
 def moved_from(start: fx.Node) -> str | None:
     """The process group that :func:`set_home_group` recorded; None for a collective on its own
     group."""
-    return (start.meta.get("custom") or {}).get(_HOME_KEY)
+    return _noted(start, _HOME_KEY)
 
 
 def home_group(start: fx.Node) -> str:
@@ -132,16 +124,13 @@ def home_group(start: fx.Node) -> str:
 def mark_replaced(start: fx.Node) -> None:
     """Keep the tags of a reduction whose node is to start a collective of another kind that does
     its work, such as an all-to-all."""
-    start.meta["custom"] = {**(start.meta.get("custom") or {}), _REPLACES_KEY: kind_of(start)}
+    _note(start, _REPLACES_KEY, kind_of(start))
 
 
 def replaced_kind(node: fx.Node) -> Kind | None:
     """The kind of a collective as its tags have it: that of the reduction whose work it does
     (:func:`mark_replaced`), else its own; None for any other node."""
-    if not is_collective(node):
-        return None
-    kind: Kind | None = (node.meta.get("custom") or {}).get(_REPLACES_KEY)
-    return kind or kind_of(node)
+    return (_noted(node, _REPLACES_KEY) or kind_of(node)) if is_collective(node) else None
 
 
 def tag_of(node: fx.Node) -> Tag | None:
@@ -158,7 +147,7 @@ def tag_of(node: fx.Node) -> Tag | None:
         if any(m is None or m.kind != kind for m in members):
             return None
         return Tag(kind, tuple(dict.fromkeys(f for m in members if m for f in m.fqns)))
-    tag = _decode((node.meta.get("custom") or {}).get(_TAG_KEY))
+    tag = _decode(_noted(node, _TAG_KEY))
     return tag if tag is not None and tag.kind == kind else None
 
 
@@ -183,14 +172,23 @@ def member_count(start: fx.Node) -> int:
 
 def is_bucket(node: fx.Node) -> bool:
     """True for a collective that came of merging several, by this package or by torch."""
-    return _MEMBERS_KEY in (node.meta.get("custom") or {}) or _SOURCES_KEY in node.meta
+    return _noted(node, _MEMBERS_KEY) is not None or _SOURCES_KEY in node.meta
 
 
 def _raw_members(node: fx.Node) -> tuple[Tag | None, ...]:
-    recorded = (node.meta.get("custom") or {}).get(_MEMBERS_KEY)
+    recorded = _noted(node, _MEMBERS_KEY)
     if recorded is not None:
         return tuple(_decode(m) for m in recorded)
     return tuple(_decode((c or {}).get(_TAG_KEY)) for c in node.meta[_SOURCES_KEY])
+
+
+def _note(node: fx.Node, key: str, value: object) -> None:
+    # A fresh dictionary: tracing shares one ``custom`` dictionary between many nodes.
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
+
+
+def _noted(node: fx.Node, key: str) -> Any:
+    return (node.meta.get("custom") or {}).get(key)
 
 
 def _decode(raw: Any) -> Tag | None:

@@ -1,75 +1,253 @@
-"""Units of parameters: finds a parameter's unit, and its place in it."""
+"""Units of parameters: which parameter is in which, and where in it.
+
+A unit is what eager FSDP2 packs together, one ``fully_shard`` call. :class:`Units` finds a
+parameter's; :class:`.FSDPParamOrder` is units of parameters in eager FSDP2's order, and
+:class:`UnitSpec` units of modules, as a person writes them or as they are found in a model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
-from ..fqns import canonical_fqn
+import torch.nn as nn
 
-__all__ = ["HasUnits", "Units"]
+from .._torch.dynamo_inputs import names_are_relative_to
+from ..fqns import canonical_fqn, canonical_modules, nearest_names
+from .tree import has_parameters
 
-
-@runtime_checkable
-class HasUnits(Protocol):
-    """A parameter order or a bucket plan: units as tuples of FQNs of parameters or modules."""
-
-    @property
-    def units(self) -> Sequence[Sequence[str]]: ...
+__all__ = ["UnitSpec", "Units", "abbreviated", "find_units", "spec_of_units"]
 
 
+@dataclass(frozen=True, repr=False)
 class Units:
-    """Units of parameters, which are found by FQN.
+    """Units as names, a hashable, picklable value; iterating gives them.
 
     Args:
         units: per unit the FQNs of parameters or modules, or one FQN. A module's name covers the
             parameters below it that no longer name covers; ``""`` is the root. A name that no
-            parameter has covers none. Wrappers' names in FQNs don't count.
+            parameter has covers none. Wrappers' names in FQNs are dropped.
         aliases: ``(other FQN, FQN in units)`` of shared parameters.
 
     Raises:
-        TypeError: the units are a string, or a name is none.
+        TypeError: the units are a string or no sequence, or a name is no string.
         ValueError: one name in two units.
     """
 
-    def __init__(
-        self, units: Iterable[Sequence[str]], aliases: Iterable[tuple[str, str]] = ()
-    ) -> None:
-        if isinstance(units, str):
-            raise TypeError(f"units must be a sequence of units, got the string {units!r}")
-        self.units = tuple((unit,) if isinstance(unit, str) else tuple(unit) for unit in units)
-        self.aliases = tuple(aliases)
-        self._place: dict[str, tuple[int, int]] = {}
+    units: tuple[tuple[str, ...], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "units", names_of_units(self.units))
+        unit_of: dict[str, int] = {}
         for index, unit in enumerate(self.units):
-            for place, name in enumerate(unit):
-                fqn = canonical_fqn(name)
-                known, _ = self._place.setdefault(fqn, (index, place))
+            for name in unit:
+                known = unit_of.setdefault(name, index)
                 if known != index:
                     raise ValueError(
                         f"{name!r} is in two units, {known} and {index}: name it in one"
                     )
-        self._alias = dict(self.aliases)
 
     @classmethod
-    def of(cls, given: HasUnits | Iterable[Sequence[str]]) -> Units:
-        """Take the units of an order or a plan, or the units themselves; errors are those of the
-        class."""
-        if isinstance(given, HasUnits):
-            return cls(given.units, getattr(given, "aliases", ()))
-        return cls(given)
+    def of(cls, given: Units | Iterable[Sequence[str]]) -> Units:
+        """``given`` itself if it is one, such as an order, else the units that it lists; errors
+        are those of the class."""
+        return given if isinstance(given, Units) else cls(given)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[tuple[str, ...]]:
+        return iter(self.units)
+
+    def __repr__(self) -> str:
+        """The list that it can be made from."""
+        return str([list(unit) for unit in self.units])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what was looked up: caches may compare pickles.
+        return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.compare)
 
     def place_of(self, fqn: str) -> tuple[int, int] | None:
         """A parameter's unit, and the place in it of the name that covers the parameter; None for
         a parameter in no unit."""
         name = canonical_fqn(fqn)
-        name = self._alias.get(name, name)
-        while name not in self._place:
+        places, aliases = self._tables
+        name = aliases.get(name, name)
+        while name not in places:
             if not name:
                 return None
             name = name.rpartition(".")[0]
-        return self._place[name]
+        return places[name]
 
     def unit_of(self, fqn: str) -> int | None:
         """The number of a parameter's unit, or None."""
         place = self.place_of(fqn)
         return None if place is None else place[0]
+
+    @functools.cached_property
+    def _tables(self) -> tuple[Mapping[str, tuple[int, int]], Mapping[str, str]]:
+        places = {name: (i, k) for i, unit in enumerate(self.units) for k, name in enumerate(unit)}
+        return places, dict(self.aliases)
+
+
+def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...], ...]:
+    """Units as canonical names.
+
+    Args:
+        units: per unit its names, or one name.
+        what: names them in errors.
+
+    Raises:
+        TypeError: a string, or what can't be iterated; a name is no string.
+    """
+    if isinstance(units, str) or not isinstance(units, Iterable):
+        given = f"the string {units!r}" if isinstance(units, str) else repr(units)
+        raise TypeError(f"{what} must be a list of units, each a list of FQNs, got {given}")
+    found = []
+    for unit in units:
+        if not isinstance(unit, Iterable):
+            raise TypeError(f"each of {what} must be an FQN or a list of FQNs, got {unit!r}")
+        found.append(tuple(map(canonical_fqn, (unit,) if isinstance(unit, str) else unit)))
+    return tuple(found)
+
+
+@dataclass(frozen=True, repr=False)
+class UnitSpec(Units):
+    """Units of modules, in the order of ``fully_shard`` calls, each in the order in which
+    ``fully_shard([...])`` would get them.
+
+    It can be passed wherever a list of units is taken.
+
+    Raises:
+        TypeError: as of :class:`Units`.
+        ValueError: as of :class:`Units`; no units, or an empty unit.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_not_empty(self.units)
+
+    def __repr__(self) -> str:
+        """The code that makes one with the same units."""
+        return f"manual_plan({abbreviated(self.units)}, model)"
+
+    def uncovered(self, model: nn.Module) -> tuple[str, ...]:
+        """FQNs of the parameters of ``model`` that no unit holds, in ``named_parameters()`` order.
+
+        Raises:
+            ValueError: a unit names a module that is not in ``model``.
+        """
+        known = canonical_modules(model)
+        held: set[nn.Parameter] = set()
+        for unit in self.units:
+            for name in unit:
+                held.update(_module_named(name, known).parameters())
+        return tuple(canonical_fqn(fqn) for fqn, p in model.named_parameters() if p not in held)
+
+
+def _check_not_empty(units: Sequence[Sequence[str]]) -> None:
+    if not units:
+        raise ValueError(
+            'there are no units: name the modules of each fully_shard() call ("" for the model)'
+        )
+    for index, unit in enumerate(units):
+        if not unit:
+            raise ValueError(f"unit {index} is empty: name its modules or leave it out")
+
+
+def _module_named(name: str, known: dict[str, nn.Module]) -> nn.Module:
+    """The module of that name.
+
+    Raises:
+        ValueError: there is none; the message has near names.
+    """
+    if name not in known:
+        raise ValueError(f"units: no module is named {name!r}" + nearest_names(name, known))
+    return known[name]
+
+
+def find_units(
+    model: nn.Module, units: Iterable[Sequence[str]]
+) -> Iterator[tuple[tuple[str, ...], list[nn.Module]]]:
+    """Each unit's names and its modules, in the order given.
+
+    Args:
+        model: wrapped or not.
+        units: names or lists of names, in the order of the ``fully_shard`` calls: inner modules
+            before those around them.
+
+    Raises:
+        TypeError: ``units`` is a string, or a name is none.
+        ValueError: no units, an empty unit, an unknown name, a module twice, or one inside an
+            earlier unit.
+    """
+    known = canonical_modules(model)
+    unit_of: dict[nn.Module, str] = {}
+    inside: dict[nn.Module, str] = {}  # modules that an earlier unit holds
+    given = names_of_units(units)
+    _check_not_empty(given)
+    for names in given:
+        label = "+".join(names)
+        modules: list[nn.Module] = []
+        for name in names:
+            module = _module_named(name, known)
+            if module in modules:
+                raise ValueError(f"units: module {name!r} is listed twice in one unit")
+            if module in unit_of:
+                raise ValueError(
+                    f"units: module {name!r} is listed twice, before in unit {unit_of[module]!r}"
+                )
+            if module in inside:
+                raise ValueError(
+                    f"units: {name!r} lies inside {inside[module]!r}, which comes earlier and so "
+                    "took its parameters: list inner modules before those around them, as with "
+                    "fully_shard"
+                )
+            modules.append(module)
+        unit_of.update(dict.fromkeys(modules, label))
+        for module in modules:
+            for below in module.modules():
+                inside.setdefault(below, label)
+        yield names, modules
+
+
+def spec_of_units(units: Iterable[tuple[str, ...]], model: nn.Module) -> UnitSpec:
+    """Units that fit the model, to which parameters' names are relative from now on.
+
+    Raises:
+        ValueError: as of :func:`find_units`; a unit without parameters.
+    """
+    found = list(find_units(model, units))
+    for unit, modules in found:
+        if not any(map(has_parameters, modules)):
+            raise ValueError(f"units: {'+'.join(unit)!r} has no parameters: leave it out")
+    names_are_relative_to(model)
+    return UnitSpec(tuple(unit for unit, _ in found))
+
+
+def abbreviated(units: Iterable[Sequence[str]]) -> list[str]:
+    """Units as entries for :func:`manual_plan`, those with consecutive numbers as one entry.
+
+    >>> abbreviated([("emb",), ("layers.0",), ("layers.1",), ("norm", "head")])
+    ['emb', 'layers.[0-1]', 'norm+head']
+    """
+    runs: list[list[Any]] = []  # head, first number, last number, tail
+    for unit in units:
+        name = "+".join(unit)
+        match = _NUMBERED.fullmatch(name) if len(unit) == 1 else None
+        if match is None:
+            runs.append([name, None, None, ""])
+            continue
+        head, number, tail = match[1], int(match[2]), match[3]
+        if runs and runs[-1][0::3] == [head, tail] and runs[-1][2] == number - 1:
+            runs[-1][2] = number
+        else:
+            runs.append([head, number, number, tail])
+    return [
+        f"{head}{'' if first is None else first if first == last else f'[{first}-{last}]'}{tail}"
+        for head, first, last, tail in runs
+    ]
+
+
+_NUMBERED = re.compile(r"((?:.*\.)?)(0|[1-9]\d*)((?:\..*)?)")

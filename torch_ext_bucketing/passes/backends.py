@@ -191,7 +191,7 @@ class BucketingBackend:
     def __repr__(self) -> str:
         defaults = {"prefetch": _PREFETCH, "agree": True}
         options = {
-            "model": None if self.model is None else type(self.model),
+            "model": self.model,
             "prefetch": self.prefetch,
             "agree": self.agree,
             "agree_timeout": self.agree_timeout,

@@ -8,6 +8,7 @@ these before anything is compiled.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import warnings
 from abc import abstractmethod
@@ -34,6 +35,7 @@ from ..reports.compile import CompileReport
 from ..scheduling.machine import Machine
 from ..scheduling.policy import Policy
 from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
+from .code import code_of_call
 from .diagnostics import warn_of_silence
 
 __all__ = [
@@ -197,6 +199,7 @@ class Compilation:
     baseline: Baseline = field(default_factory=Baseline)
     _forward_inputs: dict[str, int] = field(default_factory=dict)
     _warned: set[type[Warning]] = field(default_factory=set)
+    _uncovered: set[str] = field(default_factory=set)
     _analysis: GraphAnalysis | None = None
 
     def analysis(self, graph: GraphLike) -> GraphAnalysis:
@@ -240,12 +243,11 @@ class Compilation:
         """Warn about parameters that no unit covers, about each once per compile.
 
         Args:
-            fqns: the parameters of the graph whose report was added last.
+            fqns: the parameters.
             units: the units, of whose names the warning shows a few.
         """
-        before = (graph for graph in self.report.graphs[:-1] if not graph.from_cache)
-        known = {fqn for graph in before for fqn in graph.uncovered}
-        new = [fqn for fqn in fqns if fqn not in known]
+        new = [fqn for fqn in fqns if fqn not in self._uncovered]
+        self._uncovered.update(new)
         if new:
             names = itertools.islice((repr(name) for unit in units for name in unit), 3)
             text = (
@@ -353,7 +355,17 @@ class GraphPass(CustomGraphPass):
         groups = repr(group_places())
         return digest(name, package_digest(), *sources, settings, groups)
 
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the constructor that the pass keeps as attributes of the same names."""
+        names = inspect.signature(type(self)).parameters
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
     def settings(self) -> tuple[Any, ...]:
         """The settings that decide the pass's result: plain values, containers and dataclasses of
-        them, and objects with a ``uuid()``. A subclass adds its own."""
-        return ()
+        them, and objects with a ``uuid()``. Those of :meth:`arguments`; a subclass that decides by
+        more adds it."""
+        return tuple(self.arguments().values())
+
+    def __repr__(self) -> str:
+        """The code that makes one: :meth:`arguments` that are no defaults."""
+        return code_of_call(self.name, type(self), self.arguments())

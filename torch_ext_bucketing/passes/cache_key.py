@@ -64,7 +64,7 @@ def describe(value: Any) -> Any:
     if isinstance(value, AbstractSet):
         return ("set", *sorted(repr(describe(v)) for v in value))
     if isinstance(value, Mapping):
-        return ("mapping", *((describe(k), describe(v)) for k, v in value.items()))
+        return ("mapping", *sorted(repr((describe(k), describe(v))) for k, v in value.items()))
     if callable(value):
         raise NoUuidError(
             f"{_name(value)} is a plain callable, whose name says nothing of what it does; "

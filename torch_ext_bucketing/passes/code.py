@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["call", "code_of"]
+import torch.nn as nn
+
+__all__ = ["call", "code_of", "code_of_call"]
 
 
 def call(name: str, /, *given: Any, **options: Any) -> str:
@@ -16,8 +19,23 @@ def call(name: str, /, *given: Any, **options: Any) -> str:
     return f"{name}({', '.join(parts)})"
 
 
+def code_of_call(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """A call of ``function`` under that name with some of its arguments: those without a default
+    by position, and of the others what differs from its default."""
+    parts = []
+    for key, parameter in inspect.signature(function).parameters.items():
+        if key not in arguments:
+            continue
+        if parameter.default is parameter.empty:
+            parts.append(code_of(arguments[key]))
+        elif arguments[key] != parameter.default:
+            parts.append(f"{key}={code_of(arguments[key])}")
+    return f"{name}({', '.join(parts)})"
+
+
 def code_of(value: Any) -> str:
-    """A value as code: sequences as lists, dataclasses with what differs from their defaults."""
+    """A value as code: sequences as lists, dataclasses with what differs from their defaults,
+    modules by the names of their classes."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(code_of, value))}]"
     if isinstance(value, Mapping):
@@ -27,6 +45,8 @@ def code_of(value: Any) -> str:
         fields = [f for f in dataclasses.fields(value) if f.repr]
         changed = {f.name: getattr(value, f.name) for f in fields if not _is_default(value, f)}
         return call(type(value).__name__, **changed)
+    if isinstance(value, nn.Module):
+        value = type(value)
     if isinstance(value, type) or hasattr(value, "__qualname__"):
         return str(value.__qualname__)
     return repr(value)

@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from .._torch.aot import current_backward
 from .._torch.dynamo_inputs import model_of
 from .._torch.process_groups import default_group
+from .._torch.sharded import is_distributed
 from ..bucketing.members import UNTAGGED
 from ..fqns import format_names, parameter_names
 from ..fsdp.tags import member_tags, replaced_kind, tag_of
@@ -327,7 +327,7 @@ class RunWatch:
         group, report = default_group(), compilation.report
         if group is None or group.size() < 2 or compilation.tagged or report.collectives_before:
             return
-        if any(isinstance(p, DTensor) for p in parameters):
+        if any(is_distributed(p) for p in parameters):
             return  # a replica is gathered nowhere, and reduced in training alone
         if not any(graph.from_cache for graph in report.graphs):  # made from graphs unseen here
             compilation.warn(
@@ -389,7 +389,7 @@ class RunWatch:
         compilation: Compilation,
     ) -> None:
         """Notice gradients of parameters that no graph was compiled with."""
-        trained = {name for p, name in names.items() if p.requires_grad and isinstance(p, DTensor)}
+        trained = {name for p, name in names.items() if p.requires_grad and is_distributed(p)}
         packed = {
             name
             for unit, fqns in members.items()

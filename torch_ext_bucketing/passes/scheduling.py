@@ -13,11 +13,9 @@ from typing import Any
 
 from ..bucketing.caps import Eligible, check_options
 from ..bucketing.groups import GroupFilter
-from ..bucketing.merge import PayloadKey
-from ..graph.collectives import KINDS, Kind, check_kinds
+from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
+from ..graph.collectives import Kind, check_kinds
 from ..reports.caps import CapsReport
-from ..reports.graph import GraphReport
-from ..reports.schedule import ScheduleReport
 from ..scheduling.cap_search import check_caps, choose_caps
 from ..scheduling.cost import Machine, check_machine
 from ..scheduling.devices import job_machine
@@ -38,8 +36,6 @@ from .base import (
     Tags,
     graph_of,
 )
-from .bucketing import apply_and_report, check_payload_order
-from .code import call
 
 __all__ = [
     "BucketAndSchedule",
@@ -70,7 +66,6 @@ class Schedule(GraphPass):
         self.machine = job_machine() if machine is None else machine
         check_machine(self.machine)
         self.gives = (Order(self.policies, self.machine),)
-        self.last_report: ScheduleReport | None = None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         self._schedule(graph, compilation)
@@ -89,8 +84,7 @@ class Schedule(GraphPass):
             size_hints=compilation.size_hints,
             external_live_bytes=compilation.baseline.external_live_bytes,
         )
-        self.last_report = replace(report, caps=caps)
-        compilation.report.schedules.append(self.last_report)
+        compilation.report.schedules.append(replace(report, caps=caps))
 
     def _bounded(self, compilation: Compilation) -> tuple[Policy, ...]:
         """The policies, and the bound that a pass before chose under."""
@@ -99,16 +93,14 @@ class Schedule(GraphPass):
         reference = compilation.baseline.peak_bytes or sys.maxsize
         return within(self.policies, compilation.choice.limit_bytes, reference)
 
-    def __repr__(self) -> str:
-        return call(
-            type(self).__name__,
-            self.policies,
-            machine=None if self.machine == job_machine() else self.machine,
-        )
+    def arguments(self) -> dict[str, Any]:
+        """Without the machine where it is that of the job."""
+        found = super().arguments()
+        return {**found, "machine": None} if self.machine == job_machine() else found
 
     def settings(self) -> tuple[Any, ...]:
-        """Policies and machine."""
-        return (self.policies, self.machine)
+        """Whatever was given, and the machine."""
+        return (*super().settings(), self.machine)
 
 
 class BucketAndSchedule(Schedule):
@@ -142,33 +134,30 @@ class BucketAndSchedule(Schedule):
         *,
         caps_mb: Collection[float] | None = None,
         kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
-        payload_order: PayloadKey | None = None,
-        machine: Machine | None = None,
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
+        payload_order: PayloadKey | None = None,
+        machine: Machine | None = None,
         reduce: ReduceByAllToAll | None = None,
     ) -> None:
         super().__init__(policies, machine)
         if reduce is not None and not isinstance(reduce, ReduceByAllToAll):
             raise TypeError(f"reduce must be a ReduceByAllToAll or None, got {reduce!r}")
-        self.reduce = reduce
-        self.parts = () if reduce is None else (reduce,)
-        self.payload_order = check_payload_order(payload_order)
+        check_options(kinds=kinds, eligible=eligible, group_filter=group_filter)
         self.caps_mb = None if caps_mb is None else tuple(caps_mb)
         if self.caps_mb is not None:
             check_caps(self.caps_mb)
-        self.options: dict[str, Any] = {
-            "kinds": check_kinds(kinds),
-            "eligible": eligible,
-            "group_filter": group_filter,
-        }
-        check_options(**self.options)
+        self.kinds = check_kinds(kinds)
+        self.eligible = eligible
+        self.group_filter = group_filter
+        self.payload_order = check_payload_order(payload_order)
+        self.reduce = reduce
+        self.parts = () if reduce is None else (reduce,)
         self.gives = (
-            Buckets(self.options["kinds"]),
+            Buckets(self.kinds),
             *(() if reduce is None else reduce.gives),
             *self.gives,
         )
-        self.last_buckets: GraphReport | None = None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g, reduce = graph_of(graph), self.reduce
@@ -181,27 +170,12 @@ class BucketAndSchedule(Schedule):
             machine=self.machine,
             reference_bytes=compilation.baseline.peak_bytes,
             accumulate=None if reduce is None else reduce.accumulate,
-            **self.options,
+            kinds=self.kinds,
+            eligible=self.eligible,
+            group_filter=self.group_filter,
         )
-        self.last_buckets = apply_and_report(g, plan, self.payload_order, self.options["kinds"])
-        compilation.report.graphs.append(self.last_buckets)
+        report = merge_and_report(g, plan, self.payload_order, self.kinds)
+        compilation.report.graphs.append(report)
         if reduce is not None:
             reduce.run(graph, compilation)
         self._schedule(graph, compilation, found)
-
-    def __repr__(self) -> str:
-        defaults = {"kinds": KINDS[:2], "eligible": "tag"}
-        changed = {k: v for k, v in self.options.items() if v != defaults.get(k)}
-        return call(
-            type(self).__name__,
-            self.policies,
-            caps_mb=self.caps_mb,
-            **changed,
-            payload_order=self.payload_order,
-            machine=None if self.machine == job_machine() else self.machine,
-            reduce=self.reduce,
-        )
-
-    def settings(self) -> tuple[Any, ...]:
-        """Everything that was given."""
-        return (*super().settings(), self.caps_mb, self.options, self.payload_order, self.reduce)

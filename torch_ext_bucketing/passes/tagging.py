@@ -10,10 +10,9 @@ from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import check_passes_run_here
 from ..fsdp.order import FSDPParamOrder
 from ..fsdp.tag_graph import FqnOf, tag_joint_graph
-from ..fsdp.tags import TagReport, tag_of
+from ..fsdp.tags import tag_of
 from ..reports.compile import CompileReport
 from .base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
-from .code import call
 
 __all__ = [
     "PAYLOAD_FIELD",
@@ -51,7 +50,6 @@ class TagParameters(GraphPass):
         self.model = model
         self.fqn_of = fqn_of
         self.order = order
-        self.last_report = TagReport()
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
         if _dynamo_inputs.is_compiling():
@@ -59,22 +57,15 @@ class TagParameters(GraphPass):
         return super().__call__(graph, compilation)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        fqn_of = self.fqn_of
-        if fqn_of is None:
-            fqn_of = compilation.input_fqns
+        fqn_of = compilation.input_fqns if self.fqn_of is None else self.fqn_of
         if fqn_of is None:
             fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))
-        self.last_report = tag_joint_graph(graph, fqn_of, model=self.model)
+        report = tag_joint_graph(graph, fqn_of, model=self.model)
         if self.order is not None:
             for start in filter(tag_of, graph_of(graph).nodes):
                 if (place := self.order(start)) is not None:
                     start.meta[PAYLOAD_FIELD] = place
-        compilation.tagged = len(self.last_report.tagged)
-        compilation.report.unnamed = tuple((u.node, u.reason) for u in self.last_report.unnamed)
-
-    def __repr__(self) -> str:
-        model = None if self.model is None else type(self.model)
-        return call("TagParameters", model=model, fqn_of=self.fqn_of, order=self.order)
+        compilation.tagged = len(report.tagged)
 
     def settings(self) -> tuple[Any, ...]:
         """The names of the model's parameters, and of the inputs of the graph that is being

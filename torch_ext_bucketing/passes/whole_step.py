@@ -8,8 +8,8 @@ from typing import Any
 import torch.fx as fx
 import torch.nn as nn
 import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .._torch.sharded import name_per_tensor
 from ..fsdp.tag_graph import tag_joint_graph
 from .base import Compilation, GraphPass, Regathers, last_fact
 from .pipeline import Pipeline
@@ -50,8 +50,10 @@ def whole_step_pass(
 
     def torch_ext_bucketing_pass(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:
         parameters = list(model.named_parameters(remove_duplicate=False))
-        names = [name for each in parameters for name in _per_tensor(*each)]
-        trained = [n for each in parameters if each[1].requires_grad for n in _per_tensor(*each)]
+        names = [name for each in parameters for name in name_per_tensor(*each)]
+        trained = [
+            n for each in parameters if each[1].requires_grad for n in name_per_tensor(*each)
+        ]
         inputs = gm.graph.find_nodes(op="placeholder")
         (output,) = gm.graph.find_nodes(op="output")
         others = len(pytree.tree_leaves(output.args[0])) - len(trained)
@@ -70,12 +72,3 @@ def whole_step_pass(
         return gm
 
     return torch_ext_bucketing_pass
-
-
-def _per_tensor(name: str, tensor: Any) -> list[str | None]:
-    """The name for the shard, and None for what else a parameter is made of (its mesh)."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [name]
-    attributes, _ = tensor.__tensor_flatten__()
-    parts = [part for a in attributes for part in _per_tensor(name, getattr(tensor, a))]
-    return [name, *(None,) * (len(parts) - 1)]

@@ -37,7 +37,6 @@ class CompileReport(Report):
 
     Args:
         graphs: in the order in which they were compiled.
-        unnamed: collectives on parameters whose FQN could not be found, with the reason.
         warnings: texts of the warnings that were given.
         schedules: of the graphs that were scheduled, in the order in which they were compiled.
         passes: the time of each pass on each graph, in the order in which they ran.
@@ -47,7 +46,6 @@ class CompileReport(Report):
 
     derived = ("collectives_before", "collectives_after")
     graphs: list[GraphReport] = field(default_factory=list)
-    unnamed: tuple[tuple[str, str], ...] = ()
     warnings: list[str] = field(default_factory=list)
     schedules: list[ScheduleReport] = field(default_factory=list)
     passes: list[PassTime] = field(default_factory=list)
@@ -69,7 +67,6 @@ class CompileReport(Report):
         schedules, which are of other graphs, and without what only this compile knows."""
         return CompileReport(
             self.graphs[graphs:],
-            self.unnamed,
             list(self.warnings),
             self.schedules[schedules:],
             rewrites=list(self.rewrites),
@@ -89,7 +86,6 @@ class CompileReport(Report):
             emit(self.graphs[-1])
         self.schedules += kept.schedules
         # Of the joint graph, which may have been made again.
-        self.unnamed = self.unnamed or kept.unnamed
         self.rewrites = self.rewrites or list(kept.rewrites)
         self.warnings += [text for text in kept.warnings if text not in self.warnings]
 
@@ -125,9 +121,6 @@ class CompileReport(Report):
             rows = [(p.stage, p.name, f"{p.seconds:.3f}") for p in self.passes]
             parts.append("\n".join(["time per pass, s:", *aligned(rows, right=(2,))]) + "\n")
         total = f"all graphs: {change(self.collectives_before, self.collectives_after)}\n"
-        if self.unnamed:
-            total += "parameters whose name was not found:\n"
-            total += "".join(f"  {node}: {reason}\n" for node, reason in self.unnamed)
         total += "".join(f"warning: {text}\n" for text in self.warnings)
         if self.disabled:
             total += f"switched off by TORCH_EXT_BUCKETING_DISABLE: {', '.join(self.disabled)}\n"

@@ -49,7 +49,6 @@ from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.snapshot import Snapshot, unchanged_on_error
 from ..graph.writes import aliases_of, unordered_writes, written_roots, written_values
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
-from ..passes.code import call
 from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
 from ..scheduling.memory import PeakMemory
 from ..scheduling.model import peak_bytes
@@ -84,18 +83,10 @@ class CombineUses(GraphPass):
         if peak is not None and not isinstance(peak, PeakMemory):
             raise TypeError(f"peak must be a PeakMemory or None, got {peak!r}")
         self.peak = peak
-        self.last_report: CombineReport | None = None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        self.last_report = combine_uses(graph_of(graph), self.peak, compilation.size_hints)
-        compilation.report.rewrites.append(self.last_report)
-
-    def __repr__(self) -> str:
-        return call("CombineUses", peak=self.peak)
-
-    def settings(self) -> tuple[Any, ...]:
-        """The bound."""
-        return (self.peak,)
+        report = combine_uses(graph_of(graph), self.peak, compilation.size_hints)
+        compilation.report.rewrites.append(report)
 
 
 def combine_uses(
@@ -168,7 +159,7 @@ def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str
     saved = 0
 
     mergeable = [] if len(gathers) < 2 else _same_gathers(gathers, place, reasons)
-    plan: _Reduction | str | None = None
+    plan: dict[fx.Node, Cut] | str | None = None
     if tree is not None:
         written = reasons[0] if any("writes to" in r for r in reasons) else ""
         plan = written or _plan_reduction(tree, gathers, place)
@@ -185,10 +176,10 @@ def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str
         for start in others:
             _use_gather(start, first)
     dtype = None
-    if isinstance(plan, _Reduction):
+    if isinstance(plan, dict):
         assert tree is not None
+        dtype = _name(next(iter(plan.values())).node.meta["val"].dtype)
         saved += _reduce_once(graph, tree, plan, place)
-        dtype = str(plan.dtype).removeprefix("torch.")
     number = 0 if tree is None else len(tree.uses)
     if dtype is not None or any(len(group) > 1 for group in mergeable):
         sort_topologically(graph)
@@ -320,17 +311,6 @@ class _Tree:
     uses: dict[fx.Node, list[Cut]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    """Args:
-    cuts: per use, where the full gradient is.
-    dtype: of the sum.
-    """
-
-    cuts: dict[fx.Node, Cut]
-    dtype: torch.dtype
-
-
 def _is_addition(node: fx.Node) -> bool:
     """An addition of two tensors of one shape and dtype, as autograd accumulates."""
     if node.target is not _aten.add.Tensor or node.kwargs or len(node.args) != 2:
@@ -382,13 +362,15 @@ def _leaves(add: fx.Node, adds: list[fx.Node]) -> Iterator[fx.Node]:
             yield arg
 
 
-def _plan_reduction(tree: _Tree, gathers: Sequence[fx.Node], place: _Place) -> _Reduction | str:
-    """The places at which the gradients of a parameter are to be added, or why they can't be."""
+def _plan_reduction(
+    tree: _Tree, gathers: Sequence[fx.Node], place: _Place
+) -> dict[fx.Node, Cut] | str:
+    """Per use, the place at which the full gradient is to be added; or why they can't be added."""
     if len(dict.fromkeys(tree.leaves)) != len(tree.leaves):
         return "one gradient is added to itself after its reduction"
     dtypes = dict.fromkeys(g.meta["val"].dtype for g in gathers) or _kept_dtype(tree, place)
     if len(dtypes) != 1:
-        said = ", ".join(str(d).removeprefix("torch.") for d in dtypes) or "an unknown dtype"
+        said = ", ".join(map(_name, dtypes)) or "an unknown dtype"
         return f"its uses have it in {said}, so that no one dtype is that of their gradients' sum"
     (dtype,) = dtypes
     # Gradients may have been reduced over further groups on the way, each use over its own.
@@ -399,16 +381,20 @@ def _plan_reduction(tree: _Tree, gathers: Sequence[fx.Node], place: _Place) -> _
         plan = {leaf: cut for leaf, cut in cuts.items() if cut is not None}
         if len(plan) < len(cuts):
             reason = reason or (
-                f"a gradient is not in {str(dtype).removeprefix('torch.')}, the dtype of the "
-                "gathered parameter, before it is reduced"
+                f"a gradient is not in {_name(dtype)}, the dtype of the gathered parameter, before "
+                "it is reduced"
             )
             continue
         numbers = {place.structures.of(cut, leaf) for leaf, cut in plan.items()}
         if len(numbers) > 1:
             reason = reason or "the gradients of its uses are reduced in different ways"
             continue
-        return _unsafe(plan, tree, place) or _Reduction(plan, dtype)
+        return _unsafe(plan, tree, place) or plan
     return reason
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _full(cuts: Sequence[Cut], reductions: int, dtype: torch.dtype) -> Cut | None:
@@ -480,21 +466,21 @@ def _unsafe(cuts: dict[fx.Node, Cut], tree: _Tree, place: _Place) -> str:
     return ""
 
 
-def _reduce_once(graph: fx.Graph, tree: _Tree, plan: _Reduction, place: _Place) -> int:
+def _reduce_once(graph: fx.Graph, tree: _Tree, cuts: dict[fx.Node, Cut], place: _Place) -> int:
     """Add before reducing; returns the bytes that are no longer reduced."""
     position = place.position
-    summands = [s for cut in plan.cuts.values() for s in _summands(cut.node, position)]
+    summands = [s for cut in cuts.values() for s in _summands(cut.node, position)]
     summands.sort(key=lambda s: s[0])
-    kept = max(plan.cuts, key=lambda leaf: position[plan.cuts[leaf].node])
-    cut = plan.cuts[kept]
+    kept = max(cuts, key=lambda leaf: position[cuts[leaf].node])
+    cut = cuts[kept]
     total = _sum(graph, [node for _, node in summands], tree.root, position)
     total = _laid_out_as(graph, total, cut.node)
     for node in cut.inside:
         node.replace_input_with(cut.node, total)
 
     saved = 0
-    unused = [c.node for c in plan.cuts.values()]
-    for leaf, other in plan.cuts.items():
+    unused = [c.node for c in cuts.values()]
+    for leaf, other in cuts.items():
         if leaf is not kept:
             saved += sum(map(wire_bytes, other.reductions))
             add = next(iter(leaf.users))

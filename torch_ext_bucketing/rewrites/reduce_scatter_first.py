@@ -49,15 +49,8 @@ class ReduceScatterFirst(GraphPass):
     stage: Stage = "joint"
     needs = (Tags,)
 
-    def __init__(self) -> None:
-        self.last_report: ScatterReport | None = None
-
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        self.last_report = reduce_scatter_first(graph_of(graph))
-        compilation.report.rewrites.append(self.last_report)
-
-    def __repr__(self) -> str:
-        return "ReduceScatterFirst()"
+        compilation.report.rewrites.append(reduce_scatter_first(graph_of(graph)))
 
 
 def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:

@@ -1,7 +1,8 @@
-"""The pass that frees gathered parameters between forward and backward."""
+"""The pass that frees gathered parameters between forward and backward, or some of them."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -12,29 +13,37 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch import aot as _aot
 from ..fsdp.tag_graph import parameter_chains
 from ..fsdp.tags import Tag, tag_of
-from ..fsdp.units import HasUnits, Units
+from ..fsdp.units import Units
 from ..passes.base import (
+    Buckets,
     Choice,
     Compilation,
     GraphLike,
     GraphPass,
+    Order,
+    RankOrder,
     Regathers,
     Stage,
     Tags,
     graph_of,
+    last_fact,
 )
-from ..passes.code import call
+from ..passes.cache_key import digest
 from ..reports.keep import KeepReport
-from ..reports.rewrites import ReshardReport
 from ..scheduling.cost import Machine, check_machine
+from ..scheduling.devices import job_machine
+from ..scheduling.keep import KeepPlanner, block_units
 from ..scheduling.memory import PeakMemory
+from ..scheduling.overlap import Overlap
+from ..scheduling.partitioned import UnitOf
 from ..scheduling.scheduler import BoundNotKeptWarning
-from .keep import choose_for
 from .reshard_to import make_smaller_group, read_first_gathers, reshard_to
 
-__all__ = [
-    "ReshardAfterForward",
-]
+__all__ = ["NothingKeptWarning", "ReshardAfterForward"]
+
+
+class NothingKeptWarning(UserWarning):
+    """No unit's gathered parameters could stay from forward to backward."""
 
 
 class ReshardAfterForward(GraphPass):
@@ -73,7 +82,7 @@ class ReshardAfterForward(GraphPass):
             units of the backend's ``BucketUnits``, and without one modules: what is below the first
             number in a name (``layers.3``), and each other module.
         machine: for ``"auto"``: what the cost model times nodes for. None takes that of the pass
-            that schedules in the same backend, and without one an H100.
+            that schedules in the same backend, and without one :func:`.job_machine`.
         curve: for ``"auto"``: whether the report also says what other bounds would come to; takes
             as long again for each.
         to: the smaller group; None: none, backward gathers over all ranks that share a parameter.
@@ -85,10 +94,6 @@ class ReshardAfterForward(GraphPass):
             gathers as without it. One rank keeps everything, with a warning, as in eager FSDP2.
             Parameters of other groups, such as experts on a mesh of their own, are gathered over
             those; the report lists them.
-
-    Attributes:
-        last_choice: what was chosen for the last graph with ``"auto"``.
-        last_report: of the last graph with ``to``.
 
     Raises:
         TypeError: ``keep`` is another string, or holds something else than strings; ``memory``,
@@ -108,7 +113,7 @@ class ReshardAfterForward(GraphPass):
         keep: Iterable[str] | Literal["auto"] = (),
         *,
         memory: PeakMemory | None = None,
-        units: HasUnits | Iterable[Sequence[str]] | None = None,
+        units: Units | Iterable[Sequence[str]] | None = None,
         machine: Machine | None = None,
         curve: bool = False,
         to: DeviceMesh | int | None = None,
@@ -116,8 +121,8 @@ class ReshardAfterForward(GraphPass):
         self.auto = keep == "auto"
         if isinstance(keep, str) and not self.auto:
             raise TypeError(f"keep must be a list of FQNs or 'auto', got the string {keep!r}")
-        self.keep = () if self.auto else tuple(keep)
-        self._kept = Units([self.keep])
+        self.keep: tuple[str, ...] | Literal["auto"] = "auto" if keep == "auto" else tuple(keep)
+        self._kept = Units(() if self.auto else (self.keep,))  # type: ignore[arg-type]
         if memory is not None and not isinstance(memory, PeakMemory):
             raise TypeError(f"memory must be a PeakMemory or None, got {memory!r}")
         if self.auto and memory is None:
@@ -136,8 +141,6 @@ class ReshardAfterForward(GraphPass):
             raise ValueError("keep='auto' and to= are two ways to spend memory: give one of them")
         self.to = to
         self._smaller = None if to is None else make_smaller_group(to)
-        self.last_choice: KeepReport | None = None
-        self.last_report: ReshardReport | None = None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         def is_freed(tag: Tag) -> bool:
@@ -146,8 +149,8 @@ class ReshardAfterForward(GraphPass):
         g = graph_of(graph)
         if self.to is not None:
             if self._smaller is not None and _aot.stage_of(g) != "inference":
-                self.last_report = reshard_to(g, self._smaller, is_freed)
-                compilation.report.rewrites.append(self.last_report)
+                report = reshard_to(g, self._smaller, is_freed)
+                compilation.report.rewrites.append(report)
             return
         chosen = self._choose(g, compilation) if self.auto else {}
         for start, chain in parameter_chains(g).items():
@@ -167,7 +170,7 @@ class ReshardAfterForward(GraphPass):
     def _choose(self, graph: fx.Graph, compilation: Compilation) -> dict[fx.Node, None]:
         assert self.memory is not None
         try:
-            chosen, report = choose_for(
+            chosen, report = _choose_for(
                 graph, self.memory, self.units, self.machine, self.curve, compilation
             )
         except Exception as error:  # losing a compile over it would be worse than keeping nothing
@@ -177,24 +180,93 @@ class ReshardAfterForward(GraphPass):
             compilation.choice = Choice("keeps nothing, as an estimate failed")
             return {}
         if report is not None:
-            self.last_choice = report
             compilation.report.rewrites.append(report)
         return chosen
-
-    def __repr__(self) -> str:
-        return call(
-            "ReshardAfterForward",
-            keep="auto" if self.auto else self.keep or None,
-            memory=self.memory,
-            units=None if self.units is None else self.units.units,
-            machine=self.machine,
-            curve=self.curve or None,
-            to=self.to,
-        )
 
     def settings(self) -> tuple[Any, ...]:
         """The names that are kept, or what they are chosen by; the smaller group with this rank's
         place."""
-        units = None if self.units is None else (self.units.units, self.units.aliases)
-        chosen_by = (self.auto, self.memory, units, self.machine, self.curve)
-        return (self.keep, *chosen_by, self.to is None, self._smaller)
+        given = {**self.arguments(), "to": (self.to is None, self._smaller)}
+        return tuple(given.values())
+
+
+def _choose_for(
+    graph: fx.Graph,
+    memory: PeakMemory,
+    units: Units | None,
+    machine: Machine | None,
+    curve: bool,
+    compilation: Compilation,
+) -> tuple[dict[fx.Node, None], KeepReport | None]:
+    """Choose what stays gathered, with the passes that will run on the halves of a joint graph.
+
+    Args:
+        graph: tagged. It is only read.
+        memory: the bound.
+        units: what is kept or not together; None takes the units that are bucketed after the
+            partitioner, and else modules.
+        machine: None takes that of the order that the graphs get after the partitioner.
+        curve: as of :class:`.ReshardAfterForward`.
+        compilation: gets the choice.
+
+    Returns:
+        The nodes between parameters and their uses that are not to be computed again, and the
+        report; None where the graph has no backward.
+    """
+    if _aot.stage_of(graph) == "inference":
+        return {}, None
+    inside = _aot.forward_nodes(graph)
+    if all(n in inside or n.op == "output" for n in graph.nodes):
+        return {}, None
+    order = last_fact(compilation.ahead, Order) or Order((Overlap(),))
+    merged = last_fact(compilation.ahead, Buckets) or Buckets()
+    planner = KeepPlanner(
+        graph,
+        _unit_of(graph, units or merged.units),
+        order.policies,
+        machine or order.machine or job_machine(),
+        compilation.size_hints,
+        merged.kinds,
+        last_fact(compilation.ahead, RankOrder) is not None,
+    )
+    limit = memory.limit_bytes(planner.reference_bytes)
+    outcome, report = planner.report(limit, curve)
+    names = digest(*report.kept)[:12] if report.kept else "nothing"
+    compilation.choice = Choice(
+        f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes",
+        limit,
+    )
+    if report.warning:
+        compilation.warn(report.warning, NothingKeptWarning)
+    kept = {f for k in outcome.kept for f in planner.partitioned.units[k].fqns}
+    nodes: dict[fx.Node, None] = {}
+    for start, chain in parameter_chains(graph).items():
+        tag = tag_of(start)
+        if tag is not None and kept.issuperset(tag.fqns):
+            nodes.update(dict.fromkeys(chain))
+    return nodes, report
+
+
+def _unit_of(graph: fx.Graph, units: Units | None) -> UnitOf:
+    if units is None:
+        tags = (tag_of(n) for n in graph.nodes)
+        return block_units(f for t in tags if t is not None for f in t.fqns)
+    names = [unit_name(unit) for unit in units.units]
+
+    def unit_of(fqn: str) -> tuple[int, str] | None:
+        found = units.unit_of(fqn)
+        return None if found is None else (found, names[found])
+
+    return unit_of
+
+
+def unit_name(fqns: Sequence[str]) -> str:
+    """A unit in a few words: what its names have in common, else the first of them."""
+    parts = [f.split(".") for f in fqns]
+    common = list(itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False)))
+    name = ".".join(same[0] for same in common)
+    if name:
+        return name
+    modules = list(dict.fromkeys(f.split(".")[0] for f in fqns))
+    named = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
+    return named or "the root"

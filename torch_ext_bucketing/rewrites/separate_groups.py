@@ -23,7 +23,6 @@ from .._torch.process_groups import new_groups
 from ..fsdp.tags import tag_of
 from ..graph.collectives import Kind, check_kinds, group_name, kind_of, set_group_name
 from ..passes.base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, Tags, graph_of
-from ..passes.code import call
 
 __all__ = [
     "SeparateGroups",
@@ -59,10 +58,10 @@ class SeparateGroups(GraphPass):
         dims: Iterable[str | int] | None = None,
     ) -> None:
         self.kinds = check_kinds(kinds)
-        self._mesh = mesh
-        self._dims = None if dims is None else tuple(dims)
+        self.mesh = mesh
+        self.dims = None if dims is None else tuple(dims)
         names = mesh.mesh_dim_names or ()
-        given = range(mesh.ndim) if self._dims is None else self._dims
+        given = range(mesh.ndim) if self.dims is None else self.dims
         wanted = [_dim(d, names, mesh.ndim) for d in given]
         self.second: dict[str, str] = {}
         """The second group's name by the first one's."""
@@ -83,9 +82,6 @@ class SeparateGroups(GraphPass):
                 second = self.second.get(group_name(node))
                 if second is not None:
                     set_group_name(node, second)
-
-    def __repr__(self) -> str:
-        return call("SeparateGroups", self._mesh, kinds=self.kinds, dims=self._dims)
 
     def settings(self) -> tuple[Any, ...]:
         """The kinds that move, and the groups that they move to."""

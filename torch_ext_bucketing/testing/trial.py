@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..fqns import canonical_fqn, canonical_modules
 from ..fsdp.blocks import transformer_block_plan
 from ..fsdp.simple_fsdp import data_parallel
-from ..fsdp.unit_spec import unit_names
+from ..fsdp.units import UnitSpec
 from ..passes.backends import BucketingBackend, backend
 from ..passes.base import GraphPass
 from ..recipes import recipe
@@ -60,7 +60,7 @@ class Trial:
         self.state = self.from_rank_0(state_of(self._model))
         try:
             units = options.units or transformer_block_plan(self._model)
-            self.units = unit_names(units)
+            self.units = UnitSpec(units).units  # type: ignore[arg-type]
         except ValueError as error:
             raise TargetError(
                 f"{error}. To compare it: teb.testing.compare(build, units=[...]) with the modules "
