@@ -138,7 +138,7 @@ def check_plan(gm: fx.GraphModule, plan: MergePlan, sizes: list[int]) -> None:
 
 
 @given(seed=SEEDS, size=st.integers(2, 24), caps=CAPS, tagged=st.booleans())
-@examples(1500)
+@examples(600)
 def test_plans_are_sound(seed, size, caps, tagged):
     gm = random_graph(seed, size, GROUPS)
     before = str(gm.graph)
@@ -251,16 +251,6 @@ def test_four_collectives_of_two_kinds_that_can_only_half_merge():
     assert [b.kind for b in plan.buckets] == ["all_gather"]
     assert [a.closed_by for a in plan.unmerged] == ["dependency", "end"]
     assert "by way of other buckets" in plan.unmerged[0].reason
-
-
-def test_a_dependent_member_is_named():
-    builder = Builder()
-    first = builder.collective("all_reduce", builder.leaf(4, torch.float32), "0")
-    second = builder.collective("all_reduce", first, "0")
-    gm = builder.finish([second])
-    plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
-    names = [n.name for n in gm.graph.nodes if kind_of(n)]
-    assert plan.unmerged[0].reason == f"{names[1]} needs the result of {names[0]}"
 
 
 def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
@@ -648,9 +638,6 @@ left: all_gather_into_tensor_default_5; it serves no known parameter""",
     )
 
 
-# -- modes of torch -------------------------------------------------------------------------------
-
-
 # -- the contraction itself -----------------------------------------------------------------------
 
 
@@ -680,14 +667,3 @@ def test_contraction_refuses_just_what_closes_a_cycle(seed, size):
             if legal:
                 mine, buckets = both, merged
         contracted.close()
-
-
-def test_tags_decide_by_default():
-    gm = gathers_on("0", "0", "0")
-    starts = [n for n in gm.graph.nodes if kind_of(n)]
-    for start in starts[:2]:
-        set_tag(start, Tag("all_gather", (start.name,)))
-    plan = plan_by_cap(gm.graph, 1.0)
-    assert names(plan) == [("all_gather", [s.name for s in starts[:2]])]
-    (left,) = plan.ineligible
-    assert (left.node, left.reason) == (starts[2].name, "it serves no known parameter")

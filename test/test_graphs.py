@@ -85,6 +85,39 @@ def llama_fqns(layers):
     return ["tok_embeddings.weight", *inside, "norm.weight", "output.weight"]
 
 
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("llama3_8b_fsdp64.forward", 1), ("deepseek_v3_fsdp64_ep8_dropless.backward.recompute", 2)],
+)
+def test_data_keeps_names_descriptors_tags_and_sizes(cache, monkeypatch, name, layers):
+    """First of all, so that the other tests find on the disk what is traced here."""
+    traced = {}
+    original = graphs.trace_model
+
+    def keep(*args):
+        traced.update(original(*args))
+        return traced
+
+    monkeypatch.setattr(graphs, "trace_model", keep)
+    graph = graphs.trace(name, layers, device="cpu", quiet=True, cache=cache)
+    original_gm = traced[graph.phase, graph.recompute]
+    for before, after in zip(original_gm.graph.nodes, graph.gm.graph.nodes, strict=True):
+        assert (before.name, before.op, before.target) == (after.name, after.op, after.target)
+        assert str(before.args) == str(after.args)
+        assert str(before.kwargs) == str(after.kwargs)
+        for key in ("desc", "custom", "partitioner_tag", "unbacked_bindings"):
+            assert before.meta.get(key) == after.meta.get(key)
+        values = [n.meta.get("val") for n in (before, after)]
+        assert type(values[0]) is type(values[1])
+        if isinstance(values[0], torch.Tensor):
+            for fact in (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset):
+                assert str(fact(values[0])) == str(fact(values[1]))
+            assert str(nbytes(values[0])) == str(nbytes(values[1]))
+        elif isinstance(values[0], torch.SymInt | torch.SymBool):
+            assert values[0].node.expr == values[1].node.expr
+            assert facts(values[0]) == facts(values[1])
+
+
 def test_names():
     assert len(NAMES) == 36
     assert len(dict.fromkeys(NAMES)) == 36
@@ -280,38 +313,6 @@ def test_second_load_reads_the_disk(loaded, monkeypatch):
     assert second.gm is not first.gm
     assert to_data(first.gm) == to_data(second.gm)
     assert first.gm.code == second.gm.code
-
-
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [("llama3_8b_fsdp64.forward", 1), ("deepseek_v3_fsdp64_ep8_dropless.backward.recompute", 2)],
-)
-def test_data_keeps_names_descriptors_tags_and_sizes(cache, monkeypatch, name, layers):
-    traced = {}
-    original = graphs.trace_model
-
-    def keep(*args):
-        traced.update(original(*args))
-        return traced
-
-    monkeypatch.setattr(graphs, "trace_model", keep)
-    graph = graphs.trace(name, layers, device="cpu", quiet=True, cache=cache)
-    original_gm = traced[graph.phase, graph.recompute]
-    for before, after in zip(original_gm.graph.nodes, graph.gm.graph.nodes, strict=True):
-        assert (before.name, before.op, before.target) == (after.name, after.op, after.target)
-        assert str(before.args) == str(after.args)
-        assert str(before.kwargs) == str(after.kwargs)
-        for key in ("desc", "custom", "partitioner_tag", "unbacked_bindings"):
-            assert before.meta.get(key) == after.meta.get(key)
-        values = [n.meta.get("val") for n in (before, after)]
-        assert type(values[0]) is type(values[1])
-        if isinstance(values[0], torch.Tensor):
-            for fact in (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset):
-                assert str(fact(values[0])) == str(fact(values[1]))
-            assert str(nbytes(values[0])) == str(nbytes(values[1]))
-        elif isinstance(values[0], torch.SymInt | torch.SymBool):
-            assert values[0].node.expr == values[1].node.expr
-            assert facts(values[0]) == facts(values[1])
 
 
 def test_device_is_chosen_when_loading(cache):

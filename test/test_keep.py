@@ -31,8 +31,8 @@ from torch_ext_bucketing.rewrites.resharding import (
     ReshardAfterForward,
     unit_name,
 )
-from torch_ext_bucketing.scheduling.coarse import CoarseSimulator, _CoarseHalf, _Gather
 from torch_ext_bucketing.scheduling.cost import Costs
+from torch_ext_bucketing.scheduling.held import HeldBytes
 from torch_ext_bucketing.scheduling.keep import KeepPlanner, block_units
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.model import model_of
@@ -116,7 +116,7 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
         partitioned = PartitionedModel(graph, Costs(), MODULES, kinds=())
         chosen = [k for k, u in enumerate(partitioned.units) if u.name.startswith(kept or ("-",))]
         found["models"] = partitioned.models(chosen)
-        found["coarse"] = CoarseSimulator(partitioned).peak_bytes(chosen)
+        found["peak"] = HeldBytes(partitioned).peak_bytes(chosen)
 
     graphs, _ = compiled(Look(look), ReshardAfterForward(keep=kept))
     for model, stage in zip(found["models"], ("forward", "backward"), strict=True):
@@ -127,7 +127,7 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
         unread = model.liveness.at_start - graph.liveness.at_start
         assert unread == 0 if stage == "forward" else unread >= 0
         assert ours.peak_bytes - unread == real.peak_bytes
-    assert found["coarse"] == max(m.liveness.peak(range(len(m))) for m in found["models"])
+    assert found["peak"] == max(m.liveness.peak(range(len(m))) for m in found["models"])
 
 
 def test_schedules_count_what_only_forward_reads(fake_world):
@@ -389,17 +389,6 @@ def test_more_memory_is_never_slower_and_never_exceeded(fake_world):
         assert curve[-1][1].step_ms == planner.scheduled(planner.candidates, peaks[-1]).step_ms
         shorter += steps[-1] < steps[0]
     assert shorter > 2
-
-
-def test_groups_on_one_network_level_take_turns():
-    """Two gathers of 3 ms each, before one kernel of 1 ms and after another."""
-
-    def half(stream):
-        gathers = [[_Gather(None, 1, 3.0, 0.0, 0)] for _ in stream]
-        return _CoarseHalf([1.0, 1.0], [0, 0], gathers, [[], []], [[], []], [], stream)
-
-    assert half([0, 1]).step_ms((), [0, 0], 0) == 4.0
-    assert half([0, 0]).step_ms((), [0, 0], 0) == 7.0
 
 
 def test_units_by_names():

@@ -444,11 +444,6 @@ def test_a_gather_runs_under_the_computation_that_was_named():
     assert report.notes == ("prefetch_under: layers.0 is used before layers.2 in this graph",)
 
 
-def test_a_name_that_no_gather_serves_is_noted():
-    report = schedule(forward_graph(), Overlap(prefetch_under={"layer.1": "layers.0"}))
-    assert report.notes == ("prefetch_under: no gather in this graph serves layer.1",)
-
-
 # --- properties ----------------------------------------------------------------------------------
 
 SEEDS = st.integers(0, 10**6)
@@ -465,7 +460,7 @@ OPTIONS = st.builds(
 
 
 @given(seed=SEEDS, size=st.integers(1, 16), options=OPTIONS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_every_order_is_topological(seed: int, size: int, options: Options):
     gm = random_graph(seed, size, ["0"], share=False)
     model = model_of(gm.graph)

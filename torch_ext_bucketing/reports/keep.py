@@ -21,7 +21,7 @@ class KeptUnit:
         nbytes: bytes that it holds from forward to backward if it does.
         gather_ms: time that its gathers in backward take.
         saved_ms: by how much the step is shorter because it is kept, or would be if it were, all
-            other units as they are. By a coarser estimate than the step's.
+            other units as they are, in the order that backward has with everything gathered again.
         parameters: number of its parameters that backward reads.
     """
 
@@ -45,7 +45,7 @@ class KeepReport(Report):
         peak_bytes: the same.
         all_peak_bytes: with everything kept, in the order of the graph.
         unread: units of which backward reads nothing, which are never kept.
-        next_ms: what one more GiB would save, by the coarser estimate.
+        next_ms: what one more GiB would save, by ``next_units``.
         next_units: the units that would be kept then and are not now.
         curve: by bound in bytes: step in ms, peak in bytes, number of units kept; empty where it
             was not asked for.

@@ -3,20 +3,21 @@
 Keeping a unit saves its gathers in backward and holds their bytes from its last use in forward to
 its first in backward. What it saves depends on all others: a gather that runs under computation
 saves nothing, until so many of the others are kept that the stream is free anyway; and what is kept
-takes the room in which other gathers are prefetched. So units are taken one by one, each time the
-one that saves the most exposed time for the bytes and the time that it holds them, by the coarse
-simulation of both halves (:mod:`.scheduling.coarse`), once for the bound and once for a little less
-and more. These choices are looked at with a real schedule of both halves, then, as far as the size
-of the graph allows, their neighbours; and the fastest that keeps the bound is taken.
+takes the room in which other gathers are prefetched. So choices are compared by schedules of both
+halves. The first ones take units by the time of their gathers for the bytes and the time that they
+are held (:mod:`.scheduling.held`), once as many as fit, once a little less and more. Then, as far
+as the size of the graph allows, the neighbours of the best ones are looked at; and the fastest that
+keeps the bound is taken.
 
 Nothing depends on clocks or hash order: the same graph gives the same choice on every rank.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -26,16 +27,16 @@ from .._gc import paused_gc
 from ..graph.collectives import KINDS, Kind
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.keep import KeepReport, KeptUnit
-from ..reports.schedule import ScheduleReport
 from ..reports.text import size_text
-from .coarse import CoarseSimulator
 from .cost import H100, Costs, Machine
+from .held import HeldBytes
 from .memory import within
 from .model import Model
 from .overlap import Overlap
 from .partitioned import PartitionedModel, UnitOf
 from .policy import Policy, policies_of
 from .scheduler import schedule_model
+from .timeline import step_ms
 
 __all__ = [
     "CURVE",
@@ -48,23 +49,17 @@ _Set: TypeAlias = frozenset[int]
 _GIB = 2**30
 
 _NODES = 12_000
-_SMALL_NODES = 20_000
+_SMALL_NODES = 30_000
 """How many nodes may be scheduled, over all choices looked at, and how many of small graphs."""
 _FEW = 2
-"""At least so many choices are scheduled, and no more of a large graph, in few orders each."""
+"""At least so many choices are scheduled, and no more of a large graph."""
 _FAR = 1.1
 """Where an order that misses the bound is so many times as fast as the best that keeps it, orders
 are made under a lower one."""
-_SCHEDULED = 80
+_SCHEDULED = 120
 """At most so many choices are scheduled."""
 _SMALL = 500
-"""Up to so many nodes choices are scheduled in more orders."""
-_NEAR = 10_000
-"""How many segments may be simulated coarsely for the neighbours of one choice."""
-_LOOKS = 4
-"""How many of the best units are looked at again for each one that is taken."""
-_SEVERAL = 40
-"""Of so many units that may be added, one is taken between two looks."""
+"""Up to so many nodes a graph is a small one."""
 DEFAULT_POLICIES: tuple[Policy, ...] = (Overlap(),)
 CURVE = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
 """The bounds of a curve, in parts of the peak with everything gathered again."""
@@ -94,9 +89,7 @@ class Outcome:
         return self.above, round(self.misses, 9), round(self.step_ms, 6), -len(self.kept)
 
 
-def _order(kept: _Set, step_ms: float) -> tuple[float, int, tuple[int, ...]]:
-    """A key that sorts choices by time, and equally fast ones by how little they gather."""
-    return round(step_ms, 6), -len(kept), tuple(sorted(kept))
+_rank = operator.attrgetter("rank")
 
 
 class KeepPlanner:
@@ -133,22 +126,20 @@ class KeepPlanner:
         with paused_gc():
             costs = Costs(machine, self.hints)
             self.partitioned = PartitionedModel(graph, costs, unit_of, kinds, rank_order)
-            self._coarse = CoarseSimulator(self.partitioned)
+            self._held = HeldBytes(self.partitioned)
         self.candidates = [k for k, unit in enumerate(self.partitioned.units) if unit.held]
+        self._ranked = sorted(self.candidates, key=self._worth, reverse=True)
         self._largest = max((self.partitioned.units[k].nbytes for k in self.candidates), default=0)
         # Ranks may differ in what pads and cuts their shards.
         halves = (self.partitioned.forward, self.partitioned.backward)
         self._size = sum(
             len(h) - sum(n in h.shard_side.nodes for n in h.dependencies.nodes) for h in halves
         )
-        self._names: dict[int, tuple[str, ...]] = {}
         self._outcomes: dict[tuple[_Set, int], Outcome] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
-        self._steps: dict[tuple[_Set, int], float] = {}
-        self._peaks: dict[_Set, int] = {}
-        self._nothing_bytes = self._coarse.peak_bytes(())
+        self._order: Sequence[int] = ()  # of backward with everything gathered again
+        self._nothing_bytes = self._held.peak_bytes(())
         self._at_start = self.partitioned.backward.liveness.at_start
-        self._short: set[tuple[int, int]] = set()
         self.tried = 0
         self.seconds = time.perf_counter() - clock
 
@@ -190,29 +181,18 @@ class KeepPlanner:
     def _schedule(self, half: int, model: Model, limit: int) -> tuple[float, int, float]:
         reference = model.liveness.peak(range(len(model)))
         policies = within(self._policies, limit, reference)
-        lower = within(policies, limit - 2 * self._largest, reference)
-        known = self._names.get(half)
-        some = None if self._size <= _SMALL else 2 if known is None else known
-
-        def scheduled(policies: Sequence[Policy]) -> tuple[ScheduleReport, Sequence[int]]:
-            return schedule_model(model, policies, reference, quick=True, some=some)
-
-        short = (half, limit) in self._short
-        report, order = scheduled(lower if short else policies)
-        if not short and _FAR * min(a[1] for a in report.alternatives) < report.step_ms[1]:
-            again, other = scheduled(lower)
+        bound = limit
+        report, order = schedule_model(model, policies, reference, quick=True)
+        if _FAR * min(a[1] for a in report.alternatives) < report.step_ms[1]:
+            lower = limit - 2 * self._largest
+            tighter = within(policies, lower, reference)
+            again, other = schedule_model(model, tighter, reference, quick=True)
             if again.peak_bytes[1] <= limit and again.step_ms[1] < report.step_ms[1]:
-                report, order, short = again, other, True
-                self._short.add((half, limit))
-        bound = limit - 2 * self._largest * short
-        if known is None:
-            # The candidate that was taken, and the one that is fastest where memory is not short.
-            tried = [a for a in report.alternatives[1:] if ", limit" not in a[0]]
-            taken = [name for name, _, _ in tried if report.chosen.startswith(name)]
-            fastest = [name for name, _, _ in sorted(tried, key=lambda a: a[1])]
-            self._names[half] = tuple(dict.fromkeys([*taken[:1], *fastest[:1]]))
+                bound, report, order = lower, again, other
         above = max(0, report.peak_bytes[1] - bound) / max(1, bound)
         misses = max(0.0, report.misses - above)
+        if model is self.partitioned.backward:
+            self._order = order
         if half == 0 and self._forward is None and report.peak_bytes[1] <= limit:
             self._forward = (order, report.step_ms[1], misses)
         return report.step_ms[1], report.peak_bytes[1], misses
@@ -220,99 +200,62 @@ class KeepPlanner:
     # --- the search ------------------------------------------------------------------------------
 
     def _choose(self, limit: int) -> Outcome:
-        nothing = self.scheduled((), limit)
         nodes = _SMALL_NODES if self._size <= _SMALL else _NODES
         left = most = max(_FEW, min(_SCHEDULED, nodes // max(1, self._size)))
         # What fits, what leaves room for one more gather, and what fits only if an order needs less
         # than that of the graph, which is known afterwards.
-        rooms = [limit, limit - self._largest, limit + self._largest]
-        firsts = [self._added(frozenset(), room, limit) for room in rooms[: min(most, len(rooms))]]
-        seen = {nothing.kept: nothing}
-        seen.update((kept, self.scheduled(kept, limit)) for kept in firsts)
-        best = min(seen.values(), key=lambda o: o.rank)
+        rooms = [limit, limit - self._largest, limit + self._largest][:most]
+        firsts = dict.fromkeys([frozenset(), *map(self._fitting, rooms)])
+        seen = {kept: self.scheduled(kept, limit) for kept in firsts}
         left -= len(seen) - 1
-        # Then what is near to them: by turns what is simulated fastest near to the best, and
-        # what the most can be expected of, wherever it is.
-        expected: dict[_Set, float] = {}
-        for outcome in list(seen.values()) if most > _FEW else ():
-            self._expect(outcome, limit, expected)
-        while expected and left > 0:
-            near = [s for s in self._near(best.kept) if s in expected] if left % 2 else []
-            kept = min(near or expected, key=lambda s: _order(s, expected[s]))
-            del expected[kept]
-            if kept in seen:
-                continue
-            left -= 1
-            seen[kept] = self.scheduled(kept, limit)
-            best = min(best, seen[kept], key=lambda o: o.rank)
-            self._expect(seen[kept], limit, expected)
+        best = min(seen.values(), key=_rank)
+        unexplored = dict(seen) if most > _FEW else {}
+        while unexplored:
+            here = min(unexplored.values(), key=_rank)
+            for kept in self._near(here.kept, limit + self._largest):
+                if kept in seen:
+                    continue
+                if not left:
+                    return best
+                left -= 1
+                seen[kept] = unexplored[kept] = self.scheduled(kept, limit)
+                if seen[kept].rank < best.rank:
+                    best = seen[kept]
+                    break
+            else:
+                del unexplored[here.kept]
         return best
 
-    def _near(self, kept: _Set) -> list[_Set]:
-        """Choices with one unit more, less, or another."""
-        out = [k for k in self.candidates if k not in kept]
-        near = [kept ^ {k} for k in self.candidates]
-        near += [kept - {k} | {o} for k in sorted(kept) for o in out]
-        return near[: max(len(self.candidates), _NEAR // self._coarse.segments)]
+    def _worth(self, k: int) -> tuple[float, int]:
+        """Time of a unit's gathers for the bytes and the time that it holds them."""
+        cost = self.partitioned.units[k].nbytes * max(self._held.held_ms[k], 1e-6)
+        return self._held.gather_ms[k] / cost, -k
 
-    def _expect(self, outcome: Outcome, limit: int, expected: dict[_Set, float]) -> None:
-        """Note the steps to expect near to ``outcome``: simulated, as far off as it is there."""
-        off = outcome.step_ms - self.step(outcome.kept, limit)
-        for kept in self._near(outcome.kept):
-            if self.fits(kept, limit + self._largest):
-                step = self.step(kept, limit) + off
-                expected[kept] = min(step, expected.get(kept, step))
-
-    def step(self, kept: _Set, limit: int) -> float:
-        """Milliseconds of both halves, simulated coarsely."""
-        key = (kept, limit)
-        if key not in self._steps:
-            self._steps[key] = self._coarse.step_ms(kept, limit)
-        return self._steps[key]
-
-    def fits(self, kept: Collection[int], room: int) -> bool:
+    def _fits(self, kept: _Set, room: int) -> bool:
         """Whether a choice fits in the order of the graph."""
-        kept = frozenset(kept)
-        peak = self._peaks.get(kept)
-        if peak is None:
-            more = sum(self.partitioned.units[k].nbytes for k in kept)
-            if self._at_start + more > room:
-                return False  # backward begins with as much
-            if self._nothing_bytes + more <= room:
-                return True
-            peak = self._peaks[kept] = self._coarse.peak_bytes(kept)
-        return peak <= room
+        more = sum(self.partitioned.units[k].nbytes for k in kept)
+        if self._at_start + more > room:
+            return False  # backward begins with as much
+        return self._nothing_bytes + more <= room or self._held.peak_bytes(kept) <= room
 
-    def _cost(self, k: int) -> float:
-        """Bytes and milliseconds that a unit holds them."""
-        return self.partitioned.units[k].nbytes * max(self._coarse.held_ms[k], 1e-6)
-
-    def _added(self, kept: _Set, room: int, limit: int) -> _Set:
-        """Add units, each time the one that saves most for the bytes and time that it holds."""
+    def _fitting(self, room: int, kept: _Set = frozenset()) -> _Set:
+        """``kept`` and what fits beside it, the units that are worth the most first."""
         everything = frozenset(self.candidates)
-        if self.fits(everything, room):
+        if self._fits(everything, room):
             return everything
-        now = self.step(kept, limit)
-
-        def value(k: int) -> tuple[float, float]:
-            saved = round(now - self.step(kept | {k}, limit), 6)
-            # Of those that save nothing yet the one that keeps the network busiest.
-            return saved / self._cost(k), self._coarse.gather_ms(k) / self._cost(k)
-
-        out = (k for k in self.candidates if k not in kept)
-        values = {k: value(k) for k in out if self.fits(kept | {k}, room)}
-        while values:
-            ranked = sorted(values, key=lambda k: (values[k], -k), reverse=True)[:_LOOKS]
-            for k in ranked:
-                values[k] = value(k)
-            ranked.sort(key=lambda k: (values[k], -k), reverse=True)
-            # Of many units several are taken between two looks.
-            for k in ranked[: max(1, len(values) // _SEVERAL)]:
-                del values[k]
-                more = kept | {k}
-                if self.fits(more, room) and self.step(more, limit) <= now + 1e-9:
-                    kept, now = more, self.step(more, limit)
+        for k in self._ranked:
+            if self._fits(kept | {k}, room):
+                kept |= {k}
         return kept
+
+    def _near(self, kept: _Set, room: int) -> Iterator[_Set]:
+        """Choices that fit with one unit more, another, or less."""
+        out = [k for k in self._ranked if k not in kept]
+        inside = [k for k in reversed(self._ranked) if k in kept]
+        near = [kept | {k} for k in out]
+        near += [kept - {k} | {other} for k in inside for other in out]
+        near += [kept - {k} for k in inside]
+        return (other for other in near if self._fits(other, room))
 
     # --- what is told ----------------------------------------------------------------------------
 
@@ -333,9 +276,11 @@ class KeepPlanner:
         kept = chosen.kept
         larger = limit + more
         with paused_gc():
-            next_kept = self._added(kept, larger, larger)
-            next_ms = max(0.0, self.step(kept, limit) - self.step(next_kept, larger))
-            units = self._units(kept, limit)
+            next_kept = self._fitting(larger, kept)
+            next_ms = 0.0
+            if next_kept != kept:
+                next_ms = max(0.0, chosen.step_ms - self.scheduled(next_kept, larger).step_ms)
+            units = self._units(kept)
         named = self.partitioned.units
         if next_ms <= 0.0:
             next_kept = kept
@@ -345,7 +290,7 @@ class KeepPlanner:
             units=units,
             step_ms=(nothing.step_ms, chosen.step_ms),
             peak_bytes=(nothing.peak_bytes, chosen.peak_bytes),
-            all_peak_bytes=self._coarse.peak_bytes(self.candidates),
+            all_peak_bytes=self._held.peak_bytes(self.candidates),
             unread=tuple(u.name for u in named if not u.held),
             next_ms=next_ms,
             next_units=tuple(named[k].name for k in sorted(next_kept - kept)),
@@ -373,23 +318,26 @@ class KeepPlanner:
             found.append((bound, outcome))
         return tuple(found)
 
-    def _units(self, kept: _Set, limit: int) -> tuple[KeptUnit, ...]:
-        now = self.step(kept, limit)
-        found = []
-        for k in self.candidates:
-            other = self.step(kept ^ {k}, limit)
-            unit = self.partitioned.units[k]
-            found.append(
-                KeptUnit(
-                    unit.name,
-                    k in kept,
-                    unit.nbytes,
-                    self._coarse.gather_ms(k),
-                    other - now if k in kept else now - other,
-                    len(unit.fqns),
-                )
+    def _units(self, kept: _Set) -> tuple[KeptUnit, ...]:
+        now = self._backward_ms(kept)
+        return tuple(
+            KeptUnit(
+                unit.name,
+                k in kept,
+                unit.nbytes,
+                self._held.gather_ms[k],
+                abs(self._backward_ms(kept ^ {k}) - now),
+                len(unit.fqns),
             )
-        return tuple(found)
+            for k in self.candidates
+            for unit in [self.partitioned.units[k]]
+        )
+
+    def _backward_ms(self, kept: _Set) -> float:
+        """Time of backward in the order with everything gathered again, without some gathers."""
+        backward = self.partitioned.backward
+        stay = set(self.partitioned.places_without(kept))
+        return step_ms(backward, [i for i in self._order if i in stay])
 
     def _warning(self, chosen: Outcome, limit: int) -> str:
         bound = f"the bound of {size_text(limit)}"
@@ -400,7 +348,7 @@ class KeepPlanner:
             )
         if chosen.kept or not self.candidates:
             return ""
-        peaks = {k: self._coarse.peak_bytes((k,)) for k in self.candidates}
+        peaks = {k: self._held.peak_bytes((k,)) for k in self.candidates}
         k = min(peaks, key=lambda k: (peaks[k], k))
         unit = self.partitioned.units[k]
         if peaks[k] > limit:

@@ -167,12 +167,17 @@ class PartitionedModel:
             {**live.kept, **dict.fromkeys(held)},
             live.at_start,
         )
-        return replace(forward, liveness=stays), self._without(set(kept), held)
+        return replace(forward, liveness=stays), self._without(kept, held)
 
-    def _without(self, kept: set[int], held: Sequence[int]) -> Model:
+    def places_without(self, kept: Collection[int]) -> list[int]:
+        """The places of :attr:`backward` that do not serve the gathers of the units ``kept``."""
+        gone = set(kept)
+        return [i for i, o in enumerate(self._serves) if o is None or not o <= gone]
+
+    def _without(self, kept: Collection[int], held: Sequence[int]) -> Model:
         """Backward without the gathers of the units ``kept``."""
         old, live = self.backward, self.backward.liveness
-        stay = [i for i, o in enumerate(self._serves) if o is None or not o <= kept]
+        stay = self.places_without(kept)
         members = {at: old.members[i] for at, i in enumerate(stay) if i in old.members}
         at_start = live.at_start + sum(live.size[s] for s in held)
         return old.rebuilt(list(_rows(old, stay)), members, live.size, live.kept, at_start)

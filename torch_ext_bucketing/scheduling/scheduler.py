@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch.fx as fx
@@ -150,7 +150,6 @@ def schedule_model(
     reference_bytes: int | None,
     quick: bool = False,
     at_most_ms: float = math.inf,
-    some: int | Collection[str] | None = None,
 ) -> tuple[ScheduleReport, Sequence[int]]:
     """The report and the order of a model, as places of its nodes; no graph is touched.
 
@@ -160,7 +159,6 @@ def schedule_model(
         reference_bytes: as of :func:`schedule`.
         quick: few orders are tried.
         at_most_ms: orders that take longer are given up.
-        some: of the policies' candidates only so many are tried, or those with these names.
     """
     policies = policies_of(policy)
     clock = time.perf_counter()
@@ -185,10 +183,6 @@ def schedule_model(
         return _Try(name, timeline, misses)
 
     wanted = [c for p in policies for c in p.candidates(case, quick)]
-    if isinstance(some, int):
-        wanted = wanted[:some]
-    elif some is not None:
-        wanted = [c for c in wanted if c[0] in some]
     passes = list[tuple[ListScheduler, Timeline | None]]()
     bound = model.analysis.bound_ms
 

@@ -19,6 +19,7 @@ from .streams import Streams
 __all__ = [
     "Timeline",
     "longest_compute_run",
+    "step_ms",
 ]
 
 
@@ -53,26 +54,12 @@ class Timeline:
     def of(model: Model, order: Sequence[int] | None = None) -> Timeline:
         """The timeline of ``order``; of the graph's own when None."""
         order = range(len(model)) if order is None else order
-        streams = Streams(model.group, model.ms, model.shared)
-        begin, end = streams.begin, streams.end
-        now = busy = 0.0
-        for i in order:
-            if model.group[i] is not None:
-                streams.launch(i, now)
-                continue
-            start = model.start_of[i]
-            if start >= 0 and end[start] > now:
-                now = end[start]
-            begin[i] = now
-            now += model.ms[i]
-            busy += model.ms[i]
-            end[i] = now
-        step = max(now, streams.last_end())
+        streams, step, busy = _run(model, order)
         live = model.liveness.profile(order)
         return Timeline(
             tuple(order),
-            tuple(begin),
-            tuple(end),
+            tuple(streams.begin),
+            tuple(streams.end),
             step,
             busy,
             step - busy,
@@ -80,6 +67,30 @@ class Timeline:
             max(live, default=model.liveness.at_start),
             longest_compute_run(model, order),
         )
+
+
+def step_ms(model: Model, order: Sequence[int]) -> float:
+    """:attr:`Timeline.step_ms` alone; also of some of the nodes."""
+    return _run(model, order)[1]
+
+
+def _run(model: Model, order: Sequence[int]) -> tuple[Streams, float, float]:
+    """The streams, when the last one is done, and time that the compute stream is busy."""
+    streams = Streams(model.group, model.ms, model.shared)
+    begin, end = streams.begin, streams.end
+    now = busy = 0.0
+    for i in order:
+        if model.group[i] is not None:
+            streams.launch(i, now)
+            continue
+        start = model.start_of[i]
+        if start >= 0 and end[start] > now:
+            now = end[start]
+        begin[i] = now
+        now += model.ms[i]
+        busy += model.ms[i]
+        end[i] = now
+    return streams, max(now, streams.last_end()), busy
 
 
 def longest_compute_run(model: Model, order: Sequence[int]) -> int:
