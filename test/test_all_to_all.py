@@ -16,16 +16,29 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import torch_ext_bucketing as teb
+from benchmarks.keep_models import random_joint, unit_of
 from torch_ext_bucketing.agreement.launches import launches_of
+from torch_ext_bucketing.bucketing.all_to_all import reduce_by_all_to_all
+from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.merge import merge_buckets
 from torch_ext_bucketing.fsdp.tags import Tag, member_tags, set_tag
-from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.graph.collectives import KINDS, group_name, kind_of
+from torch_ext_bucketing.passes.backends import _run_each
 from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.pipeline import Pipeline
+from torch_ext_bucketing.scheduling.cap_search import choose_caps
+from torch_ext_bucketing.scheduling.cost import Costs
+from torch_ext_bucketing.scheduling.keep import KeepPlanner
+from torch_ext_bucketing.scheduling.merged_model import merged_model
+from torch_ext_bucketing.scheduling.model import model_of
+from torch_ext_bucketing.scheduling.scheduler import schedule
+from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.testing.ranks import run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, on_ranks, ring_rank
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-ALL_TO_ALL = C10D.all_to_all_single.default
 RING = "ring"
+ALL_TO_ALL = C10D.all_to_all_single.default
 
 members = st.lists(
     st.tuples(
@@ -140,6 +153,24 @@ def test_what_is_no_sum_of_gradients_stays(fake_world):
     assert kept[1] is untagged
 
 
+def test_what_tensor_parallel_ranks_add_up_stays(fake_world):
+    """Ranks 0 and 1 share a norm whose partial gradients they add, as eager FSDP2 does; 0 and 2 are
+    its shards, or its replicas."""
+    inner, outer = dist.new_group([0, 1]), dist.new_group([0, 2])
+
+    def step(a, b):
+        a = reduce_scatter(all_reduce(a, inner, "sum"), outer, "avg")
+        return a, all_reduce(all_reduce(b, inner, "sum"), outer, "avg")
+
+    gm = trace(step, torch.empty(8), torch.empty(8))
+    for start, fqn in zip(starts(gm), "aabb", strict=True):
+        set_tag(start, Tag(kind_of(start), (fqn,)))
+    teb.ReduceByAllToAll()(gm, Compilation())
+    left = [group_name(n) for n in starts(gm) if kind_of(n) == "all_reduce"]
+    assert left == [inner.group_name] * 2
+    assert not [n for n in starts(gm) if kind_of(n) == "reduce_scatter"]
+
+
 @pytest.mark.parametrize("fake_world", [1], indirect=True)
 def test_one_rank_adds_nothing(fake_world):
     gm, _ = graph_of(BUCKET, fake_world)
@@ -180,11 +211,114 @@ def test_recipes_take_it_by_name(fake_world):
         teb.recipe(model, reduce="ring")
 
 
+# --- what it costs -------------------------------------------------------------------------------
+
+LARGE = [(kind, 4, [4096], torch.bfloat16, "avg") for kind in ("reduce_scatter", "all_reduce")] * 3
+# Kernels that take longer the more they move; all-to-alls that take longer than rings.
+SLOW = teb.Machine(
+    bandwidth=1e9,
+    kernel_ms=1e-9,
+    collectives={
+        (kind, ranks): ((1, 1e-9), (10**9, 1e9 / rate))
+        for kind, rate in {
+            "reduce_scatter": 1e6,
+            "all_reduce": 1e6,
+            "all_to_all": 3e5,
+            "all_gather": 1e6,
+        }.items()
+        for ranks in (2, 4)
+    },
+)
+
+
+@pytest.mark.parametrize("fake_world", [2, 4], indirect=True)
+@pytest.mark.parametrize("cap_mb", [1e-9, 25])
+def test_a_planned_bucket_has_the_time_and_the_memory_of_the_real_one(fake_world, cap_mb):
+    gm, _ = graph_of(LARGE, fake_world)
+    costs = Costs(SLOW)
+    plan = plan_by_cap(gm.graph, cap_mb)
+    planned = merged_model(model_of(gm, costs), plan.buckets, costs, rank_order=True)
+    merge_buckets(gm.graph, plan)
+    rings = Timeline.of(model_of(gm, costs))
+    reduce_by_all_to_all(gm.graph, torch.float32)
+    real = model_of(gm, costs)
+    ours, theirs = Timeline.of(planned), Timeline.of(real)
+    assert ours.step_ms == pytest.approx(theirs.step_ms)
+    assert ours.compute_ms == pytest.approx(theirs.compute_ms)
+    assert ours.peak_bytes == theirs.peak_bytes > rings.peak_bytes
+    assert ours.longest_run == theirs.longest_run
+    assert costs.with_rings(real.dependencies.nodes, real.ms) != real.ms
+
+
+def test_the_report_tells_what_the_bits_cost(fake_world):
+    gm, _ = graph_of(LARGE[:1], fake_world)
+    (start,) = starts(gm)
+    nbytes = Costs(SLOW).collective_bytes(start)
+    before = schedule(gm, teb.Overlap(), machine=SLOW)
+    teb.ReduceByAllToAll()(gm, Compilation())
+    after = schedule(gm, teb.Overlap(), machine=SLOW)
+    assert before.rank_order_ms is None
+    sent = nbytes * fake_world / (fake_world + 1)
+    added = 2 * sent / 3e5 - nbytes / 1e6 + nbytes / 1e6  # the sum reads and writes as many bytes
+    assert after.rank_order_ms == pytest.approx(after.step_ms[1] - before.step_ms[1])
+    assert after.rank_order_ms == pytest.approx(added, rel=0.01)
+    assert f" {added:.2f}  what all-to-alls and their sums take longer" in after.to_text()
+
+
+def test_caps_are_chosen_for_all_to_alls_and_their_buffers(fake_world):
+    """By what is planned and by merging alike; in a bound that rings keep with one bucket."""
+    gm, _ = graph_of(LARGE, fake_world)
+    search = {"caps_mb": (0.01, 25.0), "kinds": KINDS, "machine": SLOW}
+    _, rings = choose_caps(gm.graph, teb.Overlap(), **search)
+    plan, found = choose_caps(gm.graph, teb.Overlap(), accumulate=torch.float32, **search)
+    step = [t.step_ms for t in found.tried]
+    assert min(step) > min(t.step_ms for t in rings.tried)
+    passes = teb.BucketAndSchedule(teb.Overlap(), **search, reduce=teb.ReduceByAllToAll())
+    report = passes(gm)
+    assert report.schedules[0].step_ms[1] == pytest.approx(found.chosen.step_ms, rel=0.02)
+    assert len(report.graphs[0].buckets) == len(plan.buckets)
+    assert report.schedules[0].rank_order_ms > 0
+
+
+def test_what_stays_gathered_leaves_room_for_what_is_received(fake_world):
+    joint, _ = random_joint(1, 3)
+    rings, sums = (KeepPlanner(joint, unit_of, rank_order=order) for order in (False, True))
+    live = [p.partitioned.backward.liveness for p in (rings, sums)]
+    made = [sum(m.size[s] for new in m.allocates for s in new) for m in live]
+    starts_ = [n for n in joint.nodes if kind_of(n) == "reduce_scatter"]
+    received = sum(n.args[0].meta["val"].nbytes for n in starts_)
+    assert made[1] == made[0] + received > made[0]
+
+
+def test_it_is_switched_off_inside_another_pass(fake_world, monkeypatch):
+    passes = [teb.BucketAndSchedule(teb.Overlap(), kinds=KINDS, reduce=teb.ReduceByAllToAll())]
+    key, on = Pipeline(passes).uuid(), Pipeline(passes)
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "ReduceByAllToAll")
+    off = Pipeline(passes)
+    assert off.disabled == ("ReduceByAllToAll",)
+    assert off.uuid() != key
+    planned = []
+    for pipeline in (on, off):
+        gm, _ = graph_of(BUCKET, fake_world)
+        compilation = pipeline.compilation()
+        planned.append(_run_each(pipeline, gm, compilation)().planned_with)
+        assert bool(gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)) == (pipeline is on)
+    assert planned[0].endswith("sums in rank order in torch.float32")
+    assert "rank order" not in planned[1]
+    monkeypatch.delenv("TORCH_EXT_BUCKETING_DISABLE")
+    wide = Pipeline([teb.ReduceByAllToAll(torch.float64)])
+    gm, _ = graph_of(BUCKET, fake_world)
+    assert "torch.float64" in _run_each(wide, gm, wide.compilation())().planned_with
+
+
 # --- Inductor ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fake_world", [3], indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize(
+    ("fake_world", "dtype"),
+    [(3, dtype) for dtype in DTYPES[:3]],
+    indirect=["fake_world"],
+)
 def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
     """The sum alone, in one kernel with what casts and scales it: the reads that follow a rounding
     see the rounded value."""
@@ -210,7 +344,7 @@ def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
     gm.recompile()
     x = torch.randn(value.shape).to(dtype)
     (expected,) = copy.deepcopy(gm)(x)
-    assert torch.equal(expected.flatten(), in_rank_order(x.chunk(3), "avg").double())
+    assert torch.equal(expected.flatten(), in_rank_order(x.chunk(fake_world), "avg").double())
     with torch._guards.tracing(torch._guards.TracingContext(value.fake_mode)):
         compiled = compile_fx_inner(gm, [value])
     (found,) = compiled([x.clone()])
@@ -267,7 +401,7 @@ def passes_of(name, order, kinds, model):
     return made + [teb.Schedule([teb.Overlap()])] * scheduled
 
 
-def digests(rank, reduce_dtype, shape, ways):
+def digests(rank, reduce_dtype, shape, ways, compiler="aot_eager"):
     found = {}
     with ring_rank(rank, RingTopology(ranks_per_node=2)):
         names = ("replicate", "shard")[-len(shape) :]
@@ -288,7 +422,7 @@ def digests(rank, reduce_dtype, shape, ways):
                 param_dtype=torch.bfloat16,
                 reduce_dtype=reduce_dtype,
             )
-            backend = teb.backend("aot_eager", passes_of(name, order, kinds, model))
+            backend = teb.backend(compiler, passes_of(name, order, kinds, model))
             run = torch.compile(model, backend=backend)
             found[RING if name == RING else "sums", "", name] = trained(rank.rank, model, run)
     return found
@@ -320,6 +454,50 @@ def test_one_hash_for_all_buckets_orders_and_units(reduce_dtype, shape, ways):
         if RING in ways:
             assert len(ring) == 3
             assert tuple(expected) not in ring
+
+
+@pytest.mark.slow
+def test_one_hash_of_inductor():
+    """Its kernels round otherwise than eager's; the same in every bucket and order."""
+    ways = ("per unit", "small, graph order", "all", RING)
+    for rank in run_ranks(digests, 4, torch.bfloat16, (4,), ways, "inductor", timeout_s=600):
+        ring, *sums = (rank["sums" if way != RING else RING, "", way] for way in ways[::-1])
+        assert all(other == sums[0] for other in sums)
+        assert ring != sums[0]
+
+
+def over_replicas(rank):
+    """Weights on four replicas: eager FSDP2 over a shard each and the hook, with two sets of units,
+    and compiled with two caps; and eager FSDP2's own all-reduces."""
+    found = {}
+    with ring_rank(rank, RingTopology(ranks_per_node=2)):
+        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+        average = teb.AllToAllAllReduce(mesh["replicate"].get_group())
+        for name, units in (("twin", by_block), ("twin, other units", other_units)):
+            model = eager(mesh["shard"], torch.bfloat16, units, True)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_all_reduce_hook(average)
+            found[name] = trained(rank.rank, model, model)
+        for cap_mb in (0.002, 25):
+            torch._dynamo.reset()
+            bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+            model = small_model(layers=1)
+            teb.data_parallel(model, mesh["replicate"], "replicate", **bf16)
+            passes = [teb.BucketByCap(cap_mb, kinds=("all_reduce",)), teb.ReduceByAllToAll()]
+            compiled = torch.compile(model, backend=teb.backend("aot_eager", passes))
+            found[f"{cap_mb} MiB"] = trained(rank.rank, model, compiled)
+        model = eager(mesh, torch.bfloat16, by_block, True)
+        found["ring"] = trained(rank.rank, model, model)
+    return found
+
+
+def test_one_hash_over_more_than_two_replicas():
+    for rank in run_ranks(over_replicas, 4, timeout_s=300):
+        ring = rank.pop("ring")
+        assert rank == dict.fromkeys(rank, rank["twin"])
+        assert len(rank) == 4
+        assert ring != rank["twin"]
 
 
 def twin_alone(rank):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,25 @@ def test_a_goal_shows_what_its_recipe_does(capsys, tmp_path):
     assert "name='mine'" in said
     assert "FSDPParamOrder  all_gather" in said
     assert "Schedule" in said.split("time per pass")[1]
+
+
+def test_reductions_by_all_to_all_are_shown_beside_rings(capsys, tmp_path):
+    file = tmp_path / "machine.json"
+    slow = {("all_to_all", 8): ((1, 1.0),), ("reduce_scatter", 8): ((1, 0.01),)}
+    Machine(collectives=slow).save(file)
+    words = ["explain", "--goal", "speed", "--reduce", "all_to_all", "--brief"]
+    assert main([*words, "--machine", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "recipe(model, 'speed', reduce='all_to_all'):" in text
+    (cost,) = re.findall(r"sums in rank order, ms +(\S+)", text)
+    assert float(cost) > 0
+    (ring,) = re.findall(r"\nrings +(\S+) +(\S+)\n", text)
+    (sums,) = re.findall(r"\nall-to-alls, sums in rank order +(\S+) +(\S+)\n", text)
+    assert float(sums[0]) > float(ring[0])
+    assert 'Goal "speed" has the bits of eager FSDP2 with AllToAllReduceScatter' in text
+    with pytest.raises(SystemExit):
+        main(["explain", "--reduce", "all_to_all"])
+    assert "--reduce belongs to --goal" in capsys.readouterr().err
 
 
 def test_the_goal_speed():

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from joint_graphs import Joint, collectives
 
+from torch_ext_bucketing.bucketing.groups import is_inside
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.rewrites.reduce_scatter_first import (
     ReduceScatterFirst,
-    is_inside,
     on_one_grid,
     reduce_scatter_first,
 )

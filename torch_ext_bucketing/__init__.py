@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from . import testing as testing
     from .agreement.exchange import PlanMismatchError as PlanMismatchError
     from .agreement.exchange import RankMissingError as RankMissingError
+    from .fsdp.all_to_all import AllToAllAllReduce as AllToAllAllReduce
     from .fsdp.all_to_all import AllToAllReduceScatter as AllToAllReduceScatter
     from .fsdp.blocks import transformer_block_plan as transformer_block_plan
     from .fsdp.manual import manual_plan as manual_plan
@@ -72,7 +73,7 @@ _HOME = {
     "passes.scheduling": ("BucketAndSchedule", "Schedule"),
     "rewrites.separate_groups": ("SeparateGroups",),
     "passes.tagging": ("TagParameters",),
-    "fsdp.all_to_all": ("AllToAllReduceScatter",),
+    "fsdp.all_to_all": ("AllToAllAllReduce", "AllToAllReduceScatter"),
     "fsdp.blocks": ("transformer_block_plan",),
     "fsdp.manual": ("manual_plan",),
     "fsdp.order": ("FSDPParamOrder",),

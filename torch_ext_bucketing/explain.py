@@ -67,6 +67,7 @@ def explain(
     target: str | None = None,
     *,
     goal: str | None = None,
+    reduce: str | None = None,
     mode: str = "auto",
     cap_mb: float | None = None,
     primary: bool = False,
@@ -82,6 +83,7 @@ def explain(
     Args:
         target: ``"module:function"``, which returns the model and its inputs; None takes the demo's
             model, sharded over all ranks.
+        reduce: with a ``goal``, as of :func:`.recipe`.
         draw: whether to keep the timelines of the graphs.
         machine: what nodes are timed for; None: this job's.
         size_hints: as of :func:`.backend`.
@@ -112,7 +114,7 @@ def explain(
         machine = job_machine() if machine is None else machine
         if goal is not None:
             with _explained(f"recipe(model, {goal!r}): ", ValueError, TypeError):
-                passes = recipe(model, goal, machine=machine)  # type: ignore[arg-type]
+                passes = recipe(model, goal, machine=machine, reduce=reduce)  # type: ignore[arg-type]
         else:
             with _explained("", ValueError, TypeError):
                 passes = [_resharding(keep_gib, machine), _bucketing(model, mode, cap_mb, primary)]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from ..fqns import canonical_fqn, own_parameters
+from ..fqns import canonical_fqn, canonical_modules, own_parameters
 from .private import private_torch
 
 with private_torch():
@@ -42,6 +42,8 @@ WRAPS_DATACLASSES = hasattr(_common_utils, "replace_grad_tensors")
 class ParamGroup:
     """One payload of eager FSDP2."""
 
+    modules: tuple[str, ...]
+    """Canonical FQNs of the modules that the ``fully_shard`` call was given, in its order."""
     params: tuple[str, ...]
     """Canonical parameter FQNs in all-gather order."""
     reduce_params: tuple[str, ...]
@@ -83,6 +85,7 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
             "from_model() for a model that stays unwrapped"
         )
     names = _ParameterPlaces(model)
+    module_names = {module: fqn for fqn, module in reversed(canonical_modules(model).items())}
     groups: list[ParamGroup] = []
     for state in _in_call_order(states):
         for group in _groups_of(state):
@@ -90,6 +93,7 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
             params = tuple(fqns[0] for fqns in found)
             groups.append(
                 ParamGroup(
+                    modules=tuple(module_names[m] for m in group.modules if m in module_names),
                     params=params,
                     reduce_params=reduce_order(params, [_grad_dtype(p) for p in group.fsdp_params]),
                     aliases=tuple((alias, fqns[0]) for fqns in found for alias in fqns[1:]),

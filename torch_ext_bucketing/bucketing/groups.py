@@ -9,7 +9,7 @@ bucketed with it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from .._source import package_digest
@@ -21,6 +21,7 @@ __all__ = [
     "GroupFilter",
     "PrimaryGroup",
     "chosen_groups",
+    "is_inside",
     "primary_group",
 ]
 
@@ -78,3 +79,20 @@ def chosen_groups(group_filter: GroupFilter, counts: Counts) -> tuple[str, ...]:
         plain = {group: dict(found) for group, found in counts.items()}
         raise RuntimeError(f"group_filter failed on groups {plain}") from error
     return tuple(g for g in counts if g in wanted)
+
+
+def is_inside(ranks: Sequence[int], shards: Sequence[int]) -> bool:
+    """True for a group that is an inner dimension of the grid that the shards' group is a dimension
+    of.
+
+    Replicas are outside of the shards in a mesh, tensor parallelism is inside, and its partial
+    gradients (of a norm under sequence parallelism) are added up first, in eager FSDP2 as well::
+
+        shards {0, 2} {1, 3}    inside {0, 1} {2, 3}    all-reduce, then reduce-scatter
+        shards {0, 1} {2, 3}    outside {0, 2} {1, 3}   reduce-scatter, then all-reduce
+
+    Args:
+        ranks: numbers of the ranks in the one group, ascending, two or more of a regular grid.
+        shards: of those in the other.
+    """
+    return len(ranks) > 1 and len(shards) > 1 and ranks[1] - ranks[0] < shards[1] - shards[0]

@@ -7,9 +7,13 @@ import importlib.util
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..reports.text import aligned
 from ..testing.target import output_file
+
+if TYPE_CHECKING:
+    from ..reports.compile import CompileReport
 
 _DESCRIPTION = """\
 Compile a model's forward and backward on this process, with a fake process group of any number of
@@ -22,6 +26,7 @@ meshes. It returns the sharded model and its inputs: (model, tensor), (model, (t
 
 _PASSED_ON = [
     "goal",
+    "reduce",
     "mode",
     "cap_mb",
     "primary",
@@ -49,6 +54,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--goal",
         choices=("parity", "speed"),
         help="run the passes of recipe() for that goal, and print them as code",
+    )
+    option(
+        "--reduce",
+        choices=("all_to_all",),
+        help="of --goal: add gradients in the order of the ranks, and compare that with rings",
     )
     what.add_argument(
         "--mode",
@@ -123,6 +133,8 @@ def _wrong(args: argparse.Namespace) -> str:
         return f"--keep-gib: must be a positive number, got {args.keep_gib}"
     if args.cap_mb is not None and (args.goal or args.mode != "auto"):
         return f"--cap-mb belongs to --mode auto, not to {args.goal or args.mode}"
+    if args.reduce and not args.goal:
+        return "--reduce belongs to --goal"
     if args.goal and (args.overlap or args.primary or keeps):
         return "--goal takes recipe()'s passes, without options of their own"
     for name, value in (("machine", args.machine), ("size-hint", args.size_hints)):
@@ -142,6 +154,8 @@ def run(args: argparse.Namespace) -> int:
     """Explain; returns the exit status: 0, or 1 if it failed. Bad options exit with 2."""
     if wrong := _wrong(args):
         args.parser.error(wrong)
+    import torch
+
     from ..explain import ExplainError, explain
     from ..reports.keep import KeepReport
     from ..scheduling.machine import Machine
@@ -153,15 +167,17 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.parser.prog}: error: --machine: {error}", file=sys.stderr)
         return 1
     try:
-        found = explain(
-            args.target,
-            draw=bool(args.trace or args.plot),
-            machine=machine,
-            **{name: getattr(args, name) for name in _PASSED_ON},
-        )
+        given = {name: getattr(args, name) for name in _PASSED_ON}
+        draw = bool(args.trace or args.plot)
+        found = explain(args.target, draw=draw, machine=machine, **given)
         if args.goal:
-            print(f"recipe(model, {args.goal!r}):", *found.passes, sep="\n  ", end="\n\n")
+            reduce = f", reduce={args.reduce!r}" if args.reduce else ""
+            print(f"recipe(model, {args.goal!r}{reduce}):", *found.passes, sep="\n  ", end="\n\n")
         print(found.report.to_text(members=not args.brief), end="")
+        if args.reduce:
+            torch._dynamo.reset()
+            rings = explain(args.target, machine=machine, **{**given, "reduce": None})
+            print(_against_rings(found.report, rings.report, args.goal), end="")
         if args.json is not None:
             args.json.write_text(found.report.to_json() + "\n", encoding="utf-8")
         if args.trace is not None:
@@ -178,3 +194,17 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.parser.prog}: error: cannot write: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _against_rings(sums: CompileReport, rings: CompileReport, goal: str) -> str:
+    """What the step and the peak are with reductions by all-to-all, and with rings."""
+    rows: list[tuple[str, ...]] = [("estimated, all graphs", "step, ms", "peak, GiB")]
+    for name, report in (("rings", rings), ("all-to-alls, sums in rank order", sums)):
+        step = sum(s.step_ms[1] for s in report.schedules)
+        peak = max((s.peak_bytes[1] for s in report.schedules), default=0)
+        rows.append((name, f"{step:.3f}", f"{peak / 2**30:.3f}"))
+    bits = (
+        f'Goal "{goal}" has the bits of eager FSDP2 with AllToAllReduceScatter, whatever the '
+        "units, caps and order.\n"
+    )
+    return "\n".join(["", *aligned(rows, right=(1, 2)), bits])

@@ -12,8 +12,16 @@ import torch
 import torch.distributed as dist
 
 from .._torch.fsdp2 import ReduceScatter
+from ..graph.collectives import Kind
 
-__all__ = ["AllToAllReduceScatter", "check_accumulate", "sum_in_rank_order"]
+__all__ = [
+    "SUM",
+    "AllToAllAllReduce",
+    "AllToAllReduceScatter",
+    "check_accumulate",
+    "steps_of",
+    "sum_in_rank_order",
+]
 
 
 def check_accumulate(dtype: torch.dtype) -> torch.dtype:
@@ -28,26 +36,53 @@ def check_accumulate(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_in_rank_order(
-    parts: Sequence[torch.Tensor], accumulate: torch.dtype = torch.float32, average: bool = False
+    received: torch.Tensor, ranks: int, accumulate: torch.dtype, average: bool
 ) -> torch.Tensor:
-    """``((parts[0] + parts[1]) + parts[2]) + ...``, rounded to the dtype of the parts at the end.
+    """``((p0 + p1) + p2) + ...`` of the parts of ``received``, one per rank, rounded once.
 
     Args:
-        parts: one per rank, of one shape and floating-point dtype.
+        received: the ranks' parts one after the other, of one size and in floating point.
+        ranks: how many.
         accumulate: the dtype of the additions, unless that of the parts is wider.
-        average: whether the sum is multiplied by ``1 / len(parts)`` before it is rounded. Not
-            divided: on a GPU neither ATen nor Inductor divides by a constant.
+        average: whether the sum is multiplied by ``1 / ranks`` before it is rounded. Not divided:
+            on a GPU neither ATen nor Inductor divides by a constant.
 
     Returns:
-        A tensor of that shape and dtype in memory of its own.
+        The sum of the parts, flat, in their dtype and in memory of its own.
     """
-    wire = parts[0].dtype
-    total = parts[0].to(torch.promote_types(wire, accumulate), copy=True)
-    for part in parts[1:]:
+    wire = received.dtype
+    first, *others = received.view(ranks, received.numel() // ranks).unbind()
+    total = first.to(torch.promote_types(wire, accumulate), copy=True)
+    for part in others:
         total += part
     if average:
-        total *= 1 / len(parts)
+        total *= 1 / ranks
     return total.to(wire)
+
+
+_library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
+_library.define(
+    "sum_in_rank_order(Tensor received, int ranks, ScalarType accumulate, bool average) -> Tensor"
+)
+_library.impl("sum_in_rank_order", sum_in_rank_order, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "torch_ext_bucketing::sum_in_rank_order",
+    lambda received, ranks, *_: received.new_empty([received.numel() // ranks]),
+    lib=_library,
+)
+SUM = torch.ops.torch_ext_bucketing.sum_in_rank_order.default
+""":func:`sum_in_rank_order` as an operator in graphs."""
+
+
+def steps_of(kind: Kind, ranks: int, fixed_size: bool = True) -> tuple[str, ...]:
+    """The collectives that stand for a reduction, with the sum behind the first of them.
+
+    Of an all-reduce each rank adds its own part, which is then gathered, or all. With two ranks
+    either moves as much. A part of what has no fixed size is not worth its nodes.
+    """
+    if kind == "reduce_scatter":
+        return ("all_to_all",)
+    return ("all_gather",) if ranks == 2 or not fixed_size else ("all_to_all", "all_gather")
 
 
 class AllToAllReduceScatter(ReduceScatter):
@@ -63,7 +98,7 @@ class AllToAllReduceScatter(ReduceScatter):
     unit's packed gradients, and holds these as well while it adds.
 
     With hybrid sharding FSDP2 all-reduces over the replicas itself. Two replicas give the same bits
-    in either order; with more of them eager's bits depend on the units, as before.
+    in either order; for more of them see :class:`AllToAllAllReduce`.
 
     Args:
         accumulate: the dtype of the sums, ``torch.float32`` or ``torch.float64``.
@@ -117,6 +152,56 @@ class AllToAllReduceScatter(ReduceScatter):
             )
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        parts = received.view(-1).chunk(group.size()) if received.numel() else [output_tensor]
-        total = sum_in_rank_order(parts, self.accumulate, op == dist.ReduceOp.AVG)
+        average = op == dist.ReduceOp.AVG
+        total = sum_in_rank_order(received, group.size(), self.accumulate, average)
         output_tensor.copy_(total.view(output_tensor.shape))
+
+
+class AllToAllAllReduce:
+    """Hybrid sharding over any number of replicas, for ``set_all_reduce_hook`` of eager FSDP2.
+
+    FSDP2's own all-reduce can't be replaced, and its hook runs behind it. So the modules are
+    wrapped over the shards alone, and the hook averages over the replicas::
+
+        mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicate", "shard"))
+        reduce = AllToAllReduceScatter()
+        average = AllToAllAllReduce(mesh["replicate"].get_group())
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh["shard"], mp_policy=policy)
+            module.set_custom_reduce_scatter(reduce)
+            module.set_all_reduce_hook(average)
+
+    All replicas must start with the same weights. The hook runs after every backward.
+
+    Args:
+        group: the replicas.
+        accumulate: as of :class:`AllToAllReduceScatter`.
+
+    Raises:
+        ValueError: another dtype.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, accumulate: torch.dtype = torch.float32) -> None:
+        self.group = group
+        self.accumulate = check_accumulate(accumulate)
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        """Average over the replicas, in place.
+
+        Args:
+            reduced: contiguous, flat, in floating point.
+        """
+        ranks, size = self.group.size(), reduced.numel()
+        steps = steps_of("all_reduce", ranks)
+        if steps == ("all_gather",):
+            received = reduced.new_empty(ranks * size)
+            dist.all_gather_into_tensor(received, reduced, group=self.group)
+        else:
+            padded = torch.nn.functional.pad(reduced, [0, -size % ranks])
+            received = torch.empty_like(padded)
+            dist.all_to_all_single(received, padded, group=self.group)
+        total = sum_in_rank_order(received, ranks, self.accumulate, average=True)
+        if len(steps) > 1:
+            dist.all_gather_into_tensor(received, total, group=self.group)
+            total = received[:size]
+        reduced.copy_(total)

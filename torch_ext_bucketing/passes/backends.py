@@ -30,7 +30,17 @@ from ..agreement.launches import GraphLaunches, launches_of
 from ..graph.size_hints import GivenHints, check_size_hints
 from ..reports.compile import CompileReport
 from ..scheduling.pin_order import pin_order
-from .base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, graph_of, last_fact
+from .base import (
+    Buckets,
+    Compilation,
+    GraphLike,
+    GraphPass,
+    Order,
+    RankOrder,
+    Stage,
+    graph_of,
+    last_fact,
+)
 from .cache_key import NoUuidError, describe, digest, log_no_uuid
 from .code import code_of
 from .diagnostics import RunWatch
@@ -280,7 +290,9 @@ def _run_each(
     buckets = [b for report in compilation.report.graphs[done:] for b in report.buckets]
     planned = passes.cost_model_fingerprint(compilation.size_hints)
     chosen = "" if compilation.choice is None else compilation.choice.text
-    planned_with = ", ".join(filter(None, [planned, chosen]))
+    sums = last_fact(passes.ahead, RankOrder)
+    added = "" if sums is None else f"sums in rank order in {sums.accumulate}"
+    planned_with = ", ".join(filter(None, [planned, chosen, added]))
     return lambda: launches_of(g, _aot.stage_of(g), buckets, planned_with)
 
 

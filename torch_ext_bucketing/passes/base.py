@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 import torch.fx as fx
 
 from .._source import note_sources, package_digest
@@ -101,9 +102,14 @@ class Buckets(Fact):
 
 @dataclass(frozen=True)
 class RankOrder(Fact):
-    """Gradients are added in the order of the ranks; no reduction is left to be merged."""
+    """Gradients are added in the order of the ranks; no reduction is left to be merged.
+
+    Args:
+        accumulate: the dtype of the sums.
+    """
 
     text = "how gradients are added up"
+    accumulate: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -275,6 +281,9 @@ class GraphPass(CustomGraphPass):
     """Facts that hold after it."""
     undoes: tuple[type[Fact], ...] = ()
     """Facts that may not hold after it any more: passes that give them come later in a list."""
+
+    parts: tuple[GraphPass, ...] = ()
+    """Passes that it runs itself. Where one is switched off, its facts are not given."""
 
     @property
     def name(self) -> str:

@@ -41,9 +41,9 @@ from .._torch.process_groups import default_group
 from .._torch.sharded import is_distributed
 from ..bucketing.members import UNTAGGED
 from ..fqns import format_names, parameter_names
-from ..fsdp.tags import member_tags, tag_of
+from ..fsdp.tags import member_tags, replaced_kind, tag_of
 from ..fsdp.units import Units
-from ..graph.collectives import Kind, kind_of
+from ..graph.collectives import Kind
 from ..reports.base import LeftAlone
 from ..reports.buckets import NO_KEY, Unmerged
 from ..reports.graph import GraphReport
@@ -122,7 +122,7 @@ def warn_of_silence(
 
 def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags: bool) -> str:
     """The warning for a graph with unchanged collectives; empty where nothing was to be merged."""
-    starts = [node for node in graph.nodes if kind_of(node) is not None]
+    starts = [node for node in graph.nodes if replaced_kind(node) is not None]
     serving = [node for node in starts if tag_of(node) is not None]
     if has_tags and not serving:
         return ""  # activations' alone; those of parameters are in the compile's other graphs
@@ -135,7 +135,7 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
     whys: Counter[str] = Counter()
     ways: dict[str, None] = {}
     for node in starts:
-        kind, alone = kind_of(node), left.get(node.name)
+        kind, alone = replaced_kind(node), left.get(node.name)
         cause = _NO_PARTNER if kind in asked else _NOT_ASKED
         why = cause if kind in asked else f"{cause} {kind}"
         if isinstance(alone, Unmerged):
@@ -145,7 +145,7 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
             why = cause = alone.reason
         whys[why] += 1
         ways.update({way: None for start, way in _WAYS_OUT.items() if cause.startswith(start)})
-    counts = Counter(str(kind_of(node)) for node in starts)
+    counts = Counter(str(replaced_kind(node)) for node in starts)
     text = (
         f"nothing is bucketed in the {reports[0].stage} graph, although it has "
         f"{', '.join(f'{n} {kind}' for kind, n in counts.items())}: "
@@ -161,7 +161,7 @@ def _kind_left_out(graph: fx.Graph, reports: Sequence[GraphReport]) -> str:
     if len(left) != 1:
         return ""
     (kind,) = left
-    number = sum(kind_of(node) == kind and tag_of(node) is not None for node in graph.nodes)
+    number = sum(replaced_kind(node) == kind and tag_of(node) is not None for node in graph.nodes)
     if number < 2:
         return ""
     return (

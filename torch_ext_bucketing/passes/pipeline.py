@@ -74,7 +74,7 @@ class Pipeline:
             ours.insert(0, TagParameters(model))
         ours.sort(key=lambda p: Tags() not in p.gives)
         _check(ours)
-        self.disabled = _switched_off(ours)
+        self.disabled = _switched_off([q for p in ours for q in (p, *p.parts)])
         running = [p for p in ours if p.name not in self.disabled]
         self.joint = tuple(p for p in running if p.stage == "joint")
         self.forward_backward = tuple(p for p in running if p.stage == "forward_backward")
@@ -84,7 +84,9 @@ class Pipeline:
     @property
     def ahead(self) -> tuple[Fact, ...]:
         """The facts that the passes after the partitioner give, in the order in which they run."""
-        return tuple(fact for p in self.forward_backward for fact in p.gives)
+        passes = self.forward_backward
+        off = [f for p in passes for q in p.parts if q.name in self.disabled for f in q.gives]
+        return tuple(fact for p in passes for fact in p.gives if fact not in off)
 
     def compilation(self, **known: Any) -> Compilation:
         """A compile with these passes; ``known`` are other fields of :class:`.Compilation`."""

@@ -22,6 +22,7 @@ from ..scheduling.devices import job_machine
 from ..scheduling.memory import within
 from ..scheduling.policy import Policy, policies_of
 from ..scheduling.scheduler import schedule
+from .all_to_all import ReduceByAllToAll
 from .base import (
     Baseline,
     Buckets,
@@ -114,8 +115,8 @@ class BucketAndSchedule(Schedule):
         machine: as of :class:`Schedule`.
         eligible: see :func:`.plan_by_cap`.
         group_filter: see :func:`.plan_by_cap`.
-        reduce: replaces the merged reductions before they are scheduled, as
-            :class:`.ReduceByAllToAll` does. The caps are chosen with the reductions as they were.
+        reduce: a :class:`.ReduceByAllToAll`, which replaces the merged reductions before they are
+            scheduled. The caps are chosen for what it makes of them.
 
     Raises:
         TypeError: as of :class:`Schedule`; ``payload_order`` is no callable; ``reduce`` is no such
@@ -137,10 +138,10 @@ class BucketAndSchedule(Schedule):
         group_filter: GroupFilter | None = None,
         payload_order: PayloadKey | None = None,
         machine: Machine | None = None,
-        reduce: GraphPass | None = None,
+        reduce: ReduceByAllToAll | None = None,
     ) -> None:
         super().__init__(policies, machine)
-        if reduce is not None and RankOrder() not in getattr(reduce, "gives", ()):
+        if reduce is not None and not isinstance(reduce, ReduceByAllToAll):
             raise TypeError(f"reduce must be a ReduceByAllToAll or None, got {reduce!r}")
         check_options(kinds=kinds, eligible=eligible, group_filter=group_filter)
         self.caps_mb = None if caps_mb is None else tuple(caps_mb)
@@ -151,6 +152,7 @@ class BucketAndSchedule(Schedule):
         self.group_filter = group_filter
         self.payload_order = check_payload_order(payload_order)
         self.reduce = reduce
+        self.parts = () if reduce is None else (reduce,)
         self.gives = (
             Buckets(self.kinds),
             *(() if reduce is None else reduce.gives),
@@ -158,19 +160,22 @@ class BucketAndSchedule(Schedule):
         )
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        g = graph_of(graph)
+        g, reduce = graph_of(graph), self.reduce
+        if reduce is not None and reduce.name in compilation.report.disabled:
+            reduce = None
         plan, found = choose_caps(
             compilation.analysis(g),
             self._bounded(compilation),
             caps_mb=self.caps_mb,
             machine=self.machine,
             reference_bytes=compilation.baseline.peak_bytes,
+            accumulate=None if reduce is None else reduce.accumulate,
             kinds=self.kinds,
             eligible=self.eligible,
             group_filter=self.group_filter,
         )
         report = merge_and_report(g, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)
-        if self.reduce is not None:
-            self.reduce.run(graph, compilation)
+        if reduce is not None:
+            reduce.run(graph, compilation)
         self._schedule(graph, compilation, found)

@@ -55,6 +55,8 @@ class ScheduleReport(Report):
         order: the movable nodes' names, in the new order.
         bounds_cost_ms: by how much an order of the same graph without any bound would be faster; 0
             where no policy bounds anything.
+        rank_order_ms: by how much the step would be shorter with rings, in this order, where
+            gradients are added in the order of the ranks; None: none are.
         size_hints: what sizes that depend on data were taken as; empty: there are none.
         seconds: what it took.
     """
@@ -78,6 +80,7 @@ class ScheduleReport(Report):
     warnings: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
     bounds_cost_ms: float = 0.0
+    rank_order_ms: float | None = None
     size_hints: str = ""
     seconds: float = 0.0
 
@@ -138,6 +141,9 @@ class ScheduleReport(Report):
         ]
         if self.bounds_cost_ms:
             rows.append(("bounds cost, ms", "", f"{self.bounds_cost_ms:.2f}", ""))
+        if self.rank_order_ms is not None:
+            text = "what all-to-alls and their sums take longer than rings"
+            rows.append(("sums in rank order, ms", "", f"{self.rank_order_ms:.2f}", text))
         if self.caps is not None and self.caps_mb:
             rows.append(("byte cap, MiB", "", "", self.caps.to_text()))
         rows += [(bound.policy, "", "", bound.text) for bound in self.bounds if bound.text]

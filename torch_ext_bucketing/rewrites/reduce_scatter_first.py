@@ -23,6 +23,7 @@ import torch.fx as fx
 
 from .._torch.process_groups import group_by_name, ranks_of
 from .._torch.sorting import sort_topologically
+from ..bucketing.groups import is_inside
 from ..fsdp.tags import tag_of
 from ..graph.collectives import group_name, is_wait, kind_of, reduce_op, waited_for
 from ..graph.moves import SCALES, is_move
@@ -32,7 +33,7 @@ from ..graph.writes import written_roots
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import LeftAlone, ReducedShard, ScatterReport
 
-__all__ = ["ReduceScatterFirst", "is_inside", "on_one_grid", "reduce_scatter_first"]
+__all__ = ["ReduceScatterFirst", "on_one_grid", "reduce_scatter_first"]
 
 _c10d = torch.ops._c10d_functional
 
@@ -183,23 +184,6 @@ def on_one_grid(replicas: Sequence[int], shards: Sequence[int]) -> bool:
         if rank // stride % len(ranks) != list(ranks).index(rank):
             return False
     return across % (along * len(shards)) == 0 or along % (across * len(replicas)) == 0
-
-
-def is_inside(ranks: Sequence[int], shards: Sequence[int]) -> bool:
-    """True for a group that is an inner dimension of the grid that the shards' group is a dimension
-    of.
-
-    Replicas are outside of the shards in a mesh, tensor parallelism is inside, and its partial
-    gradients (of a norm under sequence parallelism) are added up first, in eager FSDP2 as well::
-
-        shards {0, 2} {1, 3}    inside {0, 1} {2, 3}    all-reduce, then reduce-scatter
-        shards {0, 1} {2, 3}    outside {0, 2} {1, 3}   reduce-scatter, then all-reduce
-
-    Args:
-        ranks: numbers of the ranks in the one group, ascending, two or more of a regular grid.
-        shards: of those in the other.
-    """
-    return len(ranks) > 1 and len(shards) > 1 and ranks[1] - ranks[0] < shards[1] - shards[0]
 
 
 def _swap(graph: fx.Graph, reduce: fx.Node, scatter: fx.Node, cut: Cut) -> None:

@@ -21,6 +21,7 @@ from ..passes.base import (
     GraphLike,
     GraphPass,
     Order,
+    RankOrder,
     Regathers,
     Stage,
     Tags,
@@ -226,6 +227,7 @@ def _choose_for(
         machine or order.machine or job_machine(),
         compilation.size_hints,
         merged.kinds,
+        last_fact(compilation.ahead, RankOrder) is not None,
     )
     limit = memory.limit_bytes(planner.reference_bytes)
     outcome, report = planner.report(limit, curve)

@@ -22,9 +22,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import torch
 import torch.fx as fx
 
 from .._gc import paused_gc
+from ..bucketing.all_to_all import reduce_by_all_to_all, replaceable
 from ..bucketing.caps import CapPlanner, check_cap
 from ..bucketing.merge import merge_buckets
 from ..bucketing.plan import MergePlan
@@ -62,6 +64,7 @@ def choose_caps(
     kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
     machine: Machine = H100,
     reference_bytes: int | None = None,
+    accumulate: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[MergePlan, CapsReport]:
     """The plan with the caps that give the fastest step within the policies' bounds. The graph is
@@ -77,6 +80,8 @@ def choose_caps(
         kinds: what is bucketed.
         machine: what the cost model times nodes for.
         reference_bytes: see :func:`.schedule`; None: the peak of ``graph``.
+        accumulate: for reductions that become all-to-alls and sums in the order of the ranks after
+            merging (:mod:`.bucketing.all_to_all`), the dtype of these; None: they stay.
         options: of :func:`.plan_by_cap`: ``eligible`` and ``group_filter``.
 
     Returns:
@@ -94,7 +99,7 @@ def choose_caps(
     policies = policies_of(policies)
     analysis = GraphAnalysis.of(graph)
     costs = Costs(machine, analysis.hints)
-    search = _Search(analysis, policies, costs, reference_bytes, kinds, options)
+    search = _Search(analysis, policies, costs, reference_bytes, kinds, accumulate, options)
     try:
         plan = search.run([float(c) for c in caps_mb], largest)
     except Exception as error:
@@ -134,6 +139,7 @@ class _Search:
         costs: Costs,
         reference_bytes: int | None,
         kinds: Collection[Kind],
+        accumulate: torch.dtype | None,
         options: dict[str, Any],
     ) -> None:
         self.tried: dict[_Caps, ScheduleReport] = {}
@@ -143,6 +149,8 @@ class _Search:
         runs = (policy.max_bucket_run() for policy in policies)
         self._max_run = min((run for run in runs if run is not None), default=None)
         self._costs = costs
+        self._accumulate = accumulate
+        self._replaced = {} if accumulate is None else replaceable(analysis.nodes)
         self._groups = {n: group_name(n) for n in analysis.nodes if is_collective(n)}
         self._reference_bytes = reference_bytes
         self._planner = CapPlanner(analysis, kinds=kinds, **options)
@@ -204,14 +212,19 @@ class _Search:
     def _busiest_ms(self, plan: MergePlan) -> float:
         busy = dict.fromkeys(self._groups.values(), 0.0)
         merged = {m for b in plan.buckets for m in b.members}
-        for start, group in self._groups.items():
-            if start not in merged:
-                busy[group] += self._costs(start)
-        for bucket in plan.buckets:
-            first = bucket.members[0]
-            nbytes = sum(map(self._costs.collective_bytes, bucket.members))
-            busy[self._groups[first]] += self._costs.collective(first, nbytes)
+        alone = ((start,) for start in self._groups if start not in merged)
+        for members in (*alone, *(b.members for b in plan.buckets)):
+            busy[self._groups[members[0]]] += self._sent_ms(members)
         return max(busy.values(), default=0.0)
+
+    def _sent_ms(self, members: Sequence[fx.Node]) -> float:
+        """The time of the collectives that members make together."""
+        if all(m in self._replaced for m in members):
+            return sum(ms for _, ms in self._costs.in_rank_order(members))
+        if len(members) == 1:
+            return self._costs(members[0])
+        nbytes = sum(map(self._costs.collective_bytes, members))
+        return self._costs.collective(members[0], nbytes)
 
     def _too_slow(self, plan: MergePlan) -> bool:
         return self._busiest_ms(plan) >= self._best_ms()
@@ -247,12 +260,15 @@ class _Search:
         return model_of(self._analysis, self._costs)
 
     def _merged(self, plan: MergePlan) -> Model:
-        merged = merged_model(self._model, plan.buckets, self._costs)
+        rank_order = self._accumulate is not None
+        merged = merged_model(self._model, plan.buckets, self._costs, rank_order)
         if merged is not None:
             return merged
         # Members on both sides of a side effect: merging may move them past it, scheduling may not.
         copy, copied = _copied(self._analysis.graph, plan)
         merge_buckets(copy, copied)
+        if self._accumulate is not None:
+            reduce_by_all_to_all(copy, self._accumulate)
         external = self._analysis.external_live_bytes
         there = GraphAnalysis(copy, self._costs.hints, external_live_bytes=external)
         return model_of(there, self._costs)

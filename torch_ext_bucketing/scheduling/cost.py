@@ -10,7 +10,7 @@ Before all that a machine's own ``estimate`` is asked.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,11 @@ import torch.fx as fx
 
 from .._torch.estimates import nccl_estimate_ms
 from .._torch.process_groups import group_by_name, ranks_of
+from ..fsdp.all_to_all import SUM, steps_of
+from ..fsdp.tags import replaced_kind
 from ..graph.collectives import (
     group_name,
+    group_size,
     is_collective,
     is_compute,
     is_grouped_product,
@@ -37,6 +40,7 @@ __all__ = [
     "check_machine",
 ]
 
+_c10d = torch.ops._c10d_functional
 _SLICE_COPY = torch.ops.aten.slice_copy.Tensor
 
 
@@ -96,6 +100,63 @@ class Costs:
             ms = self.machine.network_ms(kind_of(node) or "all_to_all", ranks, nbytes)
             self._known[key] = nccl_estimate_ms(node, nbytes) if ms is None else ms
         return self._known[key]
+
+    def as_kind(self, kind: str, like: fx.Node, nbytes: int) -> float:
+        """Milliseconds of a collective that is not in the graph, in the group of one that is.
+
+        Args:
+            kind: as of :class:`.Machine`.
+            like: of that group, and with such values.
+            nbytes: input and output.
+
+        Raises:
+            ValueError: as of :meth:`collective`.
+        """
+        ranks, graph = group_size(like), fx.Graph()
+        value = graph.placeholder("value")
+        rest: dict[str, tuple[Any, ...]] = {
+            "all_gather": (_c10d.all_gather_into_tensor.default, ranks),
+            "reduce_scatter": (_c10d.reduce_scatter_tensor.default, "sum", ranks),
+            "all_reduce": (_c10d.all_reduce.default, "sum"),
+            "all_to_all": (_c10d.all_to_all_single.default, [], []),
+        }
+        target, *arguments = rest[kind]
+        node = graph.call_function(target, (value, *arguments, group_name(like)))
+        value.meta["val"] = node.meta["val"] = like.meta["val"]
+        return self.collective(node, nbytes)
+
+    def in_rank_order(self, members: Sequence[fx.Node]) -> list[tuple[int, float]]:
+        """What an all-to-all, or what else :func:`.steps_of` says, would make of reductions.
+
+        Args:
+            members: of one bucket.
+
+        Returns:
+            For each collective the bytes that a rank receives, and milliseconds. The first one's
+            are added up behind it.
+        """
+        first, found = members[0], list[tuple[int, float]]()
+        kind, ranks = kind_of(first), group_size(first)
+        assert kind is not None
+        whole = sum(self.collective_bytes(m) - self.result_bytes(m) for m in members)
+        for step in steps_of(kind, ranks):
+            sent = -(-whole // ranks) if found else whole
+            received = whole * ranks if step == "all_gather" and not found else whole
+            found.append((received, self.as_kind(step, first, sent + received)))
+        return found
+
+    def with_rings(self, nodes: Sequence[fx.Node], ms: Sequence[float]) -> list[float]:
+        """``ms`` of ``nodes``, but with reductions where they are sums in rank order."""
+        found = list(ms)
+        for i, node in enumerate(nodes):
+            kind = replaced_kind(node)
+            if node.target is SUM or (kind is not None and node.args[0].target is SUM):  # type: ignore[union-attr]
+                found[i] = 0.0
+            elif kind is not None and kind != kind_of(node):
+                sent = self.result_bytes(node.all_input_nodes[0])
+                result = sent // group_size(node) if kind == "reduce_scatter" else sent
+                found[i] = self.as_kind(kind, node, sent + result)
+        return found
 
     def _ranks_of(self, group: str) -> tuple[int, ...]:
         if group not in self._ranks:

@@ -102,6 +102,7 @@ class KeepPlanner:
         machine: what the cost model times nodes for.
         size_hints: as of :func:`.backend`.
         kinds: of these, the collectives of a unit are taken to be merged into one.
+        rank_order: see :func:`.merged_model`.
 
     Raises:
         TypeError: as of :func:`.schedule`.
@@ -116,13 +117,15 @@ class KeepPlanner:
         machine: Machine = H100,
         size_hints: SizeHints | GivenHints = None,
         kinds: Collection[Kind] = KINDS[:2],
+        rank_order: bool = False,
     ) -> None:
         clock = time.perf_counter()
         self.hints = SizeHints.of(size_hints)
         self.machine = machine
         self._policies = policies_of(policies)
         with paused_gc():
-            self.partitioned = PartitionedModel(graph, Costs(machine, self.hints), unit_of, kinds)
+            costs = Costs(machine, self.hints)
+            self.partitioned = PartitionedModel(graph, costs, unit_of, kinds, rank_order)
             self._held = HeldBytes(self.partitioned)
         self.candidates = [k for k, unit in enumerate(self.partitioned.units) if unit.held]
         self._ranked = sorted(self.candidates, key=self._worth, reverse=True)

@@ -7,6 +7,7 @@ bucket::
 
     gathers         ag(a) w(a) ... ag(b) w(b) ...        pack AG wait copy(a) copy(b) ... ...
     reductions      rs(a) w(a) ... rs(b) w(b) ...        ... ... pack RS wait ...
+    in rank order                                        ... ... pack all-to-all wait sum ...
 
 A gather bucket stands where its first member stood, behind what leads from parameters to the later
 ones; any other bucket stands behind its last member. The rest keeps its order as far as
@@ -23,9 +24,10 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from ..bucketing.all_to_all import replaceable
 from ..bucketing.pack import packed_value
 from ..bucketing.plan import Bucket
-from ..graph.collectives import Kind
+from ..graph.collectives import Kind, group_size, kind_of
 from .cost import Costs
 from .model import Model, Row
 
@@ -34,13 +36,17 @@ __all__ = [
 ]
 
 
-def merged_model(model: Model, buckets: Sequence[Bucket], costs: Costs) -> Model | None:
+def merged_model(
+    model: Model, buckets: Sequence[Bucket], costs: Costs, rank_order: bool = False
+) -> Model | None:
     """The model that :func:`.model_of` would give, nearly, once ``buckets`` are merged.
 
     Args:
         model: of the graph that the buckets are planned for.
         buckets: with members that have one wait each and are in one bucket.
         costs: as for ``model``.
+        rank_order: whether reductions, merged or not, become all-to-alls and sums afterwards, see
+            :mod:`.bucketing.all_to_all`: what a rank receives is as large as what it sends.
 
     Returns:
         None if a member has no wait, or if the buckets would make a cycle with what keeps its
@@ -50,22 +56,31 @@ def merged_model(model: Model, buckets: Sequence[Bucket], costs: Costs) -> Model
     place = {node: i for i, node in enumerate(model.dependencies.nodes)}
     wait_of = {start: i for i, start in enumerate(model.start_of) if start >= 0}
     merged = []
-    for bucket in buckets:
+    replaced = replaceable(place) if rank_order else {}
+    done = {m for bucket in buckets for m in bucket.members}
+    alone = [n for n in replaced if n not in done]
+    for bucket in (*buckets, *(Bucket(k, None, (n,)) for n in alone if (k := kind_of(n)))):
         starts = [place[m] for m in bucket.members]
         if not all(s in wait_of for s in starts):
             return None
-        merged.append(_Merged(bucket, starts, [wait_of[s] for s in starts]))
+        in_order = all(m in replaced for m in bucket.members)
+        merged.append(_Merged(bucket, starts, [wait_of[s] for s in starts], in_order))
     order = _Sorted(model, merged).order()
     return None if order is None else _Rewritten(model, merged, costs, place).model(order)
 
 
 @dataclass
 class _Merged:
-    """A bucket, with the places of its starts and of their waits in the same order."""
+    """A bucket, with the places of its starts and of their waits in the same order.
+
+    Args:
+        rank_order: whether its members are added up by an all-to-all.
+    """
 
     bucket: Bucket
     starts: list[int]
     waits: list[int]
+    rank_order: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -242,6 +257,9 @@ class _Rewritten:
         gathers = m.kind == "all_gather"
         results = [s for i in m.starts for s in old.liveness.allocates[i]]
         inputs = dict.fromkeys(s for i in m.starts for s in self._now(self._packed(i)))
+        if m.rank_order:
+            self._add_rank_order(m, results, tuple(inputs))
+            return
         moved = [costs.collective_bytes(member) for member in m.bucket.members]
         gathered = [costs.result_bytes(member) for member in m.bucket.members]
         packed = sum(moved) - sum(gathered)
@@ -280,6 +298,36 @@ class _Rewritten:
                 mine, node = old.liveness.allocates[i], old.dependencies.nodes[w]
                 copy_ms = costs.kernel(2 * nbytes)
                 self._at[w] = self._add(Row(node, [wait], mine, (buffer, *mine), copy_ms))
+
+    def _add_rank_order(self, m: _Merged, results: Sequence[int], inputs: tuple[int, ...]) -> None:
+        """Add an all-to-all of the packed gradients, their sum, and the gather behind it if any."""
+        old, costs = self._old, self._costs
+        members, group = m.bucket.members, old.group[m.starts[0]]
+        first, wait = members[0], old.dependencies.nodes[m.waits[0]]
+        result = self._instead[results[0]] if results else self._storage(0)
+        sent, needs = inputs, self._needed_by(m.starts)
+        if len(members) > 1:
+            packed = sum(costs.collective_bytes(n) - costs.result_bytes(n) for n in members)
+            sent = (self._storage(packed),)
+            needs = [self._add(Row(first, needs, sent, sent + inputs, costs.kernel(2 * packed)))]
+        for n, (nbytes, ms) in enumerate(steps := costs.in_rank_order(members)):
+            buffer = result if n else self._storage(nbytes)
+            both, reduces = (*sent, buffer), m.kind == "reduce_scatter"
+            start = self._add(Row(first, needs, (buffer,), both, ms, group, reduces=reduces))
+            needs = [start] if n else [start, *self._needed_by(m.waits)]
+            needs = [self._add(Row(wait, needs, (), both, start_of=start, view=True))]
+            if n:
+                continue
+            self._members[start] = members
+            part = result
+            if len(steps) > 1:
+                part = self._storage(-(-nbytes // group_size(first)))
+            sum_ms = costs.kernel(nbytes + self._size[part])
+            needs = [self._add(Row(wait, needs, (part,), (buffer, part), sum_ms))]
+            sent = (part,)
+            self._at[m.starts[0]] = start
+        for i, w in zip(m.starts, m.waits, strict=True):
+            self._at[i], self._at[w] = self._at[m.starts[0]], needs[0]
 
     def _packing(self, m: _Merged, packed: int) -> tuple[int, float]:
         """Bytes and milliseconds of what a gather bucket is packed from; none where ranks differ in

@@ -83,6 +83,7 @@ class PartitionedModel:
         unit_of: which parameters are kept or not together. Without a unit a parameter is gathered
             again.
         kinds: of these, the collectives of a unit are merged into one.
+        rank_order: see :func:`.merged_model`.
 
     Attributes:
         units: in the order of their numbers.
@@ -94,14 +95,19 @@ class PartitionedModel:
     """
 
     def __init__(
-        self, graph: fx.Graph, costs: Costs, unit_of: UnitOf, kinds: Collection[Kind] = KINDS[:2]
+        self,
+        graph: fx.Graph,
+        costs: Costs,
+        unit_of: UnitOf,
+        kinds: Collection[Kind] = KINDS[:2],
+        rank_order: bool = False,
     ) -> None:
         analysis = GraphAnalysis(graph, costs.hints, donated=lambda node: False)
         joint = model_of(analysis, costs)
         units = _units(graph, unit_of)
         split = _Split(graph, joint, {n for u in units for n in u.chains})
         both = split.forward_model(), split.backward_model()
-        self.forward, backward = (_merged(m, unit_of, kinds, costs) for m in both)
+        self.forward, backward = (_merged(m, unit_of, kinds, costs, rank_order) for m in both)
         self.backward = backward
         self._owners: dict[fx.Node, set[int]] = {}
         for k, unit in enumerate(units):
@@ -291,7 +297,9 @@ def _unit_of(start: fx.Node, unit_of: UnitOf) -> tuple[int, str] | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _merged(model: Model, unit_of: UnitOf, kinds: Collection[Kind], costs: Costs) -> Model:
+def _merged(
+    model: Model, unit_of: UnitOf, kinds: Collection[Kind], costs: Costs, rank_order: bool
+) -> Model:
     """The model with one collective per unit, kind, group and dtype, where that can be."""
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in model.dependencies.nodes:
@@ -306,5 +314,5 @@ def _merged(model: Model, unit_of: UnitOf, kinds: Collection[Kind], costs: Costs
         kind = kind_of(starts[0])
         if len(starts) > 1 and kind is not None:
             buckets.append(Bucket(kind, None, tuple(starts)))
-    found = merged_model(model, buckets, costs) if buckets else model
+    found = merged_model(model, buckets, costs, rank_order) if buckets or rank_order else model
     return model if found is None else found

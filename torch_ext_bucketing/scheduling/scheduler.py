@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 import torch.fx as fx
 
 from .._gc import paused_gc
+from ..fsdp.all_to_all import SUM
 from ..graph.analysis import GraphAnalysis
 from ..graph.dependencies import Precedence
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.schedule import ScheduleReport
-from .cost import H100, Machine, check_machine
+from .cost import H100, Costs, Machine, check_machine
 from .list_schedule import ROUNDING, ListScheduler, list_schedule
 from .model import Model, model_of
 from .options import Options
@@ -108,9 +109,11 @@ def schedule(
     )
     try:
         with paused_gc():
-            model = model_of(analysis, machine)
+            costs = Costs(machine, analysis.hints)
+            model = model_of(analysis, costs)
             report, order = schedule_model(model, policies, reference_bytes)
-            report = replace(report, machine=machine.describe())
+            price = _rank_order_ms(model, order, costs)
+            report = replace(report, machine=machine.describe(), rank_order_ms=price)
         if not model.dependencies.is_order(order):
             raise AssertionError("the order breaks a dependency")
         _reorder(graph, model.dependencies, order)
@@ -285,6 +288,15 @@ def _cost(
     if free is None:
         free = Timeline.of(model, list_schedule(model, taken.free))
     return max(0.0, taken.timeline.step_ms - free.step_ms)
+
+
+def _rank_order_ms(model: Model, order: Sequence[int], costs: Costs) -> float | None:
+    """See :class:`.ScheduleReport`."""
+    nodes = model.dependencies.nodes
+    if not any(n.target is SUM for n in nodes):
+        return None
+    rings = replace(model, ms=costs.with_rings(nodes, model.ms))
+    return Timeline.of(model, order).step_ms - Timeline.of(rings, order).step_ms
 
 
 def _reorder(graph: fx.Graph, dependencies: Precedence, order: Sequence[int]) -> None:

@@ -1,0 +1,196 @@
+"""Train models with gradients added in the order of the ranks, and look for a second result.
+
+    python benchmarks/rank_order.py
+    python benchmarks/rank_order.py --models moe --topologies 2x2 --backend inductor
+
+Each model is trained under eager FSDP2 with ``AllToAllReduceScatter`` (per block, and as one unit),
+and compiled with ``ReduceByAllToAll`` for each byte cap and each schedule, on every topology. All
+weights of all ranks make one hash per run: there has to be one of a model and mesh, wherever the
+nodes end. Rings are run beside them (two sets of eager's units, two byte caps), to see how many
+results they have on the same model.
+
+Exit status: 0 if every model and mesh has one hash, 1 if one has more or a rank failed, 2 for bad
+options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+import torch_ext_bucketing as teb
+from benchmarks.command import (
+    add_json,
+    add_number,
+    document_of,
+    names_of,
+    parser_of,
+    sayer,
+    title,
+    write_json,
+)
+from benchmarks.parity_base import Unit
+from benchmarks.parity_models import MODELS, build
+from benchmarks.parity_ranks import Runs, mesh_of, row_group
+from benchmarks.parity_rows import Row
+from torch_ext_bucketing.graph.collectives import KINDS
+from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
+
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "1x4": {"nodes": 1},
+    "2x2": {"nodes": 2},
+    "4x1": {"nodes": 4},
+    "HSDP 2x2": {"nodes": 2, "mesh": (2, 2), "mode": "hybrid_shard"},
+}
+"""Nodes x ranks per node."""
+WIDTH = 256
+CAPS_MB = (1.0, 25.0, 500.0)
+SCHEDULES: dict[str, list[Any]] = {
+    "graph order": [],
+    "overlap": [teb.Schedule(teb.Overlap())],
+    "memory": [teb.Schedule([teb.Overlap(), teb.PeakMemory(ratio=1.0), teb.CapComputeRun(2)])],
+}
+
+
+class RankOrderRuns(Runs):
+    """A model in many ways, each with a name and a hash of this rank's weights."""
+
+    one_unit = False
+
+    def plain(self) -> tuple[nn.Module, DeviceMesh]:
+        """Wide enough for several buckets of 1 MiB."""
+        return build(self.row.model, layers=self.row.layers, dim=WIDTH), self.mesh
+
+    def units(self, model: nn.Module) -> list[Unit]:
+        """As of the row, or the whole model as one."""
+        return [""] if self.one_unit else super().units(model)
+
+    def all(self) -> Iterator[tuple[str, str]]:
+        """Sums in rank order first, then rings, whose names begin so."""
+        for rings in (False, True):
+            for self.one_unit in (False, True):
+                model = self.eager()
+                for module in model.modules():
+                    if isinstance(module, FSDPModule) and not rings:
+                        module.set_custom_reduce_scatter(teb.AllToAllReduceScatter())
+                name = f"eager, {'one unit' if self.one_unit else 'per block'}"
+                yield f"{'rings ' * rings}{name}", self._hash(model, model)
+            self.one_unit = False
+            for cap in CAPS_MB[::2] if rings else (None, *CAPS_MB):
+                for schedule, passes in SCHEDULES.items():
+                    if rings and passes:
+                        continue
+                    name = f"{'per unit' if cap is None else f'{cap:g} MiB'}, {schedule}"
+                    yield f"{'rings ' * rings}{name}", self._compiled(cap, rings, passes)
+
+    def _compiled(self, cap: float | None, rings: bool, schedule: list[Any]) -> str:
+        model = self.sharded()
+        if cap is None:
+            order = teb.FSDPParamOrder.from_model(model, units=self.units(model))
+            bucket: Any = teb.BucketUnits(order, KINDS)
+        else:
+            bucket = teb.BucketByCap(cap, kinds=KINDS)
+        hybrid = [teb.ReduceScatterFirst()] if len(self.row.mesh) > 1 else []
+        passes = [teb.CombineUses(), *hybrid, teb.ReshardAfterForward(), bucket]
+        passes += [] if rings else [teb.ReduceByAllToAll()]
+        compiler = teb.backend(self.row.backend, [*passes, *schedule], model=model)
+        return self._hash(model, self.compiled(model, compiler))
+
+    def _hash(self, model: nn.Module, run: Callable[..., Any]) -> str:
+        return self.train(model, self.step(model, run)).digests[-1]
+
+
+def _run(rank: Rank, row: Row, steps: int) -> None:
+    with row_group(rank, row):
+        for name, found in RankOrderRuns(rank, row, mesh_of(row), steps).all():
+            rank.send((name, found))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    args = _parser().parse_args(argv)
+    say = sayer(time.monotonic())
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    failed = False
+    for model in args.models:
+        for topology in args.topologies:
+            row = Row(f"{model}/{topology}", model, backend=args.backend, **TOPOLOGIES[topology])
+            hashes: dict[str, dict[int, str]] = {}
+
+            def on_message(
+                rank: int, message: tuple[str, str], hashes: dict[str, dict[int, str]] = hashes
+            ) -> None:
+                hashes.setdefault(message[0], {})[rank] = message[1]
+
+            try:
+                run_ranks(
+                    _run, row.ranks, row, args.steps, timeout_s=args.timeout, on_message=on_message
+                )
+            except RankError as error:
+                print(f"rank_order.py: {row.name}: {error}", file=sys.stderr)
+                failed = True
+            whole = {
+                name: hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()[:12]
+                for name, ranks in hashes.items()
+                if len(ranks) == row.ranks
+            }
+            found.setdefault(model, {})[topology] = whole
+            say(f"{row.name}: {len(whole)} runs")
+            write_json(args.json, found)
+    print(f"{title(document_of('benchmarks/rank_order.py', argv))}\n")
+    text, passed = render(found)
+    print(text)
+    return 0 if passed and not failed else 1
+
+
+def render(found: dict[str, dict[str, dict[str, str]]]) -> tuple[str, bool]:
+    """The table, and whether every model has one hash per mesh."""
+    rows = [["model", "topology", "runs", "hashes", "hash", "rings: runs", "hashes"]]
+    of_mesh: dict[tuple[str, int], set[str]] = {}
+    for model, topologies in found.items():
+        for topology, runs in topologies.items():
+            rings = [v for k, v in runs.items() if k.startswith("rings")]
+            sums = [v for k, v in runs.items() if not k.startswith("rings")]
+            of_mesh.setdefault((model, topology.count("HSDP")), set()).update(sums)
+            numbers = [str(len(rings)), str(len({*rings}))]
+            one = ", ".join(dict.fromkeys(sums))
+            rows.append([model, topology, str(len(sums)), str(len({*sums})), one, *numbers])
+    passed = all(len(hashes) == 1 for hashes in of_mesh.values())
+    return columns(rows), passed
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("rank_order.py", __doc__)
+    for name, values, given in (
+        ("models", tuple(MODELS), ("llama", "moe", "uneven")),
+        ("topologies", tuple(TOPOLOGIES), tuple(TOPOLOGIES)),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=names_of(values),
+            default=list(given),
+            metavar="LIST",
+            help=f"separated by commas (default: {','.join(given)})",
+        )
+    parser.add_argument("--backend", choices=("aot_eager", "inductor"), default="aot_eager")
+    add_number(parser, "steps", 3, "optimizer steps")
+    add_number(parser, "timeout", 1800, "seconds for a model on a topology")
+    add_json(parser, "written after every topology")
+    return parser
+
+
+if __name__ == "__main__":
+    preload("benchmarks.parity_ranks")
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""What Inductor makes of this package's operators."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from .private import private_torch
+
+__all__ = ["lower_sum"]
+
+
+def lower_sum(target: Any) -> None:
+    """Have Inductor, where it is in use, make one kernel of a sum in rank order.
+
+    The kernel reads each rank's part once, adds in the order of the ranks in registers and writes
+    the sum; what reads the sum element by element becomes part of it. Elsewhere, and where this was
+    not called, the operator itself runs.
+
+    Args:
+        target: the operator, ``(received, ranks, accumulate, average) -> sum``.
+    """
+    if "torch._inductor.compile_fx" not in sys.modules:
+        return
+    with private_torch():
+        from torch._inductor.ir import Pointwise
+        from torch._inductor.lowering import lowerings, register_lowering
+        from torch._inductor.virtualized import ops
+
+    if target in lowerings:
+        return
+
+    @register_lowering(target, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    def _(received: Any, ranks: int, accumulate: torch.dtype, average: bool) -> Any:
+        received.realize()
+        load, dtype = received.make_loader(), received.get_dtype()
+        wide = torch.promote_types(dtype, accumulate)
+        part = received.get_numel() // ranks
+
+        def added(index: Any) -> Any:
+            (i,) = index
+            total = None
+            for rank in range(ranks):
+                element = load([i + rank * part])
+                if wide is not dtype:
+                    element = ops.to_dtype(element, wide, src_dtype=dtype)
+                total = element if total is None else ops.add(total, element)
+            if average:
+                total = ops.mul(total, ops.constant(1 / ranks, wide))
+            return total if wide is dtype else ops.to_dtype(total, dtype, src_dtype=wide)
+
+        total = Pointwise.create(
+            device=received.get_device(), dtype=dtype, inner_fn=added, ranges=[part]
+        )
+        if dtype.itemsize > 2:
+            return total
+        # Inductor leaves out a rounding to 16 bits where the same kernel goes on with the value.
+        # Before bits can be seen as an integer they must have been rounded.
+        view = lowerings[torch.ops.aten.view.dtype]
+        return view(view(total, torch.int16), dtype)

@@ -1,0 +1,149 @@
+"""Reductions whose bits no bucket changes: an all-to-all, and a sum over the ranks in their order.
+
+A ring adds an element's contributions in an order that depends on where the element lies in the
+buffer, and rounds each partial sum to the wire's dtype. Here every rank gets all contributions to
+its own part and adds them itself. Of the packed buffer ``g`` of n ranks::
+
+    before    g [n * k] ----------> reduce_scatter avg -> wait ------------------------> [k]
+
+    after     g [n * k] ----------> all_to_all -> wait -> sum in rank order -----------> [k]
+
+    before    g [m] --------------> all_reduce avg -> wait ----------------------------> [m]
+
+    after     g [m] -> pad [n * k] -> all_to_all -> wait -> sum in rank order -> [k]
+                                   -> all_gather -> wait -> slice ---------------------> [m]
+
+    after     g [m] --------------> all_gather -> wait -> sum in rank order -----------> [m]
+    (n = 2)
+
+The sum is a chain of additions, not a ``sum`` over a dimension, whose order is up to the kernel. It
+is one operator (:func:`.sum_in_rank_order`), so that a graph is as large for 512 ranks as for 2,
+and for Inductor one kernel that reads the buffer once (:mod:`._torch.lowering`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.fx as fx
+
+from .._torch.process_groups import group_by_name, ranks_of
+from ..fsdp.all_to_all import SUM, steps_of
+from ..fsdp.tags import mark_replaced, tag_of
+from ..graph.collectives import argument, group_name, group_size, is_wait, kind_of, reduce_op
+from .groups import is_inside
+from .merge import BACKWARD
+from .pack import Writer, packed_value
+
+__all__ = ["reduce_by_all_to_all", "replaceable"]
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def reduce_by_all_to_all(graph: fx.Graph, accumulate: torch.dtype) -> None:
+    """Replace the reductions of a graph that add up gradients.
+
+    Args:
+        graph: a tagged graph, changed in place.
+        accumulate: the dtype of the sums.
+    """
+    for start in replaceable(graph.nodes):
+        _replace(graph, start, accumulate)
+
+
+def replaceable(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """The reductions among the nodes of a graph that add up gradients over data-parallel ranks.
+
+    Not an all-reduce inside one of these ranks, as of tensor parallelism, whose result another
+    reduction of the same parameter adds up: a process group adds it for eager FSDP2 as well.
+    """
+    found = [node for node in nodes if _adds_gradients(node)]
+    groups: dict[str, dict[str, None]] = {}
+    for node in found:
+        for fqn in _fqns(node):
+            groups.setdefault(fqn, {})[group_name(node)] = None
+    names = {group: None for of_one in groups.values() for group in of_one}
+    ranks = {name: ranks_of(group_by_name(name)) for name in names}
+
+    def inside(start: fx.Node) -> bool:
+        mine, others = ranks[group_name(start)], (g for f in _fqns(start) for g in groups[f])
+        return any(is_inside(mine, ranks[other]) for other in others)
+
+    return {n: None for n in found if kind_of(n) != "all_reduce" or not inside(n)}
+
+
+def _fqns(start: fx.Node) -> tuple[str, ...]:
+    tag = tag_of(start)
+    return () if tag is None else tag.fqns
+
+
+def _adds_gradients(start: fx.Node) -> bool:
+    """Whether it adds up gradients of parameters, and one wait alone reads it."""
+    if start.target not in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default):
+        return False
+    return (
+        tag_of(start) is not None
+        and reduce_op(start) in ("sum", "avg")
+        and start.meta["val"].dtype in _DTYPES
+        and group_size(start) > 1
+        and len(start.users) == 1
+        and is_wait(next(iter(start.users)))
+    )
+
+
+def _replace(graph: fx.Graph, start: fx.Node, accumulate: torch.dtype) -> None:
+    """Replace a reduction. Its start becomes that of the all-to-all or the gather, under the same
+    name, by which reports know it; the sum stands behind its wait."""
+    (wait,) = start.users
+    readers = list(wait.users)
+    ranks, group = group_size(start), argument(start, "group_name")
+    average, kind = reduce_op(start) == "avg", kind_of(start)
+    assert kind is not None
+    value = packed_value(start)
+    dtype = value.meta["val"].dtype
+    w = Writer(graph, [start])
+    shape = w.shape(wait)
+    with graph.inserting_before(start):
+        size = w.numel(value)
+        flat = w.reshape(value, [size])
+        steps = steps_of(kind, ranks, isinstance(size, int))
+        if kind == "reduce_scatter":
+            part = w.divided(size, ranks)
+        elif steps == ("all_gather",) or not isinstance(size, int):
+            part = size
+        else:
+            part = -(-size // ranks)
+            if part * ranks > size:
+                padding = [flat, [0, part * ranks - size]]
+                flat = w.new(_aten.constant_pad_nd.default, padding, {}, dtype, [part * ranks])
+    mark_replaced(start)
+    if steps == ("all_gather",):
+        w.change(start, _c10d.all_gather_into_tensor.default, flat, ranks, group)
+    else:
+        splits = [part] * ranks
+        w.change(start, _c10d.all_to_all_single.default, flat, splits, list(splits), group)
+    w.change(wait, _c10d.wait_tensor.default, start)
+    with graph.inserting_before(wait.next):
+        result = w.new(SUM, [wait, ranks, accumulate, average], {}, dtype, [part])
+        if len(steps) > 1:
+            gather = w.new(
+                _c10d.all_gather_into_tensor.default,
+                [result, ranks, group],
+                {},
+                dtype,
+                [w.times(part, ranks)],
+            )
+            result = w.wait(gather, [w.times(part, ranks)])
+            if w.times(part, ranks) != size:
+                result = w.view(_aten.slice.Tensor, [result, 0, 0, size], [size])
+        if shape != [size if kind == "all_reduce" else part]:
+            result = w.view(_aten.view.default, [result, shape], shape)
+    for reader in readers:
+        reader.replace_input_with(wait, result)
+    if BACKWARD in start.meta:
+        for node in w.nodes:
+            node.meta[BACKWARD] = True
