@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from ..fqns import canonical_fqn, canonical_modules, own_parameters
+from ..fqns import canonical_fqn, own_parameters
 from .private import private_torch
 
 with private_torch():
@@ -85,7 +85,7 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
             "from_model() for a model that stays unwrapped"
         )
     names = _ParameterPlaces(model)
-    module_names = {module: fqn for fqn, module in reversed(canonical_modules(model).items())}
+    module_names = {m: canonical_fqn(n) for n, m in model.named_modules()}
     groups: list[ParamGroup] = []
     for state in _in_call_order(states):
         for group in _groups_of(state):
