@@ -466,7 +466,7 @@ class Runs:
     def passes(self, model: nn.Module, eager: nn.Module) -> list[GraphPass]:
         """The recipe, with what eager FSDP2 gathers again: all but the root's own parameters."""
         passes = recipe(model, units=self.units(model))
-        order = next(p.payload_order for p in passes if isinstance(p, BucketUnits))
+        order = next(p.units for p in passes if isinstance(p, BucketUnits))
         assert isinstance(order, FSDPParamOrder)
         again = ReshardAfterForward(keep=order.units[-1])
         if self.row.to:
