@@ -130,6 +130,10 @@ def graph_order(model: nn.Module) -> Any:
     return [teb.CombineUses(), teb.BucketUnits(order, payload_order=None)]
 
 
+def rank_order(model: nn.Module) -> Any:
+    return teb.recipe(model, reduce="all_to_all")
+
+
 def all_but_last(model: Model, mesh: Any) -> None:
     last, model.last = model.last, nn.Identity()
     teb.data_parallel(model, mesh)

@@ -40,7 +40,8 @@ ORDERS: dict[str, Case] = {
     "units": {"build": models.sound, "passes": models.other_units},
     "payload order": {"build": models.sound, "passes": models.graph_order},
 }
-HYBRID: dict[str, Case] = {
+MORE: dict[str, Case] = {
+    "unknown": {"build": models.sound, "passes": models.rank_order},
     "hybrid order": {
         "build": models.sound,
         "shard": models.replicas_first,
@@ -50,7 +51,7 @@ HYBRID: dict[str, Case] = {
 }
 
 
-GROUPS = {"models": (2, MODELS), "orders": (4, ORDERS), "hybrid": (4, HYBRID)}
+GROUPS = {"models": (2, MODELS), "orders": (4, ORDERS), "more": (4, MORE)}
 
 
 def compare_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Comparison]:
@@ -75,7 +76,7 @@ def compared(group: str) -> dict[str, Comparison]:
     [
         *(("models", name) for name in MODELS),
         *(("orders", name) for name in ORDERS),
-        *(pytest.param("hybrid", name, marks=pytest.mark.slow) for name in HYBRID),
+        *(pytest.param("more", name, marks=pytest.mark.slow) for name in MORE),
     ],
 )
 def test_the_cause_is_named(group: str, name: str):

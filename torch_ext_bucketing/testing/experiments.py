@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,15 +183,7 @@ _WAYS: dict[str, Callable[[nn.Module], Run]] = {
 """How far a model goes through the compiler."""
 
 
-def _dynamo(search: _Search) -> Iterator[Cause]:
-    yield from _traced(search, "Dynamo", "eager", "Dynamo")
-
-
-def _decompositions(search: _Search) -> Iterator[Cause]:
-    yield from _traced(search, "decompositions", "Dynamo", "AOTAutograd")
-
-
-def _traced(search: _Search, name: CauseName, before: str, after: str) -> Iterator[Cause]:
+def _traced(name: CauseName, before: str, after: str, search: _Search) -> Iterator[Cause]:
     names = search.ordered(unlike(search.on_one(before), search.on_one(after)))
     if names:
         search.trial.say(f"one rank: the first module that {after} changes")
@@ -411,8 +404,8 @@ def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:
 
 _Experiment = Callable[[_Search], Iterator[Cause]]
 _ON_ONE_RANK: dict[CauseName, _Experiment] = {
-    "Dynamo": _dynamo,
-    "decompositions": _decompositions,
+    "Dynamo": partial(_traced, "Dynamo", "eager", "Dynamo"),
+    "decompositions": partial(_traced, "decompositions", "Dynamo", "AOTAutograd"),
     "Inductor": _inductor,
     "activations": _activations,
 }
