@@ -544,9 +544,7 @@ def wrap_units(
 
 def in_graph_order(bucket: BucketUnits) -> BucketUnits:
     """The same buckets, packed in graph order."""
-    order = bucket.payload_order
-    assert isinstance(order, FSDPParamOrder)
-    return BucketUnits(order, kinds=bucket.kinds, payload_order=None)
+    return BucketUnits(bucket.units, kinds=bucket.kinds, payload_order=None)
 
 
 def checkpoint_blocks(model: nn.Module, kind: str) -> None:
