@@ -76,11 +76,12 @@ class Translator(ParityModel):
 class Level(nn.Module):
     """A level of a U-Net, on the way down, or up with what was there on the way down."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, up: bool) -> None:
         super().__init__()
         self.norm = RMSNorm(dim, 1e-5)
         self.conv = nn.Conv1d(dim, dim, 3, padding=1)
-        self.gate = nn.Linear(dim, dim)
+        if up:
+            self.gate = nn.Linear(dim, dim)
 
     def forward(
         self, x: torch.Tensor, *, skips: list[dict[str, torch.Tensor]] | None = None
@@ -97,7 +98,9 @@ class UNet(ParityModel):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, dim)
         self.depth = layers + 1
-        self.layers = nn.ModuleList(Level(dim) for _ in range(2 * self.depth + 1))
+        self.layers = nn.ModuleList(
+            Level(dim, up=i > self.depth) for i in range(2 * self.depth + 1)
+        )
         self.norm = RMSNorm(dim, 1e-5)
         self.head = nn.Linear(dim, VOCAB, bias=False)
 
