@@ -24,6 +24,7 @@ from benchmarks.parity_base import (
     batch_of,
     blocks_then_root,
 )
+from benchmarks.parity_hf import HF_MODELS
 from benchmarks.parity_reuse import REUSE_MODELS
 from benchmarks.parity_shared import SHARED_MODELS
 from benchmarks.parity_tensor import TensorDecoder
@@ -283,6 +284,8 @@ MODELS: dict[str, Model] = {
         name: Model(_of(kind), parallelism=FSDP_AND_HSDP, backends=("aot_eager",), group="shared")
         for name, kind in SHARED_MODELS.items()
     },
+    # Of transformers and timm.
+    **HF_MODELS,
     # Of named rows.
     "decoder": Model(_of(Llama, 32), parallelism=()),
     "frozen": Model(_of(Frozen), parallelism=()),

@@ -776,7 +776,7 @@ def test_the_cap_is_chosen_on_the_cost_model_and_the_graph_is_only_read():
 def test_no_step_is_faster_than_what_lets_caps_be_passed_over(graph, on):
     gm = graph()
     kinds, options = ("all_gather", "reduce_scatter"), {"eligible": lambda start: True}
-    search = _Search(GraphAnalysis(gm.graph), (Overlap(),), Costs(on), None, kinds, options)
+    search = _Search(GraphAnalysis(gm.graph), (Overlap(),), Costs(on), None, kinds, None, options)
     found = []
     for cap in (0.01, 0.05, 0.1, 1.0):
         apart = search.busiest_ms(cap)
