@@ -514,6 +514,7 @@ CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
     ),
     "Schedule": (4, lambda e: _run_pass(e, teb.Schedule(e.v.policies(), e.v.machine()))),
     "peak_bytes": (4, lambda e: peak_bytes(e.gm, e.rng.choice((None, lambda n: True)))),
+    "AddByUnit": (3, lambda e: _run_pass(e, teb.AddByUnit(e.model, e.v.names()))),
     "CombineUses": (4, _combine_uses),
     "ReduceScatterFirst": (4, lambda e: _run_pass(e, teb.ReduceScatterFirst())),
     "ReduceByAllToAll": (

@@ -26,6 +26,7 @@ from torch._inductor import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing._source import _sources
 from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.passes import cache_key as _cache_key
 from torch_ext_bucketing.passes.pipeline import Pipeline
@@ -371,3 +372,15 @@ def test_every_module_of_the_package_counts(tmp_path: Path):
     assert "torch" not in sys.modules
     """
     run_python("", tmp_path, args=("-c", textwrap.dedent(code), str(package)))
+
+
+def test_the_packages_digest_is_of_its_sources_alone(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name in ("a.py", "folder/b.py"):
+        (tmp_path / name).write_text(f"# {name}\n")
+    found = list(_sources(tmp_path))
+    assert found == ["a.py", "# a.py\n", "folder/b.py", "# folder/b.py\n"]
+    for name in ("__pycache__", "folder/__pycache__"):  # as the first import of a module leaves
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "b.cpython-311.pyc").touch()
+    assert list(_sources(tmp_path)) == found

@@ -601,7 +601,9 @@ def test_passes_are_switched_off_by_name(fake_world, monkeypatch):
 def test_an_unknown_name_to_switch_off_is_an_error(monkeypatch, name):
     monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", name)
     unknown = name.rpartition(",")[2]
-    known = "BucketAndSchedule, BucketByCap, BucketUnits, .*SeparateGroups, TagParameters"
+    known = (
+        "AddByUnit, BucketAndSchedule, BucketByCap, BucketUnits, .*SeparateGroups, TagParameters"
+    )
     with pytest.raises(ValueError, match=f"names {unknown}; the passes are {known}"):
         backend("aot_eager", [BucketUnits(UNITS)])
 

@@ -18,11 +18,11 @@ from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.testing.ring import on_ranks
 
 
-def lists(order, mesh, model):
+def lists(order, mesh, model, units):
     """Lists of passes by the name of the one that they are about."""
     return {
         "TagParameters": [teb.TagParameters(model)],
-        "AddByUnit": [teb.AddByUnit(model, ["layers.0", "layers.1", ""])],
+        "AddByUnit": [teb.AddByUnit(model, units)],
         "CombineUses": [teb.CombineUses()],
         "ReduceScatterFirst": [teb.ReduceScatterFirst()],
         "ReshardAfterForward": [teb.ReshardAfterForward(), teb.BucketUnits(order)],
@@ -39,9 +39,10 @@ def _each_pass(rank):
     where = mesh("fully_shard")
     model = shard("fully_shard")
     expected = gradients(model, model, rank)
-    order = teb.FSDPParamOrder.from_model(model, ["layers.0", "layers.1", ""])
+    units = ["layers.0", "layers.1", ""]
+    order = teb.FSDPParamOrder.from_model(model, units)
     found = {}
-    for name, passes in lists(order, where, model).items():
+    for name, passes in lists(order, where, model, units).items():
         torch._dynamo.reset()
         backend = teb.backend("aot_eager", passes)
         assert_equal(gradients(torch.compile(model, backend=backend), model, rank), expected)
@@ -90,7 +91,7 @@ def test_no_pass_is_left_out(fake_world):
     order = teb.FSDPParamOrder.from_fqns([["a"]])
     classes = [getattr(teb, name) for name in teb.__all__]
     passes = {c for c in classes if isinstance(c, type) and issubclass(c, teb.GraphPass)}
-    made = lists(order, flat, torch.nn.Linear(1, 1))
+    made = lists(order, flat, torch.nn.Linear(1, 1), [""])
     assert {c.__name__ for c in passes - {teb.GraphPass}} == set(made)
 
 

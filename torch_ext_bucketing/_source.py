@@ -55,14 +55,13 @@ def package_digest() -> str:
     return _PACKAGE
 
 
-def _sources(folder: Traversable, apart: tuple[str, ...] = ()) -> Iterator[str]:
-    """Names and sources of the modules in a folder and those below it, but for those ``apart``."""
+def _sources(folder: Traversable, apart: tuple[str, ...] = (), path: str = "") -> Iterator[str]:
+    """Paths and sources of the modules in a folder and those below it, but for those ``apart``."""
     for item in sorted(folder.iterdir(), key=lambda item: item.name):
         if item.is_dir() and item.name not in apart:
-            yield item.name
-            yield from _sources(item)
+            yield from _sources(item, path=f"{path}{item.name}/")
         elif item.name.endswith(".py"):
-            yield from (item.name, item.read_text(encoding="utf-8"))
+            yield from (path + item.name, item.read_text(encoding="utf-8"))
 
 
 _noted: dict[str, str] = {}

@@ -12,8 +12,10 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
 
-import torch.nn as nn
+if TYPE_CHECKING:  # names can be had without importing torch
+    import torch.nn as nn
 
 # Attribute under which each wrapper keeps the module that it wraps: ``torch.compile``
 # (OptimizedModule), ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``, FSDP1.
