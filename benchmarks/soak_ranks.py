@@ -306,7 +306,7 @@ def _layout_mismatches(
         for bucket in graph.buckets
         if not (graph.stage == "backward" and bucket.kind == "all_gather")
     ]
-    return layout_differences([p for p in payloads if len(p.members) > 1], bucket_payloads(mine))
+    return layout_differences(payloads, bucket_payloads(mine))
 
 
 def _resident_bytes() -> int:

@@ -74,10 +74,12 @@ def _payload(*members: tuple[str, int, int]) -> Payload:
 
 
 def test_layout_differences_name_what_lies_elsewhere():
-    eager = [_payload(("a", 0, 8), ("b", 8, 4)), _payload(("c", 0, 4))]
+    rest = _payload(("c", 0, 4), ("d", 4, 4))
+    eager = [_payload(("a", 0, 8), ("b", 8, 4)), rest]
     same = list(reversed(eager))
     assert layout_differences(eager, same) == []
-    swapped = [_payload(("b", 0, 4), ("a", 4, 8)), _payload(("c", 0, 4))]
+    assert layout_differences([*eager, _payload(("e", 0, 4))], same) == []  # no bucket of one
+    swapped = [_payload(("b", 0, 4), ("a", 4, 8)), rest]
     (text_,) = layout_differences(eager, swapped)
     assert "byte 0 is b (4 bytes), eager has a at byte 0 (8 bytes)" in text_
     other = [_payload(("a", 0, 8), ("b", 8, 4), ("c", 12, 4))]
