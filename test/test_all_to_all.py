@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from collective_graphs import C10D, all_reduce, reduce_scatter, run_all_ranks, s
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recipe_ranks import small_model, trained
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -33,8 +36,8 @@ from torch_ext_bucketing.scheduling.merged_model import merged_model
 from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.scheduling.timeline import Timeline
-from torch_ext_bucketing.testing.ranks import run_ranks
-from torch_ext_bucketing.testing.ring import RingTopology, on_ranks, ring_rank
+from torch_ext_bucketing.testing.ranks import RankError, run_ranks
+from torch_ext_bucketing.testing.ring import RingProcessGroup, RingTopology, on_ranks, ring_rank
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 RING = "ring"
@@ -316,7 +319,7 @@ def test_it_is_switched_off_inside_another_pass(fake_world, monkeypatch):
 
 @pytest.mark.parametrize(
     ("fake_world", "dtype"),
-    [(3, dtype) for dtype in DTYPES[:3]],
+    [*((3, dtype) for dtype in DTYPES[:3]), (70, torch.bfloat16)],
     indirect=["fake_world"],
 )
 def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
@@ -349,6 +352,35 @@ def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
         compiled = compile_fx_inner(gm, [value])
     (found,) = compiled([x.clone()])
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("fake_world", [3, 70], indirect=True)
+def test_inductor_reads_what_is_received_once(fake_world):
+    """One kernel packs, one adds, of more than 64 ranks in two loops; nothing else touches the
+    bucket, and a graph has as many nodes for 70 ranks as for 3."""
+    gm, _ = graph_of([("reduce_scatter", 4, [32], torch.bfloat16, "avg")] * 3, fake_world)
+    compilation = Compilation()
+    teb.BucketByCap(25)(gm, compilation)
+    nodes = len(gm.graph.nodes)
+    teb.ReduceByAllToAll()(gm, compilation)
+    assert len(gm.graph.nodes) == nodes + 2  # a view of the packed buffer, and the sum
+    inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+    context = torch._guards.TracingContext(inputs[0].fake_mode)
+    with torch._guards.tracing(context), inductor_config.patch(force_disable_caches=True):
+        _, (code,) = run_and_get_code(lambda: compile_fx_inner(gm, inputs))
+    kernels = re.findall(r"^ +(cpp_fused_\w+)\((.*)\)$", code, re.MULTILINE)
+    assert len(kernels) == 2  # on a GPU of 70 ranks three
+    ((received, packed),) = re.findall(
+        r"(\w+) = torch.ops._c10d_functional.all_to_all_single.default\((?:\w+\()?(\w+)", code
+    )
+    (name, arguments), *_ = kernels[1:]
+    assert arguments.split(", ")[0] == received
+    assert not any(packed in re.split(r"\W+", arguments) for _, arguments in kernels[1:])
+    at = code.index(f"{name} = async_compile")
+    source = code[at : code.index("''')", at)]
+    reads = source.count("loadu(in_ptr0"), source.count("in_ptr0[")
+    # Of three members' parts, each by itself; of the first 64 ranks, all at once.
+    assert (9 if fake_world == 3 else 64 + 3 * 6) in reads
 
 
 # --- real ranks ----------------------------------------------------------------------------------
@@ -464,6 +496,34 @@ def test_one_hash_of_inductor():
         ring, *sums = (rank["sums" if way != RING else RING, "", way] for way in ways[::-1])
         assert all(other == sums[0] for other in sums)
         assert ring != sums[0]
+
+
+def _fails_in(rank, methods, passes):
+    """The third reduction fails on rank 1."""
+    with ring_rank(rank, RingTopology(ranks_per_node=2)):
+        calls = []
+        method = next(name for name in methods if hasattr(RingProcessGroup, name))
+        called = getattr(RingProcessGroup, method)
+
+        def failing(*args, **kwargs):
+            calls.append(method)
+            if rank.rank == 1 and len(calls) == 3:
+                raise RuntimeError("the network is gone")
+            return called(*args, **kwargs)
+
+        setattr(RingProcessGroup, method, failing)
+        mesh = init_device_mesh("cpu", (rank.world_size,))
+        model = teb.data_parallel(small_model(layers=1), mesh)
+        trained(rank.rank, model, torch.compile(model, backend=teb.backend("aot_eager", passes)))
+
+
+@pytest.mark.parametrize("reduces", [[], [teb.ReduceByAllToAll()]], ids=["rings", "all-to-alls"])
+def test_a_fault_on_one_rank_ends_all_and_names_it(reduces):
+    # The newer name first, which C++ looks for.
+    methods = ("all_to_all_single", "alltoall_base") if reduces else ("_reduce",)
+    passes = [teb.BucketByCap(0.02), *reduces]
+    with pytest.raises(RankError, match=r"(?s)rank 1.*the network is gone"):
+        run_ranks(_fails_in, 4, methods, passes, timeout_s=300)
 
 
 def over_replicas(rank):

@@ -11,13 +11,17 @@ from .private import private_torch
 
 __all__ = ["lower_sum"]
 
+_MOST = 64
+"""Parts that one kernel adds."""
+
 
 def lower_sum(target: Any) -> None:
     """Have Inductor, where it is in use, make one kernel of a sum in rank order.
 
     The kernel reads each rank's part once, adds in the order of the ranks in registers and writes
-    the sum; what reads the sum element by element becomes part of it. Elsewhere, and where this was
-    not called, the operator itself runs.
+    the sum; what reads the sum element by element becomes part of it. Of more than 64 ranks there
+    is a kernel for each 64, which goes on with the sum of those before: one of 512 took a minute to
+    compile. Elsewhere, and where this was not called, the operator itself runs.
 
     Args:
         target: the operator, ``(received, ranks, accumulate, average) -> sum``.
@@ -27,7 +31,7 @@ def lower_sum(target: Any) -> None:
     with private_torch():
         from torch._inductor.ir import Pointwise
         from torch._inductor.lowering import lowerings, register_lowering
-        from torch._inductor.virtualized import ops
+        from torch._inductor.virtualized import V, ops
 
     if target in lowerings:
         return
@@ -39,21 +43,38 @@ def lower_sum(target: Any) -> None:
         wide = torch.promote_types(dtype, accumulate)
         part = received.get_numel() // ranks
 
-        def added(index: Any) -> Any:
-            (i,) = index
-            total = None
-            for rank in range(ranks):
-                element = load([i + rank * part])
-                if wide is not dtype:
-                    element = ops.to_dtype(element, wide, src_dtype=dtype)
-                total = element if total is None else ops.add(total, element)
-            if average:
-                total = ops.mul(total, ops.constant(1 / ranks, wide))
-            return total if wide is dtype else ops.to_dtype(total, dtype, src_dtype=wide)
+        def added(load_before: Any, some: range) -> Any:
+            """Of an index the sum of some parts, and of those before."""
 
-        total = Pointwise.create(
-            device=received.get_device(), dtype=dtype, inner_fn=added, ranges=[part]
-        )
+            def inner(index: Any) -> Any:
+                (i,) = index
+                total = None if load_before is None else load_before(index)
+                for rank in some:
+                    element = load([i + rank * part])
+                    if wide is not dtype:
+                        element = ops.to_dtype(element, wide, src_dtype=dtype)
+                    total = element if total is None else ops.add(total, element)
+                if some.stop < ranks:
+                    return total
+                if average:
+                    total = ops.mul(total, ops.constant(1 / ranks, wide))
+                return total if wide is dtype else ops.to_dtype(total, dtype, src_dtype=wide)
+
+            return inner
+
+        load_before = None
+        for first in range(0, ranks, _MOST):
+            some = range(first, min(first + _MOST, ranks))
+            total = Pointwise.create(
+                device=received.get_device(),
+                dtype=wide if some.stop < ranks else dtype,
+                inner_fn=added(load_before, some),
+                ranges=[part],
+            )
+            if some.stop < ranks:
+                total.realize()
+                V.graph.no_fuse_buffer_names.add(total.get_name())
+                load_before = total.make_loader()
         if dtype.itemsize > 2:
             return total
         # Inductor leaves out a rounding to 16 bits where the same kernel goes on with the value.
