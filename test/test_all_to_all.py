@@ -379,8 +379,9 @@ def test_inductor_reads_what_is_received_once(fake_world):
     at = code.index(f"{name} = async_compile")
     source = code[at : code.index("''')", at)]
     reads = source.count("loadu(in_ptr0"), source.count("in_ptr0[")
-    # Of three members' parts, each by itself; of the first 64 ranks, all at once.
-    assert (9 if fake_world == 3 else 64 + 3 * 6) in reads
+    # Of three members' parts, each by itself; of the first 64 ranks, all at once. What CPUs add
+    # in vectors they may add once more one by one, for what a vector is too long for.
+    assert 9 in reads if fake_world == 3 else sum(reads) == 64 + 3 * 6
 
 
 # --- real ranks ----------------------------------------------------------------------------------
