@@ -65,6 +65,8 @@ setup(
         "dev": ["ruff", "mypy"],
         # For explain --plot.
         "plot": ["matplotlib"],
+        # For the rows of `benchmarks/parity.py --models hf`.
+        "models": ["transformers", "timm"],
         # For test/test_torchtitan.py, on torch 2.15.
         "torchtitan": ["torchtitan==0.3.0"],
     },
