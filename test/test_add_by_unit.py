@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.fsdp2 import WRAPS_DATACLASSES
+from torch_ext_bucketing.fsdp.unit_inputs import give_nodes
 
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -301,6 +302,19 @@ def test_switched_off_there_are_no_hooks(monkeypatch):
     model = nn.Linear(2, 2)
     teb.backend("aot_eager", [teb.AddByUnit(model, [""])])
     assert hooks(model) == []
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_dict_with_a_default_stays_one(compiled):
+    class Reads(nn.Module):
+        def forward(self, given):
+            return given["x"] * len(given["none"])
+
+    model = Reads()
+    give_nodes([model])
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    x = torch.ones(3, requires_grad=True)
+    assert run(defaultdict(lambda: (1, 2), x=x)).tolist() == [2.0, 2.0, 2.0]
 
 
 def test_units_that_do_not_fit():

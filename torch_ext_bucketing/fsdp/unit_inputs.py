@@ -16,6 +16,7 @@ It is made by a hook before ``forward``, which Dynamo traces along with it.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -114,7 +115,10 @@ def _replace(value: Any, made: list[torch.Tensor]) -> Any:
         changes = {n: v for n, v, was in zip(names, new, old, strict=True) if _tensors(was)}
         return dataclasses.replace(value, **changes)
     if isinstance(value, dict):
-        return cls(dict(zip(value.keys(), new, strict=True)))
+        changed = dict(zip(value.keys(), new, strict=True))
+        if isinstance(value, defaultdict):  # at which eager FSDP2 fails, from 2.12 on
+            return cls(value.default_factory, changed)
+        return cls(changed)
     if hasattr(value, "_fields"):
         return cls(*new)
     return cls(new)

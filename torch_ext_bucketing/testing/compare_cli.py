@@ -7,12 +7,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, get_args
 
 from .comparison import Backend, Comparison, Dtype, Options
 from .ranks import Rank, RankError, run_ranks
-from .target import TargetError
+from .target import TargetError, output_file
 
 __all__ = ["add_parser", "compare"]
 
@@ -55,15 +54,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     for name in ("param-dtype", "reduce-dtype"):
         parser.add_argument(f"--{name}", choices=get_args(Dtype), help="default: the parameters'")
     parser.add_argument("--timeout", type=float, default=Options.timeout_s, dest="timeout_s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="also write the result to FILE"
+    )
     parser.set_defaults(run=run, parser=parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare; returns the exit status. Bad options end in ``parser.error`` (status 2)."""
-    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
-        args.parser.error(f"--json: {args.json} is a folder, or is in none that exists")
     given = {f.name: getattr(args, f.name) for f in fields(Options) if hasattr(args, f.name)}
     try:
         options = Options(**given)
