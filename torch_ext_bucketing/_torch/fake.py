@@ -13,8 +13,6 @@ with private_torch():
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["fake_mode_of", "fake_tensor"]
-
 
 def fake_mode_of(value: torch.Tensor) -> Any:
     """The mode of a fake tensor; None for any other tensor."""

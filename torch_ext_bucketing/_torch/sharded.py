@@ -14,8 +14,6 @@ from .private import private_torch
 with private_torch():
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["is_distributed", "is_part", "name_per_tensor", "placed", "shard_of"]
-
 _SHARD = "_local_tensor"
 
 

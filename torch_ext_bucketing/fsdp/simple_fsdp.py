@@ -27,12 +27,6 @@ from .._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
 from .._torch.sharded import is_distributed
 from ..fqns import own_parameters
 
-__all__ = [
-    "Mode",
-    "ReduceOnce",
-    "data_parallel",
-]
-
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
 
 _c10d = torch.ops._c10d_functional
