@@ -13,6 +13,7 @@ from ._torch.sharded import is_distributed, placed
 from .fqns import format_names, parameter_names
 from .fsdp.blocks import transformer_block_plan
 from .fsdp.order import FSDPParamOrder
+from .fsdp.simple_fsdp import ignored_extensions
 from .fsdp.units import UnitSpec
 from .graph.collectives import KINDS, Kind
 from .passes.all_to_all import ReduceByAllToAll
@@ -97,6 +98,17 @@ def recipe(
             "no collective reduces their gradients, and each rank trains its own: "
             f"{format_names(plain)}. Shard the whole model, data_parallel(model, mesh), or "
             "reduce them yourself",
+            NotBucketedWarning,
+            stacklevel=2,
+        )
+    ignored = ignored_extensions(model)
+    if ignored:
+        warnings.warn(
+            f"{len(ignored)} parameter(s) of {type(model).__name__} name what is to be gathered of "
+            f"them (fsdp_pre_all_gather of {', '.join(dict.fromkeys(ignored.values()))}, such as "
+            "gathers in float8), and its sharding ignores that, as torchtitan's data_parallel does:"
+            f" {format_names(list(ignored))}. Shard it by torch_ext_bucketing.data_parallel(model, "
+            "mesh)",
             NotBucketedWarning,
             stacklevel=2,
         )
