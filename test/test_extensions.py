@@ -68,6 +68,7 @@ def _gathered(rank: int) -> tuple[list[bytes], list[bytes]]:
     )
     with torch.no_grad():
         torch.compile(copied, backend=backend)(inputs(0, rank))
+    assert backend.last_report().collectives_after == {"all_gather": 3, "all_reduce": 1}
     return eager, ours
 
 

@@ -9,9 +9,10 @@ from typing import Literal
 import torch.nn as nn
 
 from ._torch.fsdp2 import is_wrapped, read_param_groups
-from ._torch.sharded import is_distributed, placed
+from ._torch.sharded import is_distributed, placed, shard_of
 from .fqns import format_names, parameter_names
 from .fsdp.blocks import transformer_block_plan
+from .fsdp.extensions import extends_gather
 from .fsdp.order import FSDPParamOrder
 from .fsdp.simple_fsdp import ignored_extensions
 from .fsdp.units import UnitSpec
@@ -23,6 +24,7 @@ from .passes.diagnostics import NotBucketedWarning
 from .passes.scheduling import BucketAndSchedule, Schedule
 from .rewrites.add_by_unit import AddByUnit
 from .rewrites.combine_uses import CombineUses
+from .rewrites.merge_amax import MergeAmax
 from .rewrites.reduce_scatter_first import ReduceScatterFirst
 from .rewrites.resharding import ReshardAfterForward
 from .scheduling.machine import Machine
@@ -56,7 +58,8 @@ def recipe(
       reduce-scatters. Buckets are not eager's units, so bits are not eager's either, but with
       ``reduce``.
 
-    Every parameter is gathered and reduced once, however often it is used; with hybrid sharding,
+    Every parameter is gathered and reduced once, however often it is used, and largest values that
+    gathers in 8 bits wait for are reduced together; with hybrid sharding,
     gradients are scattered over the shards before they are reduced over the replicas.
 
     Reductions of every kind that the sharding of ``model`` makes are bucketed: all-reduces where
@@ -114,6 +117,8 @@ def recipe(
         )
     gathers = "all_gather" in kinds
     first: list[GraphPass] = [CombineUses()]
+    if any(extends_gather(shard_of(p)) for p in model.parameters()):
+        first.append(MergeAmax())
     if kinds == KINDS:
         first.append(ReduceScatterFirst())
     if goal == "speed":

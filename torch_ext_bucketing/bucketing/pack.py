@@ -179,6 +179,8 @@ def _all_gather(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
                 [ranks, size],
             )
         if mixed:
+            flat_size = [w.times(size, ranks)]
+            part = w.view(_aten.view.default, [part, flat_size], flat_size)
             part = w.call(_aten.view.dtype, part, member.meta["val"].dtype)
         results.append(w.view(_aten.view.default, [part, whole], whole))
     return results

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from .._torch.fake import fake_mode
-from .._torch.sharded import map_parts
+from .._torch.fake import fake_mode, fake_mode_of
+from .._torch.sharded import map_parts, parts_of
 
 __all__ = ["Extension", "distribute", "extends_gather"]
 
@@ -44,15 +44,15 @@ class Extension:
         name: of the parameter, for errors.
         param: the full parameter.
         module: that owns it.
-        mesh: its last dimension is that of the ranks that it is sharded over on dim 0.
+        mesh: 1-D, of the ranks that it is sharded over on dim 0.
         param_dtype: as of :func:`.data_parallel`.
         reduce_dtype: the same.
 
     Raises:
         TypeError: the class has one method without the other, takes other arguments than FSDP2
             passes, is not made of plain tensors, or returns something else than FSDP2 takes.
-        ValueError: a 2-D mesh without names; what is unpacked has another shape than the parameter,
-            or the inputs of uneven shards have other shapes on other ranks.
+        ValueError: what is unpacked has another shape than the parameter, or the inputs of uneven
+            shards have other shapes on other ranks.
         RuntimeError: a method of the class raised.
     """
 
@@ -74,13 +74,6 @@ class Extension:
             raise TypeError(
                 f"{self.what}, has no __tensor_flatten__(), which torch.compile needs of a subclass"
             )
-        if mesh.ndim > 1:
-            if mesh.mesh_dim_names is None:
-                raise ValueError(
-                    f"{self.what}, is gathered by FSDP2's protocol, which is told of a part of the "
-                    "mesh: name its dimensions, init_device_mesh(..., mesh_dim_names=...)"
-                )
-            mesh = mesh[mesh.mesh_dim_names[-1]]
         signature = inspect.signature(param.data.fsdp_pre_all_gather)  # type: ignore[attr-defined]
         if len(signature.parameters) not in (1, 5):
             raise TypeError(
@@ -120,7 +113,7 @@ class Extension:
         rows = -(-self.shape[0] // self.ranks)
         whole = (self.shape, torch.Size((rows * self.ranks, *self.shape[1:])))
         first: list[tuple[torch.Size, torch.dtype]] = []
-        mode = fake_mode()
+        mode = fake_mode_of(parts_of(param.data)[0]) or fake_mode()
         full = map_parts(param.data, lambda part: mode.from_tensor(part.data))
         with mode, torch.no_grad():
             shards = [_shard(full, rank, self.ranks) for rank in range(self.ranks)]
@@ -171,7 +164,7 @@ def distribute(param: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTenso
 
 
 def _from_first(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    if part.is_meta:
+    if part.is_meta or fake_mode_of(part) is not None:
         return part
     part = part.clone()
     for dim in range(mesh.ndim):

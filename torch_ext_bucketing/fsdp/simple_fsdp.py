@@ -110,13 +110,24 @@ def data_parallel(
     shard_dim = {"fully_shard": 0, "hybrid_shard": 1, "replicate": None}[mode]
     replica_dim = {"fully_shard": None, "hybrid_shard": 0, "replicate": 0}[mode]
     extensions: dict[nn.Parameter, Extension] = {}
-    for path, module in model.named_modules():
-        for name, param in own_parameters(module):
-            if shard_dim is not None and extends_gather(param) and param not in extensions:
-                fqn = f"{path}.{name}" if path else name
-                extensions[param] = Extension(fqn, param, module, mesh, param_dtype, reduce_dtype)
-    if extensions:
+    shards = mesh
+    if shard_dim is not None and any(map(extends_gather, model.parameters())):
         torch.compiler.allow_in_graph(_Attach)
+        if shard_dim:
+            if mesh.mesh_dim_names is None:
+                raise ValueError(
+                    "parameters with gathers of their own are told of the shards' part of the mesh:"
+                    " name its dimensions, init_device_mesh(..., mesh_dim_names=...)"
+                )
+            shards = mesh[mesh.mesh_dim_names[shard_dim]]
+        for path, module in model.named_modules():
+            for name, param in own_parameters(module):
+                if extends_gather(param) and param not in extensions:
+                    fqn, dtypes = (
+                        canonical_fqn(f"{path}.{name}".lstrip(".")),
+                        (param_dtype, reduce_dtype),
+                    )
+                    extensions[param] = Extension(fqn, param, module, shards, *dtypes)
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     for module in list(model.modules()):
         unshards: dict[str, _Unshard] = {}
@@ -148,7 +159,7 @@ def ignored_extensions(model: nn.Module) -> dict[str, str]:
         for name, param in own_parameters(module):
             shard = shard_of(param)
             if name not in unshards and extends_gather(shard) and placed(param)[0]:
-                found[canonical_fqn(f"{path}.{name}")] = type(shard.data).__name__
+                found[canonical_fqn(f"{path}.{name}".lstrip("."))] = type(shard.data).__name__
     return found
 
 

@@ -12,6 +12,7 @@ from .text import size_text
 __all__ = [
     "AddReport",
     "AddedByUnit",
+    "AmaxReport",
     "CombineReport",
     "CombinedUses",
     "LeftAlone",
@@ -102,6 +103,24 @@ class CombineReport(RewriteReport):
                 f"{', '.join(c.fqns)}: {'; '.join(said)}; saves {size_text(c.saved_bytes)}"
             )
         return lines
+
+
+@dataclass(frozen=True)
+class AmaxReport(RewriteReport):
+    """The result of :class:`.MergeAmax` on one graph.
+
+    Args:
+        merged: the number of all-reduces that became one, for each one.
+        left: those that are in none, with the parameters whose gathers wait for them.
+    """
+
+    rewrite = heading = "largest values merged"
+    merged: tuple[int, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        """A line per all-reduce."""
+        return [f"{number} all-reduces -> 1" for number in self.merged]
 
 
 @dataclass(frozen=True)
