@@ -174,9 +174,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def bucket_key(start: fx.Node) -> tuple[Any, ...]:
-    """The key that members of one bucket share: kind, group, reduce op, dtype, device."""
-    value = start.meta["val"]
-    return (kind_of(start), group_name(start), reduce_op(start), value.dtype, str(value.device))
+    """The key that members of one bucket share: kind, group, reduce op, device, and of a reduction
+    the dtype: gathers move bytes."""
+    value, kind = start.meta["val"], kind_of(start)
+    dtype = None if kind == "all_gather" else value.dtype
+    return (kind, group_name(start), reduce_op(start), dtype, str(value.device))
 
 
 def group_name(start: fx.Node) -> str:

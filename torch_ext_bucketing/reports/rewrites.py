@@ -92,6 +92,24 @@ class CombineReport(RewriteReport):
 
 
 @dataclass(frozen=True)
+class AmaxReport(RewriteReport):
+    """The result of :class:`.MergeAmax` on one graph.
+
+    Args:
+        merged: the number of all-reduces that became one, for each one.
+        left: those that are in none, with the parameters whose gathers wait for them.
+    """
+
+    rewrite = heading = "largest values merged"
+    merged: tuple[int, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        """A line per all-reduce."""
+        return [f"{number} all-reduces -> 1" for number in self.merged]
+
+
+@dataclass(frozen=True)
 class ReducedShard:
     """A gradient that is now scattered over the shards before it is reduced over the replicas.
 
