@@ -50,16 +50,6 @@ from .members import UNTAGGED, left_alone, unmergeable
 from .plan import Bucket, MergePlan
 from .structure import fsdp_starts
 
-__all__ = [
-    "Cap",
-    "CapMb",
-    "CapPlanner",
-    "Eligible",
-    "check_cap",
-    "check_options",
-    "plan_by_cap",
-]
-
 Cap: TypeAlias = float | Callable[[int], float]
 CapMb: TypeAlias = Cap | Mapping[str, Cap] | Mapping[tuple[str, str], Cap] | None
 Eligible: TypeAlias = Literal["tag", "structure"] | Callable[[fx.Node], bool]

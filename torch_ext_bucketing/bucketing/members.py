@@ -10,12 +10,6 @@ from ..fsdp.tags import is_bucket, tag_of
 from ..graph.collectives import group_size, is_wait, kind_of
 from ..reports.base import LeftAlone
 
-__all__ = [
-    "UNTAGGED",
-    "left_alone",
-    "unmergeable",
-]
-
 UNTAGGED = "it serves no known parameter"
 """Why a collective without a tag is in no bucket."""
 

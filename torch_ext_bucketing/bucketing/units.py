@@ -19,11 +19,6 @@ from .contraction import Contraction
 from .members import UNTAGGED, left_alone, unmergeable
 from .plan import Bucket, MergePlan
 
-__all__ = [
-    "UncoveredParametersWarning",
-    "plan_units",
-]
-
 
 class UncoveredParametersWarning(UserWarning):
     """Some parameters' collectives are in no unit and stay one collective each."""

@@ -30,16 +30,14 @@ from ..passes.base import (
     last_fact,
 )
 from ..passes.cache_key import digest
-from ..scheduling.cost import Machine, check_machine
 from ..scheduling.devices import job_machine
 from ..scheduling.keep import KeepPlanner, block_units
+from ..scheduling.machine import Machine, check_machine
 from ..scheduling.memory import PeakMemory
 from ..scheduling.overlap import Overlap
 from ..scheduling.partitioned import PartitionedModel, UnitOf
 from ..scheduling.scheduler import BoundNotKeptWarning
 from .reshard_to import make_smaller_group, read_first_gathers, reshard_to
-
-__all__ = ["NothingKeptWarning", "ReshardAfterForward"]
 
 
 class NothingKeptWarning(UserWarning):

@@ -31,8 +31,6 @@ from ..graph.collectives import (
     tensors_in,
 )
 
-__all__ = ["Activations"]
-
 
 class Activations:
     """The activations of a joint graph.

@@ -31,14 +31,7 @@ from ..graph.collectives import (
     tensors_in,
 )
 from ..graph.size_hints import SizeHints
-from .machine import H100, Machine, check_machine
-
-__all__ = [
-    "H100",
-    "Costs",
-    "Machine",
-    "check_machine",
-]
+from .machine import H100, Machine
 
 _c10d = torch.ops._c10d_functional
 _SLICE_COPY = torch.ops.aten.slice_copy.Tensor

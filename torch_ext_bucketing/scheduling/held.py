@@ -13,8 +13,6 @@ from collections.abc import Collection
 from .model import Model
 from .partitioned import PartitionedModel, Stay
 
-__all__ = ["HeldBytes"]
-
 
 class HeldBytes:
     """Bytes and times of the units of a joint graph, by their places in it.

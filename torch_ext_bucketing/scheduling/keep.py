@@ -33,8 +33,9 @@ from ..graph.collectives import KINDS, Kind
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.keep import KeepReport, KeptUnit
 from ..reports.text import size_text
-from .cost import H100, Costs, Machine
+from .cost import Costs
 from .held import HeldBytes
+from .machine import H100, Machine
 from .memory import within
 from .model import Model
 from .overlap import Overlap
@@ -42,13 +43,6 @@ from .partitioned import PartitionedModel, UnitOf
 from .policy import Policy, policies_of
 from .scheduler import schedule_model
 from .timeline import step_ms
-
-__all__ = [
-    "CURVE",
-    "KeepPlanner",
-    "Outcome",
-    "block_units",
-]
 
 _Set: TypeAlias = frozenset[int]
 _GIB = 2**30

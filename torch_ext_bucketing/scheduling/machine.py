@@ -19,15 +19,6 @@ import torch.fx as fx
 
 from .kineto import RankTrace, collective_times, rates, read_trace
 
-__all__ = [
-    "H100",
-    "GroupLayout",
-    "Level",
-    "Machine",
-    "check_machine",
-]
-
-
 GroupLayout = tuple[int, int]
 """The number of ranks of a process group, and the number of nodes that they are on."""
 Table = Mapping[tuple[str, int | GroupLayout], Sequence[tuple[int, float]]]

@@ -13,8 +13,6 @@ from .comparison import Backend, Comparison, Dtype, Options
 from .ranks import Rank, RankError, run_ranks
 from .target import TargetError, output_file
 
-__all__ = ["add_parser", "compare"]
-
 _DESCRIPTION = """\
 Train a model as eager FSDP2 and compiled with recipe(model), on CPU ranks that this command
 starts, and compare all weights after every step, bit for bit. Where they differ, say why, and what

@@ -7,11 +7,9 @@ import warnings
 import torch
 import torch.nn as nn
 
-from ._torch.sharded import shard_of
-from .reports.text import size_text
-from .scheduling.memory import PeakMemory
-
-__all__ = ["check_bound", "state_bytes"]
+from .._torch.sharded import shard_of
+from ..reports.text import size_text
+from ..scheduling.memory import PeakMemory
 
 _LARGEST_GIB = 288
 """Of one GPU, as of 2026 (AMD's MI355X, NVIDIA's B300)."""
@@ -49,8 +47,8 @@ def state_bytes(
             shape = (64, 64)
             probe = nn.Parameter(torch.zeros(shape, dtype=dtype))
             probe.grad = torch.zeros(shape, dtype=dtype)
-            options = {k: v for k, v in group.items() if k != "params"}
-            like = type(optimizer)([{"params": [probe], **options}], **optimizer.defaults)
+            like = type(optimizer)([probe])
+            like.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
             like.step()
             each = sum(map(_tensor_bytes, like.state.values())) / probe.numel()
             shards = (shard_of(p) for p in group["params"] if p.dtype == dtype)
