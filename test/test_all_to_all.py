@@ -266,6 +266,17 @@ def test_the_report_tells_what_the_bits_cost(fake_world):
     assert after.rank_order_ms == pytest.approx(after.step_ms[1] - before.step_ms[1])
     assert after.rank_order_ms == pytest.approx(added, rel=0.01)
     assert f" {added:.2f}  what all-to-alls and their sums take longer" in after.to_text()
+    known = "torch counts one as about 4 reduce-scatters"
+    assert known not in after.to_text()
+    assert known in schedule(gm, teb.Overlap(), machine=teb.Machine()).to_text()
+
+
+def test_what_torch_takes_an_all_to_all_for(fake_world):
+    """What the report says of it, of large ones."""
+    gm, _ = graph_of([("reduce_scatter", 4096, [4096], torch.bfloat16, "avg")], fake_world)
+    (start,), costs = starts(gm), Costs(teb.Machine())
+    ((_, ms),) = costs.in_rank_order([start])
+    assert 3 < ms / costs.collective(start) < 4
 
 
 def test_caps_are_chosen_for_all_to_alls_and_their_buffers(fake_world):

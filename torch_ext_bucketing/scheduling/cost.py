@@ -55,6 +55,8 @@ class Costs:
     def __init__(self, machine: Machine = H100, hints: SizeHints | None = None) -> None:
         self.machine = machine
         self.hints = hints or SizeHints()
+        self.by_torch: set[str] = set()
+        """Kinds of collectives of which the machine told nothing."""
         self._known: dict[Any, float] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
 
@@ -97,8 +99,12 @@ class Costs:
         key = (node.target, group, nbytes)
         if key not in self._known:
             ranks = self._ranks_of(group)
-            ms = self.machine.network_ms(kind_of(node) or "all_to_all", ranks, nbytes)
-            self._known[key] = nccl_estimate_ms(node, nbytes) if ms is None else ms
+            kind = kind_of(node) or "all_to_all"
+            ms = self.machine.network_ms(kind, ranks, nbytes)
+            if ms is None:
+                self.by_torch.add(kind)
+                ms = nccl_estimate_ms(node, nbytes)
+            self._known[key] = ms
         return self._known[key]
 
     def as_kind(self, kind: str, like: fx.Node, nbytes: int) -> float:
