@@ -63,10 +63,12 @@ setup(
     extras_require={
         "test": ["expecttest", "hypothesis", "pytest", "pytest-xdist", "numpy", "ruff"],
         "dev": ["ruff", "mypy"],
-        # For explain --plot.
+        # For benchmarks/sum_error.py --plot.
         "plot": ["matplotlib"],
         # For the rows of `benchmarks/parity.py --models hf`.
         "models": ["transformers", "timm"],
+        # For the rows `float8/*` of `benchmarks/parity.py`, on torch 2.15.
+        "float8": ["torchao"],
         # For test/test_torchtitan.py, on torch 2.15.
         "torchtitan": ["torchtitan==0.3.0"],
     },

@@ -9,10 +9,12 @@ from typing import Literal
 import torch.nn as nn
 
 from ._torch.fsdp2 import is_wrapped, read_param_groups
-from ._torch.sharded import is_distributed, placed
+from ._torch.sharded import is_distributed, placed, shard_of
 from .fqns import format_names, parameter_names
 from .fsdp.blocks import transformer_block_plan
+from .fsdp.extensions import extends_gather
 from .fsdp.order import FSDPParamOrder
+from .fsdp.simple_fsdp import ignored_extensions
 from .fsdp.units import UnitSpec
 from .graph.collectives import KINDS, Kind
 from .passes.all_to_all import ReduceByAllToAll
@@ -22,13 +24,12 @@ from .passes.diagnostics import NotBucketedWarning
 from .passes.scheduling import BucketAndSchedule, Schedule
 from .rewrites.add_by_unit import AddByUnit
 from .rewrites.combine_uses import CombineUses
+from .rewrites.merge_amax import MergeAmax
 from .rewrites.reduce_scatter_first import ReduceScatterFirst
 from .rewrites.resharding import ReshardAfterForward
 from .scheduling.machine import Machine
 from .scheduling.memory import CapComputeRun, PeakMemory
 from .scheduling.overlap import Overlap
-
-__all__ = ["Goal", "recipe"]
 
 Goal = Literal["parity", "speed"]
 
@@ -55,7 +56,8 @@ def recipe(
       reduce-scatters. Buckets are not eager's units, so bits are not eager's either, but with
       ``reduce``.
 
-    Every parameter is gathered and reduced once, however often it is used; with hybrid sharding,
+    Every parameter is gathered and reduced once, however often it is used, and largest values that
+    gathers in 8 bits wait for are reduced together; with hybrid sharding,
     gradients are scattered over the shards before they are reduced over the replicas.
 
     Reductions of every kind that the sharding of ``model`` makes are bucketed: all-reduces where
@@ -100,8 +102,21 @@ def recipe(
             NotBucketedWarning,
             stacklevel=2,
         )
+    ignored = ignored_extensions(model)
+    if ignored:
+        warnings.warn(
+            f"{len(ignored)} parameter(s) of {type(model).__name__} name what is to be gathered of "
+            f"them (fsdp_pre_all_gather of {', '.join(dict.fromkeys(ignored.values()))}, such as "
+            "gathers in float8), and its sharding ignores that, as torchtitan's data_parallel does:"
+            f" {format_names(list(ignored))}. Shard it by torch_ext_bucketing.data_parallel(model, "
+            "mesh)",
+            NotBucketedWarning,
+            stacklevel=2,
+        )
     gathers = "all_gather" in kinds
     first: list[GraphPass] = [CombineUses()]
+    if any(extends_gather(shard_of(p)) for p in model.parameters()):
+        first.append(MergeAmax())
     if kinds == KINDS:
         first.append(ReduceScatterFirst())
     if goal == "speed":

@@ -10,8 +10,6 @@ from .base import Report
 from .caps import CapsReport
 from .text import aligned
 
-__all__ = ["PolicyReport", "ScheduleReport"]
-
 
 @dataclass(frozen=True)
 class PolicyReport:

@@ -9,8 +9,6 @@ import torch
 
 from .machine import H100, Level, Machine
 
-__all__ = ["A100", "B200", "GB200", "H200", "job_machine"]
-
 # From NVIDIA's data sheets: dense operations per second in 16 bit and in TF32, bytes per second of
 # memory, of NVLink each way, and of a GPU's adapter. As with the H100, products reach about seven
 # tenths of that, copies and links eight tenths.

@@ -25,15 +25,11 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from ..bucketing.all_to_all import replaceable
-from ..bucketing.pack import packed_value
+from ..bucketing.pack import packed_values
 from ..bucketing.plan import Bucket
 from ..graph.collectives import Kind, group_size, kind_of
 from .cost import Costs
 from .model import Model, Row
-
-__all__ = [
-    "merged_model",
-]
 
 
 def merged_model(
@@ -203,9 +199,10 @@ class _Rewritten:
         found = {}
         for m in self._merged:
             if m.kind == "all_gather":
-                for member in m.bucket.members:
+                members = m.bucket.members
+                for member, value in zip(members, packed_values(members), strict=True):
                     cast = member.all_input_nodes[0]
-                    if cast is not packed_value(member) and len(cast.users) == 1:
+                    if cast is not value:
                         i = self._place[cast]
                         found[i] = self._read_by(i)
         return found
@@ -332,7 +329,7 @@ class _Rewritten:
     def _packing(self, m: _Merged, packed: int) -> tuple[int, float]:
         """Bytes and milliseconds of what a gather bucket is packed from; none where ranks differ in
         it, see :mod:`.graph.uneven`."""
-        values = [packed_value(member) for member in m.bucket.members]
+        values = packed_values(m.bucket.members)
         if all(value in self._old.shard_side.nodes for value in values):
             return 0, 0.0
         given = sum(map(self._costs.result_bytes, values))

@@ -27,19 +27,13 @@ from ..graph.dependencies import Precedence
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.schedule import ScheduleReport
-from .cost import H100, Costs, Machine, check_machine
+from .cost import Costs
 from .list_schedule import ROUNDING, ListScheduler, list_schedule
+from .machine import H100, Machine, check_machine
 from .model import Model, model_of
 from .options import Options
 from .policy import Case, Policy, policies_of
 from .timeline import Timeline
-
-__all__ = [
-    "BoundNotKeptWarning",
-    "Policy",
-    "schedule",
-    "schedule_model",
-]
 
 _FOR_MEMORY = tuple(
     (
