@@ -40,8 +40,6 @@ from .scheduling.trace import Drawn
 from .testing.model import ModelConfig, Transformer
 from .testing.target import TargetError, load_target
 
-__all__ = ["ExplainError", "Explanation", "explain"]
-
 
 class ExplainError(Exception):
     """The target can't be explained; the message says why and what to do."""
@@ -159,7 +157,7 @@ def _resharding(keep_gib: float | None, machine: Machine) -> GraphPass:
     if keep_gib is None:
         return ReshardAfterForward()
     bound = PeakMemory(gib=keep_gib)
-    return ReshardAfterForward("auto", memory=bound, curve=True, machine=machine)
+    return ReshardAfterForward("auto", memory=bound, machine=machine)
 
 
 def _bucketing(model: nn.Module, mode: str, cap_mb: float | None, primary: bool) -> GraphPass:

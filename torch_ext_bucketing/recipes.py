@@ -31,8 +31,6 @@ from .scheduling.machine import Machine
 from .scheduling.memory import CapComputeRun, PeakMemory
 from .scheduling.overlap import Overlap
 
-__all__ = ["Goal", "recipe"]
-
 Goal = Literal["parity", "speed"]
 
 

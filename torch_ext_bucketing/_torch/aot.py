@@ -12,20 +12,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import descriptors as _descriptors
 from .private import private_torch
 
-__all__ = [
-    "compile_aot",
-    "current_backward",
-    "forward_nodes",
-    "is_saved",
-    "mark_recompute",
-    "mark_save",
-    "must_recompute",
-    "read_in_backward",
-    "recomputed_nodes",
-    "stage_of",
-    "unmark_recompute",
-]
-
 # The partitioner saves a node at the border of two checkpointed regions, which it tells apart by
 # this number; a number above all others keeps that rule away from our nodes.
 _RECOMPUTE_REGION = 100_000

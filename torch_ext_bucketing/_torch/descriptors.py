@@ -18,14 +18,6 @@ with private_torch():
         SubclassGetAttrAOTOutput,
     )
 
-__all__ = [
-    "base_input",
-    "grad_of",
-    "is_tangent",
-    "param_target",
-    "plain_index",
-]
-
 
 def base_input(desc: Any) -> Any:
     """The graph input behind the inner tensor of a tensor subclass (``DTensor._local_tensor``)."""

@@ -13,8 +13,6 @@ with private_torch():
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["fake_mode", "fake_mode_of", "fake_tensor"]
-
 fake_mode = FakeTensorMode
 
 

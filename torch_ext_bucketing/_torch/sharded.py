@@ -14,16 +14,6 @@ from .private import private_torch
 with private_torch():
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = [
-    "is_distributed",
-    "is_part",
-    "map_parts",
-    "name_per_tensor",
-    "parts_of",
-    "placed",
-    "shard_of",
-]
-
 _SHARD = "_local_tensor"
 
 

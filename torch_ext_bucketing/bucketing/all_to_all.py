@@ -36,8 +36,6 @@ from .groups import is_inside
 from .merge import BACKWARD
 from .pack import Writer
 
-__all__ = ["reduce_by_all_to_all", "replaceable"]
-
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 

@@ -33,14 +33,6 @@ from .hook_guard import reading_only
 from .pack import pack, packed_values
 from .plan import Bucket, MergePlan
 
-__all__ = [
-    "BACKWARD",
-    "apply_plan",
-    "check_payload_order",
-    "merge_and_report",
-    "merge_buckets",
-]
-
 PayloadKey = Callable[[fx.Node], Any]
 
 _ASKED = "payload_order"

@@ -49,8 +49,6 @@ from .._torch.process_groups import group_by_name
 from .._torch.provenance import merged_metadata
 from ..graph.collectives import group_name, group_size, kind_of
 
-__all__ = ["Writer", "merged_cast", "pack", "packed_values"]
-
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 _prims = torch.ops.prims

@@ -26,8 +26,6 @@ from torch.distributed.tensor import DTensor
 from .._torch.fake import fake_mode, fake_mode_of
 from .._torch.sharded import map_parts, parts_of
 
-__all__ = ["Extension", "distribute", "extends_gather"]
-
 _c10d = torch.ops._c10d_functional
 _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 

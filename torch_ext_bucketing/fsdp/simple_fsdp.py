@@ -28,13 +28,6 @@ from .._torch.sharded import is_distributed, placed, shard_of
 from ..fqns import canonical_fqn, own_parameters
 from .extensions import Extension, distribute, extends_gather
 
-__all__ = [
-    "Mode",
-    "ReduceOnce",
-    "data_parallel",
-    "ignored_extensions",
-]
-
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
 
 _c10d = torch.ops._c10d_functional

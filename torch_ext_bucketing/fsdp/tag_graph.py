@@ -34,12 +34,6 @@ from ..graph.graph_of import graph_of
 from ..graph.moves import CONSTANTS, SCALES, is_move
 from .tags import Tag, TagReport, Untagged, is_bucket, set_tag, tag_of
 
-__all__ = [
-    "in_other_form",
-    "parameter_chains",
-    "tag_joint_graph",
-]
-
 _aten = torch.ops.aten
 
 # What may stand between a reduction and the gradient in addition: a parameter that is used twice

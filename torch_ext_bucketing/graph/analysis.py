@@ -25,8 +25,6 @@ from .size_hints import GivenHints, SizeHints
 from .uneven import ShardSide, shard_side
 from .writes import unordered_writes, written_roots
 
-__all__ = ["GraphAnalysis"]
-
 
 class GraphAnalysis:
     """Facts about a graph, each computed when it is first asked for, and once.

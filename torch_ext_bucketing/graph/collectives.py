@@ -19,33 +19,6 @@ import torch.utils._pytree as pytree
 from .._torch.estimates import size_hint
 from .._torch.process_groups import group_size_of
 
-__all__ = [
-    "KINDS",
-    "Kind",
-    "argument",
-    "bucket_key",
-    "check_kinds",
-    "collective_group",
-    "count_collectives",
-    "group_name",
-    "group_size",
-    "is_assertion",
-    "is_collective",
-    "is_compute",
-    "is_grouped_product",
-    "is_number",
-    "is_start",
-    "is_view",
-    "is_wait",
-    "kind_of",
-    "reduce_op",
-    "set_group_name",
-    "started_by",
-    "tensors_in",
-    "waited_for",
-    "wire_bytes",
-]
-
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 

@@ -38,23 +38,6 @@ from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
 from .code import code_of_call
 from .diagnostics import warn_of_silence
 
-__all__ = [
-    "Baseline",
-    "Buckets",
-    "Choice",
-    "Compilation",
-    "Fact",
-    "GraphLike",
-    "GraphPass",
-    "Order",
-    "RankOrder",
-    "Regathers",
-    "Stage",
-    "Tags",
-    "graph_of",
-    "last_fact",
-]
-
 Stage = Literal["joint", "forward_backward"]
 
 

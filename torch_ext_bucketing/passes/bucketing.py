@@ -24,11 +24,6 @@ from .base import (
 )
 from .diagnostics import DividedUnits
 
-__all__ = [
-    "BucketByCap",
-    "BucketUnits",
-]
-
 
 class BucketUnits(GraphPass):
     """Merge into one collective per unit, kind, group and dtype.

@@ -17,8 +17,8 @@ from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ..graph.collectives import Kind, check_kinds
 from ..reports.caps import CapsReport
 from ..scheduling.cap_search import check_caps, choose_caps
-from ..scheduling.cost import Machine, check_machine
 from ..scheduling.devices import job_machine
+from ..scheduling.machine import Machine, check_machine
 from ..scheduling.memory import within
 from ..scheduling.policy import Policy, policies_of
 from ..scheduling.scheduler import schedule
@@ -36,11 +36,6 @@ from .base import (
     Tags,
     graph_of,
 )
-
-__all__ = [
-    "BucketAndSchedule",
-    "Schedule",
-]
 
 
 class Schedule(GraphPass):

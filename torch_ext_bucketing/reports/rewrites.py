@@ -9,20 +9,6 @@ from typing import ClassVar
 from .base import LeftAlone, Report
 from .text import size_text
 
-__all__ = [
-    "AddReport",
-    "AddedByUnit",
-    "AmaxReport",
-    "CombineReport",
-    "CombinedUses",
-    "LeftAlone",
-    "ReducedShard",
-    "ReshardReport",
-    "Resharded",
-    "RewriteReport",
-    "ScatterReport",
-]
-
 
 class RewriteReport(Report):
     """The report of one rewrite of the joint graph.

@@ -19,8 +19,6 @@ from ..graph.moves import keeps_values
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from ..reports.rewrites import AddedByUnit, AddReport
 
-__all__ = ["AddByUnit"]
-
 
 class AddByUnit(GraphPass):
     """Add the gradients of an activation that several units read unit by unit, as eager FSDP2 does.

@@ -54,8 +54,6 @@ from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
 from ..scheduling.memory import PeakMemory
 from ..scheduling.model import peak_bytes
 
-__all__ = ["CombineUses", "combine_uses"]
-
 _aten = torch.ops.aten
 
 Fqns = tuple[str, ...]

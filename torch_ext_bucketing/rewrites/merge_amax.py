@@ -27,8 +27,6 @@ from ..graph.writes import unordered_writes
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import AmaxReport, LeftAlone
 
-__all__ = ["MergeAmax", "merge_amax"]
-
 
 class MergeAmax(GraphPass):
     """Reduce the largest values of all parameters by one all-reduce per group, where gathers in 8

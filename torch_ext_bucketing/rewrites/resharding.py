@@ -30,16 +30,14 @@ from ..passes.base import (
 )
 from ..passes.cache_key import digest
 from ..reports.keep import KeepReport
-from ..scheduling.cost import Machine, check_machine
 from ..scheduling.devices import job_machine
 from ..scheduling.keep import KeepPlanner, block_units
+from ..scheduling.machine import Machine, check_machine
 from ..scheduling.memory import PeakMemory
 from ..scheduling.overlap import Overlap
 from ..scheduling.partitioned import UnitOf
 from ..scheduling.scheduler import BoundNotKeptWarning
 from .reshard_to import make_smaller_group, read_first_gathers, reshard_to
-
-__all__ = ["NothingKeptWarning", "ReshardAfterForward"]
 
 
 class NothingKeptWarning(UserWarning):
@@ -83,8 +81,6 @@ class ReshardAfterForward(GraphPass):
             number in a name (``layers.3``), and each other module.
         machine: for ``"auto"``: what the cost model times nodes for. None takes that of the pass
             that schedules in the same backend, and without one :func:`.job_machine`.
-        curve: for ``"auto"``: whether the report also says what other bounds would come to; takes
-            as long again for each.
         to: the smaller group; None: none, backward gathers over all ranks that share a parameter.
             A number of ranks, for sharding over neighbouring ranks of the job: ranks 0 to
             ``to - 1``, the next ``to``, and so on. It creates process groups: make the pass on
@@ -115,7 +111,6 @@ class ReshardAfterForward(GraphPass):
         memory: PeakMemory | None = None,
         units: Units | Iterable[Sequence[str]] | None = None,
         machine: Machine | None = None,
-        curve: bool = False,
         to: DeviceMesh | int | None = None,
     ) -> None:
         self.auto = keep == "auto"
@@ -127,7 +122,7 @@ class ReshardAfterForward(GraphPass):
             raise TypeError(f"memory must be a PeakMemory or None, got {memory!r}")
         if self.auto and memory is None:
             raise ValueError("keep='auto' needs a bound: memory=PeakMemory(gib=...)")
-        given = {"memory": memory, "units": units, "machine": machine, "curve": curve or None}
+        given = {"memory": memory, "units": units, "machine": machine}
         for name, value in given.items():
             if not self.auto and value is not None:
                 raise ValueError(f"{name}= belongs to keep='auto', got keep={self.keep!r}")
@@ -136,7 +131,6 @@ class ReshardAfterForward(GraphPass):
         self.memory = memory
         self.units = None if units is None else Units.of(units)
         self.machine = machine
-        self.curve = curve
         if self.auto and to is not None:
             raise ValueError("keep='auto' and to= are two ways to spend memory: give one of them")
         self.to = to
@@ -170,9 +164,7 @@ class ReshardAfterForward(GraphPass):
     def _choose(self, graph: fx.Graph, compilation: Compilation) -> dict[fx.Node, None]:
         assert self.memory is not None
         try:
-            chosen, report = _choose_for(
-                graph, self.memory, self.units, self.machine, self.curve, compilation
-            )
+            chosen, report = _choose_for(graph, self.memory, self.units, self.machine, compilation)
         except Exception as error:  # losing a compile over it would be worse than keeping nothing
             text = f"nothing is kept, as an estimate failed: {type(error).__name__}: {error}"
             warnings.warn(text, BoundNotKeptWarning, stacklevel=3)
@@ -195,7 +187,6 @@ def _choose_for(
     memory: PeakMemory,
     units: Units | None,
     machine: Machine | None,
-    curve: bool,
     compilation: Compilation,
 ) -> tuple[dict[fx.Node, None], KeepReport | None]:
     """Choose what stays gathered, with the passes that will run on the halves of a joint graph.
@@ -206,7 +197,6 @@ def _choose_for(
         units: what is kept or not together; None takes the units that are bucketed after the
             partitioner, and else modules.
         machine: None takes that of the order that the graphs get after the partitioner.
-        curve: as of :class:`.ReshardAfterForward`.
         compilation: gets the choice.
 
     Returns:
@@ -230,7 +220,7 @@ def _choose_for(
         last_fact(compilation.ahead, RankOrder) is not None,
     )
     limit = memory.limit_bytes(planner.reference_bytes)
-    outcome, report = planner.report(limit, curve)
+    outcome, report = planner.report(limit)
     names = digest(*report.kept)[:12] if report.kept else "nothing"
     compilation.choice = Choice(
         f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes",

@@ -9,8 +9,6 @@ import torch
 
 from .machine import H100, Level, Machine
 
-__all__ = ["A100", "B200", "GB200", "H200", "job_machine"]
-
 
 def _flops(half: float, eight: float | None = None) -> dict[str, float]:
     """By dtype, of the rates in 16 bit, of which TF32 has half, and in 8 bit."""
@@ -18,8 +16,8 @@ def _flops(half: float, eight: float | None = None) -> dict[str, float]:
     return found if eight is None else {**found, "float8_e4m3fn": eight, "float8_e5m2": eight}
 
 
-# From NVIDIA's data sheets: dense operations per second in 16 bit and in TF32, bytes per second of
-# memory, of NVLink each way, and of a GPU's adapter. As with the H100, products reach about seven
+# From NVIDIA's data sheets: dense operations per second in 16 bit, in TF32 and in 8 bit, bytes per
+# second of memory, of NVLink each way, and of a GPU's adapter. As with the H100, products reach about seven
 # tenths of that, copies and links eight tenths.
 A100 = replace(  # 312 and 156 TFLOP/s, 2.04 TB/s, 300 GB/s; a DGX A100 has 200 Gbit/s
     H100,
@@ -30,14 +28,12 @@ A100 = replace(  # 312 and 156 TFLOP/s, 2.04 TB/s, 300 GB/s; a DGX A100 has 200 
     inter=Level(21e9, 0.03),
 )
 H200 = replace(H100, name="H200", bandwidth=3.84e12)  # an H100 with 4.8 TB/s
-B200 = (
-    replace(  # 2,250, 1,125 and in 8 bit 4,500 TFLOP/s, 8 TB/s, 900 GB/s; a DGX B200 has 400 Gbit/s
-        H100,
-        name="B200",
-        flops=_flops(1575e12, 3150e12),
-        bandwidth=6.4e12,
-        intra=Level(720e9, 0.012),
-    )
+B200 = replace(  # 2,250, 1,125, 4,500 TFLOP/s, 8 TB/s, 900 GB/s; a DGX B200 has 400 Gbit/s
+    H100,
+    name="B200",
+    flops=_flops(1575e12, 3150e12),
+    bandwidth=6.4e12,
+    intra=Level(720e9, 0.012),
 )
 GB200 = replace(  # 2,500, 1,250, 5,000 TFLOP/s; NVLink joins a rack of 72 GPUs, 400 Gbit/s beyond
     B200,

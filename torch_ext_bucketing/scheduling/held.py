@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from .model import Model
 from .partitioned import PartitionedModel
 
-__all__ = ["HeldBytes"]
-
 
 @dataclass(frozen=True)
 class _Half:

@@ -18,7 +18,7 @@ import operator
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch.fx as fx
@@ -28,8 +28,9 @@ from ..graph.collectives import KINDS, Kind
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.keep import KeepReport, KeptUnit
 from ..reports.text import size_text
-from .cost import H100, Costs, Machine
+from .cost import Costs
 from .held import HeldBytes
+from .machine import H100, Machine
 from .memory import within
 from .model import Model
 from .overlap import Overlap
@@ -37,13 +38,6 @@ from .partitioned import PartitionedModel, UnitOf
 from .policy import Policy, policies_of
 from .scheduler import schedule_model
 from .timeline import step_ms
-
-__all__ = [
-    "CURVE",
-    "KeepPlanner",
-    "Outcome",
-    "block_units",
-]
 
 _Set: TypeAlias = frozenset[int]
 _GIB = 2**30
@@ -61,8 +55,6 @@ _SCHEDULED = 120
 _SMALL = 500
 """Up to so many nodes a graph is a small one."""
 DEFAULT_POLICIES: tuple[Policy, ...] = (Overlap(),)
-CURVE = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
-"""The bounds of a curve, in parts of the peak with everything gathered again."""
 
 
 @dataclass(frozen=True)
@@ -259,14 +251,11 @@ class KeepPlanner:
 
     # --- what is told ----------------------------------------------------------------------------
 
-    def report(
-        self, limit: int, curve: bool = False, more: int = _GIB
-    ) -> tuple[Outcome, KeepReport]:
+    def report(self, limit: int, more: int = _GIB) -> tuple[Outcome, KeepReport]:
         """The choice for a bound in bytes, and what to tell of it.
 
         Args:
             limit: the bound.
-            curve: whether to choose for the bounds of :data:`CURVE`, too.
             more: bytes of which is said what they would buy.
         """
         clock = time.perf_counter()
@@ -284,7 +273,6 @@ class KeepPlanner:
         named = self.partitioned.units
         if next_ms <= 0.0:
             next_kept = kept
-        drawn = self.curve() if curve else ()
         return chosen, KeepReport(
             bound_bytes=limit,
             units=units,
@@ -294,7 +282,6 @@ class KeepPlanner:
             unread=tuple(u.name for u in named if not u.held),
             next_ms=next_ms,
             next_units=tuple(named[k].name for k in sorted(next_kept - kept)),
-            curve=tuple((b, o.step_ms, o.peak_bytes, len(o.kept)) for b, o in drawn),
             tried=self.tried - before,
             warning=self._warning(chosen, limit),
             size_hints=self.hints.to_text(),
@@ -302,21 +289,6 @@ class KeepPlanner:
             seconds=self.seconds + time.perf_counter() - clock,
             model_seconds=self.seconds,
         )
-
-    def curve(self, bounds: Sequence[int] | None = None) -> tuple[tuple[int, Outcome], ...]:
-        """The choices for several bounds in bytes, ascending; None: those of :data:`CURVE`. What
-        was found for a smaller bound is good for a larger one, too, so more memory is never
-        slower."""
-        given = bounds or [int(part * self.reference_bytes) for part in CURVE]
-        found: list[tuple[int, Outcome]] = []
-        for bound in sorted(given):
-            outcome = self.choose(bound)
-            if found:
-                last = found[-1][1]
-                above = max(0, last.peak_bytes - bound)
-                outcome = min(outcome, replace(last, above=above), key=lambda o: o.rank)
-            found.append((bound, outcome))
-        return tuple(found)
 
     def _units(self, kept: _Set) -> tuple[KeptUnit, ...]:
         now = self._backward_ms(kept)

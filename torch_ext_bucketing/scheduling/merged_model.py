@@ -31,10 +31,6 @@ from ..graph.collectives import Kind, group_size, kind_of
 from .cost import Costs
 from .model import Model, Row
 
-__all__ = [
-    "merged_model",
-]
-
 
 def merged_model(
     model: Model, buckets: Sequence[Bucket], costs: Costs, rank_order: bool = False

@@ -43,12 +43,6 @@ from .cost import Costs
 from .merged_model import merged_model
 from .model import Model, Row, model_of
 
-__all__ = [
-    "PartitionedModel",
-    "Unit",
-    "UnitOf",
-]
-
 UnitOf = Callable[[str], "tuple[int, str] | None"]
 """For a parameter's FQN its unit: a number, which orders units, and a name; None: it has none."""
 

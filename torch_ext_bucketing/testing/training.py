@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 from .._torch.sharded import parts_of
 from ..fqns import canonical_fqn
 
-__all__ = ["Trained", "count_collectives", "digest", "raw_bytes", "train"]
-
 
 def digest(model: nn.Module) -> str:
     """sha256 (hex) over the names, dtypes, shapes and bytes of this rank's shards."""
