@@ -17,8 +17,8 @@ def _flops(half: float, eight: float | None = None) -> dict[str, float]:
 
 
 # From NVIDIA's data sheets: dense operations per second in 16 bit, in TF32 and in 8 bit, bytes per
-# second of memory, of NVLink each way, and of a GPU's adapter. As with the H100, products reach about seven
-# tenths of that, copies and links eight tenths.
+# second of memory, of NVLink each way, and of a GPU's adapter. As with the H100, products reach
+# about seven tenths of that, copies and links eight tenths.
 A100 = replace(  # 312 and 156 TFLOP/s, 2.04 TB/s, 300 GB/s; a DGX A100 has 200 Gbit/s
     H100,
     name="A100",
