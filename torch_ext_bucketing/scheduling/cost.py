@@ -68,7 +68,11 @@ class Costs:
             inputs = self.result_bytes(node)  # the rest is not read
         ms = self.kernel(self.result_bytes(node) + inputs)
         if is_compute(node):
-            dtype = next((t.dtype for t in tensors_in(node.meta.get("val"))), torch.float32)
+            # Of what is multiplied: products of 8-bit values give wider ones.
+            values = (
+                t for n in (*node.all_input_nodes, node) for t in tensors_in(n.meta.get("val"))
+            )
+            dtype = next((t.dtype for t in values), torch.float32)
             rate = machine.flops.get(str(dtype).removeprefix("torch."), machine.other_flops)
             ms = max(ms, self._flops(node) / rate * 1e3)
         return ms
