@@ -147,7 +147,7 @@ def differing(one, other):
     return [name for name in one if not same(one[name], other[name])]
 
 
-def both(model, units, x, **options):
+def both(model, units, x, backend="aot_eager", **options):
     """Gradients of eager FSDP2, of the compiled model and of that without the pass; its report."""
     mesh = init_device_mesh("cpu", (1,))
     eager = copy.deepcopy(model)
@@ -161,10 +161,10 @@ def both(model, units, x, **options):
         compiled = teb.data_parallel(copy.deepcopy(model), mesh, **DTYPES)
         passes = teb.recipe(compiled, units=units)
         assert isinstance(passes[0], teb.AddByUnit)
-        backend = teb.backend("aot_eager", passes[start:])
-        found.append(gradients(compiled, torch.compile(compiled, backend=backend, **options), x))
+        compiler = teb.backend(backend, passes[start:])
+        found.append(gradients(compiled, torch.compile(compiled, backend=compiler, **options), x))
         if not start:
-            report = backend.reports
+            report = compiler.reports
     return *found, report
 
 
@@ -272,6 +272,38 @@ def test_the_graph_has_no_views_of_inputs_left(translated):
     (added,) = (r for r in report.rewrites if r.as_dict()["rewrite"] == "added by unit")
     assert all(a.sums > 0 for a in added.added)
     assert added.as_dict()["rewrite"] == "added by unit"
+
+
+class Unread(nn.Module):
+    """The second half is called with what it does not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.unread = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.units = nn.ModuleList(Reads() for _ in range(2))
+
+    def forward(self, x):
+        y, z = self.read(x), self.unread(x)
+        for unit in self.units:
+            y = unit(y, unread=[z])
+        return y.float().square().mean()
+
+
+class Reads(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x, unread):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_what_a_unit_does_not_read_gets_zeros(backend):
+    x, units = inputs(3, 4), ["units.0", "units.1", ""]
+    eager, ours, plain, _ = both(Unread(), units, x, backend, fullgraph=True)
+    assert not differing(eager, ours)
+    assert differing(eager, plain) == ["unread.weight", "unread.bias"]
+    assert not eager["unread.weight"].any()
 
 
 def hooks(model):
