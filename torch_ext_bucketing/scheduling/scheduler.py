@@ -102,11 +102,12 @@ def schedule(
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} must be a number of bytes, got {value!r}")
     graph = graph_of(gm)
-    analysis = GraphAnalysis(
-        graph, size_hints, donated=donated, external_live_bytes=external_live_bytes
-    )
+    hints = SizeHints.of(size_hints)
     try:
         with paused_gc():
+            analysis = GraphAnalysis(
+                graph, hints, donated=donated, external_live_bytes=external_live_bytes
+            )
             costs = Costs(machine, analysis.hints)
             model = model_of(analysis, costs)
             report, order = schedule_model(model, policies, reference_bytes)
