@@ -140,6 +140,7 @@ def _entry(kind: Callable[..., nn.Module], about: tuple[Any, ...], **options: An
 HF_MODELS = {
     **{f"hf_{n}": _entry(OfTokens, t, needs=("transformers",)) for n, t in _TOKENS.items()},
     **{
-        f"timm_{n}": _entry(OfImages, t, needs=("timm",), batch=_images) for n, t in _IMAGES.items()
+        f"timm_{n}": _entry(OfImages, t, needs=("timm", "torchvision"), batch=_images)
+        for n, t in _IMAGES.items()
     },
 }
