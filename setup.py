@@ -63,7 +63,7 @@ setup(
     extras_require={
         "test": ["expecttest", "hypothesis", "pytest", "pytest-xdist", "numpy", "ruff"],
         "dev": ["ruff", "mypy"],
-        # For benchmarks/sum_error.py --plot.
+        # For explain --plot.
         "plot": ["matplotlib"],
         # For the rows of `benchmarks/parity.py --models hf`.
         "models": ["transformers", "timm"],

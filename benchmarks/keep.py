@@ -34,7 +34,7 @@ import torch.fx as fx
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule
 from torch_ext_bucketing.scheduling.cost import Machine
-from torch_ext_bucketing.scheduling.keep import KeepPlanner, Outcome
+from torch_ext_bucketing.scheduling.keep import CURVE, KeepPlanner, Outcome
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.model import peak_bytes
 from torch_ext_bucketing.scheduling.overlap import Overlap
@@ -49,8 +49,6 @@ from .tracing import Phase
 
 GIB = 2**30
 MODELS = tuple(CONFIGS)
-_PARTS = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
-"""The bounds, in parts of the peak with everything gathered again."""
 
 
 def graphs_of(name: str, layers: int | None) -> dict[tuple[Phase, bool], fx.GraphModule]:
@@ -139,7 +137,7 @@ def measure(name: str, layers: int | None, machine: Machine = FLAT) -> dict[str,
     unbounded = 2**62
     rows: list[dict[str, Any]] = []
     carried: dict[frozenset[int], tuple[int, float, int]] = {}
-    bounds: list[tuple[str, int]] = [(f"{part:g}", int(part * reference)) for part in _PARTS]
+    bounds: list[tuple[str, int]] = [(f"{part:g}", int(part * reference)) for part in CURVE]
     last: Outcome | None = None
     for part, limit in bounds:
         clock = time.process_time()

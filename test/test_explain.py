@@ -250,6 +250,20 @@ def test_a_trace_of_before_and_after(tmp_path, capsys):
     assert "longest compute run" in capsys.readouterr().out
 
 
+def test_a_picture_of_before_and_after(tmp_path, capsys):
+    """With a bound, also of what more memory would buy."""
+    pytest.importorskip("matplotlib", reason="matplotlib draws the picture: pip install matplotlib")
+    file = tmp_path / "picture.png"
+    options = ["--cap-mb", "1", "--world-size", "4", "--plot", str(file), "--keep-gib", "1"]
+    assert main(["explain", f"{HERE}:two_blocks", *options]) == 0
+    said = capsys.readouterr().out
+    assert "kept from forward to backward: 3 of 3 units" in said
+    assert file.read_bytes().startswith(b"\x89PNG")
+    height = int.from_bytes(file.read_bytes()[20:24], "big")
+    assert height == 1045  # four rows: the last one has time and peak over the bound
+    assert file.stat().st_size > 20_000
+
+
 @pytest.mark.slow
 @pytest.mark.once
 def test_command_on_the_demo_model(tmp_path):

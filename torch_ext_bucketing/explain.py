@@ -157,7 +157,7 @@ def _resharding(keep_gib: float | None, machine: Machine) -> GraphPass:
     if keep_gib is None:
         return ReshardAfterForward()
     bound = PeakMemory(gib=keep_gib)
-    return ReshardAfterForward("auto", memory=bound, machine=machine)
+    return ReshardAfterForward("auto", memory=bound, curve=True, machine=machine)
 
 
 def _bucketing(model: nn.Module, mode: str, cap_mb: float | None, primary: bool) -> GraphPass:

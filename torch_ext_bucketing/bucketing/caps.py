@@ -191,7 +191,7 @@ def _candidates(
     else:
         is_eligible, otherwise = _asking(eligible), "it is not eligible"
 
-    for c in collectives_of(analysis.nodes, {*kinds, "all_gather"}):
+    for c in collectives_of(analysis, {*kinds, "all_gather"}):
         wanted = is_eligible(c)
         if wanted:
             # A bucket counts as its members, so that planning again comes out the same.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from .._torch.symbols import depends_on_data
 from ..fsdp.tags import Tag, home_group, is_bucket, tag_of
+from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import (
     Kind,
     bucket_key,
@@ -69,12 +70,11 @@ class Collective:
         return LeftAlone(self.fqns, reason, self.start.name)
 
 
-def collectives_of(nodes: Iterable[fx.Node], kinds: Collection[Kind]) -> list[Collective]:
-    """The collectives of these kinds, in the order of ``nodes``."""
+def collectives_of(analysis: GraphAnalysis, kinds: Collection[Kind]) -> list[Collective]:
+    """The collectives of these kinds, in graph order."""
     found = []
-    for node in nodes:
-        kind = kind_of(node)
-        if kind is not None and kind in kinds:
+    for node, kind in analysis.kinds.items():
+        if kind in kinds:
             why = unmergeable(node)
             key = None if why else bucket_key(node)
             group, home = group_name(node), home_group(node)

@@ -45,7 +45,7 @@ def plan_units(
     duplicates: list[tuple[fx.Node, fx.Node]] = []
     first_gather: dict[tuple[Any, ...], fx.Node] = {}
     analysis = GraphAnalysis.of(graph)
-    found = collectives_of(analysis.nodes, kinds)
+    found = collectives_of(analysis, kinds)
     contracted = Contraction(analysis.nodes, analysis.unordered_writes)
     position = positions(analysis.graph)
     structures = Structures(position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import sys
 from pathlib import Path
@@ -88,14 +89,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=float,
         metavar="GIB",
         help="keep gathered from forward to backward what fits under this peak, and say what that "
-        "saves",
+        "saves; --plot draws time and memory over the bound",
     )
     option(
         "--machine",
         type=Path,
         metavar="FILE",
-        help="times of --goal, --overlap, --keep-gib and --trace: a file that measure wrote "
-        " (default: this GPU's data sheet, or an H100's)",
+        help="times of --goal, --overlap, --keep-gib, --trace and --plot: a file that measure "
+        "wrote (default: this GPU's data sheet, or an H100's)",
     )
     option(
         "--size-hint",
@@ -110,6 +111,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="FILE",
         help="write the graphs' timelines, before and after, as a trace for Perfetto",
     )
+    option(
+        "--plot",
+        type=output_file,
+        metavar="FILE",
+        help="draw them before and after (needs matplotlib)",
+    )
     option("--brief", action="store_true", help="leave out the members of the buckets")
     option("--json", type=output_file, metavar="FILE", help="also write the report to FILE")
     parser.set_defaults(run=run, parser=parser)
@@ -119,7 +126,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def _wrong(args: argparse.Namespace) -> str:
     """Why the options can't be taken; empty: they can."""
     keeps = args.keep_gib is not None
-    estimates = args.goal or args.overlap or keeps or args.trace
+    estimates = args.goal or args.overlap or keeps or args.trace or args.plot
     if args.world_size < 1:
         return f"--world-size: must be at least 1, got {args.world_size}"
     if keeps and not (args.keep_gib > 0 and math.isfinite(args.keep_gib)):
@@ -133,10 +140,13 @@ def _wrong(args: argparse.Namespace) -> str:
     for name, value in (("machine", args.machine), ("size-hint", args.size_hints)):
         if value is not None and not estimates:
             return (
-                f"--{name}: nothing is estimated without --overlap, --goal, --keep-gib or --trace"
+                f"--{name}: nothing is estimated without --overlap, --goal, --keep-gib, --trace "
+                "or --plot"
             )
     if args.size_hints is not None and args.size_hints < 0:
         return f"--size-hint: must be at least 0, got {args.size_hints}"
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        return "--plot: matplotlib is not installed: pip install matplotlib"
     return ""
 
 
@@ -147,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from ..explain import ExplainError, explain
+    from ..reports.keep import KeepReport
     from ..scheduling.machine import Machine
     from ..scheduling.trace import write_trace
 
@@ -157,7 +168,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     try:
         given = {name: getattr(args, name) for name in _PASSED_ON}
-        found = explain(args.target, draw=bool(args.trace), machine=machine, **given)
+        draw = bool(args.trace or args.plot)
+        found = explain(args.target, draw=draw, machine=machine, **given)
         if args.goal:
             reduce = f", reduce={args.reduce!r}" if args.reduce else ""
             print(f"recipe(model, {args.goal!r}{reduce}):", *found.passes, sep="\n  ", end="\n\n")
@@ -170,6 +182,11 @@ def run(args: argparse.Namespace) -> int:
             args.json.write_text(found.report.to_json() + "\n", encoding="utf-8")
         if args.trace is not None:
             write_trace(found.drawn, args.trace)
+        if args.plot is not None:
+            from ..scheduling.plot import plot
+
+            kept = (r for r in found.report.rewrites if isinstance(r, KeepReport))
+            plot(found.drawn, args.plot, next(kept, None))
     except ExplainError as error:
         print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
         return 1

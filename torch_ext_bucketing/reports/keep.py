@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .base import Report
@@ -45,6 +45,8 @@ class KeepReport(Report):
         unread: units of which backward reads nothing, which are never kept.
         next_ms: what one more GiB would save, by ``next_units``.
         next_units: the units that would be kept then and are not now.
+        curve: by bound in bytes: step in ms, peak in bytes, number of units kept; empty where it
+            was not asked for.
         tried: how many choices were scheduled.
         warning: why nothing is kept, or why the bound is missed; empty: neither is so.
         size_hints: what sizes that depend on data were taken as; empty: there are none.
@@ -63,6 +65,7 @@ class KeepReport(Report):
     unread: tuple[str, ...] = ()
     next_ms: float = 0.0
     next_units: tuple[str, ...] = ()
+    curve: tuple[tuple[int, float, int, int], ...] = field(default=())
     tried: int = 0
     warning: str = ""
     size_hints: str = ""

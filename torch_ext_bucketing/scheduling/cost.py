@@ -48,6 +48,8 @@ class Costs:
     def __init__(self, machine: Machine = H100, hints: SizeHints | None = None) -> None:
         self.machine = machine
         self.hints = hints or SizeHints()
+        self.by_torch: set[str] = set()
+        """Kinds of collectives of which the machine told nothing."""
         self._known: dict[Any, float] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
 
@@ -66,7 +68,11 @@ class Costs:
             inputs = self.result_bytes(node)  # the rest is not read
         ms = self.kernel(self.result_bytes(node) + inputs)
         if is_compute(node):
-            dtype = next((t.dtype for t in tensors_in(node.meta.get("val"))), torch.float32)
+            # Of what is multiplied: products of 8-bit values give wider ones.
+            values = (
+                t for n in (*node.all_input_nodes, node) for t in tensors_in(n.meta.get("val"))
+            )
+            dtype = next((t.dtype for t in values), torch.float32)
             rate = machine.flops.get(str(dtype).removeprefix("torch."), machine.other_flops)
             ms = max(ms, self._flops(node) / rate * 1e3)
         return ms
@@ -92,7 +98,10 @@ class Costs:
             ranks = self._ranks_of(group)
             kind = kind_of(node) or _KIND_OF_TARGET[node.target]
             ms = self.machine.network_ms(kind, ranks, nbytes)
-            self._known[key] = nccl_estimate_ms(node, nbytes) if ms is None else ms
+            if ms is None:
+                self.by_torch.add(kind)
+                ms = nccl_estimate_ms(node, nbytes)
+            self._known[key] = ms
         return self._known[key]
 
     def as_kind(self, kind: str, like: fx.Node, nbytes: int) -> float:

@@ -383,9 +383,15 @@ def _is_measurement(nbytes: float, ms: float) -> bool:
 
 H100 = Machine(
     "H100",
-    # NVIDIA's data sheet: 989 TFLOP/s dense in 16 bit, 494 in TF32, 3.35 TB/s. Large matrix
-    # products reach about seven tenths of that, copies about eight tenths.
-    flops={"bfloat16": 692e12, "float16": 692e12, "float32": 346e12},
+    # NVIDIA's data sheet: 989 TFLOP/s dense in 16 bit, 494 in TF32, 1979 in 8 bit, 3.35 TB/s. Large
+    # matrix products reach about seven tenths of that, copies about eight tenths.
+    flops={
+        "bfloat16": 692e12,
+        "float16": 692e12,
+        "float32": 346e12,
+        "float8_e4m3fn": 1385e12,
+        "float8_e5m2": 1385e12,
+    },
     bandwidth=2.7e12,
     # A DGX H100 has eight, with NVLink at 450 GB/s each way and an adapter of 400 Gbit/s for each.
     # About eight tenths of both are reached. NCCL's tuning model has 3.4 and 14 us for a step of a
