@@ -36,6 +36,11 @@ class Wrapper(torch.Tensor):
         self._tensor = tensor
         return self
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"{type(self).__name__} of {tuple(self.shape)}"  # torch 2.11 logs it while it is fake
+        )
+
     def __tensor_flatten__(self) -> Any:
         return ["_tensor"], None
 

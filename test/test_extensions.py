@@ -59,10 +59,14 @@ def _gathered(rank: int) -> tuple[list[bytes], list[bytes]]:
     policy = MixedPrecisionPolicy(**DTYPES, cast_forward_inputs=False)
     for block in (*model.blocks, model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
+    teb.data_parallel(copied, mesh, **DTYPES)
+    states = (m.state_dict().items() for m in (model, copied))
+    for (one, saved), (other, mine) in zip(*states, strict=True):
+        assert (one, type(saved.to_local())) == (other, type(mine.to_local()))
+        assert raw_bytes(saved.to_local()) == raw_bytes(mine.to_local())
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(dist, name, sending)
         model(inputs(0, rank))
-    teb.data_parallel(copied, mesh, **DTYPES)
     backend = teb.backend(
         lambda graph, _: _Sending(graph, ours).run, teb.recipe(copied, reference=model), copied
     )

@@ -107,15 +107,17 @@ class Extension:
         return value if value.dtype == dtype else value.view(dtype)
 
     def _check(self, param: torch.Tensor) -> None:
-        """Gather fake shards, those of all ranks, so that all ranks find the same."""
+        """Gather fake shards, of every size that a rank has, so that all ranks find the same."""
         rows = -(-self.shape[0] // self.ranks)
         whole = (self.shape, torch.Size((rows * self.ranks, *self.shape[1:])))
         first: list[tuple[torch.Size, torch.dtype]] = []
         mode = fake_mode_of(parts_of(param.data)[0]) or fake_mode()
         full = map_parts(param.data, lambda part: mode.from_tensor(part.data))
         with mode, torch.no_grad():
-            shards = [_shard(full, rank, self.ranks) for rank in range(self.ranks)]
-            for shard in {x.shape[0]: x for x in shards}.values():
+            # Those of the first ranks are full; one may be in part, those behind it are empty.
+            last = self.ranks - 1
+            for rank in dict.fromkeys((0, min(self.shape[0] // max(rows, 1), last), last)):
+                shard = _shard(full, rank, self.ranks)
                 inputs, metadata = self._pair(shard, _METHODS[0], self.arguments)
                 found = [(x.shape, x.dtype) for x in inputs]
                 first = first or found
@@ -128,9 +130,9 @@ class Extension:
                     )
                 outputs = tuple(self._all_gather(x) for x in inputs)
                 given = (outputs, metadata, self.dtype)
-                full, _ = self._pair(shard, _METHODS[1], given)
-                if not isinstance(full, torch.Tensor) or full.shape not in whole:
-                    was = tuple(full.shape) if isinstance(full, torch.Tensor) else full
+                made, _ = self._pair(shard, _METHODS[1], given)
+                if not isinstance(made, torch.Tensor) or made.shape not in whole:
+                    was = tuple(made.shape) if isinstance(made, torch.Tensor) else made
                     raise ValueError(
                         f"{self.what}: fsdp_post_all_gather makes {was!r} of a parameter of shape "
                         f"{tuple(self.shape)}"

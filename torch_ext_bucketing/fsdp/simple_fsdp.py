@@ -360,7 +360,7 @@ class _ReduceLate(torch.autograd.Function):
         ctx.unshard = unshard
         ctx.dtype = shard.dtype
         ctx.save_for_backward(total)
-        return shard.new_zeros(())
+        return torch.zeros((), dtype=shard.dtype, device=shard.device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]

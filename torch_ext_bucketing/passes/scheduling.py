@@ -34,7 +34,6 @@ from .base import (
     RankOrder,
     Stage,
     Tags,
-    graph_of,
 )
 
 
@@ -155,11 +154,11 @@ class BucketAndSchedule(Schedule):
         )
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        g, reduce = graph_of(graph), self.reduce
+        analysis, reduce = compilation.analysis(graph), self.reduce
         if reduce is not None and reduce.name in compilation.report.disabled:
             reduce = None
         plan, found = choose_caps(
-            compilation.analysis(g),
+            analysis,
             self._bounded(compilation),
             caps_mb=self.caps_mb,
             machine=self.machine,
@@ -169,7 +168,7 @@ class BucketAndSchedule(Schedule):
             eligible=self.eligible,
             group_filter=self.group_filter,
         )
-        report = merge_and_report(g, plan, self.payload_order, self.kinds)
+        report = merge_and_report(analysis.graph, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)
         if reduce is not None:
             reduce.run(graph, compilation)
