@@ -31,8 +31,7 @@ class AddByUnit(GraphPass):
     with autograd nodes of their own (:mod:`.fsdp.unit_inputs`): make the backend before the model
     is traced. The hooks stay, and change no value but by the order of these sums.
 
-    What a unit is called with and does not read gets no gradient from it, where eager FSDP2 gives
-    zeros. What is read in several graphs is added graph by graph, so a unit with a graph break
+    What is read in several graphs is added graph by graph, so a unit with a graph break
     inside has other bits (``BucketUnits`` warns where its parameters are in several graphs).
 
     Args:
