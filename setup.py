@@ -67,6 +67,8 @@ setup(
         "plot": ["matplotlib"],
         # For the rows of `benchmarks/parity.py --models hf`.
         "models": ["transformers", "timm"],
+        # For the rows `float8/*` of `benchmarks/parity.py`, on torch 2.15.
+        "float8": ["torchao"],
         # For test/test_torchtitan.py, on torch 2.15.
         "torchtitan": ["torchtitan==0.3.0"],
     },

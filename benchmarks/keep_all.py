@@ -29,7 +29,9 @@ __all__ = ["against_all", "least_ms"]
 CLOSE = 1.02
 
 
-def against_all(models: int, most: int, least: int = 2, first: int = 0) -> dict[str, Any]:
+def against_all(
+    models: int, most: int, least: int = 2, first: int = 0, activations: bool = False
+) -> dict[str, Any]:
     """Random models of ``least`` to ``most`` units, each with a bound between keep-nothing and
     keep-all: the choice over the best of all choices.
 
@@ -38,6 +40,7 @@ def against_all(models: int, most: int, least: int = 2, first: int = 0) -> dict[
         most: units.
         least: units.
         first: seed of the first model; the next has the next.
+        activations: whether activations are saved by choice, too.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -49,7 +52,7 @@ def against_all(models: int, most: int, least: int = 2, first: int = 0) -> dict[
     for seed in range(first, first + models):
         rng = random.Random(seed)
         graph, machine = random_joint(seed, rng.randint(least, most))
-        planner = KeepPlanner(graph, unit_of, machine=machine)
+        planner = KeepPlanner(graph, unit_of, machine=machine, activations=activations)
         everything = planner.scheduled(planner.candidates, 2**60)
         low = planner.reference_bytes
         limit = int(low + rng.random() * max(0, everything.peak_bytes - low))

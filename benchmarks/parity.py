@@ -5,6 +5,7 @@
     python benchmarks/parity.py --only 'moe/4x2/*/hsdp/*' --json moe.json
     python benchmarks/parity.py --rows 'torchtitan/*' --json torchtitan.json
     python benchmarks/parity.py --rows 'everyday/*' --steps 6
+    python benchmarks/parity.py --rows 'float8/*'
     python benchmarks/parity.py --rows 'everyday/*' --steps 3 --starts 20
     python benchmarks/parity.py --virtual-ranks 64,128,256
     python benchmarks/parity.py --device cuda --topologies 1x2,2x2,4x2 --parallelism fsdp,hsdp

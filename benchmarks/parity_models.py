@@ -266,6 +266,17 @@ def _of(kind: Callable[..., nn.Module], width: int | None = None) -> Callable[..
     return built
 
 
+def _float8(layers: int, dim: int | None) -> nn.Module:
+    """The decoder with linears that multiply in float8, and gather so; the head does not."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    return convert_to_float8_training(
+        build("llama", layers=layers, dim=dim),
+        config=Float8LinearConfig(enable_fsdp_float8_all_gather=True),
+        module_filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != "head",
+    )
+
+
 _MATRIX = Model(_of(Llama)).parallelism
 _REUSE: dict[str, Any] = {
     "parallelism": FSDP_AND_HSDP,
@@ -292,6 +303,7 @@ MODELS: dict[str, Model] = {
     "frozen": Model(_of(Frozen), parallelism=()),
     "unused": Model(_of(Unused), parallelism=()),
     "branch": Model(_of(Branch, 32), batch=short_or_not, parallelism=()),
+    "float8": Model(_float8, parallelism=(), needs=("torchao",), own_weights=True),
     "tensor": Model(_of(TensorDecoder, 32), parallelism=()),
     "tensor_shared": Model(_of(partial(TensorDecoder, shares=True), 32), parallelism=()),
 }

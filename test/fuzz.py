@@ -516,6 +516,7 @@ CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
     "peak_bytes": (4, lambda e: peak_bytes(e.gm, e.rng.choice((None, lambda n: True)))),
     "AddByUnit": (3, lambda e: _run_pass(e, teb.AddByUnit(e.model, e.v.names()))),
     "CombineUses": (4, _combine_uses),
+    "MergeAmax": (2, lambda e: _run_pass(e, teb.MergeAmax())),
     "ReduceScatterFirst": (4, lambda e: _run_pass(e, teb.ReduceScatterFirst())),
     "ReduceByAllToAll": (
         2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 
 import pytest
@@ -266,6 +267,17 @@ def test_the_report_tells_what_the_bits_cost(fake_world):
     assert after.rank_order_ms == pytest.approx(after.step_ms[1] - before.step_ms[1])
     assert after.rank_order_ms == pytest.approx(added, rel=0.01)
     assert f" {added:.2f}  what all-to-alls and their sums take longer" in after.to_text()
+    known = "torch counts one as about 4 reduce-scatters"
+    assert known not in after.to_text()
+    assert known in schedule(gm, teb.Overlap(), machine=teb.Machine()).to_text()
+
+
+def test_what_torch_takes_an_all_to_all_for(fake_world):
+    """What the report says of it, of large ones."""
+    gm, _ = graph_of([("reduce_scatter", 4096, [4096], torch.bfloat16, "avg")], fake_world)
+    (start,), costs = starts(gm), Costs(teb.Machine())
+    ((_, ms),) = costs.in_rank_order([start])
+    assert 3 < ms / costs.collective(start) < 4
 
 
 def test_caps_are_chosen_for_all_to_alls_and_their_buffers(fake_world):
@@ -527,12 +539,13 @@ def test_a_fault_on_one_rank_ends_all_and_names_it(reduces):
         run_ranks(_fails_in, 4, methods, passes, timeout_s=300)
 
 
-def over_replicas(rank):
-    """Weights on four replicas: eager FSDP2 over a shard each and the hook, with two sets of units,
-    and compiled with two caps; and eager FSDP2's own all-reduces."""
+def over_replicas(rank, *shape):
+    """Weights on more than two replicas of some shards: eager FSDP2 over the shards and the hook,
+    with two sets of units, and compiled with two caps; and eager FSDP2's own all-reduces."""
     found = {}
     with ring_rank(rank, RingTopology(ranks_per_node=2)):
-        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        sharded = (mesh, "hybrid_shard") if shape[1] > 1 else (mesh["replicate"], "replicate")
         average = teb.AllToAllAllReduce(mesh["replicate"].get_group())
         for name, units in (("twin", by_block), ("twin, other units", other_units)):
             model = eager(mesh["shard"], torch.bfloat16, units, True)
@@ -544,8 +557,9 @@ def over_replicas(rank):
             torch._dynamo.reset()
             bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
             model = small_model(layers=1)
-            teb.data_parallel(model, mesh["replicate"], "replicate", **bf16)
-            passes = [teb.BucketByCap(cap_mb, kinds=("all_reduce",)), teb.ReduceByAllToAll()]
+            teb.data_parallel(model, *sharded, **bf16)
+            passes = [teb.ReduceScatterFirst()] * (shape[1] > 1)
+            passes += [teb.BucketByCap(cap_mb, kinds=KINDS), teb.ReduceByAllToAll()]
             compiled = torch.compile(model, backend=teb.backend("aot_eager", passes))
             found[f"{cap_mb} MiB"] = trained(rank.rank, model, compiled)
         model = eager(mesh, torch.bfloat16, by_block, True)
@@ -553,8 +567,9 @@ def over_replicas(rank):
     return found
 
 
-def test_one_hash_over_more_than_two_replicas():
-    for rank in run_ranks(over_replicas, 4, timeout_s=300):
+@pytest.mark.parametrize("shape", [(4, 1), pytest.param((3, 2), marks=pytest.mark.slow)])
+def test_one_hash_over_more_than_two_replicas(shape):
+    for rank in run_ranks(over_replicas, math.prod(shape), *shape, timeout_s=300):
         ring = rank.pop("ring")
         assert rank == dict.fromkeys(rank, rank["twin"])
         assert len(rank) == 4

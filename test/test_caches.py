@@ -188,6 +188,7 @@ MACHINE = teb.Machine(flops={"bfloat16": 1e12})
 MADE = [
     teb.TagParameters(torch.nn.Linear(1, 1), fqn_of={0: "a"}),
     teb.CombineUses(),
+    teb.MergeAmax(),
     teb.ReduceScatterFirst(),
     teb.ReduceByAllToAll(),
     teb.ReshardAfterForward(),

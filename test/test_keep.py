@@ -20,7 +20,8 @@ from benchmarks.keep_all import least_ms
 from benchmarks.keep_models import random_joint, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute, stage_of
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.fsdp.tags import member_tags
+from torch_ext_bucketing.fsdp.tag_graph import parameter_chains
+from torch_ext_bucketing.fsdp.tags import member_tags, tag_of
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.passes.backends import _run_each, backend
@@ -29,6 +30,8 @@ from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.rewrites.resharding import (
     NothingKeptWarning,
     ReshardAfterForward,
+    _choice,
+    _mark,
     unit_name,
 )
 from torch_ext_bucketing.scheduling.cost import Costs
@@ -39,6 +42,7 @@ from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.partitioned import PartitionedModel
 from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning
 from torch_ext_bucketing.scheduling.timeline import Timeline
+from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ring import on_ranks
 
 GIB = 2**30
@@ -74,7 +78,7 @@ def checkpoint_blocks(model):
     return model
 
 
-def compiled(*passes, checkpointed=False, vocabulary=64):
+def compiled(*passes, checkpointed=False, vocabulary=64, model=TwoBlocks):
     """A small model's graphs by stage, and the report."""
     graphs = {}
 
@@ -84,7 +88,7 @@ def compiled(*passes, checkpointed=False, vocabulary=64):
 
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = data_parallel(TwoBlocks(64, vocabulary), mesh)
+    model = data_parallel(model(64, vocabulary), mesh)
     if checkpointed:
         checkpoint_blocks(model)
     b = backend(keep, passes, model, agree=False)
@@ -128,6 +132,73 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
         assert unread == 0 if stage == "forward" else unread >= 0
         assert ours.peak_bytes - unread == real.peak_bytes
     assert found["peak"] == max(m.liveness.peak(range(len(m))) for m in found["models"])
+
+
+class Chosen(teb.GraphPass):
+    """Saves, gathers and computes again by chance."""
+
+    stage = "joint"
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+
+    def run(self, graph, compilation):
+        g = graph_of(graph)
+        tags = (tag_of(n) for n in g.nodes)
+        unit_of = block_units(f for t in tags if t for f in t.fqns)
+        partitioned = PartitionedModel(g, Costs(), unit_of, kinds=(), activations=True)
+        self.units = partitioned.units
+        self.kept = [k for k, u in enumerate(self.units) if u.held and self.rng.random() < 0.5]
+        self.models = partitioned.models(self.kept)
+        self.peak = HeldBytes(partitioned).peak_bytes(self.kept)
+        _mark(parameter_chains(g), _choice(g, partitioned, self.kept), lambda tag: True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed):
+    graphs = {}
+
+    def keep(gm, inputs):
+        graphs[stage_of(gm.graph)] = gm
+        return gm.forward
+
+    chosen = Chosen(seed)
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = data_parallel(Transformer(ModelConfig(layers=2)), mesh, param_dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend=backend(keep, [chosen], model, agree=False))
+    compiled(torch.zeros(2, 32, dtype=torch.long)).float().sum().backward()
+    sorts = {u.name.split()[-1] for u in chosen.units if not u.starts}
+    assert sorts == {"cheap", "products", "attention"}
+    assert 0 < len(chosen.kept) < len(chosen.units)
+    for model, stage in zip(chosen.models, STAGES, strict=True):
+        ours, graph = Timeline.of(model), model_of(graphs[stage].graph)
+        assert sum(model.compute) == sum(graph.compute)
+        assert ours.step_ms == pytest.approx(Timeline.of(graph).step_ms, rel=1e-6)
+        unread = model.liveness.at_start - graph.liveness.at_start
+        assert ours.peak_bytes - unread == Timeline.of(graph).peak_bytes
+    # In an order in which what is made again stands where it would with nothing kept.
+    assert chosen.peak >= max(m.liveness.peak(range(len(m))) for m in chosen.models)
+
+
+def test_what_a_user_marked_or_chance_decides_is_computed_as_it_was(fake_world):
+    class Dropped(TwoBlocks):
+        def forward(self, tokens):
+            return torch.nn.functional.dropout(super().forward(tokens).relu(), 0.5)
+
+    found = {}
+
+    def look(graph):
+        partitioned = PartitionedModel(graph, Costs(), MODULES, kinds=(), activations=True)
+        found["units"] = [u for u in partitioned.units if not u.starts]
+
+    compiled(Look(look), checkpointed=True, model=Dropped)
+    nodes = [n for u in found["units"] for n in u.chains]
+    assert any("relu" in n.name for n in nodes)
+    assert not any("layers" in u.name for u in found["units"])
+    assert not any(
+        torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in nodes
+    )
 
 
 def test_schedules_count_what_only_forward_reads(fake_world):
@@ -332,6 +403,59 @@ def _checkpointed_beside_eager(rank):
     return kept, found, train(eager, eager)
 
 
+def _bounded_beside_eager(rank):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from torch_ext_bucketing.testing.training import digest
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+
+    def train(model, run):
+        found = []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(3):
+            tokens = torch.arange(512).mul(step + 2).add(7 * rank).remainder(256).view(8, 64)
+            run(tokens).float().logsumexp(-1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(digest(model))
+        return found
+
+    def fresh():
+        torch.manual_seed(0)
+        return Transformer(ModelConfig(layers=2))
+
+    found = []
+    for ratio in (1.0, 1.15, 4.0):
+        torch._dynamo.reset()
+        model = data_parallel(fresh(), mesh, **bf16)
+        passes = teb.recipe(model, memory=PeakMemory(ratio=ratio), state_bytes_per_parameter=0)
+        b = backend("aot_eager", passes, model)
+        hashes = train(model, torch.compile(model, backend=b))
+        (made,) = (r for r in b.last_report().rewrites if r.rewrite == "keep gathered")
+        found.append((hashes, len(made.kept), len(made.units), made.peak_bytes[1]))
+    eager = fresh()
+    policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
+    for unit in teb.transformer_block_plan(eager):
+        modules = [unit] if isinstance(unit, str) else unit
+        if "" not in modules:
+            shard = [eager.get_submodule(name) for name in modules]
+            fully_shard(shard, mesh=mesh, mp_policy=policy)
+    fully_shard(eager, mesh=mesh, mp_policy=policy)
+    return found, train(eager, eager)
+
+
+@pytest.mark.slow
+def test_bits_do_not_change_with_the_bound():
+    for found, expected in on_ranks(_bounded_beside_eager):
+        assert [hashes for hashes, *_ in found] == [expected] * len(found)
+        kept = [kept for _, kept, _, _ in found]
+        assert kept == sorted(kept)
+        assert kept[0] < kept[1] < kept[2] == found[2][2]
+        assert found[0][3] < found[1][3] < found[2][3]
+
+
 def test_what_is_kept_of_checkpointed_blocks_has_the_bits_of_eager():
     first, second = on_ranks(_checkpointed_beside_eager)
     assert first[0] == second[0]
@@ -345,14 +469,15 @@ def test_what_is_kept_of_checkpointed_blocks_has_the_bits_of_eager():
 
 
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
-def test_choices_are_near_the_best_of_all(fake_world):
+@pytest.mark.parametrize(("activations", "most"), [(False, 5), (True, 3)])
+def test_choices_are_near_the_best_of_all(fake_world, activations, most):
     """Against every choice there is, each scheduled; `python -m benchmarks.keep --random` is the
     same on many more and larger models."""
     slower = 0
     for seed in range(12):
         rng = random.Random(seed)
-        graph, machine = random_joint(seed, rng.randint(2, 5))
-        planner = KeepPlanner(graph, unit_of, machine=machine)
+        graph, machine = random_joint(seed, rng.randint(2, most))
+        planner = KeepPlanner(graph, unit_of, machine=machine, activations=activations)
         everything = planner.scheduled(planner.candidates, 2**60)
         low, high = planner.reference_bytes, everything.peak_bytes
         limit = int(low + rng.random() * (high - low))
@@ -375,11 +500,12 @@ def test_choices_are_near_the_best_of_all(fake_world):
 
 
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
-def test_more_memory_is_never_slower_and_never_exceeded(fake_world):
+@pytest.mark.parametrize("activations", [False, True])
+def test_more_memory_is_never_slower_and_never_exceeded(fake_world, activations):
     shorter = 0
     for seed in range(5, 11):
         graph, machine = random_joint(seed, 5)
-        planner = KeepPlanner(graph, unit_of, machine=machine)
+        planner = KeepPlanner(graph, unit_of, machine=machine, activations=activations)
         nothing = planner.scheduled((), planner.reference_bytes)
         peaks = [int(part * nothing.peak_bytes) for part in (1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 20.0)]
         curve = planner.curve(peaks)

@@ -139,6 +139,19 @@ def test_products_of_experts_are_counted_group_by_group(a, b):
     assert Costs(machine)(node) == pytest.approx(flops * 1e3)
 
 
+def test_products_are_timed_by_the_dtype_of_what_is_multiplied():
+    graph = fx.Graph()
+    a, b, scale = (graph.placeholder(name) for name in ("a", "b", "scale"))
+    node = graph.call_function(torch.ops.aten._scaled_mm.default, (a, b, scale, scale))
+    with FakeTensorMode():
+        a.meta["val"] = torch.empty(16, 32, dtype=torch.float8_e4m3fn)
+        b.meta["val"] = torch.empty(32, 48, dtype=torch.float8_e4m3fn)
+        scale.meta["val"] = torch.empty(())
+        node.meta["val"] = torch.empty(16, 48, dtype=torch.bfloat16)
+    rates = {"bfloat16": 1.0, "float8_e4m3fn": 2.0}
+    assert Costs(Machine(flops=rates, bandwidth=1e18, kernel_ms=0.0))(node) == 1e3 * 16 * 32 * 48
+
+
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
 def test_an_own_estimate_is_asked_first_and_may_leave_it_to_the_model(fake_world):
     gm = forward_graph(1)

@@ -154,11 +154,48 @@ def flat(mesh):
             ValueError,
             "parameters that the model has not: embed.weight",
         ),
+        (
+            lambda mesh: teb.recipe(sharded(), memory=teb.PeakMemory(gib=1e-6)),
+            ValueError,
+            r"before any activation, .* of parameters, .* of gradients, .* of optimizer state",
+        ),
+        (
+            lambda mesh: teb.recipe(sharded(), state_bytes_per_parameter=4),
+            ValueError,
+            "belong to memory=",
+        ),
     ],
 )
 def test_bad_arguments(fake_world, call, error, match):
     with pytest.raises(error, match=match):
         call(init_device_mesh("cpu", (4,)))
+
+
+@pytest.mark.parametrize("goal", ["parity", "speed"])
+def test_one_bound_for_the_memory_of_a_step(fake_world, goal):
+    """The optimizer's state is part of it, whoever says how large it is."""
+    model, memory = sharded(), teb.PeakMemory(gib=40)
+    elements = sum(p.to_local().numel() for p in model.parameters())
+    adam = torch.optim.AdamW(model.parameters())
+    momentum = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for given, each in (
+        ({}, 8),
+        ({"state_bytes_per_parameter": 6}, 6),
+        ({"optimizer": adam}, 8),
+        ({"optimizer": momentum}, 4),
+        ({"optimizer": torch.optim.SGD(model.parameters())}, 0),
+    ):
+        passes = teb.recipe(model, goal, memory=memory, **given)
+        (reshard,) = (p for p in passes if isinstance(p, teb.ReshardAfterForward))
+        assert (reshard.keep, reshard.memory, reshard.activations) == ("auto", memory, True)
+        assert reshard.state_bytes == each * elements
+        assert "PeakMemory(ratio=1.02)" not in repr(passes)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    adam.step()  # now it has a state
+    assert teb.recipe(model, memory=memory, optimizer=adam)[2].state_bytes == 8 * elements
+    with pytest.warns(UserWarning, match="more than any GPU has"):
+        teb.recipe(model, goal, memory=teb.PeakMemory(gib=70_000))
 
 
 def test_speed_needs_no_blocks(fake_world):

@@ -23,8 +23,10 @@ from torch_ext_bucketing.testing.ring import (
     RingTopology,
     init_ring_process_group,
     register_ring_backend,
-    ring_order,
     ring_rank,
+)
+from torch_ext_bucketing.testing.sums import (
+    ring_order,
     simulate_all_reduce,
     simulate_reduce_scatter,
 )

@@ -24,6 +24,7 @@ def lists(order, mesh, model, units):
         "TagParameters": [teb.TagParameters(model)],
         "AddByUnit": [teb.AddByUnit(model, units)],
         "CombineUses": [teb.CombineUses()],
+        "MergeAmax": [teb.MergeAmax()],
         "ReduceScatterFirst": [teb.ReduceScatterFirst()],
         "ReshardAfterForward": [teb.ReshardAfterForward(), teb.BucketUnits(order)],
         "BucketUnits": [teb.BucketUnits(order)],

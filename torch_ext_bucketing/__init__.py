@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .reports.compile import CompileReport as CompileReport
     from .rewrites.add_by_unit import AddByUnit as AddByUnit
     from .rewrites.combine_uses import CombineUses as CombineUses
+    from .rewrites.merge_amax import MergeAmax as MergeAmax
     from .rewrites.reduce_scatter_first import ReduceScatterFirst as ReduceScatterFirst
     from .rewrites.resharding import ReshardAfterForward as ReshardAfterForward
     from .rewrites.separate_groups import SeparateGroups as SeparateGroups
@@ -66,6 +67,7 @@ _HOME = {
     "passes.bucketing": ("BucketByCap", "BucketUnits"),
     "rewrites.add_by_unit": ("AddByUnit",),
     "rewrites.combine_uses": ("CombineUses",),
+    "rewrites.merge_amax": ("MergeAmax",),
     "passes.diagnostics": ("NotBucketedWarning",),
     "recipes": ("recipe",),
     "rewrites.reduce_scatter_first": ("ReduceScatterFirst",),

@@ -10,8 +10,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-__all__ = ["paused_gc"]
-
 
 @contextlib.contextmanager
 def paused_gc() -> Iterator[None]:

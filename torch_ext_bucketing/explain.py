@@ -40,8 +40,6 @@ from .scheduling.trace import Drawn
 from .testing.model import ModelConfig, Transformer
 from .testing.target import TargetError, load_target
 
-__all__ = ["ExplainError", "Explanation", "explain"]
-
 
 class ExplainError(Exception):
     """The target can't be explained; the message says why and what to do."""

@@ -24,8 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from ._torch.process_groups import ranks_of
 from .scheduling.machine import Machine
 
-__all__ = ["KIB", "MeasureError", "measure"]
-
 KIB = (4, 64, 1024, 16384)
 _PRODUCT = {"cuda": 8192, "cpu": 512}
 # On CPU as much as malloc may keep and hand out again (M_MMAP_THRESHOLD is 32 MiB at most): what is

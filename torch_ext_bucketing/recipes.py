@@ -6,13 +6,16 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 import torch.nn as nn
 
 from ._torch.fsdp2 import is_wrapped, read_param_groups
-from ._torch.sharded import is_distributed, placed
+from ._torch.sharded import is_distributed, placed, shard_of
 from .fqns import format_names, parameter_names
 from .fsdp.blocks import transformer_block_plan
+from .fsdp.extensions import extends_gather
 from .fsdp.order import FSDPParamOrder
+from .fsdp.simple_fsdp import ignored_extensions
 from .fsdp.units import UnitSpec
 from .graph.collectives import KINDS, Kind
 from .passes.all_to_all import ReduceByAllToAll
@@ -20,15 +23,15 @@ from .passes.base import GraphPass
 from .passes.bucketing import BucketUnits
 from .passes.diagnostics import NotBucketedWarning
 from .passes.scheduling import BucketAndSchedule, Schedule
+from .passes.step_memory import check_bound, state_bytes
 from .rewrites.add_by_unit import AddByUnit
 from .rewrites.combine_uses import CombineUses
+from .rewrites.merge_amax import MergeAmax
 from .rewrites.reduce_scatter_first import ReduceScatterFirst
 from .rewrites.resharding import ReshardAfterForward
 from .scheduling.machine import Machine
 from .scheduling.memory import CapComputeRun, PeakMemory
 from .scheduling.overlap import Overlap
-
-__all__ = ["Goal", "recipe"]
 
 Goal = Literal["parity", "speed"]
 
@@ -41,6 +44,9 @@ def recipe(
     reference: nn.Module | None = None,
     machine: Machine | None = None,
     reduce: Literal["all_to_all"] | None = None,
+    memory: PeakMemory | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    state_bytes_per_parameter: float | None = None,
 ) -> list[GraphPass]:
     """The recommended passes for a sharded model, for :func:`.backend`.
 
@@ -55,7 +61,8 @@ def recipe(
       reduce-scatters. Buckets are not eager's units, so bits are not eager's either, but with
       ``reduce``.
 
-    Every parameter is gathered and reduced once, however often it is used; with hybrid sharding,
+    Every parameter is gathered and reduced once, however often it is used, and largest values that
+    gathers in 8 bits wait for are reduced together; with hybrid sharding,
     gradients are scattered over the shards before they are reduced over the replicas.
 
     Reductions of every kind that the sharding of ``model`` makes are bucketed: all-reduces where
@@ -74,12 +81,21 @@ def recipe(
         reduce: ``"all_to_all"`` adds gradients up in the order of the ranks
             (:class:`.ReduceByAllToAll`): with either goal, whatever the buckets, the bits are those
             of eager FSDP2 with :class:`.AllToAllReduceScatter`. None: the process group adds.
+        memory: a bound on all that a rank has in memory in a step: shards, gradients, optimizer
+            state, inputs, activations, gathered parameters, buckets. What stays gathered, and which
+            activations are saved rather than computed again, is chosen so that the step is the
+            shortest under it; bits don't change with it. None: activations are saved as they are
+            without this package, and the last unit stays gathered.
+        optimizer: with ``memory``: whose state counts. It is only read.
+        state_bytes_per_parameter: or bytes of its state per element of a parameter. With neither 8,
+            as of AdamW in fp32.
 
     Raises:
         TypeError: ``model`` or ``reference`` is no module, or ``machine`` is no machine.
         ValueError: an unknown goal or ``reduce``; a model without ``DTensor`` parameters, or
             wrapped by ``fully_shard``; no transformer blocks and no ``units``; ``units`` or
-            ``reference`` that don't fit, or given together or for ``"speed"``.
+            ``reference`` that don't fit, or given together or for ``"speed"``; ``memory`` below
+            what shards, gradients and optimizer state need; a state without ``memory``, or two.
     """
     if goal not in ("parity", "speed"):
         raise ValueError(f"goal must be 'parity' or 'speed', got {goal!r}")
@@ -100,22 +116,47 @@ def recipe(
             NotBucketedWarning,
             stacklevel=2,
         )
+    ignored = ignored_extensions(model)
+    if ignored:
+        warnings.warn(
+            f"{len(ignored)} parameter(s) of {type(model).__name__} name what is to be gathered of "
+            f"them (fsdp_pre_all_gather of {', '.join(dict.fromkeys(ignored.values()))}, such as "
+            "gathers in float8), and its sharding ignores that, as torchtitan's data_parallel does:"
+            f" {format_names(list(ignored))}. Shard it by torch_ext_bucketing.data_parallel(model, "
+            "mesh)",
+            NotBucketedWarning,
+            stacklevel=2,
+        )
     gathers = "all_gather" in kinds
     first: list[GraphPass] = [CombineUses()]
+    if any(extends_gather(shard_of(p)) for p in model.parameters()):
+        first.append(MergeAmax())
     if kinds == KINDS:
         first.append(ReduceScatterFirst())
+    reshard: list[GraphPass] = []
+    if memory is not None:
+        state = state_bytes(model, optimizer, state_bytes_per_parameter)
+        check_bound(model, memory, state)
+        reshard.append(
+            ReshardAfterForward("auto", memory=memory, activations=True, state_bytes=state)
+        )
+    elif optimizer is not None or state_bytes_per_parameter is not None:
+        raise ValueError("optimizer= and state_bytes_per_parameter= belong to memory=")
     if goal == "speed":
         if units is not None or reference is not None:
             raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
+        # The bound on the step holds for schedules, too.
+        bound = [PeakMemory(ratio=1.02)] if memory is None else []
         passes: list[GraphPass] = [
             BucketAndSchedule(
-                [Overlap(), PeakMemory(ratio=1.02), CapComputeRun(max_consecutive=8)],
+                [Overlap(), *bound, CapComputeRun(max_consecutive=8)],
                 kinds=kinds,
                 machine=machine,
                 reduce=ReduceByAllToAll() if reduce else None,
             )
         ]
-        return [*first, ReshardAfterForward(), *passes] if gathers else [*first, *passes]
+        reshard = reshard or ([ReshardAfterForward()] if gathers else [])
+        return [*first, *reshard, *passes]
     if units is not None and reference is not None:
         raise ValueError("give units= or reference=, not both: a reference has units of its own")
     order, keep, named = _order(model, units, reference)
@@ -125,7 +166,8 @@ def recipe(
         *([ReduceByAllToAll()] if reduce else []),
         Schedule([Overlap()], machine),
     ]
-    return [*first, ReshardAfterForward(keep=keep), *passes] if gathers else [*first, *passes]
+    reshard = reshard or ([ReshardAfterForward(keep=keep)] if gathers else [])
+    return [*first, *reshard, *passes]
 
 
 def _kinds(model: nn.Module) -> tuple[Kind, ...]:

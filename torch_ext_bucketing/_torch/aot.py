@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -12,29 +13,23 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import descriptors as _descriptors
 from .private import private_torch
 
-__all__ = [
-    "compile_aot",
-    "current_backward",
-    "forward_nodes",
-    "is_saved",
-    "mark_recompute",
-    "mark_save",
-    "must_recompute",
-    "read_in_backward",
-    "recomputed_nodes",
-    "stage_of",
-    "unmark_recompute",
-]
-
 # The partitioner saves a node at the border of two checkpointed regions, which it tells apart by
 # this number; a number above all others keeps that rule away from our nodes.
 _RECOMPUTE_REGION = 100_000
 
 
 def mark_recompute(node: fx.Node) -> None:
-    """Make the partitioner compute ``node`` again in backward rather than save it."""
-    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    """Make the partitioner compute ``node`` again in backward rather than save it.
+
+    An operator of several results that might draw random numbers is not marked itself: its results
+    are, which has the same effect. Otherwise the partitioner would save the generator's state, too,
+    even where there is no dropout, and behind the meshes among the outputs, where AOTAutograd looks
+    for tensors in vain (torch 2.13).
+    """
     node.meta["ac_graph_id"] = _RECOMPUTE_REGION
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if not (random and all(u.target is operator.getitem for u in node.users)):
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def mark_save(node: fx.Node) -> None:

@@ -24,14 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .private import private_torch
 
-__all__ = [
-    "forget_mesh_hashes",
-    "keep_beside",
-    "meshes_in",
-    "read_beside",
-    "watched_caches",
-]
-
 _log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from .private import private_torch
 with private_torch():
     from torch.utils._ordered_set import OrderedSet
 
-__all__ = ["run_after"]
-
 
 def run_after(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
     """Let Inductor run each node after the nodes that ``before`` has for it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.fx as fx
-from torch.utils import _pytree as pytree
+import torch.utils._pytree as pytree
 
 from .private import private_torch
 
@@ -20,14 +20,6 @@ with private_torch():
         SubclassGetAttrAOTInput,
         SubclassGetAttrAOTOutput,
     )
-
-__all__ = [
-    "base_input",
-    "gradient_outputs",
-    "is_tangent",
-    "param_target",
-    "plain_index",
-]
 
 
 def base_input(desc: Any) -> Any:

@@ -29,20 +29,6 @@ from .sharded import is_part, shard_of
 with private_torch():
     from torch._guards import CompileContext, TracingContext
 
-__all__ = [
-    "activation_inputs",
-    "frame_number",
-    "input_fqns",
-    "is_compiling",
-    "is_first_compile",
-    "model_of",
-    "module_path",
-    "names_are_relative_to",
-    "source_fqn",
-    "traced_fqns",
-    "traced_input_fqns",
-]
-
 _STEP = re.compile(
     r"""\._(?P<table>modules|parameters|buffers)\[(?P<q>['"])(?P<key>.+?)(?P=q)\]"""
     r"""|\.(?P<attr>[A-Za-z_]\w*)"""

@@ -10,12 +10,6 @@ from torch._inductor import config as inductor_config
 from .private import private_torch
 from .symbols import size_with, symbol_facts
 
-__all__ = [
-    "default_cap_mb",
-    "nccl_estimate_ms",
-    "size_hint",
-]
-
 
 def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
     """Milliseconds of a collective by torch's analytical model of NCCL.

@@ -10,10 +10,10 @@ import torch
 from .private import private_torch
 
 with private_torch():
-    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["fake_mode_of", "fake_tensor"]
+fake_mode = FakeTensorMode
 
 
 def fake_mode_of(value: torch.Tensor) -> Any:

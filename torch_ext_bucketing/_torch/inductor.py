@@ -20,14 +20,6 @@ try:
 except ImportError:  # torch 2.11: anything with a uuid() is a graph pass
     CustomPassBase = CustomGraphPass
 
-__all__ = [
-    "CustomGraphPass",
-    "CustomPassBase",
-    "check_passes_run_here",
-    "compile_inductor",
-    "mode_options",
-]
-
 
 def check_passes_run_here() -> None:
     """To be called where Inductor compiles.

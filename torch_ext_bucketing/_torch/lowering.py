@@ -9,8 +9,6 @@ import torch
 
 from .private import private_torch
 
-__all__ = ["lower_sum"]
-
 _MOST = 64
 """Parts that one kernel adds."""
 

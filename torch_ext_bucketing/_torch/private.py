@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["UnknownTorchError", "private_torch"]
-
 
 class UnknownTorchError(RuntimeError):
     """This torch lacks something private that the package calls."""

@@ -10,18 +10,6 @@ import torch.distributed as dist
 
 from .private import private_torch
 
-__all__ = [
-    "default_group",
-    "default_store",
-    "group_by_name",
-    "group_places",
-    "group_size_of",
-    "group_timeout",
-    "has_peers",
-    "new_groups",
-    "ranks_of",
-]
-
 
 def group_size_of(group: str) -> int:
     """Number of ranks in the process group of that name."""

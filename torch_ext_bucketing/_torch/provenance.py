@@ -8,8 +8,6 @@ from typing import Any
 import torch.fx as fx
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
-__all__ = ["merged_metadata"]
-
 _OF_THE_FIRST = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
 
 

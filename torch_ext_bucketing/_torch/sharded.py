@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ from .private import private_torch
 
 with private_torch():
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-__all__ = ["is_distributed", "is_part", "name_per_tensor", "placed", "shard_of"]
 
 _SHARD = "_local_tensor"
 
@@ -54,3 +52,20 @@ def name_per_tensor(name: str, tensor: Any) -> list[str | None]:
     attributes, _ = tensor.__tensor_flatten__()
     parts = [part for a in attributes for part in name_per_tensor(name, getattr(tensor, a))]
     return [name, *(None,) * (len(parts) - 1)]
+
+
+def parts_of(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors that a tensor is made of."""
+    found: list[torch.Tensor] = []
+    map_parts(tensor, lambda part: found.append(part) or part)  # type: ignore[func-returns-value]
+    return found
+
+
+def map_parts(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A tensor whose plain tensors are what ``function`` makes of those of ``tensor``, of the same
+    shapes."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return function(tensor)
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: map_parts(getattr(tensor, name), function) for name in names}
+    return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())

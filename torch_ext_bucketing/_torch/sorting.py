@@ -6,8 +6,6 @@ import torch.fx as fx
 
 from .private import private_torch
 
-__all__ = ["sort_topologically"]
-
 
 def sort_topologically(graph: fx.Graph) -> None:
     """Move every node behind its inputs, leaving the order alone where it is legal."""

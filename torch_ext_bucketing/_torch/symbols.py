@@ -8,13 +8,6 @@ from typing import Any
 import sympy
 import torch
 
-__all__ = [
-    "depends_on_data",
-    "same_shape",
-    "size_with",
-    "symbol_facts",
-]
-
 
 def _expression(size: torch.SymInt) -> tuple[Any, Any]:
     """The size as an expression of symbols of which nothing is known yet, and its ``ShapeEnv``."""

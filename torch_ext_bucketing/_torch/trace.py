@@ -11,8 +11,6 @@ from .private import private_torch
 with private_torch():
     from torch._logging import trace_structured
 
-__all__ = ["readable", "trace_artifact"]
-
 
 def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "string") -> None:
     """Write an artifact; where nothing is traced, ``payload`` is not called."""

@@ -24,14 +24,6 @@ from .exchange import (
 )
 from .launches import GraphLaunches, launches_of
 
-__all__ = [
-    "agree",
-    "agree_on_encoded",
-    "agree_on_launches",
-    "as_fresh_frame",
-    "before_first_run",
-]
-
 
 def agree(
     graph: fx.GraphModule | fx.Graph,

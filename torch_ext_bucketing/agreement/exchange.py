@@ -41,12 +41,6 @@ from .._source import package_digest
 from .._torch import process_groups as groups
 from .differences import Version, mismatch_text, ranks_text
 
-__all__ = [
-    "AgreementError",
-    "PlanMismatchError",
-    "RankMissingError",
-]
-
 _PREFIX = "torch_ext_bucketing/agreement"
 _GATHER_S = 30.0
 """After a mismatch was found, how long to wait for the rest, to say what each rank launches."""

@@ -27,15 +27,6 @@ from ..fsdp.tags import is_bucket, member_tags, tag_of
 from ..graph.collectives import argument, collective_group, kind_of
 from ..reports.buckets import BucketReport
 
-__all__ = [
-    "GraphLaunches",
-    "GroupLaunches",
-    "Launch",
-    "Member",
-    "first_difference",
-    "launches_of",
-]
-
 _POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
 
 

@@ -21,10 +21,6 @@ from ..graph.collectives import collective_group
 from .before_run import agree_on_encoded
 from .launches import GraphLaunches
 
-__all__ = [
-    "insert",
-]
-
 _NO_TIMEOUT = -1.0  # a group's own timeout
 
 _library = torch.library.Library("torch_ext_bucketing", "DEF")

@@ -34,9 +34,7 @@ from ..fsdp.tags import mark_replaced, tag_of
 from ..graph.collectives import argument, group_name, group_size, is_wait, kind_of, reduce_op
 from .groups import is_inside
 from .merge import BACKWARD
-from .pack import Writer, packed_value
-
-__all__ = ["reduce_by_all_to_all", "replaceable"]
+from .pack import Writer
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -103,7 +101,7 @@ def _replace(graph: fx.Graph, start: fx.Node, accumulate: torch.dtype) -> None:
     ranks, group = group_size(start), argument(start, "group_name")
     average, kind = reduce_op(start) == "avg", kind_of(start)
     assert kind is not None
-    value = packed_value(start)
+    value = start.all_input_nodes[0]
     dtype = value.meta["val"].dtype
     w = Writer(graph, [start])
     shape = w.shape(wait)

@@ -27,38 +27,17 @@ from typing import Any, Literal, TypeAlias
 import torch.fx as fx
 
 from .._torch.estimates import default_cap_mb
-from ..fsdp.tags import home_group, is_bucket, member_count, tag_of
+from ..fsdp.tags import is_bucket, member_count
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import (
-    KINDS,
-    Kind,
-    bucket_key,
-    check_kinds,
-    group_name,
-    group_size,
-    is_wait,
-    kind_of,
-    waited_for,
-    wire_bytes,
-)
+from ..graph.collectives import KINDS, Kind, check_kinds, started_by
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 from .contraction import Contraction
 from .groups import Counts, GroupFilter, chosen_groups
 from .hook_guard import reading_only
-from .members import UNTAGGED, left_alone, unmergeable
+from .members import UNTAGGED, Collective, collectives_of
 from .plan import Bucket, MergePlan
 from .structure import fsdp_starts
-
-__all__ = [
-    "Cap",
-    "CapMb",
-    "CapPlanner",
-    "Eligible",
-    "check_cap",
-    "check_options",
-    "plan_by_cap",
-]
 
 Cap: TypeAlias = float | Callable[[int], float]
 CapMb: TypeAlias = Cap | Mapping[str, Cap] | Mapping[tuple[str, str], Cap] | None
@@ -135,7 +114,7 @@ class CapPlanner:
         self._graph = analysis.graph
         with _reading_only(self._graph, eligible=eligible, group_filter=group_filter):
             self._contracted = Contraction(analysis.nodes, analysis.unordered_writes)
-            self._candidates = _candidates(self._graph, kinds, eligible)
+            self._candidates = _candidates(analysis, kinds, eligible)
             self._scopes = _scopes(self._candidates.counts, group_filter)
         self._analysis = analysis
 
@@ -156,16 +135,16 @@ class CapPlanner:
         left = list(found.left)
         with _reading_only(self._graph, cap_mb=next(filter(callable, caps), None)):
             for groups in self._scopes:
-                for kind, starts in found.in_wait_order.items():
-                    members = [s for s in starts if groups is None or found.group[s] in groups]
+                for mine in found.in_wait_order.values():
+                    members = [c for c in mine if groups is None or c.home in groups]
                     for run in _runs(members, non_adjacent):
-                        planner.fill(kind, run)
+                        planner.fill(run)
         if self._scopes != [None]:
             chosen = {group for groups in self._scopes for group in groups or ()}
             left += [
-                left_alone(start, f"the group filter leaves out group {group}")
-                for start, group in found.group.items()
-                if group not in chosen
+                c.left_alone(f"the group filter leaves out group {c.home}")
+                for c in found.mergeable
+                if c.home not in chosen
             ]
         place = self._contracted.position
         return MergePlan(
@@ -184,61 +163,61 @@ def _reading_only(graph: fx.Graph, **hooks: Any) -> contextlib.AbstractContextMa
 @dataclass
 class _Candidates:
     """Args:
-    group: of every start that may be merged, in graph order.
+    mergeable: what may be merged, in graph order.
     counts: of what is eligible, by group and kind.
-    in_wait_order: the starts by kind.
+    in_wait_order: the mergeable ones by kind.
     left: what may not be merged.
     """
 
-    group: dict[fx.Node, str] = field(default_factory=dict)
+    mergeable: list[Collective] = field(default_factory=list)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
-    in_wait_order: dict[Kind, list[fx.Node]] = field(default_factory=lambda: {k: [] for k in KINDS})
+    in_wait_order: dict[Kind, list[Collective]] = field(
+        default_factory=lambda: {k: [] for k in KINDS}
+    )
     left: list[LeftAlone] = field(default_factory=list)
 
 
-def _candidates(graph: fx.Graph, kinds: Collection[Kind], eligible: Eligible) -> _Candidates:
+def _candidates(
+    analysis: GraphAnalysis, kinds: Collection[Kind], eligible: Eligible
+) -> _Candidates:
     found = _Candidates()
+    is_eligible: Callable[[Collective], Any]
     if eligible == "tag":
-        is_eligible: Callable[[fx.Node], Any] = tag_of
-        otherwise = UNTAGGED
+        is_eligible, otherwise = (lambda c: c.tag), UNTAGGED
     elif eligible == "structure":
-        is_eligible = fsdp_starts(graph).__contains__
+        ours = fsdp_starts(analysis.graph)
+        is_eligible = lambda c: c.start in ours or is_bucket(c.start)  # noqa: E731
         otherwise = "it is no collective of FSDP by its place in the graph"
     else:
-        is_eligible = _asking(eligible)
-        otherwise = "it is not eligible"
+        is_eligible, otherwise = _asking(eligible), "it is not eligible"
 
-    for node in graph.nodes:
-        kind = kind_of(node)
-        if kind is not None:
-            if kind not in kinds and kind != "all_gather":
-                continue
-            wanted = is_eligible(node) or (is_bucket(node) and eligible == "structure")
-            if wanted:
-                # A bucket counts as its members, so that planning again comes out the same.
-                counts = found.counts.setdefault(home_group(node), dict.fromkeys(KINDS, 0))
-                counts[kind] += member_count(node)
-            if kind not in kinds:
-                continue
-            why = unmergeable(node) or ("" if wanted else otherwise)
-            if why:
-                found.left.append(left_alone(node, why))
-            else:
-                found.group[node] = home_group(node)
-        elif is_wait(node) and (start := waited_for(node)) in found.group:
-            assert start is not None
-            mine = kind_of(start)
-            assert mine is not None
-            found.in_wait_order[mine].append(start)
+    for c in collectives_of(analysis, {*kinds, "all_gather"}):
+        wanted = is_eligible(c)
+        if wanted:
+            # A bucket counts as its members, so that planning again comes out the same.
+            counts = found.counts.setdefault(c.home, dict.fromkeys(KINDS, 0))
+            counts[c.kind] += member_count(c.start)
+        if c.kind not in kinds:
+            continue
+        why = c.why_not or ("" if wanted else otherwise)
+        if why:
+            found.left.append(c.left_alone(why))
+        else:
+            found.mergeable.append(c)
+    by_start = {c.start: c for c in found.mergeable}
+    for node in analysis.nodes:
+        start = started_by(node)
+        if start in by_start:
+            found.in_wait_order[by_start[start].kind].append(by_start[start])
     return found
 
 
-def _asking(eligible: Callable[[fx.Node], Any]) -> Callable[[fx.Node], bool]:
-    def ask(start: fx.Node) -> bool:
+def _asking(eligible: Callable[[fx.Node], Any]) -> Callable[[Collective], bool]:
+    def ask(c: Collective) -> bool:
         try:
-            return bool(eligible(start))
+            return bool(eligible(c.start))
         except Exception as error:
-            raise RuntimeError(f"eligible failed at {start.format_node()}") from error
+            raise RuntimeError(f"eligible failed at {c.start.format_node()}") from error
 
     return ask
 
@@ -250,17 +229,16 @@ def _scopes(counts: Counts, group_filter: GroupFilter | None) -> list[tuple[str,
     return [(g,) for g in chosen_groups(group_filter, counts)]
 
 
-def _runs(members: list[fx.Node], non_adjacent: bool) -> list[list[fx.Node]]:
+def _runs(members: list[Collective], non_adjacent: bool) -> list[list[Collective]]:
     """Members of one bucket key each, in wait order."""
-    runs: dict[Any, list[fx.Node]] = {}
+    runs: dict[Any, list[Collective]] = {}
     previous: Any = None
     number = 0
-    for start in members:
-        key = bucket_key(start)
+    for c in members:
         if not non_adjacent:
-            number += key != previous
-            previous = key
-        runs.setdefault((number, key), []).append(start)
+            number += c.key != previous
+            previous = c.key
+        runs.setdefault((number, c.key), []).append(c)
     return list(runs.values())
 
 
@@ -280,82 +258,64 @@ class _Planner:
         self._reached = 0  # compute nodes before the last member of the bucket before
         self._default: dict[int, float] = {}
 
-    def fill(self, kind: Kind, starts: list[fx.Node]) -> None:
+    def fill(self, candidates: list[Collective]) -> None:
         """Plan the buckets of one key."""
-        cap_of = self._cap_of(starts[0])
+        cap_of = self._cap_of(candidates[0])
         index, cap = 0, cap_of(0)
-        members: list[fx.Node] = []
+        members: list[Collective] = []
         filled = self._reached = 0
-        for start in starts:
-            nbytes = wire_bytes(start)
+        for c in candidates:
             if members:
-                closed_by, detail = self._closed_by(start, nbytes, filled, cap)
+                closed_by, detail = self._closed_by(c, filled, cap)
                 if closed_by is None:
-                    members.append(start)
-                    filled += nbytes
+                    members.append(c)
+                    filled += c.wire_bytes
                     continue
-                self._end(kind, members, filled, cap, closed_by, detail)
+                self._end(members, filled, cap, closed_by, detail)
                 index += 1
                 cap = cap_of(index)
-            self.contracted.open(start)
-            members, filled = [start], nbytes
-        self._end(kind, members, filled, cap, "end", "")
+            self.contracted.open(c.start)
+            members, filled = [c], c.wire_bytes
+        self._end(members, filled, cap, "end", "")
 
-    def _closed_by(
-        self, start: fx.Node, nbytes: int, filled: int, cap: int
-    ) -> tuple[ClosedBy | None, str]:
-        if filled + nbytes > cap:
-            return "bytes", f"with {start.name}: {filled + nbytes} bytes, above the cap of {cap}"
-        if self._max_run is not None and kind_of(start) == "reduce_scatter":
-            run = self._compute_before[start] - self._reached
+    def _closed_by(self, c: Collective, filled: int, cap: int) -> tuple[ClosedBy | None, str]:
+        filled += c.wire_bytes
+        if filled > cap:
+            return "bytes", f"with {c.start.name}: {filled} bytes, above the cap of {cap}"
+        if self._max_run is not None and c.kind == "reduce_scatter":
+            run = self._compute_before[c.start] - self._reached
             if run > self._max_run:
-                return "run", f"with {start.name}: {run} compute nodes since the bucket before"
-        if self.contracted.try_add(start):
+                return "run", f"with {c.start.name}: {run} compute nodes since the bucket before"
+        if self.contracted.try_add(c.start):
             return None, ""
-        return "dependency", self.contracted.why(start)
+        return "dependency", self.contracted.why(c.start)
 
     def _end(
-        self,
-        kind: Kind,
-        members: list[fx.Node],
-        filled: int,
-        cap: int,
-        closed_by: ClosedBy,
-        detail: str,
+        self, members: list[Collective], filled: int, cap: int, closed_by: ClosedBy, detail: str
     ) -> None:
         self.contracted.close()
         if self._max_run is not None:
-            self._reached = max(map(self._compute_before.__getitem__, members))
-        position = self.contracted.position
+            self._reached = max(self._compute_before[c.start] for c in members)
+        position, one = self.contracted.position, members[0]
         if len(members) > 1:
-            ordered = tuple(sorted(members, key=position))
-            self.buckets.append(Bucket(kind, None, ordered, closed_by, detail, filled, cap))
+            ordered = tuple(sorted((c.start for c in members), key=position))
+            self.buckets.append(Bucket(one.kind, None, ordered, closed_by, detail, filled, cap))
             return
-        (start,) = members
-        tag = tag_of(start)
         if closed_by == "end":
             detail = "no other collective of its bucket key follows"
         unmerged = Unmerged(
-            () if tag is None else tag.fqns,
-            detail,
-            start.name,
-            kind,
-            group_name(start),
-            filled,
-            closed_by,
+            one.fqns, detail, one.start.name, one.kind, one.group, filled, closed_by
         )
-        self.unmerged.append((position(start), unmerged))
+        self.unmerged.append((position(one.start), unmerged))
 
-    def _cap_of(self, start: fx.Node) -> Callable[[int], int]:
+    def _cap_of(self, c: Collective) -> Callable[[int], int]:
         cap: Any = self._cap_mb
         if isinstance(cap, Mapping):
-            group = group_name(start)
-            cap = cap.get((group, kind_of(start)), cap.get(group))
+            cap = cap.get((c.group, c.kind), cap.get(c.group))
         if cap is None:
-            size = group_size(start)
-            if size not in self._default:
-                self._default[size] = default_cap_mb(size)
-            cap = self._default[size]
+            if c.ranks not in self._default:
+                self._default[c.ranks] = default_cap_mb(c.ranks)
+            cap = self._default[c.ranks]
 
         def cap_bytes(index: int) -> int:
             value = cap
@@ -363,7 +323,7 @@ class _Planner:
                 try:
                     value = cap(index)
                 except Exception as error:
-                    where = f"bucket {index} of the {kind_of(start)} group {group_name(start)}"
+                    where = f"bucket {index} of the {c.kind} group {c.group}"
                     raise RuntimeError(f"cap_mb failed for {where}") from error
             check_cap(value, f"the cap of bucket {index}")
             return int(min(value * _MIB, _ALL))

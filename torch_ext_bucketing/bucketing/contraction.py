@@ -31,8 +31,6 @@ import torch.fx as fx
 from ..graph.collectives import kind_of
 from .pack import merged_cast
 
-__all__ = ["Contraction"]
-
 
 class _Planned:
     """A closed bucket: its members, they and all that they need, and what of that is settled."""

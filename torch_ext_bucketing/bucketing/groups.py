@@ -16,15 +16,6 @@ from .._source import package_digest
 from .._torch.inductor import CustomPassBase
 from ..graph.collectives import KINDS
 
-__all__ = [
-    "Counts",
-    "GroupFilter",
-    "PrimaryGroup",
-    "chosen_groups",
-    "is_inside",
-    "primary_group",
-]
-
 Counts = Mapping[str, Mapping[str, int]]
 GroupFilter = Callable[[Counts], Iterable[str]]
 

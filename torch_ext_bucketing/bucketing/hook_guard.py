@@ -16,10 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graph.snapshot import Snapshot
 
-__all__ = [
-    "reading_only",
-]
-
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
 
 

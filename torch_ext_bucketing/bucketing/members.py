@@ -1,29 +1,85 @@
-"""Which collectives can be a member of a bucket at all."""
+"""What planning buckets asks of a collective, and which ones can be a member of a bucket at all."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from .._torch.symbols import depends_on_data
-from ..fsdp.tags import is_bucket, tag_of
-from ..graph.collectives import group_size, is_wait, kind_of
+from ..fsdp.tags import Tag, home_group, is_bucket, tag_of
+from ..graph.analysis import GraphAnalysis
+from ..graph.collectives import (
+    Kind,
+    bucket_key,
+    group_name,
+    group_size,
+    is_wait,
+    kind_of,
+    wire_bytes,
+)
 from ..reports.base import LeftAlone
-
-__all__ = [
-    "UNTAGGED",
-    "left_alone",
-    "unmergeable",
-]
 
 UNTAGGED = "it serves no known parameter"
 """Why a collective without a tag is in no bucket."""
 
 
-def left_alone(start: fx.Node, reason: str) -> LeftAlone:
-    """The record of a collective that is not merged."""
-    tag = tag_of(start)
-    return LeftAlone(() if tag is None else tag.fqns, reason, start.name)
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """What planning asks of a collective. Read from the graph once, however many plans are made.
+
+    Args:
+        start: its node.
+        kind: as of :func:`.kind_of`.
+        group: the name of its process group.
+        home: the name of that which its parameter is sharded over; see :func:`.home_group`.
+        tag: None if it serves no known parameter.
+        why_not: see :func:`unmergeable`.
+        key: see :func:`.bucket_key`; None where there is a ``why_not``.
+    """
+
+    start: fx.Node
+    kind: Kind
+    group: str
+    home: str
+    tag: Tag | None
+    why_not: str
+    key: tuple[Any, ...] | None
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """Its parameters, as far as they are known."""
+        return () if self.tag is None else self.tag.fqns
+
+    @cached_property
+    def ranks(self) -> int:
+        """The number of ranks in its process group."""
+        return group_size(self.start)
+
+    @cached_property
+    def wire_bytes(self) -> int:
+        """See :func:`.wire_bytes`."""
+        return wire_bytes(self.start)
+
+    def left_alone(self, reason: str) -> LeftAlone:
+        """The record of it where it is not merged."""
+        return LeftAlone(self.fqns, reason, self.start.name)
+
+
+def collectives_of(analysis: GraphAnalysis, kinds: Collection[Kind]) -> list[Collective]:
+    """The collectives of these kinds, in graph order."""
+    found = []
+    for node, kind in analysis.kinds.items():
+        if kind in kinds:
+            why = unmergeable(node)
+            key = None if why else bucket_key(node)
+            group, home = group_name(node), home_group(node)
+            found.append(Collective(node, kind, group, home, tag_of(node), why, key))
+    return found
 
 
 def unmergeable(start: fx.Node) -> str:

@@ -30,16 +30,8 @@ from ..graph.snapshot import unchanged_on_error
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
 from ..reports.graph import GraphReport, emit
 from .hook_guard import reading_only
-from .pack import pack, packed_value
+from .pack import pack, packed_values
 from .plan import Bucket, MergePlan
-
-__all__ = [
-    "BACKWARD",
-    "apply_plan",
-    "check_payload_order",
-    "merge_and_report",
-    "merge_buckets",
-]
 
 PayloadKey = Callable[[fx.Node], Any]
 
@@ -245,9 +237,9 @@ def _hoist_inputs(bucket: Bucket, position: dict[fx.Node, int]) -> None:
     """
     first = bucket.members[0]
     limit = position[first]
-    for member in bucket.members[1:]:
+    for value in packed_values(bucket.members)[1:]:
         late: dict[fx.Node, None] = {}
-        stack = [packed_value(member)]
+        stack = [value]
         while stack:
             node = stack.pop()
             if position.get(node, limit + 1) > limit and node not in late:

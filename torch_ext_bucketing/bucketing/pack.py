@@ -10,6 +10,11 @@ payload: the elements of all members, ``n`` ranks::
         b -> flat /           /             (wait)              \\ part -> clone -> view [n * b0, .]
           empty [n * p] -> slice
 
+    all_gather of several dtypes: in between all are bytes, and what is cast is cast before
+
+        a -> cast -> flat -> as uint8 \\ ...          ... / part -> clone -> as bfloat16 -> view
+        b ---------> flat -> as uint8 /                  \\ part -> clone -> as float32 -> view
+
     reduce_scatter (rank-major: a member's rows for one rank lie together)
 
         a -> rows [n, a/n] \\                                     / part -> view [a0 / n, .]
@@ -44,8 +49,6 @@ from .._torch.process_groups import group_by_name
 from .._torch.provenance import merged_metadata
 from ..graph.collectives import group_name, group_size, kind_of
 
-__all__ = ["Writer", "merged_cast", "pack", "packed_value"]
-
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 _prims = torch.ops.prims
@@ -54,12 +57,19 @@ _Size: TypeAlias = int | fx.Node
 """A number, or the node that gives it where it is symbolic."""
 
 
-def packed_value(start: fx.Node) -> fx.Node:
-    """What a bucket reads of a member: its input, before a cast that becomes part of packing."""
-    cast = merged_cast(start)
-    value = start.args[0] if cast is None else cast.args[0]
-    assert isinstance(value, fx.Node)
-    return value
+def packed_values(members: Sequence[fx.Node]) -> list[fx.Node]:
+    """What a bucket reads of each member: its input, before a cast that becomes part of packing.
+    None does where the members are of several dtypes."""
+    casts = [None if are_mixed(members) else merged_cast(member) for member in members]
+    return [
+        (member if cast is None else cast).all_input_nodes[0]
+        for member, cast in zip(members, casts, strict=True)
+    ]
+
+
+def are_mixed(members: Sequence[fx.Node]) -> bool:
+    """Whether the members of a bucket have several dtypes, so that it is packed as bytes."""
+    return len(dict.fromkeys(member.meta["val"].dtype for member in members)) > 1
 
 
 def merged_cast(start: fx.Node) -> fx.Node | None:
@@ -104,30 +114,36 @@ def pack(
             "reduce_scatter": _reduce_scatter,
             "all_reduce": _all_reduce,
         }[kind](writer, payload)
-    for member, result in zip(payload, results, strict=True):
+    read = packed_values(payload)
+    for member, result, value in zip(payload, results, read, strict=True):
         (wait,) = member.users
         wait.replace_all_uses_with(result)
         graph.erase_node(wait)
-        cast = merged_cast(member)
+        given = member.all_input_nodes[0]
         graph.erase_node(member)
-        if cast is not None:
-            graph.erase_node(cast)
+        if given is not value:
+            graph.erase_node(given)
     return writer.nodes
 
 
 def _all_gather(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
     first = payload[0]
     ranks, group = group_size(first), first.args[2]
-    gathered = first.meta["val"]
+    mixed = are_mixed(payload)
+    dtype = torch.uint8 if mixed else first.meta["val"].dtype
     rank = group_by_name(group_name(first)).rank()
-    values = [packed_value(member) for member in payload]
+    values = packed_values(payload)
     sizes = [w.numel(value) for value in values]
+    flat = [w.reshape(value, [size]) for value, size in zip(values, sizes, strict=True)]
+    if mixed:
+        flat = [w.call(_aten.view.dtype, value, dtype) for value in flat]
+        sizes = [w.numel(value) for value in flat]
     total = w.add(sizes)
     out = w.new(
         _aten.empty.memory_format,
         [[w.times(total, ranks)]],
-        {"dtype": gathered.dtype, "device": gathered.device, "pin_memory": False},
-        gathered.dtype,
+        {"dtype": dtype, "device": first.meta["val"].device, "pin_memory": False},
+        dtype,
         [w.times(total, ranks)],
     )
     mine = w.view(
@@ -136,31 +152,34 @@ def _all_gather(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
         [total],
         offset=w.times(total, rank),
     )
-    flat = [w.reshape(value, [size]) for value, size in zip(values, sizes, strict=True)]
-    packed = w.new(_aten.cat.default, [flat], {}, _common_dtype(values), [total])
+    packed = w.new(_aten.cat.default, [flat], {}, _common_dtype(flat), [total])
     filled = w.view(_aten.copy_.default, [mine, packed], [total], offset=w.times(total, rank))
     start = w.new(
         _c10d.all_gather_into_tensor_out.default,
         [filled, ranks, group],
         {"out": out},
-        gathered.dtype,
+        dtype,
         [w.times(total, ranks)],
     )
     wait = w.wait(start, [w.times(total, ranks)])
     by_rank = w.view(_aten.view.default, [wait, [ranks, total]], [ranks, total])
     parts = w.split(by_rank, sizes, dim=1)
     results = []
-    for part, value, size in zip(parts, values, sizes, strict=True):
+    for part, member, value, size in zip(parts, payload, values, sizes, strict=True):
         shape = w.shape(value)
         whole = [w.times(shape[0], ranks), *shape[1:]]
-        if ranks > 1:
+        if ranks > 1 or mixed:  # bytes of a storage of their own are aligned
             part = w.new(
                 _aten.clone.default,
                 [part],
                 {"memory_format": torch.contiguous_format},
-                gathered.dtype,
+                dtype,
                 [ranks, size],
             )
+        if mixed:
+            flat_size = [w.times(size, ranks)]
+            part = w.view(_aten.view.default, [part, flat_size], flat_size)
+            part = w.call(_aten.view.dtype, part, member.meta["val"].dtype)
         results.append(w.view(_aten.view.default, [part, whole], whole))
     return results
 
@@ -169,7 +188,7 @@ def _reduce_scatter(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
     first = payload[0]
     _, reduce_op, ranks, group = first.args
     assert isinstance(ranks, int)
-    values = [packed_value(member) for member in payload]
+    values = packed_values(payload)
     dtype = values[0].meta["val"].dtype
     sizes = [w.divided(w.numel(value), ranks) for value in values]
     total = w.add(sizes)
@@ -195,7 +214,7 @@ def _reduce_scatter(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _all_reduce(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
     _, reduce_op, group = payload[0].args
-    values = [packed_value(member) for member in payload]
+    values = packed_values(payload)
     dtype = values[0].meta["val"].dtype
     sizes = [w.numel(value) for value in values]
     total = w.add(sizes)

@@ -13,11 +13,6 @@ import torch.fx as fx
 from ..graph.collectives import Kind
 from ..reports.buckets import ClosedBy, NotMerged
 
-__all__ = [
-    "Bucket",
-    "MergePlan",
-]
-
 
 @dataclass(frozen=True)
 class Bucket:

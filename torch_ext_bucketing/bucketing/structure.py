@@ -9,10 +9,6 @@ import torch.fx as fx
 
 from ..graph.collectives import group_name, is_wait, kind_of
 
-__all__ = [
-    "fsdp_starts",
-]
-
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
 

@@ -8,21 +8,16 @@ from typing import Any
 import torch.fx as fx
 
 from .._torch.aot import in_backward
-from ..fsdp.tags import Tag, tag_of
+from ..fsdp.tags import Tag
 from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import Kind, bucket_key, group_name, kind_of
+from ..graph.collectives import Kind
 from ..graph.regions import Structures, cuts_behind, positions
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy
 from .contraction import Contraction
-from .members import UNTAGGED, left_alone, unmergeable
+from .members import UNTAGGED, Collective, collectives_of
 from .plan import Bucket, MergePlan
-
-__all__ = [
-    "UncoveredParametersWarning",
-    "plan_units",
-]
 
 
 class UncoveredParametersWarning(UserWarning):
@@ -46,66 +41,61 @@ def plan_units(
     """
     uncovered: dict[str, None] = {}
     left: list[LeftAlone] = []
-    groups: dict[tuple[int, Any, bool], list[fx.Node]] = {}
+    groups: dict[tuple[int, Any, bool], list[Collective]] = {}
     duplicates: list[tuple[fx.Node, fx.Node]] = []
     first_gather: dict[tuple[Any, ...], fx.Node] = {}
     analysis = GraphAnalysis.of(graph)
+    found = collectives_of(analysis, kinds)
     contracted = Contraction(analysis.nodes, analysis.unordered_writes)
     position = positions(analysis.graph)
     structures = Structures(position)
-    for start in analysis.nodes:
-        kind = kind_of(start)
-        if kind is None or kind not in kinds:
+    for c in found:
+        if c.tag is None:
+            left.append(c.left_alone(UNTAGGED))
             continue
-        tag = tag_of(start)
-        if tag is None:
-            left.append(left_alone(start, UNTAGGED))
-            continue
-        unit, why = _unit_of(tag, units)
+        unit, why = _unit_of(c.tag, units)
         if unit is None:
-            uncovered.update(dict.fromkeys(f for f in tag.fqns if units.unit_of(f) is None))
-            left.append(left_alone(start, why))
+            uncovered.update(dict.fromkeys(f for f in c.fqns if units.unit_of(f) is None))
+            left.append(c.left_alone(why))
             continue
-        why = unmergeable(start)
-        if why:
-            left.append(left_alone(start, why))
+        if c.why_not:
+            left.append(c.left_alone(c.why_not))
             continue
         # In a trace of a whole step, a gather in backward is there to free memory in between.
-        again = kind == "all_gather" and in_backward(start)
-        if kind == "all_gather" and start not in analysis.written_roots:
-            same = (start.target, again, *_gathered(start, position, structures))
-            earlier = first_gather.setdefault(same, start)
-            if earlier is not start:
+        again = c.kind == "all_gather" and in_backward(c.start)
+        if c.kind == "all_gather" and c.start not in analysis.written_roots:
+            same = (c.start.target, again, *_gathered(c, position, structures))
+            earlier = first_gather.setdefault(same, c.start)
+            if earlier is not c.start:
                 contracted.open(earlier)
-                joined = contracted.try_add(start)
+                joined = contracted.try_add(c.start)
                 contracted.close()
                 if joined:
-                    duplicates.append((start, earlier))
+                    duplicates.append((c.start, earlier))
                     continue
-        groups.setdefault((unit, bucket_key(start), again), []).append(start)
+        groups.setdefault((unit, c.key, again), []).append(c)
 
     buckets: list[Bucket] = []
     splits: list[str] = []
-    for (unit, _, _), starts in groups.items():
-        if len(starts) < 2:
+    for (unit, _, _), rest in groups.items():
+        if len(rest) < 2:
             continue
-        kind = kind_of(starts[0])
-        assert kind is not None
-        first = starts[0]
-        while starts:
-            members, starts, detail = _fill(contracted, starts)
+        first = rest[0]
+        while rest:
+            members, rest, detail = _fill(contracted, rest)
             if members[0] is not first:
                 splits += [
-                    f"{start.name} depends on the bucket of {first.name} or is needed by it, "
-                    "and goes into a further bucket"
-                    for start in members
+                    f"{c.start.name} depends on the bucket of {first.start.name} or is needed by "
+                    "it, and goes into a further bucket"
+                    for c in members
                 ]
             if len(members) > 1:
-                closed_by: ClosedBy = "dependency" if starts else "end"
-                buckets.append(Bucket(kind, unit, tuple(members), closed_by, detail))
+                closed_by: ClosedBy = "dependency" if rest else "end"
+                starts = tuple(c.start for c in members)
+                buckets.append(Bucket(first.kind, unit, starts, closed_by, detail))
             else:
                 why = "nothing can be merged with it without a cycle"
-                left.append(left_alone(members[0], why))
+                left.append(members[0].left_alone(why))
     buckets.sort(key=lambda b: position[b.members[0]])
     return MergePlan(
         tuple(buckets),
@@ -117,17 +107,17 @@ def plan_units(
 
 
 def _fill(
-    contracted: Contraction, starts: list[fx.Node]
-) -> tuple[list[fx.Node], list[fx.Node], str]:
-    """The bucket of the first start, the starts that can't be in it, and why so."""
-    contracted.open(starts[0])
-    members, rest, detail = [starts[0]], [], ""
-    for start in starts[1:]:
-        if contracted.try_add(start):
-            members.append(start)
+    contracted: Contraction, candidates: list[Collective]
+) -> tuple[list[Collective], list[Collective], str]:
+    """The bucket of the first candidate, those that can't be in it, and why so."""
+    contracted.open(candidates[0].start)
+    members, rest, detail = [candidates[0]], [], ""
+    for c in candidates[1:]:
+        if contracted.try_add(c.start):
+            members.append(c)
         else:
-            rest.append(start)
-            detail = detail or contracted.why(start)
+            rest.append(c)
+            detail = detail or contracted.why(c.start)
     contracted.close()
     return members, rest, detail
 
@@ -143,14 +133,15 @@ def _unit_of(tag: Tag, units: Units) -> tuple[int | None, str]:
 
 
 def _gathered(
-    start: fx.Node, position: Mapping[fx.Node, int], structures: Structures
+    gather: Collective, position: Mapping[fx.Node, int], structures: Structures
 ) -> tuple[Any, ...]:
     """A key that equal gathers share: the value, the casts and pads between, dtype, group.
 
     Pads, too: ranks whose shard of an uneven parameter is short have them, and must find the same
     gathers equal as the others.
     """
+    start = gather.start
     value = start.all_input_nodes[0]
     cut = list(cuts_behind(value, position))[-1]
     number = structures.of(cut, value, name=cut.node)
-    return (number, start.meta["val"].dtype, start.args[1], group_name(start))
+    return (number, start.meta["val"].dtype, start.args[1], gather.group)

@@ -14,15 +14,6 @@ import torch.distributed as dist
 from .._torch.fsdp2 import ReduceScatter
 from ..graph.collectives import Kind
 
-__all__ = [
-    "SUM",
-    "AllToAllAllReduce",
-    "AllToAllReduceScatter",
-    "check_accumulate",
-    "steps_of",
-    "sum_in_rank_order",
-]
-
 
 def check_accumulate(dtype: torch.dtype) -> torch.dtype:
     """``dtype``, if sums can be accumulated in it.

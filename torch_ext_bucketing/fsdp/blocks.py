@@ -11,8 +11,6 @@ from ..fqns import canonical_fqn
 from .tree import ModuleTree, has_parameters, is_plain_container, unwrapped
 from .units import UnitSpec, spec_of_units
 
-__all__ = ["transformer_block_plan"]
-
 
 def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False) -> UnitSpec:
     """The units that eager FSDP2 trainers make: one per repeated block, and the rest around them.

@@ -11,8 +11,6 @@ from ..fqns import canonical_fqn, canonical_modules, nearest_names
 from .tree import has_parameters
 from .units import UnitSpec, spec_of_units
 
-__all__ = ["manual_plan"]
-
 
 def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> UnitSpec:
     """Units from names with abbreviations.

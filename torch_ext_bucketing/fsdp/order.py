@@ -26,8 +26,6 @@ from ..fqns import canonical_fqn, nearest_names, parameter_names
 from . import tags
 from .units import Units, abbreviated, find_units, names_of_units
 
-__all__ = ["FSDPParamOrder", "GroupKey"]
-
 if TYPE_CHECKING:
     import torch.fx as fx
 

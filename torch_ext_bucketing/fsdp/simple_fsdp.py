@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 import torch.nn as nn
@@ -24,14 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from .._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
-from .._torch.sharded import is_distributed
-from ..fqns import own_parameters
-
-__all__ = [
-    "Mode",
-    "ReduceOnce",
-    "data_parallel",
-]
+from .._torch.sharded import is_distributed, placed, shard_of
+from ..fqns import canonical_fqn, own_parameters
+from .extensions import Extension, distribute, extends_gather
 
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
 
@@ -57,6 +52,8 @@ def data_parallel(
     which are also the ones to freeze. Each module becomes one of a subclass of its class, as with
     ``fully_shard``. Parametrizations
     (``torch.nn.utils.parametrize``), registered before or afterwards, get the gathered parameter.
+    A parameter that follows FSDP2's protocol for gathers of its own is gathered by it, see
+    :mod:`.fsdp.extensions`; with ``"replicate"``, which gathers nothing, it is as any other.
 
     Args:
         model: its parameters are plain tensors on the mesh's device, equal on all ranks or not:
@@ -75,7 +72,9 @@ def data_parallel(
     Raises:
         TypeError: ``mesh`` is no device mesh, or a dtype is none.
         ValueError: an unknown mode, a mesh of another number of dimensions, a parameter that is
-            a ``DTensor`` already, or a scalar to be sharded. The model is as it was.
+            a ``DTensor`` already, or a scalar to be sharded. The model is as it was, as after
+            errors that name a parameter with gathers of its own and what is wrong with its class
+            (:class:`.Extension`).
     """
     if mode not in ("fully_shard", "hybrid_shard", "replicate"):
         raise ValueError(f"mode must be 'fully_shard', 'hybrid_shard' or 'replicate', got {mode!r}")
@@ -103,18 +102,38 @@ def data_parallel(
     }[mode]
     shard_dim = {"fully_shard": 0, "hybrid_shard": 1, "replicate": None}[mode]
     replica_dim = {"fully_shard": None, "hybrid_shard": 0, "replicate": 0}[mode]
+    extensions: dict[nn.Parameter, Extension] = {}
+    shards = mesh
+    if shard_dim is not None and any(map(extends_gather, model.parameters())):
+        torch.compiler.allow_in_graph(_Attach)
+        if shard_dim:
+            if mesh.mesh_dim_names is None:
+                raise ValueError(
+                    "parameters with gathers of their own are told of the shards' part of the mesh:"
+                    " name its dimensions, init_device_mesh(..., mesh_dim_names=...)"
+                )
+            shards = mesh[mesh.mesh_dim_names[shard_dim]]
+        for path, module in model.named_modules():
+            for name, param in own_parameters(module):
+                if extends_gather(param) and param not in extensions:
+                    fqn, dtypes = (
+                        canonical_fqn(f"{path}.{name}".lstrip(".")),
+                        (param_dtype, reduce_dtype),
+                    )
+                    extensions[param] = Extension(fqn, param, module, shards, *dtypes)
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     for module in list(model.modules()):
         unshards: dict[str, _Unshard] = {}
         for name, param in own_parameters(module):
+            extension = extensions.get(param)
             if param not in distributed:
+                share = distribute_tensor if extension is None else distribute
                 distributed[param] = nn.Parameter(
-                    distribute_tensor(param.detach(), mesh, placements),
-                    requires_grad=param.requires_grad,
+                    share(param.detach(), mesh, placements), requires_grad=param.requires_grad
                 )
             reduced_in = reduce_dtype or (param.dtype if REDUCES_BY_GRAD_DTYPE else None)
             unshards[name] = _Unshard(
-                mesh, shard_dim, replica_dim, param.shape, param_dtype, reduced_in
+                mesh, shard_dim, replica_dim, param.shape, param_dtype, reduced_in, extension
             )
         if unshards:
             module._parameters.update((n, distributed[p]) for n, p in own_parameters(module))
@@ -122,6 +141,19 @@ def data_parallel(
             plain: Any = type(module)
             module.__class__ = _gathering_class(plain, tuple(unshards))
     return model
+
+
+def ignored_extensions(model: nn.Module) -> dict[str, str]:
+    """Names and classes of sharded parameters that follow FSDP2's protocol where the sharding of
+    ``model``, another than :func:`data_parallel`, does not."""
+    found = {}
+    for path, module in model.named_modules():
+        unshards = module.__dict__.get("_unshards", {})
+        for name, param in own_parameters(module):
+            shard = shard_of(param)
+            if name not in unshards and extends_gather(shard) and placed(param)[0]:
+                found[canonical_fqn(f"{path}.{name}".lstrip("."))] = type(shard.data).__name__
+    return found
 
 
 class _Unshard:
@@ -135,22 +167,35 @@ class _Unshard:
         shape: torch.Size,
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
+        extension: Extension | None,
     ) -> None:
         self.shape = tuple(shape)
+        self.extension = extension
         self.param_dtype = param_dtype
-        self.reduce_dtype = reduce_dtype
         self.shard_size = 1 if shard_dim is None else mesh.size(shard_dim)
         self.shard_group = None if shard_dim is None else mesh.get_group(shard_dim).group_name
-        self.replica_group = None if replica_dim is None else mesh.get_group(replica_dim).group_name
-        self.local_rows = shape[0] if shape else 1
+        replica_group = None if replica_dim is None else mesh.get_group(replica_dim).group_name
+        local_rows = shape[0] if shape else 1
         if shard_dim is not None:
-            rows = -(-self.local_rows // self.shard_size)
+            rows = -(-local_rows // self.shard_size)
             rank = mesh.get_local_rank(shard_dim)
-            self.local_rows = max(0, min(rows, self.local_rows - rank * rows))
+            local_rows = max(0, min(rows, local_rows - rank * rows))
+        self.reduction: _Reduction = (
+            reduce_dtype,
+            self.shard_group,
+            self.shard_size,
+            replica_group,
+            local_rows,
+        )
         self.unreduced: torch.Tensor | None = None
 
     def __call__(self, sharded: DTensor) -> torch.Tensor:
-        return _Gather.apply(sharded.to_local(), self.unreduced, self)
+        shard = sharded.to_local()
+        if self.extension is None:
+            return _Gather.apply(shard, self.unreduced, self)
+        with torch.no_grad():
+            full = self.extension.gather(shard)
+        return _Attach.apply(shard, self.unreduced, self.reduction, full)
 
     def accumulate(self, sharded: DTensor) -> torch.Tensor:
         """Let gradients of the full parameter add up in the ``grad`` of a tensor, returned.
@@ -158,7 +203,7 @@ class _Unshard:
         That is a leaf of the parameter's full shape with a single element of memory.
         """
         dtype = self.param_dtype or sharded.dtype
-        one = torch.empty((), dtype=self.reduce_dtype or dtype, device=sharded.device)
+        one = torch.empty((), dtype=self.reduction[0] or dtype, device=sharded.device)
         self.unreduced = one.expand(self.shape).requires_grad_()
         return self.unreduced
 
@@ -173,22 +218,27 @@ class _Unshard:
         padded = rows * self.shard_size != self.shape[0]
         return full.narrow(0, 0, self.shape[0]) if padded else full
 
-    def reduce(self, grad: torch.Tensor) -> torch.Tensor:
-        if self.reduce_dtype is not None:
-            grad = grad.to(self.reduce_dtype)
-        if self.shard_group is not None:
-            rows = -(-grad.shape[0] // self.shard_size)
-            grad = _pad_rows(grad, rows * self.shard_size)
-            grad = _c10d.reduce_scatter_tensor(
-                grad.contiguous(), "avg", self.shard_size, self.shard_group
-            )
-            grad = _c10d.wait_tensor(grad)
-        if self.replica_group is not None:
-            grad = _c10d.all_reduce(grad.contiguous(), "avg", self.replica_group)
-            grad = _c10d.wait_tensor(grad)
-        if self.shard_group is not None and self.local_rows != grad.shape[0]:
-            grad = grad.narrow(0, 0, self.local_rows)
-        return grad
+
+_Reduction: TypeAlias = tuple[torch.dtype | None, str | None, int, str | None, int]
+"""How a gradient is reduced: its dtype there, group and number of the shards, group of the
+replicas, and the rows of this rank's shard."""
+
+
+def _reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
+    reduce_dtype, shard_group, shard_size, replica_group, local_rows = how
+    if reduce_dtype is not None:
+        grad = grad.to(reduce_dtype)
+    if shard_group is not None:
+        rows = -(-grad.shape[0] // shard_size)
+        grad = _pad_rows(grad, rows * shard_size)
+        grad = _c10d.reduce_scatter_tensor(grad.contiguous(), "avg", shard_size, shard_group)
+        grad = _c10d.wait_tensor(grad)
+    if replica_group is not None:
+        grad = _c10d.all_reduce(grad.contiguous(), "avg", replica_group)
+        grad = _c10d.wait_tensor(grad)
+    if shard_group is not None and local_rows != grad.shape[0]:
+        grad = grad.narrow(0, 0, local_rows)
+    return grad
 
 
 @functools.cache
@@ -264,7 +314,7 @@ class _Gather(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, shard: torch.Tensor, unreduced: torch.Tensor | None, unshard: _Unshard
     ) -> torch.Tensor:
-        ctx.unshard = unshard
+        ctx.reduction = unshard.reduction
         ctx.dtype = shard.dtype
         ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
         return unshard.gather(shard)
@@ -273,7 +323,31 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         if ctx.unreduced_dtype is not None:
             return None, grad.to(ctx.unreduced_dtype), None
-        return ctx.unshard.reduce(grad).to(ctx.dtype), None, None
+        return _reduced(grad, ctx.reduction).to(ctx.dtype), None, None
+
+
+class _Attach(torch.autograd.Function):
+    """:class:`_Gather` for a full parameter of a class of its own that is gathered already.
+
+    A node of Dynamo's graph, as Dynamo would have the gradient be of that class, too.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        shard: torch.Tensor,
+        unreduced: torch.Tensor | None,
+        reduction: _Reduction,
+        full: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.reduction = reduction
+        ctx.dtype = shard.dtype
+        ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
+        return full.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return (*_Gather.backward(ctx, grad), None)
 
 
 class _ReduceLate(torch.autograd.Function):
@@ -286,12 +360,12 @@ class _ReduceLate(torch.autograd.Function):
         ctx.unshard = unshard
         ctx.dtype = shard.dtype
         ctx.save_for_backward(total)
-        return shard.new_zeros(())
+        return torch.zeros((), dtype=shard.dtype, device=shard.device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (total,) = ctx.saved_tensors
-        return ctx.unshard.reduce(total).to(ctx.dtype), None, None
+        return _reduced(total, ctx.unshard.reduction).to(ctx.dtype), None, None
 
 
 class ReduceOnce:

@@ -5,6 +5,7 @@ descriptors say which placeholder is which parameter and which output is whose g
 for a graph with the parameter ``w``::
 
     w -> _to_copy -> constant_pad_nd -> all_gather_into_tensor     all_gather of (w,)
+    w -> abs -> max -> all_reduce -> ... -> mul(w, ...) -> view -> all_gather_into_tensor      too
     cat(w1, w2) -> all_gather_into_tensor                          all_gather of (w1, w2)
     relu(...) -> all_gather_into_tensor                            not tagged: an activation
 
@@ -28,15 +29,10 @@ from .._torch import descriptors as _descriptors
 from .._torch.dynamo_inputs import module_path
 from .._torch.sharded import shard_of
 from ..fqns import canonical_fqn
-from ..graph.collectives import Kind, is_start, kind_of
+from ..graph.collectives import Kind, is_compute, is_start, kind_of
 from ..graph.graph_of import graph_of
 from ..graph.moves import CONSTANTS, SCALES, is_move
 from .tags import Tag, TagReport, Untagged, is_bucket, set_tag, tag_of
-
-__all__ = [
-    "parameter_chains",
-    "tag_joint_graph",
-]
 
 _aten = torch.ops.aten
 
@@ -111,29 +107,65 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     ::
 
         w -> _to_copy -> all_gather -> wait -> slice -> t -> mm
-             ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+             ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+
+    Of a parameter that is gathered in another form, the nodes that make the full parameter of it
+    belong to the chain. What is computed before the gather does not: it is small, as a shard is::
+
+        w -> abs -> max -> ... -> mul -> all_gather -> wait -> sub -> mul -> t -> mm
+                                         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
 
     Starts in graph order; the nodes of a chain in graph order.
     """
     behind: dict[fx.Node, dict[fx.Node, None]] = {}
     ahead: dict[fx.Node, dict[fx.Node, None]] = {}
     chains: dict[fx.Node, dict[fx.Node, None]] = {}
+    made_of: dict[fx.Node, fx.Node] = {}  # the one input that an ungathered value is computed from
     for node in graph.nodes:
+        if node.op == "placeholder":
+            made_of[node] = node
         if node.op != "call_function":
             continue
         inputs = node.all_input_nodes
+        served = _union(ahead, inputs)
+        sources = {made_of[i]: None for i in inputs if i in made_of}
+        if not served and len(sources) == 1 and all(i in made_of for i in inputs):
+            made_of.update(dict.fromkeys([node], *sources))
         if kind_of(node) == "all_gather" and tag_of(node) is not None:
+            made_of.pop(node, None)
             chains[node] = {**_union(behind, inputs), node: None}
-            ahead[node] = {**_union(ahead, inputs), node: None}
+            ahead[node] = {**served, node: None}
         elif is_move(node) or node.target in CONSTANTS:
-            served = _union(ahead, inputs)
             if served:  # after a gather
                 ahead[node] = served
                 for start in served:
                     chains[start][node] = None
             elif all(i.op == "placeholder" or i in behind for i in inputs):  # before one
                 behind[node] = {**_union(behind, inputs), node: None}
+        elif served and not is_compute(node):
+            made = {made_of.get(start.all_input_nodes[0]) for start in served}
+            alone = all(i in ahead or i in made_of or i.target in CONSTANTS for i in inputs)
+            if alone and made | set(sources) == made and all(map(in_other_form, served)):
+                ahead[node] = served
+                for start in served:
+                    chains[start][node] = None
     return {start: tuple(chain) for start, chain in chains.items()}
+
+
+def in_other_form(gather: fx.Node) -> bool:
+    """Whether what is gathered are not the values of a parameter but others, computed from them or
+    stored in their place, such as 8-bit data and scales."""
+    dtype = gather.meta["val"].dtype
+    if dtype.itemsize == 1 or not dtype.is_floating_point:
+        return True
+    stack = gather.all_input_nodes[:1]
+    while stack:
+        node = stack.pop()
+        if is_move(node):
+            stack += node.all_input_nodes
+        elif node.op == "call_function" and node.target not in CONSTANTS:
+            return kind_of(node) != "all_gather"
+    return False
 
 
 def _union(
@@ -152,6 +184,7 @@ class _Origin:
 
     fqns: tuple[str, ...] = ()
     reason: str = ""
+    gathered: bool = False
 
     @property
     def is_constant(self) -> bool:
@@ -211,13 +244,18 @@ def _parameters_behind(nodes: Sequence[fx.Node], names: _InputNames) -> dict[fx.
 def _merge_origins(node: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
     if node.target in CONSTANTS:
         return _CONSTANT
-    # A gather of what was gathered already is a parameter sharded over two mesh dimensions.
-    if not is_move(node) and kind_of(node) != "all_gather":
-        return _Origin(reason=f"it gathers an activation, made by {node.name}")
     found = [origin.get(arg, _CONSTANT) for arg in node.all_input_nodes]
     fqns = dict.fromkeys(fqn for each in found for fqn in each.fqns)
+    # A gather of what was gathered already is a parameter sharded over two mesh dimensions.
+    gathered = kind_of(node) == "all_gather" or any(each.gathered for each in found)
+    # What is computed from one shard alone is that parameter in another form: 8 bits, scales.
+    one_shard = len(fqns) == 1 and not gathered and not any(each.reason for each in found)
+    if not is_move(node) and kind_of(node) != "all_gather" and not one_shard:
+        return _Origin(reason=f"it gathers an activation, made by {node.name}")
     # Of several that are none, the last one is named.
-    return next((each for each in reversed(found) if each.reason), _Origin(tuple(fqns)))
+    return next(
+        (each for each in reversed(found) if each.reason), _Origin(tuple(fqns), "", gathered)
+    )
 
 
 def _source_of(start: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:

@@ -16,23 +16,6 @@ import torch.fx as fx
 
 from ..graph.collectives import KINDS, Kind, group_name, is_collective, kind_of
 
-__all__ = [
-    "Tag",
-    "TagReport",
-    "Untagged",
-    "home_group",
-    "is_bucket",
-    "mark_replaced",
-    "member_count",
-    "member_tags",
-    "moved_from",
-    "replaced_kind",
-    "set_home_group",
-    "set_member_tags",
-    "set_tag",
-    "tag_of",
-]
-
 _TAG_KEY = "bucketing_tag"
 _MEMBERS_KEY = "bucketing_member_tags"
 _HOME_KEY = "bucketing_home_group"

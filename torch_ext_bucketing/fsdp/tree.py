@@ -8,8 +8,6 @@ import torch.nn as nn
 
 from ..fqns import WRAPPER_ATTRIBUTES, canonical_modules
 
-__all__ = ["ModuleTree", "has_parameters", "is_plain_container", "unwrapped"]
-
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside the wrappers (checkpointing, ``torch.compile``) around it, or itself."""

@@ -29,8 +29,6 @@ from .._torch.fsdp2 import WRAPS_DATACLASSES
 from .tree import unwrapped
 from .units import find_units
 
-__all__ = ["give_nodes", "is_unit_input", "modules_with_nodes"]
-
 _KEY = "unit_input"
 
 

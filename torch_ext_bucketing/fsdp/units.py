@@ -19,8 +19,6 @@ from .._torch.dynamo_inputs import names_are_relative_to
 from ..fqns import canonical_fqn, canonical_modules, nearest_names
 from .tree import has_parameters
 
-__all__ = ["UnitSpec", "Units", "abbreviated", "find_units", "spec_of_units"]
-
 
 @dataclass(frozen=True, repr=False)
 class Units:

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch.fx as fx
 
-from .collectives import is_compute
+from .collectives import Kind, is_compute, kind_of
 from .dependencies import Dependencies
 from .graph_of import GraphLike, graph_of
 from .liveness import Liveness
@@ -25,11 +25,10 @@ from .size_hints import GivenHints, SizeHints
 from .uneven import ShardSide, shard_side
 from .writes import unordered_writes, written_roots
 
-__all__ = ["GraphAnalysis"]
-
 
 class GraphAnalysis:
-    """Facts about a graph, each computed when it is first asked for, and once.
+    """Facts about a graph, each computed once: what all ask for when this is made, the rest when it
+    is first asked for.
 
     Args:
         graph: in topological order, with fake tensors in ``meta["val"]``, and unchanged as long as
@@ -37,6 +36,11 @@ class GraphAnalysis:
         size_hints: numbers for sizes that depend on data, as of :func:`.backend`.
         donated: whether an input is freed at its last use; None: :func:`.donated_by_autograd`.
         external_live_bytes: bytes that are in memory all the time beside the graph's own inputs.
+
+    Attributes:
+        nodes: all nodes in graph order, placeholders and output included.
+        kinds: the kind of each start, in graph order.
+        unordered_writes: the writes that edges do not order; see :func:`.unordered_writes`.
 
     Raises:
         TypeError: ``size_hints`` is no whole number and no callable.
@@ -56,21 +60,14 @@ class GraphAnalysis:
         self.hints = SizeHints.of(size_hints)
         self.external_live_bytes = external_live_bytes
         self._donated = donated
+        self.nodes: list[fx.Node] = list(graph.nodes)
+        self.kinds: dict[fx.Node, Kind] = {n: k for n in self.nodes if (k := kind_of(n))}
+        self.unordered_writes = unordered_writes(self.nodes)
 
     @staticmethod
     def of(graph: GraphLike | GraphAnalysis) -> GraphAnalysis:
         """``graph`` itself if it is an analysis, else a new one of it, without any hints."""
         return graph if isinstance(graph, GraphAnalysis) else GraphAnalysis(graph_of(graph))
-
-    @cached_property
-    def nodes(self) -> list[fx.Node]:
-        """All nodes in graph order, placeholders and output included."""
-        return list(self.graph.nodes)
-
-    @cached_property
-    def unordered_writes(self) -> list[fx.Node]:
-        """The writes that edges do not order; see :func:`.unordered_writes`."""
-        return unordered_writes(self.nodes)
 
     @cached_property
     def written_roots(self) -> set[fx.Node]:

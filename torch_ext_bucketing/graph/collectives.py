@@ -19,33 +19,6 @@ import torch.utils._pytree as pytree
 from .._torch.estimates import size_hint
 from .._torch.process_groups import group_size_of
 
-__all__ = [
-    "KINDS",
-    "Kind",
-    "argument",
-    "bucket_key",
-    "check_kinds",
-    "collective_group",
-    "count_collectives",
-    "group_name",
-    "group_size",
-    "is_assertion",
-    "is_collective",
-    "is_compute",
-    "is_grouped_product",
-    "is_number",
-    "is_start",
-    "is_view",
-    "is_wait",
-    "kind_of",
-    "reduce_op",
-    "set_group_name",
-    "started_by",
-    "tensors_in",
-    "waited_for",
-    "wire_bytes",
-]
-
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -201,9 +174,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def bucket_key(start: fx.Node) -> tuple[Any, ...]:
-    """The key that members of one bucket share: kind, group, reduce op, dtype, device."""
-    value = start.meta["val"]
-    return (kind_of(start), group_name(start), reduce_op(start), value.dtype, str(value.device))
+    """The key that members of one bucket share: kind, group, reduce op, device, and of a reduction
+    the dtype: gathers move bytes."""
+    value, kind = start.meta["val"], kind_of(start)
+    dtype = None if kind == "all_gather" else value.dtype
+    return (kind, group_name(start), reduce_op(start), dtype, str(value.device))
 
 
 def group_name(start: fx.Node) -> str:

@@ -39,12 +39,6 @@ from .collectives import (
 )
 from .writes import aliases_of, written_values
 
-__all__ = [
-    "Dependencies",
-    "Precedence",
-    "unused",
-]
-
 _c10d = torch.ops._c10d_functional
 
 # Higher-order operators that compute their results and do nothing else.

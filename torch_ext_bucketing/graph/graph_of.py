@@ -6,8 +6,6 @@ from typing import TypeAlias
 
 import torch.fx as fx
 
-__all__ = ["GraphLike", "graph_of"]
-
 GraphLike: TypeAlias = fx.GraphModule | fx.Graph
 
 

@@ -21,14 +21,6 @@ from .size_hints import SizeHints
 from .uneven import ShardSide, shard_side
 from .writes import written_values
 
-__all__ = [
-    "LiveBytes",
-    "Liveness",
-    "Storages",
-    "donated_by_autograd",
-    "kept_inputs",
-]
-
 
 def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
     """Which inputs of a graph are freed at their last use: what forward saved for a backward graph,

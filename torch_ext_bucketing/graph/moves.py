@@ -12,15 +12,6 @@ import torch.fx as fx
 
 from .._torch.symbols import same_shape
 
-__all__ = [
-    "CONSTANTS",
-    "SCALES",
-    "is_linear",
-    "is_move",
-    "is_zeros",
-    "keeps_values",
-]
-
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 

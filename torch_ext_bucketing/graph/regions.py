@@ -23,14 +23,6 @@ import torch.utils._pytree as pytree
 from .collectives import group_name, group_size, is_start, is_wait, kind_of, reduce_op
 from .moves import CONSTANTS, is_linear, is_zeros, keeps_values
 
-__all__ = [
-    "Cut",
-    "Structures",
-    "cuts_behind",
-    "outside_reader",
-    "positions",
-]
-
 
 @dataclass(frozen=True)
 class Cut:

@@ -17,13 +17,6 @@ import torch
 
 from .._torch.symbols import size_with, symbol_facts
 
-__all__ = [
-    "DEFAULT",
-    "GivenHints",
-    "SizeHints",
-    "check_size_hints",
-]
-
 DEFAULT = 8192
 """Also what Inductor takes (``torch._inductor.config.unbacked_symint_fallback``)."""
 

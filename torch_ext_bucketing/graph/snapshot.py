@@ -14,11 +14,6 @@ from typing import Any
 
 import torch.fx as fx
 
-__all__ = [
-    "Snapshot",
-    "unchanged_on_error",
-]
-
 
 @dataclass(frozen=True)
 class _Saved:

@@ -29,11 +29,6 @@ import torch.fx as fx
 from .collectives import group_size, is_compute, is_view, is_wait, kind_of
 from .size_hints import SizeHints
 
-__all__ = [
-    "ShardSide",
-    "shard_side",
-]
-
 _aten = torch.ops.aten
 
 _COPIES = frozenset(

@@ -11,13 +11,6 @@ import operator
 import torch
 import torch.fx as fx
 
-__all__ = [
-    "aliases_of",
-    "unordered_writes",
-    "written_roots",
-    "written_values",
-]
-
 
 def unordered_writes(nodes: list[fx.Node]) -> list[fx.Node]:
     """The nodes that write to a tensor and are not ordered against its readers by edges.

@@ -13,8 +13,6 @@ from ..graph.snapshot import unchanged_on_error
 from .base import Compilation, GraphLike, GraphPass, Order, RankOrder, Stage, Tags, graph_of
 from .code import call
 
-__all__ = ["ReduceByAllToAll"]
-
 
 class ReduceByAllToAll(GraphPass):
     """Let gradients be reduced by all-to-alls and local sums in the order of the ranks; see

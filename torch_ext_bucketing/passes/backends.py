@@ -46,11 +46,6 @@ from .code import code_of
 from .diagnostics import RunWatch
 from .pipeline import Pipeline
 
-__all__ = [
-    "BucketingBackend",
-    "backend",
-]
-
 _PREFETCH = 50
 
 

@@ -39,23 +39,6 @@ from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
 from .code import code_of_call
 from .diagnostics import warn_of_silence
 
-__all__ = [
-    "Baseline",
-    "Buckets",
-    "Choice",
-    "Compilation",
-    "Fact",
-    "GraphLike",
-    "GraphPass",
-    "Order",
-    "RankOrder",
-    "Regathers",
-    "Stage",
-    "Tags",
-    "graph_of",
-    "last_fact",
-]
-
 Stage = Literal["joint", "forward_backward"]
 
 
@@ -313,14 +296,14 @@ class GraphPass(CustomGraphPass):
             compilation: to go on with; None begins one, which warns where nothing was bucketed, as
                 :func:`.backend` does.
         """
-        g, alone = graph_of(graph), compilation is None
+        alone = compilation is None
         compilation = compilation or Compilation()
         if Baseline in self.needs:
-            compilation.measure(g)
+            compilation.measure(graph_of(graph))
         self.run(graph, compilation)
         compilation.changed()
         if alone:
-            warn_of_silence(g, compilation.report.graphs, compilation)
+            warn_of_silence(graph_of(graph), compilation.report.graphs, compilation)
         if isinstance(graph, fx.GraphModule):
             graph.recompile()
         return compilation.report

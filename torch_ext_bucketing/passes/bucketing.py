@@ -20,14 +20,8 @@ from .base import (
     RankOrder,
     Stage,
     Tags,
-    graph_of,
 )
 from .diagnostics import DividedUnits
-
-__all__ = [
-    "BucketByCap",
-    "BucketUnits",
-]
 
 
 class BucketUnits(GraphPass):
@@ -66,13 +60,13 @@ class BucketUnits(GraphPass):
         self._divided = DividedUnits(self.units)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        g = graph_of(graph)
-        plan = plan_units(compilation.analysis(g), self.units, self.kinds)
-        report = merge_and_report(g, plan, self._payload_key, self.kinds)
+        analysis = compilation.analysis(graph)
+        plan = plan_units(analysis, self.units, self.kinds)
+        report = merge_and_report(analysis.graph, plan, self._payload_key, self.kinds)
         compilation.report.graphs.append(report)
         if plan.uncovered:
             compilation.warn_uncovered(plan.uncovered, self.units)
-        self._divided.look(g, compilation)
+        self._divided.look(analysis.graph, compilation)
 
 
 class BucketByCap(GraphPass):
@@ -116,9 +110,9 @@ class BucketByCap(GraphPass):
         self.gives = (Buckets(self.kinds),)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        g = graph_of(graph)
+        analysis = compilation.analysis(graph)
         options = self.arguments()
         del options["payload_order"]
-        plan = plan_by_cap(compilation.analysis(g), **options)
-        report = merge_and_report(g, plan, self.payload_order, self.kinds)
+        plan = plan_by_cap(analysis, **options)
+        report = merge_and_report(analysis.graph, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)

@@ -19,15 +19,6 @@ import torch
 
 from .._source import noted_sources
 
-__all__ = [
-    "NoUuidError",
-    "brief",
-    "describe",
-    "digest",
-    "log_no_uuid",
-    "sources_of",
-]
-
 log = logging.getLogger(__name__)
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch.nn as nn
 
-__all__ = ["call", "code_of", "code_of_call"]
-
 
 def call(name: str, /, *given: Any, **options: Any) -> str:
     """``name(given, option=value)``. Options that are None are left out."""

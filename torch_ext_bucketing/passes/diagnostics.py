@@ -51,15 +51,6 @@ from ..reports.graph import GraphReport
 if TYPE_CHECKING:
     from .base import Compilation
 
-__all__ = [
-    "DividedUnitWarning",
-    "DividedUnits",
-    "NotBucketedWarning",
-    "PayloadOrderWarning",
-    "RunWatch",
-    "warn_of_silence",
-]
-
 # ---------------------------------------------------------------- after the passes
 
 _SHOWN = 8

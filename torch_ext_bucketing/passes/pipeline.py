@@ -33,8 +33,6 @@ from .cache_key import NoUuidError, brief, digest, log_no_uuid
 from .diagnostics import warn_of_silence
 from .tagging import TagParameters
 
-__all__ = ["DISABLE", "Pipeline"]
-
 DISABLE = "TORCH_EXT_BUCKETING_DISABLE"
 """Environment variable: names of classes of passes that are switched off, separated by commas, to
 find which is to blame."""

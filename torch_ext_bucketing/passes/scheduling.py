@@ -17,8 +17,8 @@ from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ..graph.collectives import Kind, check_kinds
 from ..reports.caps import CapsReport
 from ..scheduling.cap_search import check_caps, choose_caps
-from ..scheduling.cost import Machine, check_machine
 from ..scheduling.devices import job_machine
+from ..scheduling.machine import Machine, check_machine
 from ..scheduling.memory import within
 from ..scheduling.policy import Policy, policies_of
 from ..scheduling.scheduler import schedule
@@ -34,13 +34,7 @@ from .base import (
     RankOrder,
     Stage,
     Tags,
-    graph_of,
 )
-
-__all__ = [
-    "BucketAndSchedule",
-    "Schedule",
-]
 
 
 class Schedule(GraphPass):
@@ -160,11 +154,11 @@ class BucketAndSchedule(Schedule):
         )
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        g, reduce = graph_of(graph), self.reduce
+        analysis, reduce = compilation.analysis(graph), self.reduce
         if reduce is not None and reduce.name in compilation.report.disabled:
             reduce = None
         plan, found = choose_caps(
-            compilation.analysis(g),
+            analysis,
             self._bounded(compilation),
             caps_mb=self.caps_mb,
             machine=self.machine,
@@ -174,7 +168,7 @@ class BucketAndSchedule(Schedule):
             eligible=self.eligible,
             group_filter=self.group_filter,
         )
-        report = merge_and_report(g, plan, self.payload_order, self.kinds)
+        report = merge_and_report(analysis.graph, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)
         if reduce is not None:
             reduce.run(graph, compilation)

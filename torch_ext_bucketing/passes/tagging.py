@@ -14,11 +14,6 @@ from ..fsdp.tags import tag_of
 from ..reports.compile import CompileReport
 from .base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 
-__all__ = [
-    "PAYLOAD_FIELD",
-    "TagParameters",
-]
-
 PAYLOAD_FIELD = "fsdp_payload_order"
 
 

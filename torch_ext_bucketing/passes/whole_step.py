@@ -14,8 +14,6 @@ from ..fsdp.tag_graph import tag_joint_graph
 from .base import Compilation, GraphPass, Regathers, last_fact
 from .pipeline import Pipeline
 
-__all__ = ["whole_step_pass"]
-
 
 def whole_step_pass(
     model: nn.Module, passes: Iterable[GraphPass], compilation: Compilation | None = None

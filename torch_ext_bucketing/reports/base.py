@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
-__all__ = ["LeftAlone", "Record", "Report"]
-
 
 class Record:
     """A dataclass of plain data."""

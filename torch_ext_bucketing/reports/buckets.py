@@ -7,16 +7,6 @@ from typing import Any, Literal
 
 from .base import LeftAlone, Record
 
-__all__ = [
-    "GRAPH_ORDER",
-    "NO_KEY",
-    "BucketReport",
-    "ClosedBy",
-    "NotMerged",
-    "PayloadMember",
-    "Unmerged",
-]
-
 GRAPH_ORDER = "graph order"
 NO_KEY = f"{GRAPH_ORDER}: a member has no key"
 """Two values of :attr:`BucketReport.packed_by`."""

@@ -7,8 +7,6 @@ from typing import TypeAlias
 
 from .base import Report
 
-__all__ = ["CapsReport", "TriedCaps"]
-
 NamedCaps: TypeAlias = tuple[tuple[str, float], ...]
 
 

@@ -13,8 +13,6 @@ from .rewrites import RewriteReport
 from .schedule import ScheduleReport
 from .text import aligned, change
 
-__all__ = ["CompileReport", "PassTime"]
-
 
 @dataclass(frozen=True)
 class PassTime:

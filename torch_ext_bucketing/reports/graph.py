@@ -13,8 +13,6 @@ from .base import Report
 from .buckets import BucketReport, ClosedBy, NotMerged, Unmerged
 from .text import KIND_NAMES, aligned, change, shape_text, size_text
 
-__all__ = ["ARTIFACT", "GraphReport", "emit"]
-
 ARTIFACT = "torch_ext_bucketing_report"
 """Name of the artifact in TORCH_TRACE's logs: JSON, one per graph."""
 

@@ -8,8 +8,6 @@ from typing import ClassVar
 from .base import Report
 from .text import aligned, size_text
 
-__all__ = ["KeepReport", "KeptUnit"]
-
 
 @dataclass(frozen=True)
 class KeptUnit:

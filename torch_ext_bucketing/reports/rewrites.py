@@ -9,19 +9,6 @@ from typing import ClassVar
 from .base import LeftAlone, Report
 from .text import size_text
 
-__all__ = [
-    "AddReport",
-    "AddedByUnit",
-    "CombineReport",
-    "CombinedUses",
-    "LeftAlone",
-    "ReducedShard",
-    "ReshardReport",
-    "Resharded",
-    "RewriteReport",
-    "ScatterReport",
-]
-
 
 class RewriteReport(Report):
     """The report of one rewrite of the joint graph.
@@ -102,6 +89,24 @@ class CombineReport(RewriteReport):
                 f"{', '.join(c.fqns)}: {'; '.join(said)}; saves {size_text(c.saved_bytes)}"
             )
         return lines
+
+
+@dataclass(frozen=True)
+class AmaxReport(RewriteReport):
+    """The result of :class:`.MergeAmax` on one graph.
+
+    Args:
+        merged: the number of all-reduces that became one, for each one.
+        left: those that are in none, with the parameters whose gathers wait for them.
+    """
+
+    rewrite = heading = "largest values merged"
+    merged: tuple[int, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        """A line per all-reduce."""
+        return [f"{number} all-reduces -> 1" for number in self.merged]
 
 
 @dataclass(frozen=True)

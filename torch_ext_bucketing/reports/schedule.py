@@ -10,8 +10,6 @@ from .base import Report
 from .caps import CapsReport
 from .text import aligned
 
-__all__ = ["PolicyReport", "ScheduleReport"]
-
 
 @dataclass(frozen=True)
 class PolicyReport:
@@ -50,7 +48,7 @@ class ScheduleReport(Report):
         chosen: which of the orders tried was taken.
         alternatives: all of them: name, step in ms, peak in bytes.
         caps: how the byte caps of the graph's buckets were chosen, where that was part of it.
-        notes: what was asked for and does not apply to this graph.
+        notes: what was asked for and does not apply to this graph, or is no more than a guess.
         warnings: the bounds that are not kept, or why the graph kept its order.
         order: the movable nodes' names, in the new order.
         bounds_cost_ms: by how much an order of the same graph without any bound would be faster; 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["KIND_NAMES", "aligned", "change", "shape_text", "size_text", "sizes_text"]
-
 KIND_NAMES = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
 
 

@@ -24,8 +24,6 @@ from ..graph.moves import keeps_values
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from ..reports.rewrites import AddedByUnit, AddReport
 
-__all__ = ["AddByUnit", "AddedByGraphWarning"]
-
 
 class AddedByGraphWarning(UserWarning):
     """Gradients of one activation are added graph by graph, in another order than eager's."""

@@ -34,6 +34,7 @@ from .._torch import descriptors as _descriptors
 from .._torch.aot import in_backward
 from .._torch.sorting import sort_topologically
 from .._torch.symbols import same_shape
+from ..fsdp.tag_graph import in_other_form
 from ..fsdp.tags import tag_of
 from ..graph.collectives import (
     group_name,
@@ -52,8 +53,6 @@ from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_
 from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
 from ..scheduling.memory import PeakMemory
 from ..scheduling.model import peak_bytes
-
-__all__ = ["CombineUses", "combine_uses"]
 
 _aten = torch.ops.aten
 
@@ -152,8 +151,10 @@ def _repeated(graph: fx.Graph) -> list[Fqns]:
 
 def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str]]:
     """Combine the uses of one parameter; what was done, and why the rest was not."""
-    place = _Place(graph)
     gathers = [n for n in graph.nodes if _serves(n, fqns) and kind_of(n) == "all_gather"]
+    if not unordered_writes(graph.nodes):
+        _share_forms(graph, gathers)
+    place = _Place(graph)
     tree = _find_tree(graph, fqns, place)
     reasons: list[str] = []
     saved = 0
@@ -266,6 +267,31 @@ def _same_gathers(
     return [group for group in groups.values() if len(group) > 1]
 
 
+def _share_forms(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
+    """Compute once what is gathered in another form than the parameter's own, by the same steps::
+
+    w -> abs -> max -> all_reduce -> ... -> mul -> ag      w -> ... -> mul -> ag
+    w -> abs -> max -> all_reduce -> ... -> mul -> ag                     \\-> ag
+    """
+    behind: dict[fx.Node, None] = {}
+    stack = [n for start in gathers for n in start.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node not in behind and node.op == "call_function":
+            behind[node] = None
+            stack += node.all_input_nodes
+    first: dict[Any, fx.Node] = {}
+    for node in [n for n in graph.nodes if n in behind]:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue
+        same = first.setdefault(
+            (node.target, repr((node.args, node.kwargs)), in_backward(node)), node
+        )
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
 def _is_read(node: fx.Node) -> bool:
     """True where something is computed from a result, or it is returned."""
     return any(u.op == "output" or not is_view(u) or _is_read(u) for u in node.users)
@@ -369,6 +395,8 @@ def _plan_reduction(
     if len(dict.fromkeys(tree.leaves)) != len(tree.leaves):
         return "one gradient is added to itself after its reduction"
     dtypes = dict.fromkeys(g.meta["val"].dtype for g in gathers) or _kept_dtype(tree, place)
+    if any(map(in_other_form, gathers)):
+        dtypes = dict.fromkeys(map(_before_cast, tree.uses.values()))
     if len(dtypes) != 1:
         said = ", ".join(map(_name, dtypes)) or "an unknown dtype"
         return f"its uses have it in {said}, so that no one dtype is that of their gradients' sum"
@@ -391,6 +419,17 @@ def _plan_reduction(
             continue
         return _unsafe(plan, tree, place) or plan
     return reason
+
+
+def _before_cast(cuts: Sequence[Cut]) -> torch.dtype:
+    """The dtype of a gradient before the cast for its reduction, which is the nearest."""
+    (node,) = cuts[-1].reductions[-1].all_input_nodes[:1]
+    while keeps_values(node) or node.target is _aten.constant_pad_nd.default:
+        node = node.all_input_nodes[0]
+    if node.target in (_aten._to_copy.default, torch.ops.prims.convert_element_type.default):
+        node = node.all_input_nodes[0]
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -33,8 +33,6 @@ from ..graph.writes import written_roots
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import LeftAlone, ReducedShard, ScatterReport
 
-__all__ = ["ReduceScatterFirst", "on_one_grid", "reduce_scatter_first"]
-
 _c10d = torch.ops._c10d_functional
 
 

@@ -47,8 +47,6 @@ from ..graph.collectives import group_name, group_size, is_wait, kind_of
 from ..graph.snapshot import unchanged_on_error
 from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
 
-__all__ = ["SmallerGroup", "make_smaller_group", "read_first_gathers", "reshard_to"]
-
 _c10d = torch.ops._c10d_functional
 # A copy, so that the whole can be freed. Not slice and clone: Inductor takes such a clone for one
 # that does nothing.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.fx as fx
@@ -29,17 +30,14 @@ from ..passes.base import (
     last_fact,
 )
 from ..passes.cache_key import digest
-from ..reports.keep import KeepReport
-from ..scheduling.cost import Machine, check_machine
 from ..scheduling.devices import job_machine
 from ..scheduling.keep import KeepPlanner, block_units
+from ..scheduling.machine import Machine, check_machine
 from ..scheduling.memory import PeakMemory
 from ..scheduling.overlap import Overlap
-from ..scheduling.partitioned import UnitOf
+from ..scheduling.partitioned import PartitionedModel, UnitOf
 from ..scheduling.scheduler import BoundNotKeptWarning
 from .reshard_to import make_smaller_group, read_first_gathers, reshard_to
-
-__all__ = ["NothingKeptWarning", "ReshardAfterForward"]
 
 
 class NothingKeptWarning(UserWarning):
@@ -67,11 +65,16 @@ class ReshardAfterForward(GraphPass):
 
         [ReshardAfterForward(keep="auto", memory=PeakMemory(gib=70)), BucketUnits(order), ...]
 
+    With ``activations``, those that are saved are chosen, too, in groups, by unit and sort
+    (:mod:`.scheduling.activations`); backward computes the others again from what each unit hands
+    to the next. What the user marked, by ``torch.utils.checkpoint`` say, stays as it is.
+
     :mod:`.scheduling.keep` says how. Whatever schedules the halves in the same backend keeps the
     bound, too. The bound holds for what the graphs hold: inputs, parameters' shards and gradients
-    among them, but not the optimizer's state. All ranks choose alike, which is part of what they
-    compare. With too little room for any unit nothing is kept, and a ``NothingKeptWarning`` says by
-    how much the cheapest unit misses. A choice that fails keeps nothing, with a warning.
+    among them, and for ``state_bytes`` beside it, such as the optimizer's state. All ranks choose
+    alike, which is part of what they compare. With too little room for any unit nothing is kept,
+    and a ``NothingKeptWarning`` says by how much the cheapest unit misses. A choice that fails
+    keeps nothing, with a warning.
 
     Args:
         keep: FQNs of parameters or modules that stay gathered until backward, as eager FSDP2 keeps
@@ -83,6 +86,8 @@ class ReshardAfterForward(GraphPass):
             number in a name (``layers.3``), and each other module.
         machine: for ``"auto"``: what the cost model times nodes for. None takes that of the pass
             that schedules in the same backend, and without one :func:`.job_machine`.
+        activations: for ``"auto"``: whether to choose which activations are saved, too.
+        state_bytes: for ``"auto"``: bytes on each rank that the graphs do not see.
         curve: for ``"auto"``: whether the report also says what other bounds would come to; takes
             as long again for each.
         to: the smaller group; None: none, backward gathers over all ranks that share a parameter.
@@ -115,6 +120,8 @@ class ReshardAfterForward(GraphPass):
         memory: PeakMemory | None = None,
         units: Units | Iterable[Sequence[str]] | None = None,
         machine: Machine | None = None,
+        activations: bool = False,
+        state_bytes: int = 0,
         curve: bool = False,
         to: DeviceMesh | int | None = None,
     ) -> None:
@@ -127,7 +134,14 @@ class ReshardAfterForward(GraphPass):
             raise TypeError(f"memory must be a PeakMemory or None, got {memory!r}")
         if self.auto and memory is None:
             raise ValueError("keep='auto' needs a bound: memory=PeakMemory(gib=...)")
-        given = {"memory": memory, "units": units, "machine": machine, "curve": curve or None}
+        given = {
+            "memory": memory,
+            "units": units,
+            "machine": machine,
+            "activations": activations or None,
+            "state_bytes": state_bytes or None,
+            "curve": curve or None,
+        }
         for name, value in given.items():
             if not self.auto and value is not None:
                 raise ValueError(f"{name}= belongs to keep='auto', got keep={self.keep!r}")
@@ -136,6 +150,8 @@ class ReshardAfterForward(GraphPass):
         self.memory = memory
         self.units = None if units is None else Units.of(units)
         self.machine = machine
+        self.activations = activations
+        self.state_bytes = state_bytes
         self.curve = curve
         if self.auto and to is not None:
             raise ValueError("keep='auto' and to= are two ways to spend memory: give one of them")
@@ -152,36 +168,54 @@ class ReshardAfterForward(GraphPass):
                 report = reshard_to(g, self._smaller, is_freed)
                 compilation.report.rewrites.append(report)
             return
-        chosen = self._choose(g, compilation) if self.auto else {}
-        for start, chain in parameter_chains(g).items():
-            tag = tag_of(start)
-            if tag is not None and is_freed(tag):
-                for node in chain:
-                    if node not in chosen:
-                        _aot.mark_recompute(node)
-        for node in chosen:
-            _aot.unmark_recompute(node)
+        choice = self._choose(g, compilation) if self.auto else _Choice()
+        _mark(parameter_chains(g), choice, is_freed)
 
     def finish(self, graph: GraphLike, compilation: Compilation) -> None:
         """With ``to``, take the second gathers out of the forward graph."""
         if self._smaller is not None:
             read_first_gathers(graph_of(graph))
 
-    def _choose(self, graph: fx.Graph, compilation: Compilation) -> dict[fx.Node, None]:
-        assert self.memory is not None
+    def _choose(self, graph: fx.Graph, compilation: Compilation) -> _Choice:
         try:
-            chosen, report = _choose_for(
-                graph, self.memory, self.units, self.machine, self.curve, compilation
-            )
+            return self._choose_for(graph, compilation)
         except Exception as error:  # losing a compile over it would be worse than keeping nothing
             text = f"nothing is kept, as an estimate failed: {type(error).__name__}: {error}"
             warnings.warn(text, BoundNotKeptWarning, stacklevel=3)
             compilation.report.warnings.append(text)
             compilation.choice = Choice("keeps nothing, as an estimate failed")
-            return {}
-        if report is not None:
-            compilation.report.rewrites.append(report)
-        return chosen
+            return _Choice()
+
+    def _choose_for(self, graph: fx.Graph, compilation: Compilation) -> _Choice:
+        """Choose with the passes that will run on the halves of a joint graph."""
+        inside = _aot.forward_nodes(graph)
+        backward = any(n not in inside and n.op != "output" for n in graph.nodes)
+        if _aot.stage_of(graph) == "inference" or not backward:
+            return _Choice()
+        assert self.memory is not None
+        order = last_fact(compilation.ahead, Order) or Order((Overlap(),))
+        merged = last_fact(compilation.ahead, Buckets) or Buckets()
+        planner = KeepPlanner(
+            graph,
+            _unit_of(graph, self.units or merged.units),
+            order.policies,
+            self.machine or order.machine or job_machine(),
+            compilation.size_hints,
+            merged.kinds,
+            last_fact(compilation.ahead, RankOrder) is not None,
+            self.activations,
+        )
+        limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
+        outcome, report = planner.report(limit, self.curve)
+        names = digest(*report.kept)[:12] if report.kept else "nothing"
+        compilation.choice = Choice(
+            f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes",
+            limit,
+        )
+        if report.warning:
+            compilation.warn(report.warning, NothingKeptWarning)
+        compilation.report.rewrites.append(report)
+        return _choice(graph, planner.partitioned, outcome.kept)
 
     def settings(self) -> tuple[Any, ...]:
         """The names that are kept, or what they are chosen by; the smaller group with this rank's
@@ -190,61 +224,54 @@ class ReshardAfterForward(GraphPass):
         return tuple(given.values())
 
 
-def _choose_for(
-    graph: fx.Graph,
-    memory: PeakMemory,
-    units: Units | None,
-    machine: Machine | None,
-    curve: bool,
-    compilation: Compilation,
-) -> tuple[dict[fx.Node, None], KeepReport | None]:
-    """Choose what stays gathered, with the passes that will run on the halves of a joint graph.
+@dataclass(frozen=True)
+class _Choice:
+    """Nodes of a joint graph.
 
     Args:
-        graph: tagged. It is only read.
-        memory: the bound.
-        units: what is kept or not together; None takes the units that are bucketed after the
-            partitioner, and else modules.
-        machine: None takes that of the order that the graphs get after the partitioner.
-        curve: as of :class:`.ReshardAfterForward`.
-        compilation: gets the choice.
-
-    Returns:
-        The nodes between parameters and their uses that are not to be computed again, and the
-        report; None where the graph has no backward.
+        gathered: between parameters and their uses, not to be gathered again.
+        again: activations that backward computes.
+        saved: those that it reads.
     """
-    if _aot.stage_of(graph) == "inference":
-        return {}, None
-    inside = _aot.forward_nodes(graph)
-    if all(n in inside or n.op == "output" for n in graph.nodes):
-        return {}, None
-    order = last_fact(compilation.ahead, Order) or Order((Overlap(),))
-    merged = last_fact(compilation.ahead, Buckets) or Buckets()
-    planner = KeepPlanner(
-        graph,
-        _unit_of(graph, units or merged.units),
-        order.policies,
-        machine or order.machine or job_machine(),
-        compilation.size_hints,
-        merged.kinds,
-        last_fact(compilation.ahead, RankOrder) is not None,
-    )
-    limit = memory.limit_bytes(planner.reference_bytes)
-    outcome, report = planner.report(limit, curve)
-    names = digest(*report.kept)[:12] if report.kept else "nothing"
-    compilation.choice = Choice(
-        f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes",
-        limit,
-    )
-    if report.warning:
-        compilation.warn(report.warning, NothingKeptWarning)
-    kept = {f for k in outcome.kept for f in planner.partitioned.units[k].fqns}
-    nodes: dict[fx.Node, None] = {}
+
+    gathered: Collection[fx.Node] = ()
+    again: Collection[fx.Node] = ()
+    saved: Collection[fx.Node] = ()
+
+
+def _mark(
+    chains: Mapping[fx.Node, Sequence[fx.Node]], choice: _Choice, is_freed: Callable[[Tag], bool]
+) -> None:
+    """Have the partitioner carry a choice out."""
+    for start, chain in chains.items():
+        tag = tag_of(start)
+        if tag is not None and is_freed(tag):
+            for node in chain:
+                if node not in choice.gathered:
+                    _aot.mark_recompute(node)
+    for node in choice.gathered:
+        _aot.unmark_recompute(node)
+    for node in choice.again:
+        _aot.mark_recompute(node)
+    for node in choice.saved:
+        _aot.mark_save(node)
+
+
+def _choice(graph: fx.Graph, partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
+    fqns = {f for k in kept for f in partitioned.units[k].fqns}
+    gathered: dict[fx.Node, None] = {}
     for start, chain in parameter_chains(graph).items():
         tag = tag_of(start)
-        if tag is not None and kept.issuperset(tag.fqns):
-            nodes.update(dict.fromkeys(chain))
-    return nodes, report
+        if tag is not None and fqns.issuperset(tag.fqns):
+            gathered.update(dict.fromkeys(chain))
+    found = partitioned.activations
+    if found is None:
+        return _Choice(gathered)
+    again, saved = dict(found.views), dict(found.saved)
+    for k, unit in enumerate(partitioned.units):
+        if not unit.starts:
+            (saved if k in kept else again).update(dict.fromkeys(unit.chains))
+    return _Choice(gathered, again, saved)
 
 
 def _unit_of(graph: fx.Graph, units: Units | None) -> UnitOf:

@@ -24,10 +24,6 @@ from ..fsdp.tags import tag_of
 from ..graph.collectives import Kind, check_kinds, group_name, kind_of, set_group_name
 from ..passes.base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, Tags, graph_of
 
-__all__ = [
-    "SeparateGroups",
-]
-
 _REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter",)
 
 

@@ -34,17 +34,12 @@ from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind, group_name, is_collective
 from ..reports.caps import CapsReport, TriedCaps
 from ..reports.schedule import ScheduleReport
-from .cost import H100, Costs, Machine
+from .cost import Costs
+from .machine import H100, Machine
 from .merged_model import merged_model
 from .model import Model, model_of
 from .policy import Policy, policies_of
 from .scheduler import BoundNotKeptWarning, schedule_model
-
-__all__ = [
-    "CAPS_MB",
-    "check_caps",
-    "choose_caps",
-]
 
 CAPS_MB = (8.0, 25.0, 80.0, 500.0)
 """MiB. 25 is DDP's default bucket, 500 the ceiling of torch's own estimate."""

@@ -31,16 +31,9 @@ from ..graph.collectives import (
     tensors_in,
 )
 from ..graph.size_hints import SizeHints
-from .machine import H100, Machine, check_machine
+from .machine import COLLECTIVES, H100, Machine
 
-__all__ = [
-    "H100",
-    "Costs",
-    "Machine",
-    "check_machine",
-]
-
-_c10d = torch.ops._c10d_functional
+_KIND_OF_TARGET: dict[Any, str] = {c.target: kind for kind, c in COLLECTIVES.items()}
 _SLICE_COPY = torch.ops.aten.slice_copy.Tensor
 
 
@@ -55,6 +48,8 @@ class Costs:
     def __init__(self, machine: Machine = H100, hints: SizeHints | None = None) -> None:
         self.machine = machine
         self.hints = hints or SizeHints()
+        self.by_torch: set[str] = set()
+        """Kinds of collectives of which the machine told nothing."""
         self._known: dict[Any, float] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
 
@@ -73,7 +68,11 @@ class Costs:
             inputs = self.result_bytes(node)  # the rest is not read
         ms = self.kernel(self.result_bytes(node) + inputs)
         if is_compute(node):
-            dtype = next((t.dtype for t in tensors_in(node.meta.get("val"))), torch.float32)
+            # Of what is multiplied: products of 8-bit values give wider ones.
+            values = (
+                t for n in (*node.all_input_nodes, node) for t in tensors_in(n.meta.get("val"))
+            )
+            dtype = next((t.dtype for t in values), torch.float32)
             rate = machine.flops.get(str(dtype).removeprefix("torch."), machine.other_flops)
             ms = max(ms, self._flops(node) / rate * 1e3)
         return ms
@@ -97,8 +96,12 @@ class Costs:
         key = (node.target, group, nbytes)
         if key not in self._known:
             ranks = self._ranks_of(group)
-            ms = self.machine.network_ms(kind_of(node) or "all_to_all", ranks, nbytes)
-            self._known[key] = nccl_estimate_ms(node, nbytes) if ms is None else ms
+            kind = kind_of(node) or _KIND_OF_TARGET[node.target]
+            ms = self.machine.network_ms(kind, ranks, nbytes)
+            if ms is None:
+                self.by_torch.add(kind)
+                ms = nccl_estimate_ms(node, nbytes)
+            self._known[key] = ms
         return self._known[key]
 
     def as_kind(self, kind: str, like: fx.Node, nbytes: int) -> float:
@@ -112,16 +115,10 @@ class Costs:
         Raises:
             ValueError: as of :meth:`collective`.
         """
-        ranks, graph = group_size(like), fx.Graph()
+        graph, (target, arguments, *_) = fx.Graph(), COLLECTIVES[kind]
         value = graph.placeholder("value")
-        rest: dict[str, tuple[Any, ...]] = {
-            "all_gather": (_c10d.all_gather_into_tensor.default, ranks),
-            "reduce_scatter": (_c10d.reduce_scatter_tensor.default, "sum", ranks),
-            "all_reduce": (_c10d.all_reduce.default, "sum"),
-            "all_to_all": (_c10d.all_to_all_single.default, [], []),
-        }
-        target, *arguments = rest[kind]
-        node = graph.call_function(target, (value, *arguments, group_name(like)))
+        rest = (*arguments(group_size(like)), group_name(like))
+        node = graph.call_function(target, (value, *rest))
         value.meta["val"] = node.meta["val"] = like.meta["val"]
         return self.collective(node, nbytes)
 

@@ -9,31 +9,36 @@ import torch
 
 from .machine import H100, Level, Machine
 
-__all__ = ["A100", "B200", "GB200", "H200", "job_machine"]
 
-# From NVIDIA's data sheets: dense operations per second in 16 bit and in TF32, bytes per second of
-# memory, of NVLink each way, and of a GPU's adapter. As with the H100, products reach about seven
-# tenths of that, copies and links eight tenths.
+def _flops(half: float, eight: float | None = None) -> dict[str, float]:
+    """By dtype, of the rates in 16 bit, of which TF32 has half, and in 8 bit."""
+    found = {"bfloat16": half, "float16": half, "float32": half / 2}
+    return found if eight is None else {**found, "float8_e4m3fn": eight, "float8_e5m2": eight}
+
+
+# From NVIDIA's data sheets: dense operations per second in 16 bit, in TF32 and in 8 bit, bytes per
+# second of memory, of NVLink each way, and of a GPU's adapter. As with the H100, products reach
+# about seven tenths of that, copies and links eight tenths.
 A100 = replace(  # 312 and 156 TFLOP/s, 2.04 TB/s, 300 GB/s; a DGX A100 has 200 Gbit/s
     H100,
     name="A100",
-    flops={"bfloat16": 218e12, "float16": 218e12, "float32": 109e12},
+    flops=_flops(218e12),
     bandwidth=1.63e12,
     intra=Level(240e9, 0.012),
     inter=Level(21e9, 0.03),
 )
 H200 = replace(H100, name="H200", bandwidth=3.84e12)  # an H100 with 4.8 TB/s
-B200 = replace(  # 2,250 and 1,125 TFLOP/s, 8 TB/s, 900 GB/s; a DGX B200 has 400 Gbit/s
+B200 = replace(  # 2,250, 1,125, 4,500 TFLOP/s, 8 TB/s, 900 GB/s; a DGX B200 has 400 Gbit/s
     H100,
     name="B200",
-    flops={"bfloat16": 1575e12, "float16": 1575e12, "float32": 787e12},
+    flops=_flops(1575e12, 3150e12),
     bandwidth=6.4e12,
     intra=Level(720e9, 0.012),
 )
-GB200 = replace(  # 2,500 and 1,250 TFLOP/s; NVLink joins the 72 GPUs of a rack, 400 Gbit/s beyond
+GB200 = replace(  # 2,500, 1,250, 5,000 TFLOP/s; NVLink joins a rack of 72 GPUs, 400 Gbit/s beyond
     B200,
     name="GB200",
-    flops={"bfloat16": 1750e12, "float16": 1750e12, "float32": 875e12},
+    flops=_flops(1750e12, 3500e12),
     ranks_per_node=72,
 )
 

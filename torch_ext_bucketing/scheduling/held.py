@@ -9,35 +9,9 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from .model import Model
-from .partitioned import PartitionedModel
-
-__all__ = ["HeldBytes"]
-
-
-@dataclass(frozen=True)
-class _Half:
-    """Forward or backward.
-
-    Args:
-        live: bytes live at each place, nothing kept.
-        clock: milliseconds of the kernels before each place, and of all.
-        changes: by unit, how ``live`` changes where it is kept: ``(from, to, bytes)``.
-    """
-
-    live: list[int]
-    clock: list[float]
-    changes: list[list[tuple[int, int, int]]]
-
-    def peak_bytes(self, kept: Collection[int]) -> int:
-        steps = [0] * (len(self.live) + 1)
-        for k in kept:
-            for first, end, nbytes in self.changes[k]:
-                steps[first] += nbytes
-                steps[end] -= nbytes
-        return max(map(operator.add, self.live, itertools.accumulate(steps)), default=0)
+from .partitioned import PartitionedModel, Stay
 
 
 class HeldBytes:
@@ -47,49 +21,87 @@ class HeldBytes:
         partitioned: of the joint graph.
 
     Attributes:
-        gather_ms: time that the gathers of each unit keep their streams busy in backward.
+        again_ms: time that what makes each unit again takes in backward: its gathers keep their
+            streams busy for as long, its activations the kernels.
         held_ms: how long each unit is held, from forward to backward, in kernels' time.
     """
 
     def __init__(self, partitioned: PartitionedModel) -> None:
-        forward = self._forward = _half(partitioned, partitioned.forward, forward=True)
-        backward = self._backward = _half(partitioned, partitioned.backward, forward=False)
-        model, units = partitioned.backward, range(len(partitioned.units))
-        owners = partitioned.unit_of_place(model)
-        self.gather_ms = [0.0 for _ in units]
-        for i, unit in enumerate(owners):
-            if unit is not None and model.group[i] is not None:
-                self.gather_ms[unit] += model.ms[i]
+        self._partitioned = partitioned
+        forward, backward = partitioned.forward, partitioned.backward
+        self._forward, self._backward = _Half(forward), _Half(backward)
+        self.again_ms = [0.0 for _ in partitioned.units]
+        for i, k in enumerate(partitioned.unit_of_place(backward)):
+            if k is not None:
+                gathers = bool(partitioned.units[k].starts)
+                if not gathers or backward.group[i] is not None:
+                    self.again_ms[k] += backward.ms[i]
         self.held_ms = []
-        for k in units:
-            last = max((first for first, _, _ in forward.changes[k]), default=len(forward.live))
-            first = max((end for _, end, n in backward.changes[k] if n > 0), default=0)
-            held_ms = forward.clock[-1] - forward.clock[last] + backward.clock[first]
-            self.held_ms.append(held_ms)
+        for unit in partitioned.units:
+            places = [self._forward.last[s] for s in unit.held if s in self._forward.last]
+            last = max(places, default=len(forward)) + bool(places)
+            first = max((self._backward.first[s] for s in unit.held), default=0)
+            clocks = self._forward.clock, self._backward.clock
+            self.held_ms.append(clocks[0][-1] - clocks[0][last] + clocks[1][first])
 
     def peak_bytes(self, kept: Collection[int]) -> int:
         """The peak of both halves with the units ``kept``."""
-        return max(self._forward.peak_bytes(kept), self._backward.peak_bytes(kept))
+        stay = self._partitioned.stay(kept)
+        forward, backward = self._forward, self._backward
+        size, end = backward.model.liveness.size, len(forward.model)
+        steps = [0] * (end + 1)
+        for s in stay.held:
+            if s in forward.last and s not in forward.model.liveness.kept:
+                steps[forward.last[s] + 1] += size[s]
+        for s in stay.dropped:
+            if s in forward.last:
+                steps[forward.last[s] + 1] -= size[s]
+        return max(forward.peak(steps), backward.peak(self._changes(stay)))
+
+    def _changes(self, stay: Stay) -> list[int]:
+        """How the bytes that are live in backward change from place to place, against nothing
+        kept."""
+        live, touched_by = self._backward.model.liveness, self._partitioned.touched_by
+        steps = [0] * (len(self._backward.model) + 1)
+        held, touched = set(stay.held), dict[int, None]()
+        for i, there in enumerate(stay.places):
+            if not there:
+                touched.update(dict.fromkeys(live.touches[i]))
+                touched.update(dict.fromkeys(live.allocates[i]))
+        for s in touched:
+            nbytes, first = live.size[s], self._backward.first.get(s, 0)
+            last = max((i for i in touched_by[s] if stay.places[i]), default=-1)
+            if s in held:
+                steps[0] += nbytes
+                steps[first] -= nbytes
+            if s in live.kept:
+                continue
+            # Freed earlier, or not there at all.
+            steps[last + 1 if last >= 0 else first] -= nbytes
+            steps[self._backward.last[s] + 1] += nbytes
+        return steps
 
 
-def _half(partitioned: PartitionedModel, model: Model, forward: bool) -> _Half:
-    live, owner = model.liveness, partitioned.unit_of_place(model)
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for i in range(len(model)):
-        first.update(dict.fromkeys(live.allocates[i], i))
-        last.update(dict.fromkeys(live.touches[i], i))
-    changes: list[list[tuple[int, int, int]]] = [[] for _ in partitioned.units]
-    for k, unit in enumerate(partitioned.units):
-        for s in unit.held:
-            if not forward:
-                changes[k].append((0, first[s], live.size[s]))
-            elif s in first and s not in live.kept:
-                changes[k].append((last[s] + 1, len(model), live.size[s]))
-    for s, i in first.items():
-        mine = owner[i]
-        if not forward and mine is not None and s not in partitioned.units[mine].held:
-            changes[mine].append((i, last[s] + 1, -live.size[s]))
-    kernels = (0.0 if group else ms for ms, group in zip(model.ms, model.group, strict=True))
-    clock = list(itertools.accumulate(kernels, initial=0.0))
-    return _Half(live.profile(range(len(model))), clock, changes)
+class _Half:
+    """Forward or backward, with nothing kept.
+
+    Attributes:
+        clock: milliseconds of the kernels before each place, and of all.
+        first: where a storage is allocated, for those that are.
+        last: where it is last touched.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        live = model.liveness
+        self._live = live.profile(range(len(model)))
+        self.first: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        for i in range(len(model)):
+            self.first.update(dict.fromkeys(live.allocates[i], i))
+            self.last.update(dict.fromkeys(live.touches[i], i))
+        kernels = (0.0 if group else ms for ms, group in zip(model.ms, model.group, strict=True))
+        self.clock = list(itertools.accumulate(kernels, initial=0.0))
+
+    def peak(self, steps: list[int]) -> int:
+        return max(map(operator.add, self._live, itertools.accumulate(steps)), default=0)

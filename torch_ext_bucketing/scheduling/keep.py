@@ -1,11 +1,15 @@
-"""Which units' gathered parameters stay from forward to backward, within a bound on memory.
+"""What stays from forward to backward within a bound on memory: gathered parameters of units, and
+activations, which are computed again otherwise.
 
 Keeping a unit saves its gathers in backward and holds their bytes from its last use in forward to
 its first in backward. What it saves depends on all others: a gather that runs under computation
 saves nothing, until so many of the others are kept that the stream is free anyway; and what is kept
 takes the room in which other gathers are prefetched. So choices are compared by schedules of both
 halves. The first ones take units by the time of their gathers for the bytes and the time that they
-are held (:mod:`.scheduling.held`), once as many as fit, once a little less and more. Then, as far
+are held (:mod:`.scheduling.held`), once as many as fit, once a little less and more. Activations
+are taken by the time that computing them again takes for their bytes: it is never hidden, and at
+the start of backward, where most is live, all of them are there. Either they come first or the
+parameters do. Then, as far
 as the size of the graph allows, the neighbours of the best ones are looked at; and the fastest that
 keeps the bound is taken.
 
@@ -14,6 +18,7 @@ Nothing depends on clocks or hash order: the same graph gives the same choice on
 
 from __future__ import annotations
 
+import bisect
 import operator
 import re
 import time
@@ -28,8 +33,9 @@ from ..graph.collectives import KINDS, Kind
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.keep import KeepReport, KeptUnit
 from ..reports.text import size_text
-from .cost import H100, Costs, Machine
+from .cost import Costs
 from .held import HeldBytes
+from .machine import H100, Machine
 from .memory import within
 from .model import Model
 from .overlap import Overlap
@@ -37,13 +43,6 @@ from .partitioned import PartitionedModel, UnitOf
 from .policy import Policy, policies_of
 from .scheduler import schedule_model
 from .timeline import step_ms
-
-__all__ = [
-    "CURVE",
-    "KeepPlanner",
-    "Outcome",
-    "block_units",
-]
 
 _Set: TypeAlias = frozenset[int]
 _GIB = 2**30
@@ -58,6 +57,8 @@ _FAR = 1.1
 are made under a lower one."""
 _SCHEDULED = 120
 """At most so many choices are scheduled."""
+_MANY = 32
+"""Of more units not each is tried in what room is left."""
 _SMALL = 500
 """Up to so many nodes a graph is a small one."""
 DEFAULT_POLICIES: tuple[Policy, ...] = (Overlap(),)
@@ -103,6 +104,7 @@ class KeepPlanner:
         size_hints: as of :func:`.backend`.
         kinds: of these, the collectives of a unit are taken to be merged into one.
         rank_order: see :func:`.merged_model`.
+        activations: whether to choose which activations are kept, too.
 
     Raises:
         TypeError: as of :func:`.schedule`.
@@ -118,6 +120,7 @@ class KeepPlanner:
         size_hints: SizeHints | GivenHints = None,
         kinds: Collection[Kind] = KINDS[:2],
         rank_order: bool = False,
+        activations: bool = False,
     ) -> None:
         clock = time.perf_counter()
         self.hints = SizeHints.of(size_hints)
@@ -125,10 +128,16 @@ class KeepPlanner:
         self._policies = policies_of(policies)
         with paused_gc():
             costs = Costs(machine, self.hints)
-            self.partitioned = PartitionedModel(graph, costs, unit_of, kinds, rank_order)
+            self.partitioned = PartitionedModel(
+                graph, costs, unit_of, kinds, rank_order, activations
+            )
             self._held = HeldBytes(self.partitioned)
         self.candidates = [k for k, unit in enumerate(self.partitioned.units) if unit.held]
-        self._ranked = sorted(self.candidates, key=self._worth, reverse=True)
+        gathers = [k for k in self.candidates if self.partitioned.units[k].starts]
+        others = [k for k in self.candidates if not self.partitioned.units[k].starts]
+        gathers.sort(key=self._worth, reverse=True)
+        others.sort(key=self._density, reverse=True)
+        self._rankings = [[*others, *gathers], [*gathers, *others]][: 2 if others else 1]
         self._largest = max((self.partitioned.units[k].nbytes for k in self.candidates), default=0)
         # Ranks may differ in what pads and cuts their shards.
         halves = (self.partitioned.forward, self.partitioned.backward)
@@ -205,7 +214,9 @@ class KeepPlanner:
         # What fits, what leaves room for one more gather, and what fits only if an order needs less
         # than that of the graph, which is known afterwards.
         rooms = [limit, limit - self._largest, limit + self._largest][:most]
-        firsts = dict.fromkeys([frozenset(), *map(self._fitting, rooms)])
+        rooms = rooms[:1] if most == _FEW and len(self._rankings) > 1 else rooms
+        found = [self._fitting(room, ranked) for room in rooms for ranked in self._rankings]
+        firsts = dict.fromkeys([frozenset(), *found])
         seen = {kept: self.scheduled(kept, limit) for kept in firsts}
         left -= len(seen) - 1
         best = min(seen.values(), key=_rank)
@@ -229,29 +240,43 @@ class KeepPlanner:
     def _worth(self, k: int) -> tuple[float, int]:
         """Time of a unit's gathers for the bytes and the time that it holds them."""
         cost = self.partitioned.units[k].nbytes * max(self._held.held_ms[k], 1e-6)
-        return self._held.gather_ms[k] / cost, -k
+        return self._held.again_ms[k] / cost, -k
+
+    def _density(self, k: int) -> tuple[float, int]:
+        """Time that activations take to be computed again for their bytes; the last ones first."""
+        return round(self._held.again_ms[k] / self.partitioned.units[k].nbytes, 15), k
 
     def _fits(self, kept: _Set, room: int) -> bool:
         """Whether a choice fits in the order of the graph."""
+        if not any(self.partitioned.units[k].starts for k in kept):
+            return self._held.peak_bytes(kept) <= room
         more = sum(self.partitioned.units[k].nbytes for k in kept)
-        if self._at_start + more > room:
+        if self._at_start + more > room and len(self._rankings) == 1:
             return False  # backward begins with as much
         return self._nothing_bytes + more <= room or self._held.peak_bytes(kept) <= room
 
-    def _fitting(self, room: int, kept: _Set = frozenset()) -> _Set:
-        """``kept`` and what fits beside it, the units that are worth the most first."""
-        everything = frozenset(self.candidates)
-        if self._fits(everything, room):
-            return everything
-        for k in self._ranked:
-            if self._fits(kept | {k}, room):
-                kept |= {k}
-        return kept
+    def _fitting(self, room: int, ranked: Sequence[int], kept: _Set = frozenset()) -> _Set:
+        """``kept`` and what fits beside it, the first of ``ranked`` first."""
+        left = [k for k in ranked if k not in kept]
+        while left and not self._fits(kept.union(left), room):
+            # How many of the first fit together; the next one does not, and of many units no other
+            # is looked at that holds as much.
+            most = bisect.bisect(
+                range(1, len(left)), False, key=lambda n: not self._fits(kept.union(left[:n]), room)
+            )
+            kept = kept.union(left[:most])
+            nbytes = self.partitioned.units[left[most]].nbytes
+            many = len(left) > _MANY
+            left = left[most + 1 :]
+            if many:
+                left = [k for k in left if self.partitioned.units[k].nbytes < nbytes]
+        return kept.union(left)
 
     def _near(self, kept: _Set, room: int) -> Iterator[_Set]:
         """Choices that fit with one unit more, another, or less."""
-        out = [k for k in self._ranked if k not in kept]
-        inside = [k for k in reversed(self._ranked) if k in kept]
+        ranked = self._rankings[0]
+        out = [k for k in ranked if k not in kept]
+        inside = [k for k in reversed(ranked) if k in kept]
         near = [kept | {k} for k in out]
         near += [kept - {k} | {other} for k in inside for other in out]
         near += [kept - {k} for k in inside]
@@ -276,7 +301,7 @@ class KeepPlanner:
         kept = chosen.kept
         larger = limit + more
         with paused_gc():
-            next_kept = self._fitting(larger, kept)
+            next_kept = self._fitting(larger, self._rankings[0], kept)
             next_ms = 0.0
             if next_kept != kept:
                 next_ms = max(0.0, chosen.step_ms - self.scheduled(next_kept, larger).step_ms)
@@ -319,14 +344,14 @@ class KeepPlanner:
         return tuple(found)
 
     def _units(self, kept: _Set) -> tuple[KeptUnit, ...]:
-        now = self._backward_ms(kept)
+        now, again_ms = self._backward_ms(kept), self._held.again_ms
         return tuple(
             KeptUnit(
                 unit.name,
                 k in kept,
                 unit.nbytes,
-                self._held.gather_ms[k],
-                abs(self._backward_ms(kept ^ {k}) - now),
+                again_ms[k],
+                abs(self._backward_ms(kept ^ {k}) - now) if unit.starts else again_ms[k],
                 len(unit.fqns),
             )
             for k in self.candidates

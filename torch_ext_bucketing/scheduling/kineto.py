@@ -26,8 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankTrace", "Rates", "collective_times", "rates", "read_trace"]
-
 _US = 1e-3
 _ITEMSIZE = {
     **dict.fromkeys(("Byte", "Char", "Bool", "unsigned char", "signed char", "bool"), 1),

@@ -39,12 +39,6 @@ from .model import Model
 from .options import Options
 from .streams import Streams
 
-__all__ = [
-    "ROUNDING",
-    "ListScheduler",
-    "list_schedule",
-]
-
 _NO_STALL_MS = 1e-3
 ROUNDING = 1 + 1e-9
 """By so much sums of the same times, added in another order, may differ."""

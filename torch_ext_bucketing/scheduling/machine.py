@@ -14,25 +14,48 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 import torch.fx as fx
 
 from .kineto import RankTrace, collective_times, rates, read_trace
-
-__all__ = [
-    "H100",
-    "GroupLayout",
-    "Level",
-    "Machine",
-    "check_machine",
-]
-
 
 GroupLayout = tuple[int, int]
 """The number of ranks of a process group, and the number of nodes that they are on."""
 Table = Mapping[tuple[str, int | GroupLayout], Sequence[tuple[int, float]]]
 _FORMAT = 1
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+_c10d = torch.ops._c10d_functional
+
+
+class Collective(NamedTuple):
+    """How one kind of collective is called, and what rings move for it.
+
+    Args:
+        target: torch's operator.
+        arguments: of it, between the input and the group, in a group of so many ranks.
+        buffer: the bytes around which a ring goes, by those of input and output together and the
+            number of ranks; None: every rank sends to every other one, without a ring.
+        rounds: how often.
+    """
+
+    target: Any
+    arguments: Callable[[int], tuple[Any, ...]]
+    buffer: Callable[[int, int], float] | None
+    rounds: int = 1
+
+
+COLLECTIVES = {
+    "all_gather": Collective(
+        _c10d.all_gather_into_tensor.default, lambda n: (n,), lambda b, n: b * n / (n + 1)
+    ),
+    "reduce_scatter": Collective(
+        _c10d.reduce_scatter_tensor.default, lambda n: ("sum", n), lambda b, n: b * n / (n + 1)
+    ),
+    "all_reduce": Collective(_c10d.all_reduce.default, lambda n: ("sum",), lambda b, n: b / 2, 2),
+    "all_to_all": Collective(_c10d.all_to_all_single.default, lambda n: ([], []), None),
+}
+"""What the cost of a collective depends on, by kind: the one place to name another kind."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +205,8 @@ class Machine:
             node = rank // self.ranks_per_node
             members[node] = members.get(node, 0) + 1
         fewest = min(members.values())
-        if kind == "all_to_all":
+        collective = COLLECTIVES[kind]
+        if collective.buffer is None:
             apart = (n - fewest) / n * (nbytes / 2)
             inside = (max(members.values()) - 1) / n * (nbytes / 2)
             times = [0.0]
@@ -196,10 +220,9 @@ class Machine:
             rates.append(self.intra.bandwidth)
         if nodes > 1:
             rates.append(fewest * self.inter.bandwidth)
-        rounds = 2 if kind == "all_reduce" else 1
-        buffer = nbytes / 2 if kind == "all_reduce" else nbytes * n / (n + 1)
         steps = (n - nodes) * self.intra.latency_ms + (nodes - 1) * self.inter.latency_ms
-        return rounds * (buffer * (n - 1) / n / min(rates) * 1e3 + steps)
+        buffer = collective.buffer(nbytes, n)
+        return collective.rounds * (buffer * (n - 1) / n / min(rates) * 1e3 + steps)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, for :meth:`load`.
@@ -347,7 +370,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_key(key: object) -> bool:
-    if not isinstance(key, tuple) or len(key) != 2 or key[0] not in _KINDS:
+    if not isinstance(key, tuple) or len(key) != 2 or key[0] not in COLLECTIVES:
         return False
     layout = key[1] if isinstance(key[1], tuple) else (key[1],)
     whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in layout)
@@ -360,9 +383,15 @@ def _is_measurement(nbytes: float, ms: float) -> bool:
 
 H100 = Machine(
     "H100",
-    # NVIDIA's data sheet: 989 TFLOP/s dense in 16 bit, 494 in TF32, 3.35 TB/s. Large matrix
-    # products reach about seven tenths of that, copies about eight tenths.
-    flops={"bfloat16": 692e12, "float16": 692e12, "float32": 346e12},
+    # NVIDIA's data sheet: 989 TFLOP/s dense in 16 bit, 494 in TF32, 1979 in 8 bit, 3.35 TB/s. Large
+    # matrix products reach about seven tenths of that, copies about eight tenths.
+    flops={
+        "bfloat16": 692e12,
+        "float16": 692e12,
+        "float32": 346e12,
+        "float8_e4m3fn": 1385e12,
+        "float8_e5m2": 1385e12,
+    },
     bandwidth=2.7e12,
     # A DGX H100 has eight, with NVLink at 450 GB/s each way and an adapter of 400 Gbit/s for each.
     # About eight tenths of both are reached. NCCL's tuning model has 3.4 and 14 us for a step of a

@@ -14,13 +14,6 @@ from .model import Model
 from .policy import Case, Options, Policy, PolicyReport
 from .timeline import Timeline
 
-__all__ = [
-    "CapComputeRun",
-    "PeakMemory",
-    "forced_run",
-    "within",
-]
-
 _GIB = 2**30
 _ALL = 2**63  # bytes: more than any graph needs
 

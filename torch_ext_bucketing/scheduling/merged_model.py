@@ -25,15 +25,11 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from ..bucketing.all_to_all import replaceable
-from ..bucketing.pack import packed_value
+from ..bucketing.pack import packed_values
 from ..bucketing.plan import Bucket
 from ..graph.collectives import Kind, group_size, kind_of
 from .cost import Costs
 from .model import Model, Row
-
-__all__ = [
-    "merged_model",
-]
 
 
 def merged_model(
@@ -203,9 +199,10 @@ class _Rewritten:
         found = {}
         for m in self._merged:
             if m.kind == "all_gather":
-                for member in m.bucket.members:
+                members = m.bucket.members
+                for member, value in zip(members, packed_values(members), strict=True):
                     cast = member.all_input_nodes[0]
-                    if cast is not packed_value(member) and len(cast.users) == 1:
+                    if cast is not value:
                         i = self._place[cast]
                         found[i] = self._read_by(i)
         return found
@@ -252,87 +249,73 @@ class _Rewritten:
         self._at[i] = self._add(row)
 
     def _add_bucket(self, m: _Merged) -> None:
-        old, costs = self._old, self._costs
-        first = m.bucket.members[0]
-        gathers = m.kind == "all_gather"
-        results = [s for i in m.starts for s in old.liveness.allocates[i]]
-        inputs = dict.fromkeys(s for i in m.starts for s in self._now(self._packed(i)))
-        if m.rank_order:
-            self._add_rank_order(m, results, tuple(inputs))
-            return
-        moved = [costs.collective_bytes(member) for member in m.bucket.members]
-        gathered = [costs.result_bytes(member) for member in m.bucket.members]
-        packed = sum(moved) - sum(gathered)
-        allocated: tuple[int, ...]
-        sent: tuple[int, ...]
-        if gathers:
-            # torch concatenates, then copies (and casts) into this rank's part of the buffer.
-            buffer = self._storage(sum(self._size[s] for s in results))
-            given, pack_ms = self._packing(m, packed)
-            allocated, sent = (buffer, self._storage(given)), (buffer,)
-        else:
-            buffer = self._instead[results[0]] if results else self._storage(0)
-            pack_ms = costs.kernel(2 * packed)
-            scratch = self._storage(packed)
-            allocated, sent = (scratch,), (scratch, buffer)
-        needs = self._needed_by(m.starts)
-        pack = self._add(Row(first, needs, allocated, (*allocated, *inputs), pack_ms))
-        start = self._add(
-            Row(
-                first,
-                [pack],
-                () if gathers else (buffer,),
-                sent,
-                costs.collective(first, sum(moved)),
-                old.group[m.starts[0]],
-                reduces=m.kind == "reduce_scatter",
-            )
-        )
-        self._members[start] = m.bucket.members
-        needs = [start, *self._needed_by(m.waits)]
-        first_wait = old.dependencies.nodes[m.waits[0]]
-        wait = self._add(Row(first_wait, needs, (), sent, start_of=start, view=True))
-        for i, w, nbytes in zip(m.starts, m.waits, gathered, strict=True):
-            self._at[i], self._at[w] = start, wait
-            if gathers:
-                mine, node = old.liveness.allocates[i], old.dependencies.nodes[w]
-                copy_ms = costs.kernel(2 * nbytes)
-                self._at[w] = self._add(Row(node, [wait], mine, (buffer, *mine), copy_ms))
+        results = [s for i in m.starts for s in self._old.liveness.allocates[i]]
+        inputs = tuple(dict.fromkeys(s for i in m.starts for s in self._now(self._packed(i))))
+        add = self._add_gather if m.kind == "all_gather" else self._add_reduction
+        self._members[add(m, results, inputs)] = m.bucket.members
 
-    def _add_rank_order(self, m: _Merged, results: Sequence[int], inputs: tuple[int, ...]) -> None:
-        """Add an all-to-all of the packed gradients, their sum, and the gather behind it if any."""
-        old, costs = self._old, self._costs
-        members, group = m.bucket.members, old.group[m.starts[0]]
-        first, wait = members[0], old.dependencies.nodes[m.waits[0]]
+    def _add_gather(self, m: _Merged, results: Sequence[int], inputs: tuple[int, ...]) -> int:
+        """Add a bucket of gathers; returns its start's place."""
+        old, costs, members = self._old, self._costs, m.bucket.members
+        moved = sum(map(costs.collective_bytes, members))
+        gathered = [costs.result_bytes(member) for member in members]
+        # torch concatenates, then copies (and casts) into this rank's part of the buffer.
+        buffer = self._storage(sum(self._size[s] for s in results))
+        given, pack_ms = self._packing(m, moved - sum(gathered))
+        new = (buffer, self._storage(given))
+        pack = self._add(Row(members[0], self._needed_by(m.starts), new, new + inputs, pack_ms))
+        ms = costs.collective(members[0], moved)
+        start = self._add(Row(members[0], [pack], (), (buffer,), ms, old.group[m.starts[0]]))
+        wait = self._add_wait(m, start, (buffer,))
+        for i, w, nbytes in zip(m.starts, m.waits, gathered, strict=True):
+            mine, copy_ms = old.liveness.allocates[i], costs.kernel(2 * nbytes)
+            copy = Row(old.dependencies.nodes[w], [wait], mine, (buffer, *mine), copy_ms)
+            self._at[i], self._at[w] = start, self._add(copy)
+        return start
+
+    def _add_reduction(self, m: _Merged, results: Sequence[int], inputs: tuple[int, ...]) -> int:
+        """Add a bucket of reductions; returns its start's place. In rank order the first collective
+        is followed by the sum, and of an all-reduce that by a gather."""
+        costs, members, group = self._costs, m.bucket.members, self._old.group[m.starts[0]]
+        first, wait = members[0], self._old.dependencies.nodes[m.waits[0]]
+        reduces = m.kind == "reduce_scatter"
         result = self._instead[results[0]] if results else self._storage(0)
         sent, needs = inputs, self._needed_by(m.starts)
+        moved = sum(map(costs.collective_bytes, members))
         if len(members) > 1:
-            packed = sum(costs.collective_bytes(n) - costs.result_bytes(n) for n in members)
+            packed = moved - sum(map(costs.result_bytes, members))
             sent = (self._storage(packed),)
             needs = [self._add(Row(first, needs, sent, sent + inputs, costs.kernel(2 * packed)))]
-        for n, (nbytes, ms) in enumerate(steps := costs.in_rank_order(members)):
-            buffer = result if n else self._storage(nbytes)
-            both, reduces = (*sent, buffer), m.kind == "reduce_scatter"
-            start = self._add(Row(first, needs, (buffer,), both, ms, group, reduces=reduces))
-            needs = [start] if n else [start, *self._needed_by(m.waits)]
-            needs = [self._add(Row(wait, needs, (), both, start_of=start, view=True))]
-            if n:
-                continue
-            self._members[start] = members
-            part = result
-            if len(steps) > 1:
-                part = self._storage(-(-nbytes // group_size(first)))
+        nbytes, ms = 0, 0.0
+        if m.rank_order:
+            (nbytes, ms), *gathers = costs.in_rank_order(members)
+            part = self._storage(-(-nbytes // group_size(first))) if gathers else result
+            buffer = self._storage(nbytes)
+        else:
+            gathers, part, buffer, ms = [], result, result, costs.collective(first, moved)
+        both = (*sent, buffer)
+        start = self._add(Row(first, needs, (buffer,), both, ms, group, reduces=reduces))
+        done = self._add_wait(m, start, both)
+        if m.rank_order:
             sum_ms = costs.kernel(nbytes + self._size[part])
-            needs = [self._add(Row(wait, needs, (part,), (buffer, part), sum_ms))]
-            sent = (part,)
-            self._at[m.starts[0]] = start
+            done = self._add(Row(wait, [done], (part,), (buffer, part), sum_ms))
+        for _, ms in gathers:
+            both = (part, result)
+            gather = self._add(Row(first, [done], (result,), both, ms, group, reduces=reduces))
+            done = self._add(Row(wait, [gather], (), both, start_of=gather, view=True))
         for i, w in zip(m.starts, m.waits, strict=True):
-            self._at[i], self._at[w] = self._at[m.starts[0]], needs[0]
+            self._at[i], self._at[w] = start, done
+        return start
+
+    def _add_wait(self, m: _Merged, start: int, touches: tuple[int, ...]) -> int:
+        needs = [start, *self._needed_by(m.waits)]
+        node = self._old.dependencies.nodes[m.waits[0]]
+        return self._add(Row(node, needs, (), touches, start_of=start, view=True))
 
     def _packing(self, m: _Merged, packed: int) -> tuple[int, float]:
         """Bytes and milliseconds of what a gather bucket is packed from; none where ranks differ in
         it, see :mod:`.graph.uneven`."""
-        values = [packed_value(member) for member in m.bucket.members]
+        values = packed_values(m.bucket.members)
         if all(value in self._old.shard_side.nodes for value in values):
             return 0, 0.0
         given = sum(map(self._costs.result_bytes, values))

@@ -17,15 +17,9 @@ from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import Storages
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.uneven import ShardSide
-from .cost import H100, Costs, Machine
+from .cost import Costs
+from .machine import H100, Machine
 from .model_analysis import ModelAnalysis
-
-__all__ = [
-    "Model",
-    "Row",
-    "model_of",
-    "peak_bytes",
-]
 
 
 def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) -> Model:

@@ -10,8 +10,6 @@ from ..graph.liveness import LiveBytes
 if TYPE_CHECKING:
     from .model import Model
 
-__all__ = ["ModelAnalysis", "latest_starts"]
-
 _LARGE = 2**62  # bytes
 
 

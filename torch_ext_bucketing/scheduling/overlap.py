@@ -13,10 +13,6 @@ from .model import Model
 from .options import Options
 from .policy import Case, Policy
 
-__all__ = [
-    "Overlap",
-]
-
 _WINDOWS = (0, 8, 16, 40, 100)
 _QUICK_WINDOWS = (0, 16, 100)
 

@@ -10,13 +10,15 @@ there::
     forward    w -> gather -> wait -> t -> mm                                saved: w, activations
     backward   w -> gather -> wait -> t -> t_1   mm_1(tangent, t_1)  scatter ...
 
-A unit that is kept has its gathers left out of backward. What backward reads of them is live from
-forward to its last use in backward. Inductor's partitioner decides by itself to compute some
-activations again; here they are taken to be saved.
+A unit that is kept has its gathers left out of backward, and so is what only they read. What
+backward reads of them is live from forward to its last use in backward. Groups of activations
+(:mod:`.activations`) are units, too: kept, or else computed again. Without them activations are
+taken to be saved, of which Inductor's partitioner decides by itself to compute some again.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,15 +41,10 @@ from ..graph.collectives import (
     kind_of,
 )
 from ..graph.liveness import Liveness, Storages
+from .activations import Activations
 from .cost import Costs
 from .merged_model import merged_model
 from .model import Model, Row, model_of
-
-__all__ = [
-    "PartitionedModel",
-    "Unit",
-    "UnitOf",
-]
 
 UnitOf = Callable[[str], "tuple[int, str] | None"]
 """For a parameter's FQN its unit: a number, which orders units, and a name; None: it has none."""
@@ -55,12 +52,14 @@ UnitOf = Callable[[str], "tuple[int, str] | None"]
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are kept or gathered again together.
+    """Parameters that are kept or gathered again together, or activations that are kept or computed
+    again.
 
     Args:
         name: of the unit, in few words.
-        starts: their gathers in the joint graph.
-        chains: the nodes from the parameters to the last mere rearrangement of what is gathered.
+        starts: their gathers in the joint graph; empty: these are activations.
+        chains: the nodes from the parameters to the last mere rearrangement of what is gathered;
+            or the activations.
         fqns: the parameters that backward reads; empty: keeping it would serve nothing.
         nbytes: bytes that are held if it is kept.
         held: the storages that these are.
@@ -74,6 +73,21 @@ class Unit:
     held: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Stay:
+    """What a choice of kept units leaves in backward.
+
+    Args:
+        places: by place in backward, whether the node is there.
+        held: the storages that are saved because of the choice.
+        dropped: those that nothing kept would save, and that nothing reads now.
+    """
+
+    places: bytearray
+    held: tuple[int, ...]
+    dropped: tuple[int, ...]
+
+
 class PartitionedModel:
     """A joint graph as a model of forward and one of backward, for any choice of kept units.
 
@@ -84,11 +98,13 @@ class PartitionedModel:
             again.
         kinds: of these, the collectives of a unit are merged into one.
         rank_order: see :func:`.merged_model`.
+        activations: whether activations are units, too.
 
     Attributes:
-        units: in the order of their numbers.
+        units: in the order of their numbers, those of parameters first.
+        activations: the groups, and what is saved beside them; None: they are no units.
         forward: the model of forward, nothing kept.
-        backward: of backward, with everything gathered again.
+        backward: of backward, with everything gathered and computed again.
 
     Raises:
         ValueError: the graph is not in topological order.
@@ -101,11 +117,26 @@ class PartitionedModel:
         unit_of: UnitOf,
         kinds: Collection[Kind] = KINDS[:2],
         rank_order: bool = False,
+        activations: bool = False,
     ) -> None:
         analysis = GraphAnalysis(graph, costs.hints, donated=lambda node: False)
         joint = model_of(analysis, costs)
         units = _units(graph, unit_of)
-        split = _Split(graph, joint, {n for u in units for n in u.chains})
+        again = {n for u in units for n in u.chains}
+        self.activations: Activations | None = None
+        if activations:
+            gathers = {n for u in units for n in u.starts}
+            found = Activations(
+                graph, lambda n: _unit_of(n, unit_of) if n in gathers else None, again
+            )
+            units += [
+                Unit(f"{name} {sort}", (), tuple(nodes))
+                for ((_, name), sort), nodes in found.groups.items()
+            ]
+            again.update(n for nodes in found.groups.values() for n in nodes)
+            again.update(found.views)
+            self.activations = found
+        split = _Split(graph, joint, again)
         both = split.forward_model(), split.backward_model()
         self.forward, backward = (_merged(m, unit_of, kinds, costs, rank_order) for m in both)
         self.backward = backward
@@ -117,8 +148,18 @@ class PartitionedModel:
             *backward.dependencies.nodes,
             *(m for members in backward.members.values() for m in members),
         }
-        # By place in backward, the units that need the node for their gathers, and only they.
-        self._serves = [self._owners.get(n) for n in backward.dependencies.nodes]
+        live, needed_by = backward.liveness, backward.dependencies.needed_by
+        self._again = [  # places, what reads them, and the units that make them, the last first
+            (i, [j for j in needed_by[i] if not backward.only_ordered(i, j)], self._owners.get(n))
+            for i, n in reversed(list(enumerate(backward.dependencies.nodes)))
+            if n in again
+        ]
+        self.touched_by: list[list[int]] = [[] for _ in live.size]
+        for i, storages in enumerate(live.touches):
+            for s in storages:
+                self.touched_by[s].append(i)
+        self._saved = [s for s in split.handed if self.touched_by[s]]
+        self._stay: dict[frozenset[int], Stay] = {}
         self.units = units
         self.units = [self._with_bytes(u, h) for u, h in zip(units, self._held(), strict=True)]
 
@@ -153,34 +194,72 @@ class PartitionedModel:
         owners = (self._owners.get(n) for n in model.dependencies.nodes)
         return [next(iter(o)) if o is not None and len(o) == 1 else None for o in owners]
 
+    def stay(self, kept: Collection[int]) -> Stay:
+        """What the units ``kept``, by their places in :attr:`units`, leave in backward."""
+        gone = frozenset(kept)
+        found = self._stay.get(gone)
+        if found is None:
+            found = self._stay[gone] = self._what_stays(gone)
+        return found
+
+    def _what_stays(self, gone: frozenset[int]) -> Stay:
+        live, touched_by = self.backward.liveness, self.touched_by
+        there = bytearray(b"\1") * len(self.backward)
+        removed = []
+        for i, readers, owners in self._again:
+            if (owners and owners <= gone) or not any(there[j] for j in readers):
+                there[i] = 0
+                removed.append(i)
+        made = [s for i in reversed(removed) for s in live.allocates[i]]
+        held = tuple(s for s in made if any(there[j] for j in touched_by[s]))
+        dropped = tuple(s for s in self._saved if not any(there[j] for j in touched_by[s]))
+        return Stay(there, held, dropped)
+
     def models(self, kept: Collection[int]) -> tuple[Model, Model]:
         """Forward and backward with the units ``kept``, by their places in :attr:`units`."""
         forward, backward = self.forward, self.backward
         if not kept:
             return forward, backward
-        held = [s for k in sorted(kept) for s in self.units[k].held]
+        stay = self.stay(kept)
         live = forward.liveness
-        stays = Storages(
-            live.size,
-            live.allocates,
-            live.touches,
-            {**live.kept, **dict.fromkeys(held)},
-            live.at_start,
-        )
-        return replace(forward, liveness=stays), self._without(kept, held)
+        saved = {**live.kept, **dict.fromkeys(stay.held)}
+        for s in stay.dropped:
+            saved.pop(s, None)
+        stays = Storages(live.size, live.allocates, live.touches, saved, live.at_start)
+        return replace(forward, liveness=stays), self._without(kept, stay)
 
     def places_without(self, kept: Collection[int]) -> list[int]:
-        """The places of :attr:`backward` that do not serve the gathers of the units ``kept``."""
-        gone = set(kept)
-        return [i for i, o in enumerate(self._serves) if o is None or not o <= gone]
+        """The places of :attr:`backward` that are there with the units ``kept``."""
+        return list(itertools.compress(range(len(self.backward)), self.stay(kept).places))
 
-    def _without(self, kept: Collection[int], held: Sequence[int]) -> Model:
-        """Backward without the gathers of the units ``kept``."""
+    def _late(self, stay: Stay) -> list[int]:
+        """The places that stay, what is made again right before its first use."""
+        model, order = self.backward, list[int]()
+        left = dict.fromkeys(i for i, _, _ in self._again if stay.places[i])
+        needs = model.dependencies.needs
+        for i in itertools.compress(range(len(model)), stay.places):
+            if i in left:
+                continue
+            mine, stack = [i], [i]
+            while stack:
+                reader = stack.pop()
+                for j in needs[reader]:
+                    if j in left and not model.only_ordered(j, reader):
+                        del left[j]
+                        mine.append(j)
+                        stack.append(j)
+            order += sorted(mine)
+        return order
+
+    def _without(self, kept: Collection[int], stay: Stay) -> Model:
+        """Backward without what makes the units ``kept``."""
         old, live = self.backward, self.backward.liveness
-        stay = self.places_without(kept)
-        members = {at: old.members[i] for at, i in enumerate(stay) if i in old.members}
-        at_start = live.at_start + sum(live.size[s] for s in held)
-        return old.rebuilt(list(_rows(old, stay)), members, live.size, live.kept, at_start)
+        places = self._late(stay)
+        members = {at: old.members[i] for at, i in enumerate(places) if i in old.members}
+        more = sum(live.size[s] for s in stay.held) - sum(live.size[s] for s in stay.dropped)
+        return old.rebuilt(
+            list(_rows(old, places)), members, live.size, live.kept, live.at_start + more
+        )
 
 
 def _rows(model: Model, places: Sequence[int]) -> Iterator[Row]:
@@ -236,6 +315,9 @@ class _Split:
         self._kept_forward = {**given, **self._storages(first), **self._saved}
         self._kept_backward = {**given, **self._tangents, **self._storages(second)}
         self._given = given
+        kept = {**given, **self._storages(first)}
+        self.handed = [s for s in self._saved if s not in kept]
+        """Storages that are there after forward for backward alone."""
         self._at_start = sum(liveness.size[s] for s in given)
         needed = {*saved, *first}
         for i in reversed(range(len(nodes))):

@@ -20,10 +20,6 @@ import torch.fx as fx
 from .._torch.control_dependencies import run_after
 from ..graph.collectives import is_collective, is_compute, is_view, started_by
 
-__all__ = [
-    "pin_order",
-]
-
 
 def pin_order(graph: fx.Graph) -> int:
     """Let Inductor keep the graph's order of collectives, waits and compute nodes.

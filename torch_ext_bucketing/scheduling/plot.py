@@ -10,10 +10,6 @@ from typing import Any
 from ..reports.keep import KeepReport
 from .trace import Drawn
 
-__all__ = [
-    "plot",
-]
-
 _COMPUTE, _MEMORY = "#4c72b0", {"before": "#999999", "after": "#c44e52"}
 _KIND = {"all_gather": "#55a868", "reduce_scatter": "#dd8452", "all_reduce": "#8172b3"}
 

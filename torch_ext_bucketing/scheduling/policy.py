@@ -39,14 +39,6 @@ from .model import Model
 from .options import Options
 from .timeline import Timeline
 
-__all__ = [
-    "Case",
-    "Options",
-    "Policy",
-    "PolicyReport",
-    "policies_of",
-]
-
 T = TypeVar("T")
 
 

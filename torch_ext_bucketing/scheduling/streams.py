@@ -14,8 +14,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-__all__ = ["Streams"]
-
 _DONE_MS = 1e-12
 
 

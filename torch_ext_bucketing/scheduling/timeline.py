@@ -16,12 +16,6 @@ from dataclasses import dataclass
 from .model import Model
 from .streams import Streams
 
-__all__ = [
-    "Timeline",
-    "longest_compute_run",
-    "step_ms",
-]
-
 
 @dataclass(frozen=True)
 class Timeline:

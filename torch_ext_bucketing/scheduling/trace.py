@@ -16,13 +16,6 @@ from ..graph.size_hints import SizeHints
 from .model import Model
 from .timeline import Timeline
 
-__all__ = [
-    "Drawn",
-    "label",
-    "trace_events",
-    "write_trace",
-]
-
 _SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", None: "A2A"}
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, get_args
 
 from .comparison import Backend, Comparison, Dtype, Options
-from .ranks import Rank, RankError, run_ranks
+from .ranks import Rank, RankError, run_ranks, sayer
 from .target import TargetError, output_file
-
-__all__ = ["add_parser", "compare"]
 
 _DESCRIPTION = """\
 Train a model as eager FSDP2 and compiled with recipe(model), on CPU ranks that this command
@@ -69,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         args.parser.error(str(error))
     try:
-        found = _compare(options, _progress())
+        found = _compare(options, sayer())
         print(found.to_text(), end="")
         if args.json is not None:
             args.json.write_text(found.to_json() + "\n", encoding="utf-8")
@@ -134,15 +131,3 @@ def _on_rank(rank: Rank, options: Options) -> Comparison:
         except TargetError as error:
             rank.send(error)
             raise
-
-
-def _progress() -> Callable[[str], None]:
-    """Lines to standard error; on a terminal each takes the place of the one before."""
-    start, before = time.monotonic(), ""
-
-    def say(text: str) -> None:
-        nonlocal before
-        print(f"{before}[{time.monotonic() - start:4.0f} s] {text}", file=sys.stderr, flush=True)
-        before = "\x1b[1A\x1b[K" if sys.stderr.isatty() else ""
-
-    return say

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from ..passes.base import GraphPass
 
-__all__ = ["Backend", "Cause", "CauseName", "Comparison", "Dtype", "Options"]
-
 Backend = Literal["aot_eager", "inductor"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 

@@ -37,8 +37,6 @@ from .payloads import bucket_payloads, fsdp_payloads, layout_differences
 from .ranks import Rank
 from .trial import Hashes, Passes, Run, Trial, hash_of, state_of, unlike, wrap
 
-__all__ = ["compare_on_rank"]
-
 
 def compare_on_rank(rank: Rank, options: Options) -> Comparison:
     """The comparison, on the ranks of the default group; each of them calls this.

@@ -17,15 +17,6 @@ if TYPE_CHECKING:
     from ..fsdp.order import FSDPParamOrder
     from ..reports.buckets import BucketReport
 
-__all__ = [
-    "Member",
-    "Payload",
-    "bucket_payloads",
-    "fsdp_payloads",
-    "layout_differences",
-    "whole_digest",
-]
-
 
 @dataclass(frozen=True)
 class Member:

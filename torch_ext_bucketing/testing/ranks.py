@@ -26,6 +26,7 @@ import faulthandler
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -407,3 +408,19 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def sayer() -> Callable[[str], None]:
+    """What prints a line of progress with the seconds since now to standard error; on a terminal
+    each takes the place of the one before."""
+    start, before = time.monotonic(), ""
+
+    def say(text: str) -> None:
+        nonlocal before
+        line = f"[{time.monotonic() - start:4.0f} s] {text}"
+        if sys.stderr.isatty():
+            line = f"{before}{line[: shutil.get_terminal_size().columns - 1]}"
+            before = "\x1b[1A\x1b[K"
+        print(line, file=sys.stderr, flush=True)
+
+    return say

@@ -10,7 +10,7 @@ For testing, on CPU ranks, whatever depends on the bits of a reduction on many n
 
 ``reduce_scatter``, ``all_reduce`` and ``reduce``, in all their forms, are simulated; everything
 else is gloo's. What is added in which order, and what is left out of NCCL, is told in
-:mod:`.sums`, whose public names are available here.
+:mod:`.sums`.
 
 How it works: gloo only moves bytes. For a reduce-scatter each rank sends every other rank the slice
 that ends there (all-to-all), otherwise its whole buffer (all-gather, so memory is ``n`` buffers),
@@ -38,26 +38,7 @@ from torch.futures import Future
 
 from .gloo import InFlight, make_gloo
 from .ranks import Rank, run_ranks
-from .sums import (
-    RingTopology,
-    make_reduction,
-    ring_order,
-    ring_sums,
-    simulate_all_reduce,
-    simulate_reduce_scatter,
-)
-
-__all__ = [
-    "RingProcessGroup",
-    "RingTopology",
-    "init_ring_process_group",
-    "on_ranks",
-    "register_ring_backend",
-    "ring_order",
-    "ring_rank",
-    "simulate_all_reduce",
-    "simulate_reduce_scatter",
-]
+from .sums import RingTopology, make_reduction, ring_sums
 
 T = TypeVar("T")
 

@@ -36,13 +36,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = [
-    "RingTopology",
-    "ring_order",
-    "simulate_all_reduce",
-    "simulate_reduce_scatter",
-]
-
 _LARGEST_ITEM = 16  # bytes of a complex128: a piece never splits an element of any dtype
 
 

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TargetError", "load_target", "output_file"]
-
 
 class TargetError(Exception):
     """The target can't be taken; the message says why and what to do."""

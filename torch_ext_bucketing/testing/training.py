@@ -15,9 +15,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from .._torch.sharded import parts_of
 from ..fqns import canonical_fqn
-
-__all__ = ["Trained", "count_collectives", "digest", "raw_bytes", "train"]
 
 
 def digest(model: nn.Module) -> str:
@@ -85,8 +84,8 @@ def train(
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """A copy of a tensor's bytes, without NumPy, which torch does not require."""
-    tensor = tensor.detach().cpu().contiguous()
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    parts = [part.detach().cpu().contiguous() for part in parts_of(tensor)]
+    return b"".join(ctypes.string_at(part.data_ptr(), part.nbytes) for part in parts)
 
 
 _CALLS = {

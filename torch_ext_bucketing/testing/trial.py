@@ -27,8 +27,6 @@ from .ranks import Rank
 from .target import TargetError, load_target
 from .training import Trained, raw_bytes, train
 
-__all__ = ["Hashes", "Passes", "Run", "Trial"]
-
 T = TypeVar("T")
 
 Run = Callable[..., Any]

@@ -9,8 +9,6 @@ from typing import Any
 
 from .. import __path__ as _PACKAGE
 
-__all__ = ["require_untouched_torch", "touched_torch"]
-
 
 def require_untouched_torch() -> None:
     """Raise unless torch is as it was installed, see :func:`touched_torch`.

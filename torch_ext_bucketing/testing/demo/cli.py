@@ -10,7 +10,7 @@ from typing import Any
 
 from ..ranks import Rank, RankError, run_ranks
 from ..target import output_file
-from .progress import Progress
+from .progress import on_messages
 from .results import RankReport, combine
 from .settings import Settings
 from .table import render
@@ -62,24 +62,20 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         args.parser.error(str(error))
 
-    progress = Progress(settings)
     try:
         reports = run_ranks(
             _train_rank,
             settings.ranks,
             settings,
             timeout_s=settings.timeout_s,
-            on_message=progress.on_message,
+            on_message=on_messages(settings),
         )
     except RankError as error:
-        progress.end()
         print(f"{args.parser.prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        progress.end()
         print(f"{args.parser.prog}: interrupted, all ranks ended", file=sys.stderr)
         return 130
-    progress.end()
     result = combine(settings, reports)
     print(render(result))
     if args.json is not None:

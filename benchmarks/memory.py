@@ -1,0 +1,125 @@
+"""One bound on memory for activations and gathered parameters, against fixed ways to spend it.
+
+    python -m benchmarks.memory                              every model, 8 layers
+    python -m benchmarks.memory --only 'llama3_8b_*' --layers 32
+    python -m benchmarks.memory --random 200                 against every choice there is
+
+For each model of :mod:`.graphs`, the joint graph as in :mod:`.keep`: every block computed again,
+every second one, all but matrix products and attention, nothing; each with all parameters gathered
+again, scheduled without a bound. Then ``ReshardAfterForward(keep="auto", activations=True)``
+chooses under the peak that each came to. Steps are those of forward and backward, scheduled with
+one bucket per unit, on the default machine's H100s; planning is CPU time over that of
+``BucketAndSchedule``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch_ext_bucketing.scheduling.devices import job_machine
+from torch_ext_bucketing.scheduling.keep import KeepPlanner
+from torch_ext_bucketing.testing.demo.table import columns
+
+from .command import add_json, add_number, matching, parser_of, write_json
+from .graphs import CONFIGS, available
+from .keep import GIB, MODELS, graphs_of, joint_of, scheduling_s, unit_of
+from .keep_all import against_all
+
+_UNBOUNDED = 2**62
+
+WAYS: dict[str, Callable[[str], bool]] = {
+    "all computed again": lambda name: False,
+    "every second block": lambda name: int((re.findall(r"\d+", name) or ["0"])[0]) % 2 == 1,
+    "products, attention saved": lambda name: not name.endswith("cheap"),
+    "nothing computed again": lambda name: True,
+}
+"""Fixed choices: whether the activations of that name are saved."""
+
+
+def measure(name: str, layers: int | None) -> dict[str, Any]:
+    """All ways on one model."""
+    graphs, hint = graphs_of(name, layers), CONFIGS[name].size_hints
+    joint = joint_of(graphs["forward", False].graph, graphs["backward", False].graph)
+    machine = job_machine()
+
+    def planner_of() -> KeepPlanner:
+        return KeepPlanner(joint, unit_of, machine=machine, size_hints=hint, activations=True)
+
+    known = planner_of()
+    units = known.partitioned.units
+    activations = [k for k in known.candidates if not units[k].starts]
+    pass_s = scheduling_s([graphs["forward", True], graphs["backward", True]], hint, machine)
+    rows = []
+    for way, is_saved in WAYS.items():
+        fixed = known.scheduled([k for k in activations if is_saved(units[k].name)], _UNBOUNDED)
+        planner = planner_of()
+        clock = time.process_time()
+        chosen = planner.choose(fixed.peak_bytes)
+        seconds = time.process_time() - clock
+        rows.append(
+            {
+                "way": way,
+                "bound_gib": fixed.peak_bytes / GIB,
+                "step_ms": fixed.step_ms,
+                "chosen_ms": chosen.step_ms,
+                "chosen_gib": chosen.peak_bytes / GIB,
+                "gathered": sum(bool(units[k].starts) for k in chosen.kept),
+                "saved": sum(not units[k].starts for k in chosen.kept),
+                "planning": (seconds + planner.seconds) / pass_s,
+            }
+        )
+    return {"model": name, "activations": len(activations), "units": len(units), "rows": rows}
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """One line per bound."""
+    lines = [["model", "", "GiB", "ms", "chosen ms", "GiB", "gathered", "saved", "planning"]]
+    for one in found:
+        for row in one["rows"]:
+            gathers = one["units"] - one["activations"]
+            lines.append(
+                [
+                    one["model"],
+                    row["way"],
+                    f"{row['bound_gib']:.2f}",
+                    f"{row['step_ms']:.1f}",
+                    f"{row['chosen_ms']:.1f}",
+                    f"{row['chosen_gib']:.2f}",
+                    f"{row['gathered']} of {gathers}",
+                    f"{row['saved']} of {one['activations']}",
+                    f"{row['planning']:.2f}",
+                ]
+            )
+    return columns(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = parser_of("python -m benchmarks.memory", __doc__)
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="MODEL", help="names, patterns")
+    add_number(parser, "layers", 8, "of each model")
+    parser.add_argument("--random", type=int, metavar="N", help="N random models instead")
+    add_json(parser)
+    args = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    found: Any
+    if args.random is not None:
+        found = against_all(args.random, 4, activations=True)
+        print("\n".join(f"{name}: {value}" for name, value in found.items()))
+    else:
+        found = []
+        for name in available(matching(parser, MODELS, args.only)):
+            print(name, file=sys.stderr, flush=True)
+            found.append(measure(name, args.layers))
+        print(table(found))
+    write_json(args.json, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

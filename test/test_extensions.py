@@ -1,0 +1,157 @@
+"""Parameters that are gathered in another form than their own, by FSDP2's protocol."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+import torch.nn as nn
+from extended_models import DIM, TensorScaled, Wrapper, even, uneven, wrap
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing.testing.ring import on_ranks
+from torch_ext_bucketing.testing.training import raw_bytes
+
+DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+@pytest.mark.parametrize(("build", "replicas"), [(even, 1), (even, 2), (uneven, 1)])
+def test_weights_are_eagers(build: Any, replicas: int) -> None:
+    done = teb.testing.compare(build, replicas=replicas, steps=3, **DTYPES)
+    assert done.equal, done.to_text()
+    assert not done.notes
+
+
+class _Sending(fx.Interpreter):
+    """Keeps what the gathers of a graph send."""
+
+    def __init__(self, graph: fx.GraphModule, sent: list[bytes]) -> None:
+        super().__init__(graph)
+        self.sent = sent
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if "all_gather" in str(target):
+            self.sent.append(raw_bytes(args[0]))
+        return super().call_function(target, args, kwargs)
+
+
+def _gathered(rank: int) -> tuple[list[bytes], list[bytes]]:
+    """What eager FSDP2 and the compiled model send in the gathers of a forward."""
+    eager: list[bytes] = []
+    ours: list[bytes] = []
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, name)
+
+    def sending(output_tensor: Any, input_tensor: Any, **more: Any) -> Any:
+        eager.append(raw_bytes(input_tensor))
+        return gather(output_tensor, input_tensor, **more)
+
+    torch.manual_seed(0)
+    model, inputs = even()
+    copied, mesh = copy.deepcopy(model), init_device_mesh("cpu", (2,))
+    policy = MixedPrecisionPolicy(**DTYPES, cast_forward_inputs=False)
+    for block in (*model.blocks, model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    teb.data_parallel(copied, mesh, **DTYPES)
+    states = (m.state_dict().items() for m in (model, copied))
+    for (one, saved), (other, mine) in zip(*states, strict=True):
+        assert (one, type(saved.to_local())) == (other, type(mine.to_local()))
+        assert raw_bytes(saved.to_local()) == raw_bytes(mine.to_local())
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(dist, name, sending)
+        model(inputs(0, rank))
+    backend = teb.backend(
+        lambda graph, _: _Sending(graph, ours).run, teb.recipe(copied, reference=model), copied
+    )
+    with torch.no_grad():
+        torch.compile(copied, backend=backend)(inputs(0, rank))
+    assert backend.last_report().collectives_after == {"all_gather": 3, "all_reduce": 1}
+    return eager, ours
+
+
+def test_units_are_gathered_as_eagers_bytes() -> None:
+    for eager, ours in on_ranks(_gathered):
+        assert len(eager) == 3
+        assert sorted(eager) == sorted(ours)
+
+
+class OneMethod(Wrapper):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self._tensor,), None
+
+
+class TwoArguments(OneMethod):
+    def fsdp_pre_all_gather(self, mesh: Any, other: Any) -> Any:  # type: ignore[override]
+        return (self._tensor,), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any) -> Any:
+        return outputs[0], outputs
+
+
+class PreRaises(TwoArguments):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        raise ArithmeticError("no data")
+
+
+class OtherShape(OneMethod):
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any) -> Any:
+        return outputs[0].t(), outputs
+
+
+class ReturnsNothing(OneMethod):
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any) -> Any:
+        outputs[0].to(param_dtype)
+
+
+class PostRaises(OneMethod):
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any) -> Any:
+        raise ArithmeticError("no scale")
+
+
+@pytest.mark.parametrize(
+    ("cls", "rows", "error", "says"),
+    [
+        (OneMethod, 8, TypeError, "a OneMethod, has no fsdp_post_all_gather"),
+        (
+            TwoArguments,
+            8,
+            TypeError,
+            r"a TwoArguments: fsdp_pre_all_gather\(mesh.* is no signature",
+        ),
+        (PreRaises, 8, RuntimeError, "fsdp_pre_all_gather raised ArithmeticError: no data"),
+        (PostRaises, 8, RuntimeError, "fsdp_post_all_gather raised ArithmeticError: no scale"),
+        (ReturnsNothing, 8, TypeError, "fsdp_post_all_gather must return two values.*None"),
+        (OtherShape, 8, ValueError, r"fsdp_post_all_gather makes \(24, 8\) of .* \(8, 24\)"),
+        (TensorScaled, 6, ValueError, "6 rows are sharded unevenly over 4 ranks.*pad them to 2"),
+    ],
+)
+def test_bad_classes_are_named_and_nothing_is_sharded(
+    cls: type[Wrapper], rows: int, error: type[Exception], says: str, fake_world: int
+) -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), wrap(nn.Linear(DIM, rows), cls))
+    before = list(model.parameters())
+    with pytest.raises(error, match=f"parameter 1.weight.*{says}"):
+        teb.data_parallel(model, init_device_mesh("cpu", (4,)), **DTYPES)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_sharding_that_ignores_them_is_warned_of(fake_world: int) -> None:
+    model, _ = even()
+    mesh = init_device_mesh("cpu", (4,))
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None:
+                module._parameters[name] = nn.Parameter(distribute_tensor(param, mesh, [Shard(0)]))
+    with pytest.warns(
+        teb.NotBucketedWarning,
+        match=r"5 .*fsdp_pre_all_gather of RowScaled, TensorScaled.*blocks.0.up",
+    ):
+        teb.recipe(model)

@@ -1,0 +1,192 @@
+"""FSDP2's protocol for parameters that are gathered in another form than their own.
+
+A parameter that is a tensor subclass with these two methods names what is gathered of it, any
+number of tensors of any dtype, and makes the full parameter of what came of that::
+
+    shard -> fsdp_pre_all_gather(...)  -> inputs, metadata       8-bit data, scales
+    inputs -> all-gather -> outputs                              one collective each, to be bucketed
+    outputs, metadata -> fsdp_post_all_gather(...) -> full parameter
+
+torchao's weights do so, for products in float8 or int8. What c10d knows no type for, such as
+float8, is gathered as bytes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from .._torch.fake import fake_mode, fake_mode_of
+from .._torch.sharded import map_parts, parts_of
+
+_c10d = torch.ops._c10d_functional
+_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+def extends_gather(tensor: torch.Tensor) -> bool:
+    """Whether a parameter follows the protocol."""
+    return any(hasattr(tensor, method) for method in _METHODS)
+
+
+class Extension:
+    """How one sharded parameter that follows the protocol is gathered.
+
+    Args:
+        name: of the parameter, for errors.
+        param: the full parameter.
+        module: that owns it.
+        mesh: 1-D, of the ranks that it is sharded over on dim 0.
+        param_dtype: as of :func:`.data_parallel`.
+        reduce_dtype: the same.
+
+    Raises:
+        TypeError: the class has one method without the other, takes other arguments than FSDP2
+            passes, is not made of plain tensors, or returns something else than FSDP2 takes.
+        ValueError: what is unpacked has another shape than the parameter, or the inputs of uneven
+            shards have other shapes on other ranks.
+        RuntimeError: a method of the class raised.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        param: torch.Tensor,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        cls = type(param.data)
+        self.what = f"parameter {name}, a {cls.__name__}"
+        missing = [method for method in _METHODS if not hasattr(cls, method)]
+        if missing:
+            raise TypeError(f"{self.what}, has no {missing[0]}(): FSDP2's protocol needs both")
+        if not hasattr(cls, "__tensor_flatten__"):
+            raise TypeError(
+                f"{self.what}, has no __tensor_flatten__(), which torch.compile needs of a subclass"
+            )
+        signature = inspect.signature(param.data.fsdp_pre_all_gather)  # type: ignore[attr-defined]
+        if len(signature.parameters) not in (1, 5):
+            raise TypeError(
+                f"{self.what}: fsdp_pre_all_gather{signature} is no signature of FSDP2's protocol, "
+                "(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)"
+            )
+        self.pre, self.post = (getattr(cls, method) for method in _METHODS)
+        self.ranks = mesh.size()
+        self.group = mesh.get_group().group_name
+        self.shape, self.stride = param.shape, torch.empty(param.shape, device="meta").stride()
+        floating = param.dtype.is_floating_point
+        self.dtype = (param_dtype if floating else None) or param.dtype
+        self.arguments: tuple[Any, ...] = (mesh,)
+        if len(signature.parameters) == 5:
+            policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
+            self.arguments = (mesh, self.shape, self.stride, module, policy)
+        self._check(param)
+
+    def gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """The full parameter, what ``fsdp_post_all_gather`` makes."""
+        # Dynamo follows a function of the class, but not every class's bound method.
+        inputs, metadata = self.pre(shard, *self.arguments)
+        outputs = tuple(self._all_gather(x) for x in inputs)
+        full, _ = self.post(shard, outputs, metadata, self.dtype)
+        if full.shape != self.shape:  # rows that pad the last shards
+            full = full.as_strided(self.shape, self.stride, 0)
+        return full
+
+    def _all_gather(self, value: torch.Tensor) -> torch.Tensor:
+        dtype = value.dtype
+        value = _as_known(value if value.ndim else value.view(1)).contiguous()
+        value = _c10d.wait_tensor(_c10d.all_gather_into_tensor(value, self.ranks, self.group))
+        return value if value.dtype == dtype else value.view(dtype)
+
+    def _check(self, param: torch.Tensor) -> None:
+        """Gather fake shards, of every size that a rank has, so that all ranks find the same."""
+        rows = -(-self.shape[0] // self.ranks)
+        whole = (self.shape, torch.Size((rows * self.ranks, *self.shape[1:])))
+        first: list[tuple[torch.Size, torch.dtype]] = []
+        mode = fake_mode_of(parts_of(param.data)[0]) or fake_mode()
+        full = map_parts(param.data, lambda part: mode.from_tensor(part.data))
+        with mode, torch.no_grad():
+            # Those of the first ranks are full; one may be in part, those behind it are empty.
+            last = self.ranks - 1
+            for rank in dict.fromkeys((0, min(self.shape[0] // max(rows, 1), last), last)):
+                shard = _shard(full, rank, self.ranks)
+                inputs, metadata = self._pair(shard, _METHODS[0], self.arguments)
+                found = [(x.shape, x.dtype) for x in inputs]
+                first = first or found
+                if found != first:
+                    raise ValueError(
+                        f"{self.what}: its {self.shape[0]} rows are sharded unevenly over "
+                        f"{self.ranks} ranks, and fsdp_pre_all_gather gives tensors of "
+                        f"{_listed(first)} on one and of {_listed(found)} on another: it must pad "
+                        f"them to {rows} rows, or the parameter have a multiple of {self.ranks}"
+                    )
+                outputs = tuple(self._all_gather(x) for x in inputs)
+                given = (outputs, metadata, self.dtype)
+                made, _ = self._pair(shard, _METHODS[1], given)
+                if not isinstance(made, torch.Tensor) or made.shape not in whole:
+                    was = tuple(made.shape) if isinstance(made, torch.Tensor) else made
+                    raise ValueError(
+                        f"{self.what}: fsdp_post_all_gather makes {was!r} of a parameter of shape "
+                        f"{tuple(self.shape)}"
+                    )
+
+    def _pair(self, shard: torch.Tensor, method: str, given: tuple[Any, ...]) -> Any:
+        try:
+            result = getattr(shard, method)(*given)
+        except Exception as error:
+            text = f"{self.what}: {method} raised {type(error).__name__}: {error}"
+            raise RuntimeError(text) from error
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                f"{self.what}: {method} must return two values, and returned {result!r}"
+            )
+        return result
+
+
+def distribute(param: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
+    """``distribute_tensor`` for a parameter that follows the protocol: rank 0's values, sharded by
+    the operators that eager FSDP2 asks of such a class."""
+    ranks, rank = mesh.size(-1), mesh.get_local_rank(-1)
+    with torch.no_grad():
+        full = map_parts(param.detach(), lambda part: _from_first(part, mesh))
+        shard = _shard(full, rank, ranks)
+        return DTensor.from_local(
+            shard, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+
+
+def _from_first(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    if part.is_meta or fake_mode_of(part) is not None:
+        return part
+    part = part.clone()
+    for dim in range(mesh.ndim):
+        dist.broadcast(_as_known(part), group=mesh.get_group(dim), group_src=0)
+    return part
+
+
+def _shard(full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    chunks = torch.chunk(full, ranks)
+    padded = full.new_zeros(chunks[0].shape)
+    if rank >= len(chunks):
+        return padded.narrow(0, 0, 0)
+    part = padded.narrow(0, 0, chunks[rank].shape[0])
+    part.copy_(chunks[rank])
+    return part
+
+
+def _as_known(value: torch.Tensor) -> torch.Tensor:
+    """``value``, as bytes where c10d knows no such type."""
+    small = value.dtype.itemsize == 1 and value.dtype.is_floating_point
+    return value.view(torch.uint8) if small else value
+
+
+def _listed(found: list[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(str(tuple(shape)) for shape, _ in found)

@@ -1,0 +1,94 @@
+"""Bytes of a training step that no compiled graph sees, and that each rank has in any case."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn as nn
+
+from .._torch.sharded import shard_of
+from ..reports.text import size_text
+from ..scheduling.memory import PeakMemory
+
+_LARGEST_GIB = 288
+"""Of one GPU, as of 2026 (AMD's MI355X, NVIDIA's B300)."""
+
+
+def state_bytes(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    per_parameter: float | None = None,
+) -> int:
+    """Bytes of the optimizer's state on this rank.
+
+    Args:
+        model: sharded or not.
+        optimizer: whose state it is. Before its first step, which makes the state, one like it
+            takes a step on a small parameter of each of its groups.
+        per_parameter: or bytes per element of a parameter. With neither 8, two numbers in fp32 as
+            of AdamW.
+
+    Raises:
+        ValueError: both are given, or ``per_parameter`` is negative.
+    """
+    if optimizer is not None and per_parameter is not None:
+        raise ValueError("give optimizer= or state_bytes_per_parameter=, not both")
+    if per_parameter is not None and not 0 <= per_parameter < float("inf"):
+        raise ValueError(f"state_bytes_per_parameter must not be negative, got {per_parameter!r}")
+    if optimizer is None:
+        each = 8.0 if per_parameter is None else per_parameter
+        return int(each * sum(shard_of(p).numel() for p in model.parameters() if p.requires_grad))
+    if optimizer.state:
+        return sum(map(_tensor_bytes, optimizer.state.values()))
+    found = 0.0
+    for group in optimizer.param_groups:
+        for dtype in dict.fromkeys(p.dtype for p in group["params"]):
+            shape = (64, 64)
+            probe = nn.Parameter(torch.zeros(shape, dtype=dtype))
+            probe.grad = torch.zeros(shape, dtype=dtype)
+            like = type(optimizer)([probe])
+            like.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
+            like.step()
+            each = sum(map(_tensor_bytes, like.state.values())) / probe.numel()
+            shards = (shard_of(p) for p in group["params"] if p.dtype == dtype)
+            found += each * sum(s.numel() for s in shards)
+    return int(found)
+
+
+def _tensor_bytes(state: dict[str, object]) -> int:
+    tensors = [shard_of(v) for v in state.values() if isinstance(v, torch.Tensor)]
+    return sum(t.nbytes for t in tensors if t.dim())  # a number counts steps
+
+
+def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> None:
+    """See that a bound leaves room for anything.
+
+    Args:
+        model: sharded.
+        memory: the bound; a ratio is not looked at.
+        state: bytes of the optimizer's state.
+
+    Raises:
+        ValueError: the shards, their gradients and the optimizer's state are larger.
+    """
+    if memory.gib is None:
+        return
+    bound = memory.limit_bytes(0)
+    parameters = sum(shard_of(p).nbytes for p in model.parameters())
+    gradients = sum(shard_of(p).nbytes for p in model.parameters() if p.requires_grad)
+    buffers = sum(shard_of(b).nbytes for b in model.buffers())
+    least = parameters + gradients + buffers + state
+    if least > bound:
+        raise ValueError(
+            f"memory={memory!r} is less than this rank needs before any activation, "
+            f"{size_text(least)}: {size_text(parameters)} of parameters, {size_text(gradients)} of "
+            f"gradients, {size_text(state)} of optimizer state, {size_text(buffers)} of buffers. "
+            "Shard over more ranks, or give a larger bound"
+        )
+    if memory.gib > _LARGEST_GIB:
+        warnings.warn(
+            f"memory={memory!r} is more than any GPU has ({_LARGEST_GIB} GiB): bounds are per "
+            "rank, in GiB",
+            stacklevel=3,
+        )

@@ -1,0 +1,92 @@
+"""One all-reduce for the largest values of all parameters that are gathered scaled by them.
+
+A weight that is scaled to 8 bits by its own largest value needs that of all shards first: a small
+all-reduce in front of every gather, each as long as the network's latency. All of them together
+are one::
+
+    w1 -> max -> all_reduce -> wait -> ... -> mul -> ag      w1 -> max \\
+                                                                        cat -> all_reduce -> ...
+    w2 -> max -> all_reduce -> wait -> ... -> mul -> ag      w2 -> max /
+
+A maximum is exact: the bits stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+
+from .._torch.sorting import sort_topologically
+from ..bucketing.members import unmergeable
+from ..bucketing.pack import pack
+from ..fsdp.tags import tag_of
+from ..graph.collectives import bucket_key, kind_of, reduce_op
+from ..graph.snapshot import unchanged_on_error
+from ..graph.writes import unordered_writes
+from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
+from ..reports.rewrites import AmaxReport, LeftAlone
+
+
+class MergeAmax(GraphPass):
+    """Reduce the largest values of all parameters by one all-reduce per group, where gathers in 8
+    bits are scaled by them; see :mod:`.rewrites.merge_amax`.
+
+    The first gather then waits for all of them, which takes reading every shard once. Put it behind
+    :class:`.CombineUses`.
+    """
+
+    stage: Stage = "joint"
+    needs = (Tags,)
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        report = merge_amax(graph_of(graph))
+        if report.merged or report.left:
+            compilation.report.rewrites.append(report)
+
+
+def merge_amax(graph: fx.Graph) -> AmaxReport:
+    """Merge the all-reduces of maxima and minima that tagged gathers wait for.
+
+    Args:
+        graph: a tagged joint or inference graph, in topological order, which it stays. One with
+            writes to its values is left as it is.
+    """
+    found: dict[fx.Node, tuple[str, ...]] = {}
+    for start in graph.nodes:
+        tag = tag_of(start)
+        if tag is not None and kind_of(start) == "all_gather":
+            for node in _behind(start):
+                if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
+                    found[node] = tuple(dict.fromkeys((*found.get(node, ()), *tag.fqns)))
+    groups: dict[Any, list[fx.Node]] = {}
+    left: list[LeftAlone] = []
+    writes = unordered_writes(graph.nodes) if found else ()
+    for node in [n for n in graph.nodes if n in found]:
+        why = "the graph writes to its values" if writes else unmergeable(node)
+        if not why and any(other in found for other in _behind(node)):
+            why = "it waits for another one"
+        if why:
+            left.append(LeftAlone(found[node], why, node.name))
+        else:
+            groups.setdefault(bucket_key(node), []).append(node)
+    merged = tuple(len(members) for members in groups.values() if len(members) > 1)
+    with unchanged_on_error(graph):
+        for members in groups.values():
+            if len(members) > 1:
+                pack(graph, members, members, members[-1].next)
+        if merged:
+            sort_topologically(graph)
+            graph.lint()
+    return AmaxReport(merged, tuple(left))
+
+
+def _behind(node: fx.Node) -> dict[fx.Node, None]:
+    found: dict[fx.Node, None] = {}
+    stack = list(node.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found and node.op == "call_function":
+            found[node] = None
+            stack += node.all_input_nodes
+    return found
