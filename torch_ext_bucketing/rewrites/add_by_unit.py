@@ -45,9 +45,9 @@ class AddByUnit(GraphPass):
     then another, as of a unit with a graph break between two reads, there is a warning
     (:class:`AddedByGraphWarning`)::
 
-        x is read by units a and b in a graph, behind a graph break by c, and made before all
+        x is read by units a and b in one graph, by c in a later one, and made before both
         eager FSDP2       (c + b) + a
-        two graphs        c + (b + a)       where the graph of a and b makes x, as eager FSDP2
+        two graphs        c + (b + a)
 
     Args:
         model: whose units they are. It is not kept alive.
