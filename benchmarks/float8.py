@@ -4,7 +4,8 @@
     python -m benchmarks.float8 --layers 2      with fewer layers, in seconds
 
 Linears are torchao's, scaled by the largest value of each weight; needs torchao. Gathers are those
-of forward and backward. Steps are estimates for H100s on the passes of ``recipe(model, "speed")``.
+of forward and backward. Steps are estimates for H100s on the passes of ``recipe(model, "speed")``,
+in which each operator that scales or casts is a kernel of its own: too long for float8.
 """
 
 from __future__ import annotations

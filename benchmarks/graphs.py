@@ -25,6 +25,7 @@ import hashlib
 import inspect
 import json
 import os
+import random
 import resource
 import sys
 import time
@@ -54,6 +55,7 @@ from .tracing import Phase, trace_model
 
 __all__ = [
     "CONFIGS",
+    "HELD_OUT",
     "NAMES",
     "Config",
     "Counts",
@@ -102,6 +104,39 @@ CONFIGS: dict[str, Config] = {
     "titan_deepseek_v3_fsdp64_ep8": Config(TitanConfig(), Layout(fsdp=64, expert=8)),
 }
 
+
+def _held_out(number: int) -> Config:
+    """A small model of a shape that nothing is tuned on: odd widths, vocabularies and layouts."""
+    draw = random.Random(f"held out {number}")
+    heads, width = draw.choice((6, 10, 12, 20)), draw.choice((64, 96, 128))
+    common: dict[str, Any] = {
+        "layers": draw.randint(2, 5),
+        "dim": heads * width,
+        "heads": heads,
+        "hidden": 64 * draw.randint(20, 120),
+        "vocab": 1024 * draw.randint(9, 150),
+        "batch": draw.randint(1, 4),
+        "seq": 512 * draw.randint(2, 9),
+    }
+    fsdp = draw.choice((16, 24, 32, 48, 128))
+    if number % 2:
+        return Config(
+            DeepSeekConfig(
+                **common,
+                experts=8 * draw.randint(2, 12),
+                experts_per_token=draw.randint(2, 5),
+                shared_experts=draw.randint(1, 3),
+                expert_hidden=64 * draw.randint(4, 30),
+            ),
+            Layout(fsdp=fsdp, expert=8),
+        )
+    layout = draw.choice((Layout(fsdp=fsdp), Layout(fsdp=fsdp, tensor=2), Layout(8, replicas=6)))
+    return Config(LlamaConfig(**common, kv_heads=2), layout)
+
+
+HELD_OUT: dict[str, Config] = {f"held_out_{number:02}": _held_out(number) for number in range(20)}
+"""Left out unless asked for by this name."""
+
 _VARIANTS: tuple[tuple[Phase, bool], ...] = (
     ("forward", False),
     ("backward", False),
@@ -116,10 +151,10 @@ def _graph_name(config: str, phase: Phase, recompute: bool) -> str:
 
 _PARTS: dict[str, tuple[str, Phase, bool]] = {
     _graph_name(config, phase, recompute): (config, phase, recompute)
-    for config in CONFIGS
+    for config in (*CONFIGS, *HELD_OUT)
     for phase, recompute in _VARIANTS
 }
-NAMES: tuple[str, ...] = tuple(_PARTS)
+NAMES: tuple[str, ...] = tuple(name for name, (config, *_) in _PARTS.items() if config in CONFIGS)
 
 
 def available(names: Sequence[str]) -> list[str]:
@@ -258,7 +293,8 @@ def chosen(
     """The graphs that patterns match and that there can be here, where no ``child`` is asked for,
     which was given what there is. A forward graph is the same whether its gathers are repeated in
     backward or not, so it is there once."""
-    names = [n for n in NAMES if not n.endswith("forward.recompute")]
+    asked = _PARTS if any(p.startswith("held_out_") for p in patterns) else NAMES
+    names = [n for n in asked if not n.endswith("forward.recompute")]
     found = matching(parser, names, patterns)
     return found if child else available(found)
 
@@ -266,7 +302,7 @@ def chosen(
 def _config(name: str, layers: int | None) -> Config:
     if name not in _PARTS:
         raise KeyError(f"no graph is named {name!r}; the names are {', '.join(NAMES)}")
-    config = CONFIGS[_PARTS[name][0]]
+    config = (CONFIGS | HELD_OUT)[_PARTS[name][0]]
     if layers is None:
         return config
     if layers < 1:

@@ -151,7 +151,7 @@ def run(
     """
 
     def key(row: Row) -> Any:
-        return row.backend, row.ranks, row.nodes, row.chunk_bytes, row.device
+        return row.backend, row.ranks, row.nodes, row.chunk_bytes, row.device, row.expert
 
     # The quick backend first: a run that is cut short leaves the most.
     ordered = sorted(rows, key=lambda row: row.backend)

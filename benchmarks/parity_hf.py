@@ -78,9 +78,14 @@ class OfImages(nn.Module):
 
         torch.manual_seed(0)
         self.inner = timm.create_model(name, num_classes=10, **options).train()
+        for buffer in self.inner.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.bfloat16()  # a mask in float32 would widen activations
+        first = next(m for m in self.inner.modules() if isinstance(m, nn.Conv2d))
+        # The dtype of parameters is that of the unit's only inside the unit.
+        first.register_forward_pre_hook(lambda conv, args: (args[0].to(conv.weight.dtype),))
 
     def forward(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        images = images.to(next(iter(self.inner.parameters())).dtype)
         return F.cross_entropy(self.inner(images).float(), targets)
 
 
@@ -90,7 +95,7 @@ def _images(step: int, rank: int, size: int) -> tuple[torch.Tensor, ...]:
 
 
 def _units(model: nn.Module) -> list[Unit]:
-    return [*transformer_block_plan(model), ""]
+    return [*(unit for unit in transformer_block_plan(model) if unit != ("",)), ""]
 
 
 _CAUSAL = "ForCausalLM"
@@ -135,6 +140,7 @@ def _entry(kind: Callable[..., nn.Module], about: tuple[Any, ...], **options: An
 HF_MODELS = {
     **{f"hf_{n}": _entry(OfTokens, t, needs=("transformers",)) for n, t in _TOKENS.items()},
     **{
-        f"timm_{n}": _entry(OfImages, t, needs=("timm",), batch=_images) for n, t in _IMAGES.items()
+        f"timm_{n}": _entry(OfImages, t, needs=("timm", "torchvision"), batch=_images)
+        for n, t in _IMAGES.items()
     },
 }

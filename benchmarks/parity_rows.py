@@ -66,6 +66,7 @@ class Row:
         graphs: pairs of forward and backward graphs that a run compiles.
         chunk_bytes: of a buffer that go to one ring channel in a row.
         expert: ranks that share the experts.
+        spmd: of torchtitan's own models: its backend for what is no data parallelism.
         case: of ``parity_cases.CASES``, which has a model of its own, and no control.
         layout: whether members and byte offsets of all buckets have to be those of eager FSDP2.
         unlike: why the bits can't be eager FSDP2's. Then they must not be, and a warning says so.
@@ -91,6 +92,7 @@ class Row:
     graphs: int = 1
     chunk_bytes: int = CHUNK_BYTES
     expert: int = 1
+    spmd: Literal["partial_dtensor", "spmd_types"] = "partial_dtensor"
     case: str = ""
     layout: bool = True
     unlike: str = ""
@@ -189,6 +191,22 @@ _SPLIT = (
 )
 
 
+def _spmd_types() -> Iterator[Row]:
+    """torchtitan's models on its default backend."""
+    ways: dict[str, dict[str, Any]] = {
+        "llama3": {},
+        "llama3_hsdp": {"mesh": (2, 2), "mode": "hybrid_shard"},
+        "llama3_tp": {"mesh": (2, 2), "tensor": "module"},
+        "llama3_tp_sp": {"mesh": (2, 2), "tensor": "module+sequence"},
+        "deepseek_v3": {},
+        "deepseek_v3_experts": {"expert": 2},
+    }
+    for by, fields in (("model", _MODEL), ("trainer", _TRAINER)):
+        for name, way in ways.items():
+            model = "deepseek_v3" if name.startswith("deepseek") else "llama3"
+            yield Row(f"spmd_types/{by}/{name}", model, spmd="spmd_types", **{**fields, **way})
+
+
 def _case(name: str, unlike: str = "") -> Row:
     return Row(f"everyday/{name}", case=name, unlike=unlike, layout=False)
 
@@ -226,6 +244,7 @@ ROWS: tuple[Row, ...] = (
     Row("torchtitan_model/deepseek_v3_experts", "deepseek_v3", expert=2, **_MODEL),
     Row("graph_trainer/llama3", "llama3", **_TRAINER),
     Row("graph_trainer/deepseek_v3_experts", "deepseek_v3", expert=2, **_TRAINER),
+    *_spmd_types(),
     *(
         Row(f"reshard_to/{model}", model, to=2)
         for model in ("llama", "moe", "vit", "uneven", "tied_chunked", "checkpointed")

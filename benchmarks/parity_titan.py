@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import spmd_types
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims, parallel_dims, utils
+from torchtitan.distributed import ParallelDims, full_dtensor, parallel_dims, utils
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.experiments.graph_trainer import simple_fsdp
 from torchtitan.experiments.graph_trainer.common_utils import apply_simple_fsdp
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
-from benchmarks.parity_ranks import Runs
+from benchmarks.parity_ranks import RowReport, Runs
 from torch_ext_bucketing.passes.backends import BucketingBackend
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.testing import text
+from torch_ext_bucketing.testing.training import Trained
 
-__all__ = ["TitanRuns"]
+__all__ = ["TitanRuns", "spmd_collectives"]
 
 SEQ, BATCH = 32, 2
+
+
+@functools.cache
+def _dims(replicas: int, tensor: int, experts: int, backend: Any) -> ParallelDims:
+    """One for all rows alike: FSDP2 refuses a second one of equal meshes in a process ("different
+    mesh objects")."""
+    parallelism = ParallelismConfig(
+        data_parallel_replicate_degree=replicas,
+        tensor_parallel_degree=tensor,
+        expert_parallel_degree=experts,
+        spmd_backend=backend,
+    )
+    with mock.patch.object(parallel_dims, "device_type", "cpu"):
+        dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+        dims.build_mesh()
+    return dims
 
 
 class TitanRuns(Runs):
@@ -36,15 +56,21 @@ class TitanRuns(Runs):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        row = self.row
+        replicas = row.mesh[0] if row.mode == "hybrid_shard" else 1
+        tensor = row.mesh[1] if row.tensor else 1
+        self.dims = _dims(replicas, tensor, row.expert, row.spmd)
         self.parallelism = ParallelismConfig(
-            expert_parallel_degree=self.row.expert, spmd_backend="partial_dtensor"
+            data_parallel_replicate_degree=replicas,
+            tensor_parallel_degree=tensor,
+            enable_sequence_parallel=row.tensor.endswith("sequence"),
+            expert_parallel_degree=row.expert,
+            spmd_backend=row.spmd,
         )
-        name = "bfloat16" if self.row.dtype == "bf16" else "float32"
+        name = "bfloat16" if row.dtype == "bf16" else "float32"
         self.training = TrainingConfig(mixed_precision_param=name, mixed_precision_reduce=name)
-        with mock.patch.object(parallel_dims, "device_type", "cpu"):
-            self.dims = ParallelDims.from_config(self.parallelism, dist.get_world_size())
-            self.dims.build_mesh()
-        utils._spmd_backend = self.parallelism.spmd_backend
+        utils.set_spmd_backend(row.spmd)
+        self.context = utils.get_spmd_context(parallel_dims=self.dims)
 
     def build(self) -> Any:
         name = f"torchtitan.experiments.graph_trainer.{self.row.model}"
@@ -55,25 +81,88 @@ class TitanRuns(Runs):
         config.update_from_config(
             config=SimpleNamespace(parallelism=self.parallelism, training=self.training)
         )
+        self.vocab = config.vocab_size
         model = config.build()
         torch.manual_seed(0)
         model.init_states()
-        if self.row.expert > 1:
+        if self.row.expert > 1 or self.row.spmd == "spmd_types":
             model.parallelize(self.dims)
         return model
 
     def eager(self) -> nn.Module:
-        model = self.build()
-        meshes: dict[str, Any] = {}
-        if self.row.expert > 1:
-            meshes = {"ep_degree": self.dims.ep, "edp_mesh": self.dims.get_mesh(["efsdp"])}
-        mesh = self.dims.get_mesh(["fsdp"])
-        apply_fsdp_to_decoder(model, mesh, self.dtype, self.dtype, pp_enabled=False, **meshes)
+        model, dims = self.build(), self.dims
+        if self.row.spmd == "spmd_types":
+            mesh, mesh_dims = full_dtensor.resolve_fsdp_mesh(dims)
+            experts, experts_dims = full_dtensor.resolve_sparse_fsdp_mesh(dims)
+        else:
+            mesh, experts, mesh_dims, experts_dims = dims.get_mesh(["fsdp"]), None, None, None
+            if self.row.expert > 1:
+                experts = dims.get_mesh(["efsdp"])
+        apply_fsdp_to_decoder(
+            model,
+            mesh,
+            self.dtype,
+            self.dtype,
+            pp_enabled=False,
+            ep_degree=dims.ep,
+            edp_mesh=experts,
+            dp_mesh_dims=mesh_dims,
+            edp_mesh_dims=experts_dims,
+        )
         return model
+
+    def run_eager(self, report: RowReport) -> nn.Module:
+        with spmd_collectives({"all_to_all": _all_to_all}):
+            return super().run_eager(report)
 
     def sharded(self) -> nn.Module:
         simple_fsdp._wrap_class_cache.clear()
+        if self.row.spmd == "spmd_types":
+            return self._sharded_on_spmd_types(self.build())
         return apply_simple_fsdp(self.build(), parallel_dims=self.dims, training=self.training)
+
+    def _sharded_on_spmd_types(self, model: Any) -> nn.Module:
+        """What :func:`apply_simple_fsdp` of torchtitan 0.3.0 refuses, in the way of the releases
+        after it: SimpleFSDP shards this rank's part of a parameter, computation gets a plain
+        tensor, and a gradient that tensor-parallel ranks have parts of (``R``, as norms under
+        sequence parallelism) is added up over them before it is reduced."""
+        tensor = self.dims.get_dense_tp_mesh().get_group() if self.dims.tp_enabled else None
+        axis = tensor and spmd_types.MeshAxis.of(tensor)
+        in_parts = {
+            (module, name)
+            for module in model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if axis and spmd_types.get_local_type(parameter)[axis] is spmd_types.R
+        }
+
+        as_parts = functools.partial(
+            spmd_types.convert, axis=tensor, src=spmd_types.I, dst=spmd_types.R
+        )
+
+        def register(module: nn.Module, names: list[str], unshard: Callable[..., Any]) -> None:
+            def read(module: nn.Module, name: str, part: bool) -> torch.Tensor:
+                full = unshard(module._parameters[name])
+                if part:
+                    full = as_parts(full, backward_options={"op_dtype": full.dtype})
+                return full
+
+            parts = {n: (module, n) in in_parts for n in names}
+            members = {
+                n: property(functools.partial(read, name=n, part=part)) for n, part in parts.items()
+            }
+            module.__class__ = type(f"SimpleFSDP{type(module).__name__}", (type(module),), members)
+
+        policy = simple_fsdp.MixedPrecisionPolicy(self.dtype, self.dtype)
+        replicas = ["dp_replicate"] if self.dims.dp_replicate_enabled else []
+        with mock.patch.object(simple_fsdp, "_register_parametrization", register):
+            if self.row.expert > 1:
+                mesh = self.dims.get_mesh([*replicas, "efsdp"])
+                for layer in model.layers.values():
+                    if getattr(layer, "moe", None) is not None:
+                        experts = layer.moe.routed_experts.inner_experts
+                        simple_fsdp.data_parallel(experts, mesh, self.row.mode, policy)
+            mesh = self.dims.get_mesh([*replicas, "dp_shard"])
+            return simple_fsdp.data_parallel(model, mesh, self.row.mode, policy)
 
     def compiled(self, model: nn.Module, compiler: BucketingBackend) -> Callable[..., Any]:
         torch._dynamo.config.capture_scalar_outputs = True  # tokens per expert
@@ -82,7 +171,39 @@ class TitanRuns(Runs):
     def passes(self, model: nn.Module, eager: nn.Module) -> list[GraphPass]:
         return recipe(model, reference=eager)
 
+    def batch(self, number: int) -> tuple[Any, ...]:
+        """Tokens and targets, the same on all tensor-parallel ranks."""
+        return text.batch(number, dist.get_rank() // self.dims.tp, size=BATCH, seq=SEQ)
+
     def loss(self, forward: Callable[..., torch.Tensor], number: int) -> torch.Tensor:
-        tokens, targets = text.batch(number, dist.get_rank(), size=BATCH, seq=SEQ)
-        loss = cross_entropy_loss(forward(tokens), targets)
-        return loss / (dist.get_world_size() * targets.numel())
+        tokens, targets = self.batch(number)
+        loss = self.sum_of_losses(forward(tokens), targets)
+        return loss / (dist.get_world_size() // self.dims.tp * targets.numel())
+
+    def sum_of_losses(self, pred: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Of this rank's tokens; tensor-parallel ranks have a part of the vocabulary each."""
+        return cross_entropy_loss(pred, targets, global_vocab_size=self.vocab)
+
+    def train(self, *args: Any, **options: Any) -> Trained:
+        with self.context():
+            return super().train(*args, **options)
+
+
+@contextlib.contextmanager
+def spmd_collectives(others: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let spmd_types call these in the place of torch.distributed's of the same names."""
+    spmd_types.set_dist(SimpleNamespace(**vars(dist) | others))
+    try:
+        yield
+    finally:
+        spmd_types.set_dist(None)
+
+
+def _all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any) -> None:
+    """Of parts of any number of rows, which gloo exchanges as one tensor alone; so does
+    torchtitan, compiled."""
+    received, sent = torch.cat(outputs), torch.cat(inputs)
+    rows = [[len(part) for part in parts] for parts in (outputs, inputs)]
+    dist.all_to_all_single(received, sent, *rows, group=group)
+    for output, part in zip(outputs, received.split(rows[0]), strict=True):
+        output.copy_(part)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 import torch.nn as nn
-from torchtitan.components.loss import cross_entropy_loss
+from torch.distributed._functional_collectives import (
+    _remap_traceable_collective,
+    traceable_collective_remaps,
+)
 from torchtitan.experiments.graph_trainer.common_utils import (
     accumulate_param_grads_,
     annotate_module_fqns,
@@ -31,12 +35,11 @@ from benchmarks.parity_ranks import (
     collectives_of,
     in_graph_order,
 )
-from benchmarks.parity_titan import BATCH, SEQ, TitanRuns
+from benchmarks.parity_titan import TitanRuns, spmd_collectives
 from torch_ext_bucketing._torch.aot import in_backward
 from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
-from torch_ext_bucketing.testing import text
 
 __all__ = ["TrainerRuns"]
 
@@ -79,8 +82,12 @@ class TrainerRuns(TitanRuns):
         self, model: nn.Module, passes: Sequence[GraphPass], compilation: Compilation
     ) -> tuple[Any, fx.GraphModule]:
         """The trainer's trace after its passes, ours among them, and its graph before."""
-        step = make_fwd_bwd_step(model, _loss)
-        traced = minimal_fx_tracer(step, module=model)(*self.batch(0), {})
+        step = make_fwd_bwd_step(model, self.traced_loss)
+        functional: dict[str, Callable[..., Any]] = {
+            f.__name__: partial(_functional, f) for f in traceable_collective_remaps
+        }
+        with self.context(), spmd_collectives(functional):
+            traced = minimal_fx_tracer(step, module=model)(*self.inputs(0), {})
         graph = copy.deepcopy(traced.gm)
         config: Any = model.config
         settings = SimpleNamespace(
@@ -106,23 +113,33 @@ class TrainerRuns(TitanRuns):
             for node, (level, kind, nbytes) in zip(nodes, found, strict=True)
         ]
 
-    def batch(self, number: int) -> tuple[Any, ...]:
-        tokens, targets = text.batch(number, dist.get_rank(), size=BATCH, seq=SEQ)
-        return tokens, targets, torch.tensor(float(dist.get_world_size() * targets.numel()))
+    def inputs(self, number: int) -> tuple[torch.Tensor, ...]:
+        """The batch of that number and the number of its tokens on all ranks."""
+        tokens, targets = self.batch(number)
+        ranks = dist.get_world_size() // self.dims.tp
+        return tokens, targets, torch.tensor(float(ranks * targets.numel()))
+
+    def traced_loss(
+        self, pred: torch.Tensor, labels: torch.Tensor, global_valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """The loss, as the trainer calls it."""
+        return self.sum_of_losses(pred, labels) / global_valid_tokens
 
     def traced_step(self, model: nn.Module, traced: Any) -> Step:
         run = run_traced(traced, module=model)
         parameters = [p for p in model.parameters() if p.requires_grad]
 
         def step(number: int) -> torch.Tensor:
-            loss, *grads = run(*self.batch(number), {})
+            loss, *grads = run(*self.inputs(number), {})
             accumulate_param_grads_(parameters, grads)
             return loss
 
         return step
 
 
-def _loss(
-    pred: torch.Tensor, labels: torch.Tensor, global_valid_tokens: torch.Tensor
-) -> torch.Tensor:
-    return cross_entropy_loss(pred, labels) / global_valid_tokens
+def _functional(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As Dynamo traces one of torch.distributed's own collectives, which change their argument."""
+    remapped = _remap_traceable_collective(collective, args, kwargs)
+    assert remapped is not None
+    function, _, bound = remapped
+    return function(**bound)

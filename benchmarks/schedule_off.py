@@ -21,11 +21,12 @@ from torch_ext_bucketing.graph.size_hints import GivenHints, SizeHints
 from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
 from torch_ext_bucketing.scheduling.merged_model import merged_model
-from torch_ext_bucketing.scheduling.model import model_of
+from torch_ext_bucketing.scheduling.model import Model, model_of
 from torch_ext_bucketing.scheduling.policy import Policy
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
 from torch_ext_bucketing.scheduling.timeline import Timeline
 
+from .bounds import lower_bound
 from .machines import FLAT
 
 __all__ = ["off_by", "steps_off"]
@@ -68,8 +69,10 @@ def steps_off(
     reference_bytes: int,
     options: dict[str, Any],
     sigma: float = SIGMA,
-) -> tuple[float, list[float]]:
-    """Milliseconds of the step, planned with the true times, and with each draw of others.
+    machine: Machine = FLAT,
+) -> tuple[float, float, list[float]]:
+    """Milliseconds of the step, planned with the true times, what no order of the same buckets can
+    beat, and the steps planned with each draw of other times.
 
     Args:
         analysis: of the graph, which is only read.
@@ -78,22 +81,24 @@ def steps_off(
         reference_bytes: as of :func:`.schedule`.
         options: further ones of :func:`.choose_caps`.
         sigma: as of :func:`off_by`.
+        machine: the one with the true times.
     """
     hints = analysis.hints
-    true = Costs(FLAT, hints)
+    true = Costs(machine, hints)
     unmerged = model_of(analysis, true)
 
-    def step_ms(machine: Machine) -> float:
+    def planned(by: Machine) -> tuple[float, Model]:
         plan, _ = choose_caps(
-            analysis, policies, machine=machine, reference_bytes=reference_bytes, **options
+            analysis, policies, machine=by, reference_bytes=reference_bytes, **options
         )
-        costs = Costs(machine, hints)
+        costs = Costs(by, hints)
         believed = merged_model(model_of(analysis, costs), plan.buckets, costs)
         real = merged_model(unmerged, plan.buckets, true)
         if believed is None or real is None:
             raise RuntimeError("the buckets stand on both sides of a side effect")
         _, order = schedule_model(believed, policies, reference_bytes)
-        return Timeline.of(real, order).step_ms
+        return Timeline.of(real, order).step_ms, real
 
-    off = (off_by(FLAT, seed, sigma, hints) for seed in range(draws))
-    return step_ms(FLAT), [step_ms(machine) for machine in off]
+    step, merged = planned(machine)
+    off = (off_by(machine, seed, sigma, hints) for seed in range(draws))
+    return step, lower_bound(merged), [planned(by)[0] for by in off]

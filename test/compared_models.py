@@ -10,6 +10,8 @@ import torch.nn as nn
 from sharded_models import shard_by_parametrization
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, graph_of
 
 DIM = 32
 
@@ -132,6 +134,21 @@ def graph_order(model: nn.Module) -> Any:
 
 def rank_order(model: nn.Module) -> Any:
     return teb.recipe(model, reduce="all_to_all")
+
+
+class Sums(GraphPass):
+    """Averages no gradient."""
+
+    stage = "forward_backward"
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        for node in graph_of(graph).nodes:
+            if kind_of(node) == "reduce_scatter":
+                node.update_arg(1, "sum")
+
+
+def without_average(model: nn.Module) -> Any:
+    return [*teb.recipe(model), Sums()]
 
 
 def all_but_last(model: Model, mesh: Any) -> None:

@@ -336,6 +336,37 @@ def test_additions_that_a_graph_break_takes_apart_are_named(readers, breaks, nam
     assert differing(eager, ours) == ["first.weight"] * bool(named)
 
 
+class Unread(nn.Module):
+    """The second half is called with what it does not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.unread = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.units = nn.ModuleList(Reads() for _ in range(2))
+
+    def forward(self, x):
+        y, z = self.read(x), self.unread(x)
+        for unit in self.units:
+            y = unit(y, unread=[z])
+        return y.float().square().mean()
+
+
+class Reads(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x, unread):
+        return super().forward(x)
+
+
+def test_what_a_unit_does_not_read_gets_zeros():
+    x, units = inputs(3, 4), ["units.0", "units.1", ""]
+    eager, ours, plain, _ = both(Unread(), units, x, fullgraph=True)
+    assert not differing(eager, ours)
+    assert differing(eager, plain) == ["unread.weight", "unread.bias"]
+    assert not eager["unread.weight"].any()
+
+
 def hooks(model):
     return [name for name, module in model.named_modules() if module._forward_pre_hooks]
 

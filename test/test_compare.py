@@ -41,7 +41,8 @@ ORDERS: dict[str, Case] = {
     "payload order": {"build": models.sound, "passes": models.graph_order},
 }
 MORE: dict[str, Case] = {
-    "unknown": {"build": models.sound, "passes": models.rank_order},
+    "unknown": {"build": models.sound, "passes": models.without_average},
+    "rank order": {"build": models.sound, "passes": models.rank_order},
     "hybrid order": {
         "build": models.sound,
         "shard": models.replicas_first,

@@ -16,6 +16,7 @@ import importlib
 import importlib.metadata
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,7 +42,8 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder  # noqa: E402
-from torchtitan.experiments.graph_trainer import simple_fsdp  # noqa: E402
+from torchtitan.experiments.graph_trainer import registry, simple_fsdp  # noqa: E402
+from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes  # noqa: E402
 
 from benchmarks import parity  # noqa: E402
 from torch_ext_bucketing import hooks  # noqa: E402
@@ -55,6 +57,7 @@ from torch_ext_bucketing.passes.whole_step import whole_step_pass  # noqa: E402
 from torch_ext_bucketing.recipes import recipe  # noqa: E402
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward  # noqa: E402
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks  # noqa: E402
+from torch_ext_bucketing.trainers import torchtitan  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -275,6 +278,25 @@ def test_the_passes_stand_in_the_graph_trainers_list(fake_world):
     )
     after = {kind: sum(kind_of(n) == kind for n in gm.graph.nodes) for kind in KINDS}
     assert after["reduce_scatter"] == len(eager.units)
+    _check_pipeline(model, traced, settings, names[place])
+
+
+def _check_pipeline(model, traced, settings, replaced):
+    """What a config names is torchtitan's list with this one pass in the place of its bucketing."""
+
+    def names_of(listed):
+        return [getattr(p, "func", p).__name__ for p in listed]
+
+    trainer = Mock(config=settings, model_parts=[model])
+    with pytest.raises(ValueError, match="before the trainer is built"):
+        torchtitan.graph_passes(traced, settings)
+    registry.POST_INIT_HOOKS["torch_ext_bucketing"](trainer)
+    ours = names_of(registry.PASS_PIPELINE_REGISTRY["torch_ext_bucketing"](traced, settings))
+    theirs = names_of(construct_default_graph_passes(traced, settings))
+    assert ours == ["torch_ext_bucketing_pass" if n == replaced else n for n in theirs]
+    settings.compile.precompile_artifact_dir = "there"
+    with pytest.raises(ValueError, match="precompile_artifact_dir"):
+        torchtitan.graph_passes(traced, settings)
 
 
 # --- imported first ------------------------------------------------------------------

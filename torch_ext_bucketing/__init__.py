@@ -7,6 +7,7 @@ What most programs need is here; a module of its own has each of the rest:
 
 - ``passes.base``: the facts by which a ``GraphPass`` of your own says where it may stand;
 - ``passes.whole_step.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
+- ``trainers.torchtitan``: the passes in torchtitan's graph trainer;
 - ``passes.diagnostics`` and ``rewrites.resharding``: the other warnings of a compile;
 - ``fsdp.simple_fsdp.ReduceOnce``: several backwards, one reduction;
 - ``scheduling.machine.Level``, ``H100``: networks and machines for the cost model;

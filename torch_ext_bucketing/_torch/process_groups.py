@@ -6,9 +6,19 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.compiler.config
 import torch.distributed as dist
+import torch.distributed.config
 
 from .private import private_torch
+
+
+def compiles_for_all_ranks() -> bool:
+    """Whether what this rank compiles is to run on others, too: torch's ``compile_on_one_rank``."""
+    # Of torch.distributed alone before 2.14.
+    found = getattr(torch.compiler.config, "compile_on_one_rank", None)
+    return bool(torch.distributed.config.compile_on_one_rank if found is None else found)
 
 
 def group_size_of(group: str) -> int:

@@ -10,6 +10,12 @@ payload: the elements of all members, ``n`` ranks::
         b -> flat /           /             (wait)              \\ part -> clone -> view [n * b0, .]
           empty [n * p] -> slice
 
+    the same where all ranks run what one compiles: no rank's place is a constant
+
+        a -> flat \\                                     / part -> clone -> view [n * a0, .]
+                   cat [p] -> cast -> AG [n * p] -> view [n, p]
+        b -> flat /                   (wait)            \\ part -> clone -> view [n * b0, .]
+
     all_gather of several dtypes: in between all are bytes, and what is cast is cast before
 
         a -> cast -> flat -> as uint8 \\ ...          ... / part -> clone -> as bfloat16 -> view
@@ -45,7 +51,7 @@ import torch
 import torch.fx as fx
 
 from .._torch.fake import fake_mode_of, fake_tensor
-from .._torch.process_groups import group_by_name
+from .._torch.process_groups import compiles_for_all_ranks, group_by_name
 from .._torch.provenance import merged_metadata
 from ..graph.collectives import group_name, group_size, kind_of
 
@@ -131,7 +137,6 @@ def _all_gather(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
     ranks, group = group_size(first), first.args[2]
     mixed = are_mixed(payload)
     dtype = torch.uint8 if mixed else first.meta["val"].dtype
-    rank = group_by_name(group_name(first)).rank()
     values = packed_values(payload)
     sizes = [w.numel(value) for value in values]
     flat = [w.reshape(value, [size]) for value, size in zip(values, sizes, strict=True)]
@@ -139,29 +144,30 @@ def _all_gather(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
         flat = [w.call(_aten.view.dtype, value, dtype) for value in flat]
         sizes = [w.numel(value) for value in flat]
     total = w.add(sizes)
-    out = w.new(
-        _aten.empty.memory_format,
-        [[w.times(total, ranks)]],
-        {"dtype": dtype, "device": first.meta["val"].device, "pin_memory": False},
-        dtype,
-        [w.times(total, ranks)],
-    )
-    mine = w.view(
-        _aten.slice.Tensor,
-        [out, 0, w.times(total, rank), w.times(total, rank + 1)],
-        [total],
-        offset=w.times(total, rank),
-    )
-    packed = w.new(_aten.cat.default, [flat], {}, _common_dtype(flat), [total])
-    filled = w.view(_aten.copy_.default, [mine, packed], [total], offset=w.times(total, rank))
-    start = w.new(
-        _c10d.all_gather_into_tensor_out.default,
-        [filled, ranks, group],
-        {"out": out},
-        dtype,
-        [w.times(total, ranks)],
-    )
-    wait = w.wait(start, [w.times(total, ranks)])
+    whole_size = w.times(total, ranks)
+    if compiles_for_all_ranks():
+        packed = w.new(_aten.cat.default, [flat], {}, _common_dtype(flat), [total])
+        if _common_dtype(flat) != dtype:
+            cast = [packed, dtype]
+            packed = w.new(_prims.convert_element_type.default, cast, {}, dtype, [total])
+        gather, kwargs = _c10d.all_gather_into_tensor.default, {}
+    else:
+        rank = group_by_name(group_name(first)).rank()
+        out = w.new(
+            _aten.empty.memory_format,
+            [[whole_size]],
+            {"dtype": dtype, "device": first.meta["val"].device, "pin_memory": False},
+            dtype,
+            [whole_size],
+        )
+        at = w.times(total, rank)
+        place = [out, 0, at, w.times(total, rank + 1)]
+        mine = w.view(_aten.slice.Tensor, place, [total], offset=at)
+        packed = w.new(_aten.cat.default, [flat], {}, _common_dtype(flat), [total])
+        packed = w.view(_aten.copy_.default, [mine, packed], [total], offset=at)
+        gather, kwargs = _c10d.all_gather_into_tensor_out.default, {"out": out}
+    start = w.new(gather, [packed, ranks, group], kwargs, dtype, [whole_size])
+    wait = w.wait(start, [whole_size])
     by_rank = w.view(_aten.view.default, [wait, [ranks, total]], [ranks, total])
     parts = w.split(by_rank, sizes, dim=1)
     results = []

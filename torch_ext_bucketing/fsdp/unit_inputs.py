@@ -11,6 +11,11 @@ uses. So the gradients of an activation that several units read are added unit b
 
 A view to the same shape is such a node, too, in eager mode and in a trace, where it costs nothing.
 It is made by a hook before ``forward``, which Dynamo traces along with it.
+
+Eager FSDP2 has one node for all inputs of a call. When one of them gets a gradient, those that the
+unit does not read get zeros (not None, with which an optimizer would leave alone what made them).
+So a second node joins the views of several inputs. Dynamo can't look into its operator, and takes
+it into the graph as it is.
 """
 
 from __future__ import annotations
@@ -30,6 +35,23 @@ from .tree import unwrapped
 from .units import find_units
 
 _KEY = "unit_input"
+
+
+class _Join(torch.autograd.Function):
+    """Hands on its inputs; in backward all have a gradient, or none."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients  # autograd has made zeros of those that are missing
+
+
+_library = torch.library.Library("torch_ext_bucketing", "FRAGMENT")
+_library.define("unit_inputs(Tensor[] inputs) -> Tensor[]")
+_library.impl("unit_inputs", lambda inputs: list(_Join.apply(*inputs)), "CompositeImplicitAutograd")
 
 
 def modules_with_nodes(
@@ -72,6 +94,8 @@ def _hook(
     # and what is made last has its gradient first.
     with annotate({_KEY: True}):
         made = [tensor.view_as(tensor) for tensor in reversed(_tensors((args, kwargs)))]
+        if len(made) > 1:
+            made = list(torch.ops.torch_ext_bucketing.unit_inputs.default(made))
     return _replace(args, made), _replace(kwargs, made)
 
 

@@ -40,8 +40,7 @@ class AddByUnit(GraphPass):
     with autograd nodes of their own (:mod:`.fsdp.unit_inputs`): make the backend before the model
     is traced. The hooks stay, and change no value but by the order of these sums.
 
-    What a unit is called with and does not read gets no gradient from it, where eager FSDP2 gives
-    zeros. What several graphs read is added graph by graph: where the order of the additions is
+    What several graphs read is added graph by graph: where the order of the additions is
     then another, as of a unit with a graph break between two reads, there is a warning
     (:class:`AddedByGraphWarning`)::
 

@@ -237,8 +237,9 @@ class _Search:
             with paused_gc():  # for one model at a time: a copy of the graph holds cycles
                 model = self._merged(plan)
                 found: ScheduleReport | None
+                # All orders: by few of them, plans are ranked by how these few do under the bounds.
                 found, _ = schedule_model(
-                    model, self._policies, self._reference, quick=True, at_most_ms=best_ms
+                    model, self._policies, self._reference, at_most_ms=best_ms, priced=False
                 )
             slower = found.step_ms[1] > best_ms
             self._known[members] = None if slower else found

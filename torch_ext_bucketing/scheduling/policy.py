@@ -84,7 +84,7 @@ class Policy:
 
         Args:
             case: the graph.
-            quick: few of them, for a search that schedules many graphs.
+            quick: few of them, for a choice of units that schedules many graphs.
         """
         return ()
 

@@ -152,6 +152,7 @@ def schedule_model(
     reference_bytes: int | None,
     quick: bool = False,
     at_most_ms: float = math.inf,
+    priced: bool = True,
 ) -> tuple[ScheduleReport, Sequence[int]]:
     """The report and the order of a model, as places of its nodes; no graph is touched.
 
@@ -161,6 +162,7 @@ def schedule_model(
         reference_bytes: as of :func:`schedule`.
         quick: few orders are tried.
         at_most_ms: orders that take longer are given up.
+        priced: what the bounds cost is found out, unless ``quick``.
     """
     policies = policies_of(policy)
     clock = time.perf_counter()
@@ -237,7 +239,7 @@ def schedule_model(
         misses=best.misses,
         chosen=best.name,
         alternatives=tuple((t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
-        bounds_cost_ms=0.0 if quick or not wanted else _cost(model, best, passes),
+        bounds_cost_ms=_cost(model, best, passes) if wanted and priced and not quick else 0.0,
         notes=tuple(note for p in policies for note in p.notes(case)),
         warnings=(*model.hints.problems, *(b.warning for b in bounds if b.warning)),
         order=tuple(model.dependencies.nodes[i].name for i in reached.order),

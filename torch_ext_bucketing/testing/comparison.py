@@ -93,6 +93,7 @@ CauseName = Literal[
     "no collective",
     "uses",
     "hybrid order",
+    "rank order",
     "units",
     "payload order",
     "unknown",

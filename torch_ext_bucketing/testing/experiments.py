@@ -26,7 +26,7 @@ from ..fqns import canonical_fqn, format_names
 from ..fsdp.order import FSDPParamOrder
 from ..graph.collectives import KINDS
 from ..passes.backends import BucketingBackend, backend
-from ..passes.base import Buckets, GraphPass, Order
+from ..passes.base import Buckets, GraphPass, Order, RankOrder
 from ..passes.bucketing import BucketUnits
 from ..reports.rewrites import CombineReport, RewriteReport, ScatterReport
 from ..rewrites.combine_uses import CombineUses
@@ -345,6 +345,14 @@ def _rewritten(
         yield Cause(name, names, f"{found}. {new} left alone {why}", "see its reasons")
 
 
+def _rank_order(search: _Search) -> Iterator[Cause]:
+    passes = search.passes
+    if any(_gives(p, RankOrder) for p in passes(search.model)):
+        search.trial.say("all ranks: reductions over rings")
+        if names := search.take(lambda m: [p for p in passes(m) if not _gives(p, RankOrder)]):
+            yield Cause("rank order", names, *_WORDS["rank order"])
+
+
 def _payloads(search: _Search) -> Iterator[Cause]:
     order, differences, same_units = _layout(search)
     if not differences:
@@ -407,7 +415,13 @@ _ON_ONE_RANK: dict[CauseName, _Experiment] = {
     "Inductor": _inductor,
     "activations": _activations,
 }
-_ON_ALL_RANKS: Sequence[_Experiment] = (_no_collective, _uses, _hybrid_order, _payloads)
+_ON_ALL_RANKS: Sequence[_Experiment] = (
+    _no_collective,
+    _uses,
+    _hybrid_order,
+    _rank_order,
+    _payloads,
+)
 
 _WORDS: dict[CauseName, tuple[str, str]] = {
     "nondeterminism": (
@@ -449,6 +463,11 @@ _WORDS: dict[CauseName, tuple[str, str]] = {
         "gradients are reduced over the replicas before the shards; eager FSDP2 starts with the "
         "shards",
         "add ReduceScatterFirst() to the passes, as recipe() has it",
+    ),
+    "rank order": (
+        "gradients are added by all-to-alls in the order of the ranks, by eager FSDP2 over rings",
+        "compare without ReduceByAllToAll; to train eager FSDP2 on the same bits, give "
+        "AllToAllReduceScatter() to set_custom_reduce_scatter() of each of its modules",
     ),
     "units": (
         "reductions carry other parameters together than eager FSDP2's",

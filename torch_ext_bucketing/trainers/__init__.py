@@ -1,0 +1,1 @@
+"""This package in trainers of others, one module each; each imports its trainer."""
