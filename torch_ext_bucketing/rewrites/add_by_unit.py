@@ -40,8 +40,8 @@ class AddByUnit(GraphPass):
     with autograd nodes of their own (:mod:`.fsdp.unit_inputs`): make the backend before the model
     is traced. The hooks stay, and change no value but by the order of these sums.
 
-    What several graphs read is added graph by graph: where the order of the additions is
-    then another, as of a unit with a graph break between two reads, there is a warning
+    What several graphs read is added graph by graph: where the order of the additions is then
+    another, as of a unit with a graph break between two reads, there is a warning
     (:class:`AddedByGraphWarning`)::
 
         x is read by units a and b in one graph, by c in a later one, and made before both
