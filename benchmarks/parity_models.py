@@ -8,6 +8,7 @@ autograd runs them and when AOTAutograd's graph is replayed. A new one is an ent
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -304,6 +305,7 @@ MODELS: dict[str, Model] = {
     "branch": Model(_of(Branch, 32), batch=short_or_not, parallelism=()),
     "float8": Model(_float8, parallelism=(), needs=("torchao",), own_weights=True),
     "tensor": Model(_of(TensorDecoder, 32), parallelism=()),
+    "tensor_shared": Model(_of(partial(TensorDecoder, shares=True), 32), parallelism=()),
 }
 """By name. Those with a ``parallelism`` are in the matrix."""
 

@@ -181,6 +181,7 @@ def matrix(
 
 _TITAN: dict[str, Any] = {"client": "torchtitan"}
 _TENSOR: dict[str, Any] = {**_TITAN, "model": "tensor", "layout": False}
+_TENSOR_SHARED = {**_TENSOR, "model": "tensor_shared"}
 _OWN: dict[str, Any] = {"layers": 0, "chunk_bytes": 4096, "layout": False}
 _MODEL: dict[str, Any] = {**_OWN, "client": "torchtitan's model"}
 _TRAINER: dict[str, Any] = {**_OWN, "client": "torchtitan's trainer", "layers": 2}
@@ -220,6 +221,8 @@ ROWS: tuple[Row, ...] = (
     Row("torchtitan/hybrid_shard_2x2", mesh=(2, 2), mode="hybrid_shard", **_TITAN),
     Row("torchtitan/fsdp4_tp2", nodes=4, mesh=(4, 2), tensor="module", **_TENSOR),
     Row("torchtitan/fsdp4_tp2_sp", nodes=4, mesh=(4, 2), tensor="module+sequence", **_TENSOR),
+    Row("torchtitan/shared_activation", "translator", **_TITAN),
+    Row("torchtitan/shared_activation_tp2", mesh=(2, 2), tensor="module", **_TENSOR_SHARED),
     Row("torchtitan/blocks", regional=True, layout=False, **_TITAN),
     Row("blocks", regional=True, layout=False),
     Row("checkpoint/every_block", checkpoint="full"),
@@ -231,6 +234,8 @@ ROWS: tuple[Row, ...] = (
     # The reduction is a graph of its own.
     Row("accumulate/reduce_last", microbatches=3, sync="last", graphs=2, layout=False),
     Row("frozen_parameter", "frozen"),
+    # An activation that several units read; the matrix has more.
+    Row("shared_activation/inductor", "translator", backend="inductor"),
     # Eager FSDP2 has no place for a parameter without a gradient.
     Row("unused_parameter", "unused", layout=False),
     Row("branch", "branch", graphs=2, layout=False),

@@ -109,7 +109,7 @@ class TensorAttention(nn.Module):
 
 
 class TensorBlock(nn.Module):
-    """Pre-norm transformer block."""
+    """Pre-norm transformer block, that reads further activations as well."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -118,16 +118,27 @@ class TensorBlock(nn.Module):
         self.ffn_norm = RMSNorm(dim, 1e-5)
         self.feed_forward = FeedForward(dim, dim * 2)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *read: torch.Tensor
+    ) -> torch.Tensor:
+        for other in read:
+            x = x + other * torch.sigmoid(other)
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class TensorDecoder(ParityModel):
-    """A decoder for ``parallelize_module``: every parameter in a module without children."""
+    """A decoder for ``parallelize_module``: every parameter in a module without children.
 
-    def __init__(self, layers: int, dim: int) -> None:
+    Args:
+        layers: blocks.
+        dim: width.
+        shares: whether every block reads what the first one reads.
+    """
+
+    def __init__(self, layers: int, dim: int, *, shares: bool = False) -> None:
         super().__init__()
+        self.shares = shares
         self.embed = nn.Embedding(VOCAB, dim)
         self.layers = nn.ModuleList(TensorBlock(dim) for _ in range(layers))
         self.norm = RMSNorm(dim, 1e-5)
@@ -138,8 +149,9 @@ class TensorDecoder(ParityModel):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
+        read = (x,) if self.shares else ()
         for layer in self.layers:
-            x = layer(x, self.rope_cos, self.rope_sin)
+            x = layer(x, self.rope_cos, self.rope_sin, *read)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

@@ -274,6 +274,68 @@ def test_the_graph_has_no_views_of_inputs_left(translated):
     assert added.as_dict()["rewrite"] == "added by unit"
 
 
+class Reader(nn.Module):
+    """Reads an activation so often before a graph break, and so often behind it."""
+
+    def __init__(self, before: int, behind: int = 0):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.before, self.behind = before, behind
+
+    def forward(self, y, shared):
+        y = self.linear(y)
+        for _ in range(self.before):
+            y = torch.tanh(y + shared) * 3
+        if self.behind:
+            torch._dynamo.graph_break()
+        for _ in range(self.behind):
+            y = torch.tanh(y + shared) * 3
+        return y
+
+
+class Broken(nn.Module):
+    """Units that read what the first linear makes, with graph breaks in front of some of them."""
+
+    def __init__(self, readers, breaks=()):
+        super().__init__()
+        self.first, self.second = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.units = nn.ModuleList(Reader(*reader) for reader in readers)
+        self.breaks = breaks
+
+    def forward(self, x):
+        shared, y = self.first(x), self.second(x)
+        if 0 in self.breaks:  # no loop, in which Dynamo would give up on the whole forward
+            torch._dynamo.graph_break()
+        y = self.units[0](y, shared)
+        if 1 in self.breaks:
+            torch._dynamo.graph_break()
+        y = self.units[1](y, shared)
+        if 2 in self.breaks:
+            torch._dynamo.graph_break()
+        return self.units[2](y, shared).float().square().mean()
+
+
+@pytest.mark.parametrize(
+    ("readers", "breaks", "named"),
+    [
+        ([(2,), (2, 1), (2,)], (), "'shared', an input of unit 'units.1',"),
+        ([(2,), (1, 2), (2,)], (), ""),
+        ([(2,), (2,), (2,)], (2,), ""),
+        ([(2,), (2,), (2,)], (0, 1), ""),
+        ([(2,), (2,), (2,)], (0, 2), "'shared', an input of unit 'units.0', 'units.1', 'units.2',"),
+    ],
+)
+def test_additions_that_a_graph_break_takes_apart_are_named(readers, breaks, named):
+    """Others are eager FSDP2's: on one rank, where nothing else can differ."""
+    torch.manual_seed(0)
+    model = Broken(readers, breaks)
+    eager, ours, _, reports = both(model, [*(f"units.{i}" for i in range(3)), ""], inputs(64, 4))
+    said = [text for r in reports for text in r.warnings if "graph by graph" in text]
+    assert len(said) == bool(named)
+    assert all(named in text for text in said)
+    assert differing(eager, ours) == ["first.weight"] * bool(named)
+
+
 class Unread(nn.Module):
     """The second half is called with what it does not read."""
 

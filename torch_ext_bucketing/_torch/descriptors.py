@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.fx as fx
+import torch.utils._pytree as pytree
+
 from .private import private_torch
 
 with private_torch():
@@ -36,7 +39,29 @@ def plain_index(desc: Any) -> int | None:
     return desc.idx if isinstance(desc, PlainAOTInput) else None
 
 
-def grad_of(desc: Any) -> Any | None:
+def gradient_outputs(output: fx.Node) -> list[tuple[fx.Node, Any]]:
+    """The values of a graph's output that are gradients, each with the descriptor of its input;
+    none where the graph has no descriptors.
+
+    Raises:
+        ValueError: the descriptors don't match the flattened values in number.
+    """
+    # The output may nest tuples while its descriptors are flat: zipping them unflattened would
+    # give parameters each other's gradients.
+    values, descs = pytree.tree_leaves(output.args[0]), output.meta.get("desc")
+    if descs is None:
+        return []
+    descs = pytree.tree_leaves(descs)
+    if len(descs) != len(values):
+        raise ValueError(
+            f"{output.name}: {len(descs)} output descriptors for {len(values)} flattened values; "
+            "this graph's gradients can't be told apart"
+        )
+    found = [(v, _grad_of(desc)) for v, desc in zip(values, descs, strict=True)]
+    return [(v, of) for v, of in found if of is not None and isinstance(v, fx.Node)]
+
+
+def _grad_of(desc: Any) -> Any | None:
     """The input whose gradient an output is, or None."""
     while isinstance(desc, SubclassGetAttrAOTOutput):
         desc = desc.base

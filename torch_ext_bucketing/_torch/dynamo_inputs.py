@@ -102,6 +102,19 @@ def input_fqns(
     return fqns
 
 
+def activation_inputs(gm: fx.GraphModule) -> dict[int, tuple[str, weakref.ref[torch.Tensor]]]:
+    """The inputs of the graph module that Dynamo hands to a backend that code before it computed,
+    and that need a gradient: by position the name in the code that is compiled, and the tensor."""
+    found = {}
+    for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
+        tensor = _grapharg_example(placeholder)
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
+            name = _name(placeholder.meta["grapharg"].source)
+            local = re.fullmatch(r"L\['(\w+)'\]", name)
+            found[index] = (local[1] if local else name, weakref.ref(tensor))
+    return found
+
+
 def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
     """The same for the joint graph that is being compiled now, for config hooks, which see neither
     Dynamo's graph nor its inputs.

@@ -304,10 +304,8 @@ def _gradient_outputs(
     output: fx.Node, names: _InputNames, grad_fqns: Sequence[str | None] | None
 ) -> list[tuple[fx.Node, str]]:
     """The outputs that are gradients of known parameters."""
-    # The output may nest tuples while its descriptors are flat: zipping them unflattened would
-    # give parameters each other's gradients.
-    values = pytree.tree_leaves(output.args[0])
     if grad_fqns is not None:
+        values = pytree.tree_leaves(output.args[0])
         if len(grad_fqns) != len(values):
             raise ValueError(
                 f"grad_fqns has {len(grad_fqns)} names, but the graph's flattened output has "
@@ -318,22 +316,8 @@ def _gradient_outputs(
             for v, f in zip(values, grad_fqns, strict=True)
             if isinstance(v, fx.Node) and f is not None
         ]
-    descs = output.meta.get("desc")
-    if descs is None:
-        return []
-    descs = pytree.tree_leaves(descs)
-    if len(descs) != len(values):
-        raise ValueError(
-            f"{output.name}: {len(descs)} output descriptors for {len(values)} flattened values; "
-            "this graph's gradients can't be told apart"
-        )
-    grads = []
-    for value, desc in zip(values, descs, strict=True):
-        grad_of = _descriptors.grad_of(desc)
-        fqn = None if grad_of is None else names.of_descriptor(grad_of)
-        if fqn is not None and isinstance(value, fx.Node):
-            grads.append((value, fqn))
-    return grads
+    found = [(v, names.of_descriptor(of)) for v, of in _descriptors.gradient_outputs(output)]
+    return [(v, fqn) for v, fqn in found if fqn is not None]
 
 
 # The module that ``torch.nn.utils.parametrize`` puts in charge of one parameter.

@@ -133,6 +133,7 @@ class BucketingBackend:
         """Compile ``gm``, as Dynamo asks for it."""
         compilation = self.passes.compilation(
             input_fqns=_dynamo_inputs.input_fqns(gm, example_inputs, self.model),
+            activations=_dynamo_inputs.activation_inputs(gm),
             frame=_dynamo_inputs.frame_number(),
             size_hints=self.size_hints,
         )

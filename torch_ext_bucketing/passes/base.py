@@ -11,8 +11,9 @@ import contextlib
 import inspect
 import itertools
 import warnings
+import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -161,8 +162,10 @@ class Compilation:
     """One compile.
 
     Args:
-        input_fqns: FQN of each graph input that is a parameter, by position. Like the next three
+        input_fqns: FQN of each graph input that is a parameter, by position. Like the next four
             it is known before the first pass runs.
+        activations: of the inputs that code before this one computed, by position: the name in the
+            code that is compiled, and the tensor.
         frame: number of the code that is compiled, the same when it is compiled again.
         size_hints: as given to :func:`.backend`.
         ahead: what the passes after the partitioner will give, in the order in which they run.
@@ -173,6 +176,7 @@ class Compilation:
     """
 
     input_fqns: FqnOf | None = None
+    activations: Mapping[int, tuple[str, weakref.ref[torch.Tensor]]] = field(default_factory=dict)
     frame: int | None = None
     size_hints: GivenHints = None
     ahead: tuple[Fact, ...] = ()

@@ -7,17 +7,26 @@ here but views that are of no use any more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
 
+import torch
 import torch.fx as fx
 import torch.nn as nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._torch import descriptors
 from .._torch.dynamo_inputs import module_path
+from ..fqns import format_names
 from ..fsdp.unit_inputs import give_nodes, is_unit_input, modules_with_nodes
 from ..fsdp.units import UnitSpec
 from ..graph.moves import keeps_values
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from ..reports.rewrites import AddedByUnit, AddReport
+
+
+class AddedByGraphWarning(UserWarning):
+    """Gradients of one activation are added graph by graph, in another order than eager's."""
 
 
 class AddByUnit(GraphPass):
@@ -31,8 +40,13 @@ class AddByUnit(GraphPass):
     with autograd nodes of their own (:mod:`.fsdp.unit_inputs`): make the backend before the model
     is traced. The hooks stay, and change no value but by the order of these sums.
 
-    What is read in several graphs is added graph by graph, so a unit with a graph break
-    inside has other bits (``BucketUnits`` warns where its parameters are in several graphs).
+    What several graphs read is added graph by graph: where the order of the additions is then
+    another, as of a unit with a graph break between two reads, there is a warning
+    (:class:`AddedByGraphWarning`)::
+
+        x is read by units a and b in one graph, by c in a later one, and made before both
+        eager FSDP2       (c + b) + a
+        two graphs        c + (b + a)
 
     Args:
         model: whose units they are. It is not kept alive.
@@ -50,6 +64,8 @@ class AddByUnit(GraphPass):
         self.units = UnitSpec(tuple(named))
         self._modules = weakref.WeakValueDictionary(modules_with_nodes(model, self.units))
         self._names = tuple(self._modules)
+        # By activation, the units in the graph that added up several of its gradients.
+        self._summed: MutableMapping[torch.Tensor, tuple[str, ...]] = WeakTensorKeyDictionary()
 
     def install(self) -> None:
         """Put the hooks on the units' modules."""
@@ -57,12 +73,41 @@ class AddByUnit(GraphPass):
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
+        self._look(g, compilation)
         views = {n: n.all_input_nodes[0] for n in g.nodes if is_unit_input(n) and keeps_values(n)}
         compilation.report.rewrites.append(AddReport(tuple(_added(views))))
         for view in views:
             view.replace_all_uses_with(_behind(view, views), lambda user: user.op != "output")
             if not view.users:
                 g.erase_node(view)
+
+    def _look(self, g: fx.Graph, compilation: Compilation) -> None:
+        """Warn of activations that this graph reads, whose gradients a graph before adds up on its
+        own. Forward runs through graphs as they are compiled, and backward the other way."""
+        gradients = {
+            descriptors.plain_index(descriptors.base_input(of)): value
+            for output in g.find_nodes(op="output")
+            for value, of in descriptors.gradient_outputs(output)
+        }
+        fqns: Any = compilation.input_fqns or {}
+        found = dict.fromkeys(self.units.unit_of(fqn) for fqn in fqns.values())
+        here = tuple(repr(self.units.units[unit][0]) for unit in found if unit is not None)
+        for index, (name, tensor) in compilation.activations.items():
+            x = tensor()
+            if x is None or index not in gradients:
+                continue
+            if x in self._summed:
+                compilation.warn(
+                    f"the gradients of {name!r}, an input of unit "
+                    f"{format_names(dict.fromkeys(self._summed[x] + here)) or '(none)'}, are added "
+                    "graph by graph: several in an earlier graph, others in this one. Eager FSDP2 "
+                    "adds one after the other, so weights are not eager FSDP2's bit for bit. Mend "
+                    "the graph break between the two (torch.compile(..., fullgraph=True) says "
+                    "where it is)",
+                    AddedByGraphWarning,
+                )
+            elif _is_sum(gradients[index]):
+                self._summed[x] = here
 
     def __repr__(self) -> str:
         return f"AddByUnit(model, {self.units!r})"

@@ -460,15 +460,10 @@ def _kept_dtype(tree: _Tree, place: _Place) -> dict[torch.dtype, None]:
     """The dtype that a parameter which is not sharded is used in: that of the cast that all of its
     uses go through, or else its own."""
     output = next(n for n in reversed(place.graph.nodes) if n.op == "output")
-    values, descs = pytree.tree_leaves(output.args[0]), pytree.tree_leaves(output.meta.get("desc"))
-    if len(values) != len(descs):
-        return {}
-    for value, desc in zip(values, descs, strict=True):
-        node = value
-        while isinstance(node, fx.Node) and node is not tree.root and is_linear(node):
+    for node, grad_of in _descriptors.gradient_outputs(output):
+        while node is not tree.root and is_linear(node):
             node = node.all_input_nodes[0]
-        grad_of = _descriptors.grad_of(desc)
-        if node is not tree.root or grad_of is None:
+        if node is not tree.root:
             continue
         for parameter in place.graph.find_nodes(op="placeholder"):
             own = parameter.meta.get("desc")
