@@ -58,7 +58,7 @@ are made under a lower one."""
 _SCHEDULED = 120
 """At most so many choices are scheduled."""
 _MANY = 32
-"""Of more units not each is tried in what room is left."""
+"""Of more units not each is tried in what room is left, and no two are exchanged."""
 _SMALL = 500
 """Up to so many nodes a graph is a small one."""
 DEFAULT_POLICIES: tuple[Policy, ...] = (Overlap(),)
@@ -226,7 +226,7 @@ class KeepPlanner:
             for kept in self._near(here.kept, limit + self._largest):
                 if kept in seen:
                     continue
-                if not left:
+                if left <= 0:
                     return best
                 left -= 1
                 seen[kept] = unexplored[kept] = self.scheduled(kept, limit)
@@ -278,7 +278,8 @@ class KeepPlanner:
         out = [k for k in ranked if k not in kept]
         inside = [k for k in reversed(ranked) if k in kept]
         near = [kept | {k} for k in out]
-        near += [kept - {k} | {other} for k in inside for other in out]
+        if len(ranked) <= _MANY:
+            near += [kept - {k} | {other} for k in inside for other in out]
         near += [kept - {k} for k in inside]
         return (other for other in near if self._fits(other, room))
 
