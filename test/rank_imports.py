@@ -4,6 +4,7 @@ torch was built with CUDA.
 """
 
 import contextlib
+import gc
 import importlib
 
 import pytest  # noqa: F401
@@ -28,3 +29,7 @@ for name in (
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+
+gc.collect()
+gc.freeze()
+gc.set_threshold(50_000, 20, 20)
