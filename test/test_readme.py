@@ -36,8 +36,8 @@ def run_step(compiled: torch.nn.Module) -> None:
     compiled(torch.zeros(1, 16, dtype=torch.long)).float().sum().backward()
 
 
-def test_there_are_three_examples():
-    assert len(EXAMPLES) == 3
+def test_there_are_four_examples():
+    assert len(EXAMPLES) == 4
 
 
 def counts_of_units(scope: dict[str, Any]) -> list[dict[str, int]]:
@@ -97,7 +97,7 @@ def test_config_example(scope: dict[str, Any]):
         config.patch(settings),
         mock.patch.object(bucketing, "process_collective_bucket", side_effect=merge) as merged,
     ):
-        exec(EXAMPLES[2], scope)
+        exec(EXAMPLES[3], scope)
         run_step(scope["compiled"])
     sizes = [len(call.args[1]) for call in merged.call_args_list]
     # Forward gathers, and the gradients of all parameters.

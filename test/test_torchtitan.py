@@ -38,6 +38,7 @@ if found != TORCHTITAN or not torch.__version__.startswith("2.15."):
     )
 
 import torch.nn.functional as F  # noqa: E402
+from test_readme import EXAMPLES  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
@@ -297,6 +298,13 @@ def _check_pipeline(model, traced, settings, replaced):
     settings.compile.precompile_artifact_dir = "there"
     with pytest.raises(ValueError, match="precompile_artifact_dir"):
         torchtitan.graph_passes(traced, settings)
+
+
+def test_the_readmes_config(fake_world):
+    """Built by torchtitan, it names a pipeline that torchtitan has."""
+    scope = {}
+    exec(EXAMPLES[2], scope)
+    assert scope["llama3_8b"]().compile.pass_pipeline in registry.PASS_PIPELINE_REGISTRY
 
 
 # --- imported first ------------------------------------------------------------------
