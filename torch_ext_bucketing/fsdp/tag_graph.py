@@ -26,7 +26,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 
 from .._torch import descriptors as _descriptors
-from .._torch.aot import forward_nodes
+from .._torch.aot import backward_nodes
 from .._torch.dynamo_inputs import module_path
 from .._torch.sharded import shard_of
 from ..fqns import canonical_fqn
@@ -159,13 +159,13 @@ def read_in_forward(chains: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node
     to keep what they make would cost memory and save nothing."""
     if not chains:
         return {}
-    inside = forward_nodes(next(iter(chains)).graph)
+    late = backward_nodes(next(iter(chains)).graph)
     linked = {node for chain in chains.values() for node in chain}
     return {
         start: None
         for start, chain in chains.items()
         if any(
-            user.op == "output" or (user in inside and user not in linked)
+            user.op == "output" or (user not in late and user not in linked)
             for node in chain[chain.index(start) :]
             for user in node.users
         )
