@@ -329,7 +329,8 @@ class _Gather(torch.autograd.Function):
 class _Attach(torch.autograd.Function):
     """:class:`_Gather` for a full parameter of a class of its own that is gathered already.
 
-    A node of Dynamo's graph, as Dynamo would have the gradient be of that class, too.
+    A node of Dynamo's graph, as Dynamo would have the gradient be of that class, too. Such a graph
+    is none for AOTAutograd's cache; Inductor's FX graph cache serves its halves.
     """
 
     @staticmethod
