@@ -217,6 +217,8 @@ class KeepPlanner:
         rooms = rooms[:1] if most == _FEW and len(self._rankings) > 1 else rooms
         least = frozenset[int]() if self._fits(frozenset(), limit) else self._least()
         found = [self._fitting(room, ranked, least) for room in rooms for ranked in self._rankings]
+        if len(self._rankings) > 1:  # with all the rest of the room for prefetching
+            found.insert(1, frozenset(k for k in found[0] if not self.partitioned.units[k].starts))
         firsts = dict.fromkeys([frozenset(), *found])
         seen = {kept: self.scheduled(kept, limit) for kept in firsts}
         left -= len(seen) - 1
