@@ -33,6 +33,7 @@ from benchmarks.parity_models import MODELS, build, units_of
 from benchmarks.parity_rows import CHANNELS, Row
 from benchmarks.parity_tensor import cut, parallelize
 from torch_ext_bucketing._torch.aot import stage_of
+from torch_ext_bucketing._torch.fsdp2 import gathered_bytes
 from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce, data_parallel
@@ -444,6 +445,7 @@ class Runs:
             param_dtype=self.dtype,
             reduce_dtype=self.dtype,
             replicas=sizes[0] if len(sizes) == 2 else 1,
+            gathered=gathered_bytes(eager),
         )
 
     def sharded(self) -> nn.Module:

@@ -232,8 +232,9 @@ ROWS: tuple[Row, ...] = (
     Row("checkpoint/selective", checkpoint="selective"),
     Row("accumulate/reduce_each", microbatches=3),
     # Units of 8-bit and bfloat16 members.
-    Row("float8/fsdp", "float8", layout=False),
-    Row("float8/hsdp", "float8", mesh=(2, 2), mode="hybrid_shard", layout=False),
+    Row("float8/fsdp", "float8"),
+    Row("float8/hsdp", "float8", mesh=(2, 2), mode="hybrid_shard"),
+    Row("float8/fsdp+tp", "float8", mesh=(2, 2), tensor="cut"),
     # The reduction is a graph of its own.
     Row("accumulate/reduce_last", microbatches=3, sync="last", graphs=2, layout=False),
     Row("frozen_parameter", "frozen"),

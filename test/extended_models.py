@@ -103,6 +103,77 @@ class TensorScaled(Wrapper):
         return _into((outputs[0].float() / metadata[0]).to(param_dtype), out)
 
 
+BLOCK = 2
+"""Values that share a scale in :class:`Planes`."""
+
+
+def _blockwise(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Data, float8, and scales, powers of two as bytes of float8_e8m0, of blocks of a row."""
+    blocks = value.unflatten(-1, (-1, BLOCK))
+    power = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-9).log2().floor() - 8
+    data = (blocks * torch.exp2(-power)).to(torch.float8_e4m3fn)
+    return data.flatten(-2), (power + 127).squeeze(-1).to(torch.uint8)
+
+
+def _values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return data.float() * torch.exp2(scale.float() - 127).repeat_interleave(BLOCK, -1)
+
+
+class TwoPlanes(torch.Tensor):
+    """A full weight, quantized along its rows and along its columns: products read the plane that
+    is quantized along the dimension that they sum over."""
+
+    _PARTS = ("rows", "row_scale", "columns", "column_scale")
+
+    @staticmethod
+    def __new__(cls: Any, parts: Any, dtype: torch.dtype, transposed: bool) -> Any:
+        shape = parts[0].shape[::-1] if transposed else parts[0].shape
+        stride = (1, shape[0]) if transposed else (shape[1], 1)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=stride, dtype=dtype, device=parts[0].device
+        )
+        self.rows, self.row_scale, self.columns, self.column_scale = self.parts = parts
+        self.transposed = transposed
+        return self
+
+    def __tensor_flatten__(self) -> Any:
+        return list(self._PARTS), (self.dtype, self.transposed)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return cls(tuple(inner[name] for name in cls._PARTS), *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (_aten.detach.default, _aten.t.default, _aten.as_strided.default):
+            full = args[0]  # FSDP2's strided view is of the same layout
+            turned = full.transposed ^ (func is _aten.t.default)
+            return cls(tuple(part.detach() for part in full.parts), full.dtype, turned)
+        assert func in (_aten.mm.default, _aten.addmm.default), func
+        *others, full = args
+        if full.transposed:
+            weight = _values(full.rows, full.row_scale).t()
+        else:  # as tall as wide, columns lie as rows
+            weight = _values(full.columns.mT, full.column_scale.mT).mT
+        return func(*others, weight.to(full.dtype))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class Planes(Wrapper):
+    """Gathered as :class:`TwoPlanes`."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        columns = [part.mT.contiguous() for part in _blockwise(self._tensor.mT)]
+        return (*_blockwise(self._tensor), *columns), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        # Of an `out` the parts are these outputs.
+        return None if out is not None else (TwoPlanes(outputs, param_dtype, False), outputs)
+
+
 DIM = 24
 
 
@@ -149,3 +220,13 @@ def even() -> Any:
 
 def uneven() -> Any:
     return Model(2 * DIM + 2), inputs
+
+
+def planes() -> Any:
+    """All linears but the first have two planes."""
+    model = Model(2 * DIM)
+    model.last = wrap(nn.Linear(DIM, DIM), Planes)
+    for block in model.blocks:
+        block.up = wrap(nn.Linear(DIM, 2 * DIM), Planes)
+        block.down = wrap(nn.Linear(2 * DIM, DIM, bias=False), Planes)
+    return model, inputs

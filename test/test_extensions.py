@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,23 +11,82 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 import torch.nn as nn
-from extended_models import DIM, TensorScaled, Wrapper, even, uneven, wrap
+from extended_models import DIM, TensorScaled, Wrapper, even, planes, uneven, wrap
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.testing.ring import on_ranks
+from torch_ext_bucketing.fsdp.tags import tag_of
+from torch_ext_bucketing.graph.collectives import group_size, kind_of
+from torch_ext_bucketing.testing.comparison import Comparison, Options
+from torch_ext_bucketing.testing.experiments import compare_on_rank
+from torch_ext_bucketing.testing.ranks import Rank, run_ranks
+from torch_ext_bucketing.testing.ring import RingTopology, on_ranks, ring_rank
 from torch_ext_bucketing.testing.training import raw_bytes
 
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-@pytest.mark.parametrize(("build", "replicas"), [(even, 1), (even, 2), (uneven, 1)])
-def test_weights_are_eagers(build: Any, replicas: int) -> None:
-    done = teb.testing.compare(build, replicas=replicas, steps=3, **DTYPES)
-    assert done.equal, done.to_text()
-    assert not done.notes
+class Gathers(teb.GraphPass):
+    """Counts what each graph gathers of a parameter, by the number of ranks."""
+
+    stage = "forward_backward"
+
+    def __init__(self) -> None:
+        self.found: list[Counter[tuple[str, int]]] = []
+
+    def run(self, graph: Any, compilation: Any) -> None:
+        starts = [n for n in graph.graph.nodes if kind_of(n) == "all_gather"]
+        self.found.append(Counter((tag_of(n).fqns[0], group_size(n)) for n in starts))  # type: ignore[union-attr]
+
+
+UP, SCALE = "blocks.0.up.weight", "blocks.0.scale"
+TWO = {(UP, 4): 2}  # data and scales
+ALL = {**TWO, (SCALE, 4): 1}
+AUTO = {"keep": "auto", "memory": teb.PeakMemory(gib=1.0)}
+CASES: dict[str, tuple[Any, int, dict[str, Any] | None, Any, Any]] = {
+    # model, replicas, arguments of ReshardAfterForward, some of forward's and backward's gathers
+    "hybrid": (even, 2, None, *2 * ({(UP, 2): 2, (SCALE, 2): 1},)),
+    "uneven": (uneven, 1, None, ALL, ALL),
+    "kept": (even, 1, AUTO, ALL, {}),
+    "smaller group": (uneven, 1, {"to": 2}, ALL, {(UP, 2): 2, (SCALE, 2): 1}),
+    # Each half gathers the plane that its products read, and no other.
+    "planes": (planes, 1, {"keep": ["blocks.0"]}, ALL, TWO),
+    "planes, kept": (planes, 1, AUTO, ALL, TWO),
+    "planes, smaller group": (planes, 1, {"to": 2}, ALL, {**TWO, (SCALE, 2): 1}),
+}
+
+
+def _compared(rank: Rank) -> dict[str, tuple[Comparison, list[dict[tuple[str, int], int]]]]:
+    done = {}
+    with ring_rank(rank, RingTopology(ranks_per_node=2)):
+        for name, (build, replicas, arguments, _, _) in CASES.items():
+            gathers = Gathers()
+
+            def passes(model: nn.Module, gathers: Any = gathers, given: Any = arguments) -> Any:
+                for one in teb.recipe(model):
+                    if isinstance(one, teb.ReshardAfterForward):
+                        yield one if given is None else teb.ReshardAfterForward(**given)
+                        yield gathers
+                    else:
+                        yield one
+
+            chosen = Options(
+                build, lambda m, p=passes: list(p(m)), replicas=replicas, steps=2, **DTYPES
+            )
+            compared = compare_on_rank(rank, chosen)
+            mine = [{k: n for k, n in c.items() if k[0] in (UP, SCALE)} for c in gathers.found]
+            done[name] = compared, mine
+    return done
+
+
+def test_weights_are_eagers() -> None:
+    first, *others = run_ranks(_compared, 4, timeout_s=600)
+    assert all(other == first for other in others)
+    for name, (compared, gathers) in first.items():
+        assert compared == Comparison(True, 2), (name, compared.to_text())
+        assert gathers == list(CASES[name][3:]), name
 
 
 class _Sending(fx.Interpreter):

@@ -104,6 +104,18 @@ def current_backward() -> int:
         return int(torch._C._current_graph_task_id())
 
 
+def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
+    """The nodes of a joint graph that run in backward for sure, told by the tangents and the marks
+    of torch's tracing."""
+    late: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        marked = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+        tangent = node.op == "placeholder" and _is_tangent(node)
+        if marked or tangent or any(n in late for n in node.all_input_nodes):
+            late[node] = None
+    return late
+
+
 def read_in_backward(graph: fx.Graph, repeated: Collection[fx.Node] = ()) -> dict[fx.Node, None]:
     """The nodes of a joint graph whose results backward reads, told by the tangents, by the marks
     of torch's tracing, and by what is marked to be computed again there.
@@ -113,12 +125,7 @@ def read_in_backward(graph: fx.Graph, repeated: Collection[fx.Node] = ()) -> dic
         repeated: what will be marked so, too.
     """
     again = dict.fromkeys(repeated)
-    late: dict[fx.Node, None] = {}  # runs in backward for sure
-    for node in graph.nodes:
-        marked = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-        tangent = node.op == "placeholder" and _is_tangent(node)
-        if marked or tangent or any(n in late for n in node.all_input_nodes):
-            late[node] = None
+    late = backward_nodes(graph)
     read: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
         for user in node.users:

@@ -34,6 +34,9 @@ with private_torch():
 # Whether this torch packs reduce-scatters by gradient dtype (2.15 and later).
 REDUCES_BY_GRAD_DTYPE = hasattr(FSDPParamGroup, "_init_reduce_scatter_param_order")
 
+# Whether this torch reduces a gradient that is wider than its parameter as it is (2.15 and later).
+KEEPS_WIDE_GRADIENTS = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
+
 # Whether this torch looks for a unit's inputs in dataclasses, too (2.12 and later).
 WRAPS_DATACLASSES = hasattr(_common_utils, "replace_grad_tensors")
 
@@ -101,6 +104,23 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
                 )
             )
     return groups
+
+
+def gathered_bytes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of the parameters that follow FSDP2's protocol for gathers of their own, by canonical FQN:
+    the bytes of each tensor that this rank gives to the all-gather, in its order.
+
+    The classes are asked for these tensors, which may communicate: every rank calls it, between
+    steps.
+    """
+    names = _ParameterPlaces(model)
+    return {
+        names.of(param)[0]: tuple(part.nbytes for part in param.all_gather_inputs)
+        for state in _in_call_order(_states_in(model))
+        for group in _groups_of(state)
+        for param in group.fsdp_params
+        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+    }
 
 
 def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 
 from .._torch import descriptors as _descriptors
+from .._torch.aot import backward_nodes
 from .._torch.dynamo_inputs import module_path
 from .._torch.sharded import shard_of
 from ..fqns import canonical_fqn
@@ -150,6 +151,25 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
                 for start in served:
                     chains[start][node] = None
     return {start: tuple(chain) for start, chain in chains.items()}
+
+
+def read_in_forward(chains: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node, None]:
+    """The gathers of a joint graph, out of :func:`parameter_chains`, that forward reads. Others,
+    as of data that is scaled along other rows for backward's products, are best left to backward:
+    to keep what they make would cost memory and save nothing."""
+    if not chains:
+        return {}
+    late = backward_nodes(next(iter(chains)).graph)
+    linked = {node for chain in chains.values() for node in chain}
+    return {
+        start: None
+        for start, chain in chains.items()
+        if any(
+            user.op == "output" or (user not in late and user not in linked)
+            for node in chain[chain.index(start) :]
+            for user in node.users
+        )
+    }
 
 
 def in_other_form(gather: fx.Node) -> bool:

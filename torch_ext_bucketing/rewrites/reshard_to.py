@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.aot import mark_recompute, mark_save, read_in_backward
 from .._torch.process_groups import default_group, group_by_name, new_groups, ranks_of
-from ..fsdp.tag_graph import parameter_chains
+from ..fsdp.tag_graph import parameter_chains, read_in_forward
 from ..fsdp.tags import Tag, is_bucket, moved_from, set_home_group, set_tag, tag_of
 from ..graph.collectives import group_name, group_size, is_wait, kind_of
 from ..graph.snapshot import unchanged_on_error
@@ -141,6 +141,7 @@ def reshard_to(
             + ". Give a mesh whose last dimension divides their group, with to=mesh"
         )
     read = read_in_backward(graph, [n for s in tags for n in chains[s]])
+    twice = [s for s in read_in_forward(chains) if s in read]
     left: list[LeftAlone] = []
     resharded: list[Resharded] = []
     with unchanged_on_error(graph):
@@ -150,7 +151,7 @@ def reshard_to(
             why = misfits[group] or _cannot_cut(start, smaller)
             if why:
                 left.append(LeftAlone(tag.fqns, why))
-            elif start in read and ranks_of(group_by_name(group)) != smaller.ranks:
+            elif start in twice and ranks_of(group_by_name(group)) != smaller.ranks:
                 chain, nbytes = _gather_twice(graph, start, tag, smaller, chain)
                 resharded.append(Resharded(tag.fqns, group_size(start), nbytes))
             for node in chain:

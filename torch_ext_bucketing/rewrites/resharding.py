@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import aot as _aot
-from ..fsdp.tag_graph import parameter_chains
+from ..fsdp.tag_graph import parameter_chains, read_in_forward
 from ..fsdp.tags import Tag, tag_of
 from ..fsdp.units import Units
 from ..passes.base import (
@@ -243,9 +243,10 @@ def _mark(
     chains: Mapping[fx.Node, Sequence[fx.Node]], choice: _Choice, is_freed: Callable[[Tag], bool]
 ) -> None:
     """Have the partitioner carry a choice out."""
+    read = read_in_forward(chains)
     for start, chain in chains.items():
         tag = tag_of(start)
-        if tag is not None and is_freed(tag):
+        if tag is not None and (is_freed(tag) or start not in read):
             for node in chain:
                 if node not in choice.gathered:
                     _aot.mark_recompute(node)
@@ -260,10 +261,11 @@ def _mark(
 def _choice(graph: fx.Graph, partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
     fqns = {f for k in kept for f in partitioned.units[k].fqns}
     gathered: dict[fx.Node, None] = {}
-    for start, chain in parameter_chains(graph).items():
+    chains = parameter_chains(graph)
+    for start in read_in_forward(chains):
         tag = tag_of(start)
         if tag is not None and fqns.issuperset(tag.fqns):
-            gathered.update(dict.fromkeys(chain))
+            gathered.update(dict.fromkeys(chains[start]))
     found = partitioned.activations
     if found is None:
         return _Choice(gathered)

@@ -28,7 +28,7 @@ import torch.fx as fx
 from .._torch import aot as _aot
 from ..bucketing.members import unmergeable
 from ..bucketing.plan import Bucket
-from ..fsdp.tag_graph import parameter_chains
+from ..fsdp.tag_graph import parameter_chains, read_in_forward
 from ..fsdp.tags import tag_of
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import (
@@ -95,7 +95,7 @@ class PartitionedModel:
         graph: a tagged joint graph. It is only read.
         costs: milliseconds per node, and numbers for sizes that depend on data.
         unit_of: which parameters are kept or not together. Without a unit a parameter is gathered
-            again.
+            again, as is what forward does not read of one.
         kinds: of these, the collectives of a unit are merged into one.
         rank_order: see :func:`.merged_model`.
         activations: whether activations are units, too.
@@ -121,8 +121,9 @@ class PartitionedModel:
     ) -> None:
         analysis = GraphAnalysis(graph, costs.hints, donated=lambda node: False)
         joint = model_of(analysis, costs)
-        units = _units(graph, unit_of)
-        again = {n for u in units for n in u.chains}
+        chains = parameter_chains(graph)
+        units = _units(chains, unit_of)
+        again = {n for chain in chains.values() for n in chain}
         self.activations: Activations | None = None
         if activations:
             names = {n: unit.name for unit in units for n in unit.starts}
@@ -353,10 +354,9 @@ def _has_effects(node: fx.Node) -> bool:
     return not is_collective(node) and not is_wait(node) and node.is_impure()
 
 
-def _units(graph: fx.Graph, unit_of: UnitOf) -> list[Unit]:
-    chains = parameter_chains(graph)
+def _units(chains: Mapping[fx.Node, Sequence[fx.Node]], unit_of: UnitOf) -> list[Unit]:
     starts: dict[tuple[int, str], list[fx.Node]] = {}
-    for start in chains:
+    for start in read_in_forward(chains):
         key = _unit_of(start, unit_of)
         if key is not None:
             starts.setdefault(key, []).append(start)

@@ -259,7 +259,8 @@ def _tightened(
 
     The limit keeps prefetching and overtaking in check, and has collectives waited for earlier, but
     what follows may still go above it. So it is lowered by as much as the peak is above the bound,
-    by twice as much, and so on, until the bound holds.
+    by twice as much, and so on, until the bound holds; by four times as much where the one before
+    made no difference.
     """
     kept = min((t.timeline.step_ms for t in tries if not t.misses), default=float("inf"))
     missing = [t for t in tries if t.misses and t.options is not None]
@@ -271,15 +272,19 @@ def _tightened(
     bound, found = fast.options.limit_bytes, list[_Try]()
     if bound is None or fast.timeline.peak_bytes <= bound:
         return []  # it is no bound on memory that is missed
-    lower = fast.timeline.peak_bytes - bound
+    peak = fast.timeline.peak_bytes
+    lower = peak - bound
     for _ in range(times):
         options = replace(fast.options, limit_bytes=bound - lower)
         name = f"{fast.name}, limit {lower / 2**20:.4g} MiB lower"
-        lower *= 2
         made = tried(name, options, fast.free)
+        lower *= 2
         if made is None:
             continue
         found.append(made)
+        if made.timeline.peak_bytes == peak:
+            lower *= 2
+        peak = made.timeline.peak_bytes
         if not made.misses or made.timeline.step_ms >= _WORTH * kept or lower >= bound:
             break
     return found

@@ -7,7 +7,7 @@ The payloads of eager FSDP2 (:func:`fsdp_payloads`) and those of compiled graphs
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter's place in a collective's buffer, per rank: ``[offset, offset + nbytes)``."""
+    """The place of a parameter, or of a tensor that is gathered for it, in a collective's buffer,
+    per rank: ``[offset, offset + nbytes)``."""
 
     fqn: str
     offset: int
@@ -43,6 +44,7 @@ def fsdp_payloads(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     replicas: int = 1,
+    gathered: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Payload]:
     """What eager FSDP2's collectives carry, from its param groups.
 
@@ -58,6 +60,7 @@ def fsdp_payloads(
         param_dtype: of gathers.
         reduce_dtype: of reductions.
         replicas: groups of such ranks.
+        gathered: of parameters with gathers of their own, the bytes of each tensor on a rank.
     """
     from ..fqns import canonical_fqn
 
@@ -76,8 +79,10 @@ def fsdp_payloads(
         for unit in filter(None, units):
             members, offset = [], 0
             for fqn in unit:
-                members.append(Member(fqn, offset, numels[fqn] * dtype.itemsize))
-                offset += members[-1].nbytes
+                own = gathered.get(fqn) if gathered and kind == "all_gather" else None
+                for nbytes in own or (numels[fqn] * dtype.itemsize,):
+                    members.append(Member(fqn, offset, nbytes))
+                    offset += nbytes
             payloads.append(Payload(kind, tuple(members)))
     return payloads
 
