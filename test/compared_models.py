@@ -22,12 +22,13 @@ class Block(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
+        self.norm = nn.RMSNorm(DIM) if kind == "rounded" else nn.Identity()
         self.scale = nn.Parameter(torch.ones(DIM))
         self.up = nn.Linear(DIM, 2 * DIM)
         self.down = nn.Linear(2 * DIM, DIM, bias=False)
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        hidden = self.up(x)
+        hidden = self.up(self.norm(x))
         if self.kind == "random":
             hidden = hidden * (1 + 0.1 * random.random())
         if self.kind == "branch" and torch.compiler.is_compiling():

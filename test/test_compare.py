@@ -27,6 +27,11 @@ Case = dict[str, Any]
 MODELS: dict[str, Case] = {
     "equal": {"build": models.sound},
     "equal in bf16": {"build": models.rounded, "param_dtype": "bfloat16"},
+    "equal reduced in fp32": {
+        "build": models.rounded,
+        "param_dtype": "bfloat16",
+        "reduce_dtype": "float32",
+    },
     "nondeterminism": {"build": models.randomly},
     "Dynamo": {"build": models.branching},
     "decompositions": {"build": models.decomposed},

@@ -46,7 +46,7 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder  # noqa: E402
 from torchtitan.experiments.graph_trainer import registry, simple_fsdp  # noqa: E402
 from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes  # noqa: E402
 
-from benchmarks import parity  # noqa: E402
+from benchmarks import parity, titan_train  # noqa: E402
 from torch_ext_bucketing import hooks  # noqa: E402
 from torch_ext_bucketing.fsdp.blocks import transformer_block_plan  # noqa: E402
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder  # noqa: E402
@@ -305,6 +305,13 @@ def test_the_readmes_config(fake_world):
     scope = {}
     exec(EXAMPLES[2], scope)
     assert scope["llama3_8b"]().compile.pass_pipeline in registry.PASS_PIPELINE_REGISTRY
+
+
+@pytest.mark.slow
+def test_their_train_py_is_killed_and_resumed(capsys):
+    """To the same bits."""
+    assert titan_train.main(["--ways", "ours", "killed", "--gather", "bfloat16"]) == 0
+    assert "21 of 21 ours" in capsys.readouterr().out
 
 
 # --- imported first ------------------------------------------------------------------

@@ -34,6 +34,9 @@ with private_torch():
 # Whether this torch packs reduce-scatters by gradient dtype (2.15 and later).
 REDUCES_BY_GRAD_DTYPE = hasattr(FSDPParamGroup, "_init_reduce_scatter_param_order")
 
+# Whether this torch reduces a gradient that is wider than its parameter as it is (2.15 and later).
+KEEPS_WIDE_GRADIENTS = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
+
 # Whether this torch looks for a unit's inputs in dataclasses, too (2.12 and later).
 WRAPS_DATACLASSES = hasattr(_common_utils, "replace_grad_tensors")
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from .._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
+from .._torch.fsdp2 import KEEPS_WIDE_GRADIENTS, REDUCES_BY_GRAD_DTYPE
 from .._torch.sharded import is_distributed, placed, shard_of
 from ..fqns import canonical_fqn, own_parameters
 from .extensions import Extension, distribute, extends_gather
@@ -104,8 +104,8 @@ def data_parallel(
     replica_dim = {"fully_shard": None, "hybrid_shard": 0, "replicate": 0}[mode]
     extensions: dict[nn.Parameter, Extension] = {}
     shards = mesh
+    torch.compiler.allow_in_graph(_Attach)
     if shard_dim is not None and any(map(extends_gather, model.parameters())):
-        torch.compiler.allow_in_graph(_Attach)
         if shard_dim:
             if mesh.mesh_dim_names is None:
                 raise ValueError(
@@ -191,10 +191,11 @@ class _Unshard:
 
     def __call__(self, sharded: DTensor) -> torch.Tensor:
         shard = sharded.to_local()
-        if self.extension is None:
+        wide = _comes_wide(self.param_dtype or shard.dtype, self.reduction[0])
+        if self.extension is None and not wide:
             return _Gather.apply(shard, self.unreduced, self)
         with torch.no_grad():
-            full = self.extension.gather(shard)
+            full = (self.extension or self).gather(shard)
         return _Attach.apply(shard, self.unreduced, self.reduction, full)
 
     def accumulate(self, sharded: DTensor) -> torch.Tensor:
@@ -217,6 +218,17 @@ class _Unshard:
         full = _c10d.wait_tensor(full)
         padded = rows * self.shard_size != self.shape[0]
         return full.narrow(0, 0, self.shape[0]) if padded else full
+
+
+def _comes_wide(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> bool:
+    """Whether FSDP2 reduces a gradient as autograd made it, not rounded to the parameter's
+    ``dtype``: fp32 for a norm's weight in bf16 that was multiplied with fp32."""
+    return KEEPS_WIDE_GRADIENTS and bool(
+        reduce_dtype
+        and reduce_dtype.is_floating_point
+        and dtype.is_floating_point
+        and reduce_dtype.itemsize > dtype.itemsize
+    )
 
 
 _Reduction: TypeAlias = tuple[torch.dtype | None, str | None, int, str | None, int]
@@ -327,10 +339,10 @@ class _Gather(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """:class:`_Gather` for a full parameter of a class of its own that is gathered already.
+    """:class:`_Gather` for a full parameter that is gathered already.
 
-    A node of Dynamo's graph, as Dynamo would have the gradient be of that class, too. Such a graph
-    is none for AOTAutograd's cache; Inductor's FX graph cache serves its halves.
+    A node of Dynamo's graph, which would have the gradient be of the parameter's class and dtype.
+    AOTAutograd's cache takes no graph with such a node; Inductor's FX graph cache serves its halves.
     """
 
     @staticmethod
@@ -344,6 +356,8 @@ class _Attach(torch.autograd.Function):
         ctx.reduction = reduction
         ctx.dtype = shard.dtype
         ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
+        if _comes_wide(full.dtype, reduction[0]):
+            ctx.set_output_grad_dtype(None)
         return full.detach()
 
     @staticmethod

@@ -1,0 +1,253 @@
+"""torchtitan's own ``train.py`` on four CPU ranks: its debug model, killed and resumed.
+
+    python -m benchmarks.titan_train                    # torch 2.15, torchtitan 0.3.0
+    python -m benchmarks.titan_train --ways ours killed --gather bfloat16 --json out.json
+
+Two layers of its LLaMA-3 debug model, gathered in fp32 and in bf16 and reduced in fp32, are trained
+for 6 steps by
+
+- ``eager``: its trainer, FSDP2, on its default backend;
+- ``theirs``: its graph trainer with its own pass pipeline;
+- ``ours``: the same with ours;
+- ``killed``: the same, all ranks killed (SIGKILL) after step 5, and started again, from the
+  checkpoint of step 4.
+
+Every weight of the last checkpoints must be the same, bit for bit. But gathered in bf16, ``eager``
+need not be like the others: autograd makes the gradient of a norm's bf16 weight in fp32 on CPU,
+which eager FSDP2 of torch 2.15 reduces as it is, and torchtitan's SimpleFSDP rounded to bf16.
+
+torchtitan looks for an accelerator. Before its ``train.py`` runs, each rank is told here that a CPU
+is one.
+
+Exit status: 0, or 1 if anything was otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch_ext_bucketing.testing.demo.table import columns
+
+from .command import add_json, document_of, parser_of, title, write_results
+
+WAYS = ("eager", "theirs", "ours", "killed")
+GATHERED = ("float32", "bfloat16")
+RANKS, STEPS, SAVED, KILLED = 4, 6, 2, 5
+LIMIT_S = 600
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = parser_of("python -m benchmarks.titan_train", __doc__)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--gather", nargs="+", choices=GATHERED, default=GATHERED)
+    add_json(parser)
+    args = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    for gathered in args.gather:
+        weights: dict[str, dict[str, Any]] = {}
+        with tempfile.TemporaryDirectory() as name:
+            _assets(Path(name))
+            for way in args.ways:
+                began = time.monotonic()
+                losses = _run(Path(name), way, gathered)
+                row = {"way": way, "gathered": gathered, "losses": losses}
+                row["seconds"] = round(time.monotonic() - began)
+                last = weights[way] = _weights(Path(name) / way)
+                row["weights"] = len(last)
+                row["equal"] = {w: _equal(last, other) for w, other in weights.items() if w != way}
+                rows.append(row)
+                print(row, file=sys.stderr, flush=True)
+    document = document_of("python -m benchmarks.titan_train", argv) | {"rows": rows}
+    table = [["gathered in", "way", f"loss of step {STEPS}", "weights equal to", "seconds"]]
+    for row in rows:
+        equal = ", ".join(f"{n} of {row['weights']} {w}" for w, n in row["equal"].items())
+        loss = str(row["losses"].get(STEPS))
+        table.append([row["gathered"], row["way"], loss, equal, str(row["seconds"])])
+    write_results(args.json, document, f"{title(document)}\n\n{columns(table)}")
+    return 0 if all(map(_as_it_must_be, rows)) else 1
+
+
+def _as_it_must_be(row: dict[str, Any]) -> bool:
+    must = [n for w, n in row["equal"].items() if w != "eager" or row["gathered"] == "float32"]
+    return len(row["losses"]) == STEPS and all(n == row["weights"] for n in must)
+
+
+def _assets(folder: Path) -> None:
+    """A tokenizer of bytes and a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from torch_ext_bucketing.testing import text
+
+    (folder / "text").mkdir()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*letters, "<s>", "</s>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    lines = (json.dumps({"text": t}) for t in text.corpus().decode(errors="replace").split("\n\n"))
+    (folder / "text" / "text.json").write_text("\n".join(lines))
+
+
+def _run(folder: Path, way: str, gathered: str) -> dict[int, float]:
+    """``train.py`` on all ranks, twice where it is killed; returns the loss after each step."""
+    if way != "killed":
+        return _start(folder, way, way, gathered)
+    losses = _start(folder, way, "ours", gathered, KILLED)
+    return losses | _start(folder, way, "ours", gathered)
+
+
+def _start(
+    folder: Path, way: str, config: str, gathered: str, killed: int | None = None
+) -> dict[int, float]:
+    """``train.py`` on all ranks; returns the loss after each of its steps.
+
+    Args:
+        folder: of the assets.
+        way: names the folder of the checkpoints.
+        config: a function of this module.
+        gathered: the dtype of gathers.
+        killed: after which step all ranks are.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", __spec__.name, "--rank"]
+    command += ["--module", "benchmarks.titan_train", "--config", config]
+    command += ["--hf_assets_path", str(folder), "--dataloader.dataset_path", str(folder / "text")]
+    command += ["--dump_folder", str(folder / way)]
+    command += ["--training.mixed_precision_param", gathered]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    losses: dict[int, float] = {}
+    lines, ranks = [], []
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            plain = re.sub(r"\x1b\[\d*m", "", line)
+            if found := re.search(r"^this rank is process (\d+)", plain):
+                ranks.append(int(found[1]))
+            if found := re.search(r"step: *(\d+) +loss: *([\d.]+)", plain):
+                losses[int(found[1])] = float(found[2])
+                if killed in losses:
+                    return losses
+        if process.wait(LIMIT_S):
+            raise RuntimeError(f"{way} failed:\n{''.join(lines[-60:])}")
+    finally:
+        if process.poll() is None:
+            for pid in (process.pid, *ranks):
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+    return losses
+
+
+def _equal(weights: dict[str, Any], others: dict[str, Any]) -> int:
+    return sum(name in others and others[name].equal(w) for name, w in weights.items())
+
+
+def _weights(out: Path) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    path = out / "checkpoint" / f"step-{STEPS}"
+    return _load_state_dict_from_keys(checkpoint_id=path)
+
+
+# --- in a rank: configs, and a CPU for an accelerator --------------------------------
+
+
+def eager() -> Any:
+    """The debug model under torchtitan's trainer: eager FSDP2."""
+    registry = importlib.import_module("torchtitan.models.llama3.config_registry")
+    return _small(registry.llama3_debugmodel())
+
+
+def theirs() -> Any:
+    """The same under its graph trainer."""
+    name = "torchtitan.experiments.graph_trainer.llama3.config_registry"
+    config = _small(importlib.import_module(name).graph_trainer_llama3_debugmodel())
+    config.compile.disable_passes = ["cudagraph_pass"]
+    return config
+
+
+def ours() -> Any:
+    """The same with our pass pipeline."""
+    importlib.import_module("torch_ext_bucketing.trainers.torchtitan")
+    config = theirs()
+    config.compile.pass_pipeline = "torch_ext_bucketing"
+    return config
+
+
+def _small(config: Any) -> Any:
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    model = config.model_spec.model
+    model.layers = model.layers[:2]
+    for layer in model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.training.steps, config.training.seq_len, config.training.local_batch_size = STEPS, 64, 2
+    config.training.disable_cuda_graphs = True
+    config.checkpoint.enable, config.checkpoint.interval = True, SAVED
+    config.checkpoint.last_save_model_only = True
+    config.activation_checkpoint = None
+    config.debug.seed = 1
+    # Not in chunks: eager FSDP2 adds the head's gradients over chunks in fp32, ours in bf16.
+    config.loss = CrossEntropyLoss.Config(global_vocab_size=model.vocab_size)
+    return config
+
+
+def _train() -> None:
+    """Run torchtitan's ``train.py`` with the arguments of this process."""
+    import torch
+
+    print(f"this rank is process {os.getpid()}", flush=True)
+    none: Any = lambda *_: None  # noqa: E731
+    for name in ("reset_peak_memory_stats", "empty_cache"):
+        setattr(torch.cpu, name, none)
+    cpu: Any = torch.cpu
+    cpu.get_device_name = lambda *_: "cpu"
+    cpu.get_device_properties = lambda *_: SimpleNamespace(total_memory=2**30)
+    cpu.memory_stats, cpu.current_device = lambda *_: Counter(), lambda: 0
+    utils: Any = importlib.import_module("torch._utils")
+    utils._get_available_device_type = lambda: "cpu"
+    os.environ["LOCAL_RANK"] = "0"  # there is one CPU
+    # Gloo does not multiply while it sums, not even by torchtitan's factor of 1.
+    fsdp: Any = importlib.import_module("torch.distributed.fsdp").FSDPModule
+    set_factor = fsdp.set_gradient_divide_factor
+
+    def sum_alone(module: Any, factor: float) -> None:
+        set_factor(module, factor)
+        module.set_force_sum_reduction_for_comms(True)
+
+    fsdp.set_gradient_divide_factor = sum_alone
+    runpy.run_module("torchtitan.train", run_name="__main__")
+
+
+if __name__ == "__main__":
+    if "--rank" in sys.argv:
+        sys.argv.remove("--rank")
+        _train()
+    else:
+        sys.exit(main())
