@@ -2,6 +2,7 @@
 
     python -m benchmarks.keep_ranks                         a minute on idle cores
     python -m benchmarks.keep_ranks --backend inductor      beside the same units kept by name
+    python -m benchmarks.keep_ranks --activations           some of which are computed again, too
     python -m benchmarks.keep_ranks --device cuda           on NCCL, with GPUs or on one
     python -m benchmarks.keep_ranks --json out.json
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,8 @@ from torch_ext_bucketing.testing.ring import ring_rank
 from torch_ext_bucketing.testing.training import digest
 
 Backend = Literal["aot_eager", "inductor"]
+Auto: TypeAlias = tuple[float, bool]
+"""The bound, in parts of the peak with nothing kept, and whether activations are chosen, too."""
 WORLD = 4
 STEPS = 5
 CONFIG = ModelConfig(vocab=512, dim=256, layers=4, hidden=768, max_seq=64)
@@ -123,18 +126,18 @@ def _profiled(run: Any) -> tuple[dict[str, int], int]:
     return counts, most
 
 
-def _rank(rank: Rank, backend: Backend, ratio: float, device: str) -> dict[str, Any]:
+def _rank(rank: Rank, backend: Backend, auto: Auto, device: str) -> dict[str, Any]:
     if device == "cpu":
         with ring_rank(rank):
-            return _compare(rank.rank, backend, ratio, device)
+            return _compare(rank.rank, backend, auto, device)
     start(rank, "nccl")
     try:
-        return _compare(rank.rank, backend, ratio, device)
+        return _compare(rank.rank, backend, auto, device)
     finally:
         dist.destroy_process_group()
 
 
-def _peak_on(rank: Rank, group: str, world: int, backend: Backend, ratio: float) -> int:
+def _peak_on(rank: Rank, group: str, world: int, backend: Backend, auto: Auto) -> int:
     """The measured peak of a rank of ``world`` on a process group of another kind."""
     if group == "fake":
         torch.set_num_threads(1)
@@ -142,13 +145,15 @@ def _peak_on(rank: Rank, group: str, world: int, backend: Backend, ratio: float)
     else:
         start(rank, group)
     try:
-        return int(_train_ours(rank.rank, backend, _auto(ratio), "cpu")[-1])
+        return int(_train_ours(rank.rank, backend, _reshard(auto), "cpu")[-1])
     finally:
         dist.destroy_process_group()
 
 
-def _auto(ratio: float) -> teb.ReshardAfterForward:
-    return teb.ReshardAfterForward("auto", memory=teb.PeakMemory(ratio=ratio))
+def _reshard(auto: Auto) -> teb.ReshardAfterForward:
+    ratio, activations = auto
+    memory = teb.PeakMemory(ratio=ratio)
+    return teb.ReshardAfterForward("auto", memory=memory, activations=activations)
 
 
 def _train_ours(
@@ -185,24 +190,26 @@ def _train_eager(rank: int, units: Sequence[str], device: str) -> tuple[list[flo
     return _train(_loss_of(eager), list(eager.parameters()), rank, STEPS), digest(eager)
 
 
-def _compare(rank: int, backend: Backend, ratio: float, device: str) -> dict[str, Any]:
-    reshard = _auto(ratio)
+def _compare(rank: int, backend: Backend, auto: Auto, device: str) -> dict[str, Any]:
+    reshard = _reshard(auto)
     compiler, losses, weights, counts, peak = _train_ours(rank, backend, reshard, device)
     choice = next(r for r in compiler.last_report().rewrites if isinstance(r, KeepReport))
+    gathered = [u for u in choice.units if u.parameters]
+    kept = [u.name for u in gathered if u.kept]
     if backend == "inductor":
-        names = [n for unit in choice.kept for n in unit.split(", ")]
+        names = [n for unit in kept for n in unit.split(", ")]
         _, expected, values, *_ = _train_ours(rank, backend, teb.ReshardAfterForward(names), device)
     else:
-        expected, values = _train_eager(rank, choice.kept, device)
+        expected, values = _train_eager(rank, kept, device)
     same = (losses, weights) == (expected, values)
     report = compiler.last_report()
     gathers = sum(r.collectives_after.get("all_gather", 0) for r in report.graphs)
     return {
         "backend": backend,
         "kept": list(choice.kept),
-        "units": len(choice.units),
+        "units": len(gathered),
         "same_bits": same,
-        "planned_gathers": len(UNITS) + len(choice.units) - len(choice.kept),
+        "planned_gathers": len(UNITS) + len(gathered) - len(kept),
         "gathers_in_graphs": gathers,
         "counts": counts,
         "estimated_peak": max(s.peak_bytes[1] for s in report.schedules),
@@ -219,11 +226,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", choices=("aot_eager", "inductor"), default="aot_eager")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ratios", type=float, nargs="+", default=[1.02, 1.06, 2.0])
+    parser.add_argument("--activations", action="store_true", help="choose what is saved, too")
     add_json(parser)
     args = parser.parse_args(arguments)
     found = []
     for ratio in args.ratios:
-        by_rank = run_ranks(_rank, args.world, args.backend, ratio, args.device, timeout_s=600)
+        auto: Auto = ratio, args.activations
+        by_rank = run_ranks(_rank, args.world, args.backend, auto, args.device, timeout_s=600)
         first = by_rank[0]
         first["ratio"] = ratio
         first["same_bits"] = all(r["same_bits"] for r in by_rank)
@@ -232,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         first["measured_over_scheduled"] = first["measured_peak"] / first["estimated_peak"]
         others = (("gloo", args.world), ("fake", 1)) if args.device == "cpu" else ()
         for group, ranks in others:
-            given = group, args.world, args.backend, ratio
+            given = group, args.world, args.backend, auto
             peak, *_ = run_ranks(_peak_on, ranks, *given, timeout_s=600)
             first[f"over_estimate_on_{group}"] = peak / first["estimate_of_choice"]
         found.append(first)

@@ -124,7 +124,7 @@ def test_the_goal_speed():
 
 
 @pytest.mark.parametrize(
-    "options", [["--mode", "none"], ["--overlap"], ["--cap-mb", "3"], ["--keep-gib", "1"]]
+    "options", [["--mode", "none"], ["--overlap"], ["--cap-mb", "3"], ["--primary-group"]]
 )
 def test_a_goal_takes_no_options_of_modes(capsys, options):
     with pytest.raises(SystemExit):
@@ -254,10 +254,11 @@ def test_a_picture_of_before_and_after(tmp_path, capsys):
     """With a bound, also of what more memory would buy."""
     pytest.importorskip("matplotlib", reason="matplotlib draws the picture: pip install matplotlib")
     file = tmp_path / "picture.png"
-    options = ["--cap-mb", "1", "--world-size", "4", "--plot", str(file), "--keep-gib", "1"]
+    options = ["--goal", "speed", "--world-size", "4", "--plot", str(file), "--memory-gib", "1"]
     assert main(["explain", f"{HERE}:two_blocks", *options]) == 0
     said = capsys.readouterr().out
-    assert "kept from forward to backward: 3 of 3 units" in said
+    assert "ReshardAfterForward(keep='auto', memory=PeakMemory(gib=1.0), activations=True" in said
+    assert re.search(r"kept from forward to backward: \d of \d units and [1-9] of [1-9]", said)
     assert file.read_bytes().startswith(b"\x89PNG")
     height = int.from_bytes(file.read_bytes()[20:24], "big")
     assert height == 1045  # four rows: the last one has time and peak over the bound

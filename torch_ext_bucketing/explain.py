@@ -71,7 +71,7 @@ def explain(
     primary: bool = False,
     world_size: int = 8,
     overlap: bool = False,
-    keep_gib: float | None = None,
+    memory_gib: float | None = None,
     draw: bool = False,
     machine: Machine | None = None,
     size_hints: GivenHints = None,
@@ -112,10 +112,17 @@ def explain(
         machine = job_machine() if machine is None else machine
         if goal is not None:
             with _explained(f"recipe(model, {goal!r}): ", ValueError, TypeError):
-                passes = recipe(model, goal, machine=machine, reduce=reduce)  # type: ignore[arg-type]
+                memory = None if memory_gib is None else PeakMemory(gib=memory_gib)
+                passes = recipe(model, goal, machine=machine, reduce=reduce, memory=memory)  # type: ignore[arg-type]
+            for p in passes:
+                if isinstance(p, ReshardAfterForward):
+                    p.curve = p.auto
         else:
             with _explained("", ValueError, TypeError):
-                passes = [_resharding(keep_gib, machine), _bucketing(model, mode, cap_mb, primary)]
+                passes = [
+                    _resharding(memory_gib, machine),
+                    _bucketing(model, mode, cap_mb, primary),
+                ]
         if overlap:
             passes.append(Schedule(Overlap(), machine))
         drawn: list[Drawn] = []
@@ -153,11 +160,11 @@ def _demo_model() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.zeros(1, config.max_seq, dtype=torch.long)
 
 
-def _resharding(keep_gib: float | None, machine: Machine) -> GraphPass:
-    if keep_gib is None:
+def _resharding(memory_gib: float | None, machine: Machine) -> GraphPass:
+    if memory_gib is None:
         return ReshardAfterForward()
-    bound = PeakMemory(gib=keep_gib)
-    return ReshardAfterForward("auto", memory=bound, curve=True, machine=machine)
+    bound = PeakMemory(gib=memory_gib)
+    return ReshardAfterForward("auto", memory=bound, activations=True, curve=True, machine=machine)
 
 
 def _bucketing(model: nn.Module, mode: str, cap_mb: float | None, primary: bool) -> GraphPass:

@@ -32,7 +32,7 @@ _PASSED_ON = [
     "primary",
     "world_size",
     "overlap",
-    "keep_gib",
+    "memory_gib",
     "size_hints",
 ]
 
@@ -85,17 +85,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="also schedule the graphs: gathers launch early, reductions are waited for late",
     )
     option(
-        "--keep-gib",
+        "--memory-gib",
         type=float,
         metavar="GIB",
-        help="keep gathered from forward to backward what fits under this peak, and say what that "
-        "saves; --plot draws time and memory over the bound",
+        help="choose under this peak what stays gathered and which activations are saved, and say "
+        "what that saves; --plot draws time and memory over the bound",
     )
     option(
         "--machine",
         type=Path,
         metavar="FILE",
-        help="times of --goal, --overlap, --keep-gib, --trace and --plot: a file that measure "
+        help="times of --goal, --overlap, --memory-gib, --trace and --plot: a file that measure "
         "wrote (default: this GPU's data sheet, or an H100's)",
     )
     option(
@@ -125,22 +125,22 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def _wrong(args: argparse.Namespace) -> str:
     """Why the options can't be taken; empty: they can."""
-    keeps = args.keep_gib is not None
-    estimates = args.goal or args.overlap or keeps or args.trace or args.plot
+    bounded = args.memory_gib is not None
+    estimates = args.goal or args.overlap or bounded or args.trace or args.plot
     if args.world_size < 1:
         return f"--world-size: must be at least 1, got {args.world_size}"
-    if keeps and not (args.keep_gib > 0 and math.isfinite(args.keep_gib)):
-        return f"--keep-gib: must be a positive number, got {args.keep_gib}"
+    if bounded and not (args.memory_gib > 0 and math.isfinite(args.memory_gib)):
+        return f"--memory-gib: must be a positive number, got {args.memory_gib}"
     if args.cap_mb is not None and (args.goal or args.mode != "auto"):
         return f"--cap-mb belongs to --mode auto, not to {args.goal or args.mode}"
     if args.reduce and not args.goal:
         return "--reduce belongs to --goal"
-    if args.goal and (args.overlap or args.primary or keeps):
+    if args.goal and (args.overlap or args.primary):
         return "--goal takes recipe()'s passes, without options of their own"
     for name, value in (("machine", args.machine), ("size-hint", args.size_hints)):
         if value is not None and not estimates:
             return (
-                f"--{name}: nothing is estimated without --overlap, --goal, --keep-gib, --trace "
+                f"--{name}: nothing is estimated without --overlap, --goal, --memory-gib, --trace "
                 "or --plot"
             )
     if args.size_hints is not None and args.size_hints < 0:

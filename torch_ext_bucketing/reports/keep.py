@@ -11,16 +11,17 @@ from .text import aligned, size_text
 
 @dataclass(frozen=True)
 class KeptUnit:
-    """One unit that can be kept or gathered again.
+    """One unit that can be kept or gathered again, or activations of one sort that can be saved or
+    computed again.
 
     Args:
-        name: of the unit.
-        kept: whether it stays gathered.
+        name: of the unit; of activations with the sort behind it.
+        kept: whether it stays gathered, or saved.
         nbytes: bytes that it holds from forward to backward if it does.
-        gather_ms: time that its gathers in backward take.
+        gather_ms: time that its gathers in backward take, or computing it again.
         saved_ms: by how much the step is shorter because it is kept, or would be if it were, all
             other units as they are, in the order that backward has with everything gathered again.
-        parameters: number of its parameters that backward reads.
+        parameters: number of its parameters that backward reads; 0 of activations.
     """
 
     name: str
@@ -82,8 +83,11 @@ class KeepReport(Report):
         """A few lines, and a table of the units."""
         kept = [u for u in self.units if u.kept]
         held = sum(u.nbytes for u in kept)
+        gathers = [u.kept for u in self.units if u.parameters]
+        saves = [u.kept for u in self.units if not u.parameters]
+        groups = f" and {sum(saves)} of {len(saves)} groups of activations" if saves else ""
         lines = [
-            f"kept from forward to backward: {len(kept)} of {len(self.units)} units, "
+            f"kept from forward to backward: {sum(gathers)} of {len(gathers)} units{groups}, "
             f"{size_text(held)}, under a bound of {size_text(self.bound_bytes)}",
             f"  step {self.step_ms[0]:.2f} ms -> {self.step_ms[1]:.2f} ms, "
             f"peak {size_text(self.peak_bytes[0])} -> {size_text(self.peak_bytes[1])} "
@@ -92,11 +96,11 @@ class KeepReport(Report):
         if len(kept) < len(self.units):
             more = f", by keeping {', '.join(self.next_units)}" if self.next_units else ""
             lines.append(f"  one GiB more would save {self.next_ms:.2f} ms{more}")
-        rows = [("unit", "", "held", "gather, ms", "saves, ms", "parameters")]
+        rows = [("unit", "", "held", "again, ms", "saves, ms", "parameters")]
         rows += [
             (
                 u.name,
-                "kept" if u.kept else "gathered again",
+                "kept" if u.kept else "gathered again" if u.parameters else "computed again",
                 size_text(u.nbytes),
                 f"{u.gather_ms:.3f}",
                 f"{u.saved_ms:.3f}",
