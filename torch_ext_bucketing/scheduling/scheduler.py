@@ -27,6 +27,7 @@ from ..graph.dependencies import Precedence
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.schedule import ScheduleReport
+from ..reports.text import sizes_text
 from .cost import Costs
 from .list_schedule import ROUNDING, ListScheduler, list_schedule
 from .machine import H100, Machine, check_machine
@@ -51,6 +52,8 @@ worth speaking of. More is taken only for what ``Overlap.depth`` wants under way
 _TIGHTER = 3
 _QUICK_TIGHTER = 1
 """How often an order that misses its bound is made again."""
+_DEAR = 0.05
+"""A bound that makes the step longer by more than so much of it is worth a note."""
 _WORTH = 0.998
 """A step must be shorter than so much of the best one for that."""
 _UPPER_GUESS = (
@@ -170,9 +173,9 @@ def schedule_model(
     reference = given.peak_bytes if reference_bytes is None else reference_bytes
     case = Case(model, given, reference)
 
-    def ask(options: Options) -> Options:
+    def ask(options: Options, but: Policy | None = None) -> Options:
         for p in policies:
-            options = p.ask(case, options)
+            options = options if p is but else p.ask(case, options)
         return options
 
     # Memory that nobody asked to bound is weighed, too, but no bound is missed by it.
@@ -228,6 +231,15 @@ def schedule_model(
     else:  # nobody asked for speed: an order is changed only where it misses a bound
         best = min(tries, key=lambda t: t.misses)
     reached = best.timeline
+    cost, dear = 0.0, list[str]()
+    if best.free is not None and wanted and priced and not quick:
+        cost = max(0.0, reached.step_ms - _made_with(model, best.free, passes).step_ms)
+        for p in policies if cost > _DEAR * reached.step_ms else ():
+            without = ask(best.free, but=p)
+            if without != ask(best.free):
+                free = _made_with(model, without, passes)
+                if reached.step_ms - free.step_ms > _DEAR * reached.step_ms:
+                    dear.append(_price(p, reached, free))
     bounds = tuple(p.report(case, reached) for p in policies)
     report = ScheduleReport(
         policies=tuple(map(repr, policies)),
@@ -242,8 +254,8 @@ def schedule_model(
         misses=best.misses,
         chosen=best.name,
         alternatives=tuple((t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
-        bounds_cost_ms=_cost(model, best, passes) if wanted and priced and not quick else 0.0,
-        notes=tuple(note for p in policies for note in p.notes(case)),
+        bounds_cost_ms=cost,
+        notes=(*(note for p in policies for note in p.notes(case)), *dear),
         warnings=(*model.hints.problems, *(b.warning for b in bounds if b.warning)),
         order=tuple(model.dependencies.nodes[i].name for i in reached.order),
         size_hints=model.hints.to_text(),
@@ -290,16 +302,22 @@ def _tightened(
     return found
 
 
-def _cost(
-    model: Model, taken: _Try, passes: Sequence[tuple[ListScheduler, Timeline | None]]
-) -> float:
-    """Milliseconds by which the step would be shorter with the same options and no bound."""
-    if taken.free is None:
-        return 0.0
-    free = next((timeline for made, timeline in passes if made.as_with(taken.free)), None)
-    if free is None:
-        free = Timeline.of(model, list_schedule(model, taken.free))
-    return max(0.0, taken.timeline.step_ms - free.step_ms)
+def _made_with(
+    model: Model, options: Options, passes: Sequence[tuple[ListScheduler, Timeline | None]]
+) -> Timeline:
+    """The timeline of the order that options lead to, where ``passes`` may have made it already."""
+    found = next((timeline for made, timeline in passes if made.as_with(options)), None)
+    return found or Timeline.of(model, list_schedule(model, options))
+
+
+def _price(policy: Policy, reached: Timeline, free: Timeline) -> str:
+    """What a bound costs, in words."""
+    peaks = sizes_text(reached.peak_bytes, free.peak_bytes)
+    return (
+        f"{policy!r} costs {reached.step_ms - free.step_ms:.1f} of {reached.step_ms:.1f} ms: in an "
+        f"order without it these buckets take {free.step_ms:.1f} ms, with a peak of {peaks[1]} "
+        f"instead of {peaks[0]}"
+    )
 
 
 def _rank_order_ms(model: Model, order: Sequence[int], costs: Costs) -> float | None:
