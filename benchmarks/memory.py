@@ -6,10 +6,11 @@
 
 For each model of :mod:`.graphs`, the joint graph as in :mod:`.keep`: every block computed again,
 every second one, all but matrix products and attention, nothing; each with all parameters gathered
-again, scheduled without a bound. Then ``ReshardAfterForward(keep="auto", activations=True)``
-chooses under the peak that each came to. Steps are those of forward and backward, scheduled with
-one bucket per unit, on the default machine's H100s; planning is CPU time over that of
-``BucketAndSchedule``.
+again, scheduled without a bound; and what torch's own partitioner saves for some values of
+``torch._functorch.config.activation_memory_budget``, timed by the same model. Then
+``ReshardAfterForward(keep="auto", activations=True)`` chooses under the peak that each came to.
+Steps are those of forward and backward, scheduled with one bucket per unit, on the default
+machine's H100s; planning is CPU time over that of ``BucketAndSchedule``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.fx as fx
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy
+
+from torch_ext_bucketing.fsdp.tag_graph import parameter_chains
 from torch_ext_bucketing.scheduling.devices import job_machine
-from torch_ext_bucketing.scheduling.keep import KeepPlanner
+from torch_ext_bucketing.scheduling.keep import KeepPlanner, Outcome
+from torch_ext_bucketing.scheduling.machine import Machine
 from torch_ext_bucketing.testing.demo.table import columns
 
 from .command import add_json, add_number, matching, parser_of, write_json
@@ -31,6 +39,8 @@ from .keep import GIB, MODELS, graphs_of, joint_of, scheduling_s, unit_of
 from .keep_all import against_all
 
 _UNBOUNDED = 2**62
+BUDGETS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of torch's partitioner: what may be saved between nothing and all that it would."""
 
 WAYS: dict[str, Callable[[str], bool]] = {
     "all computed again": lambda name: False,
@@ -39,6 +49,45 @@ WAYS: dict[str, Callable[[str], bool]] = {
     "nothing computed again": lambda name: True,
 }
 """Fixed choices: whether the activations of that name are saved."""
+
+
+def saved_by_torch(joint: fx.Graph, outputs: int, budget: float) -> set[str]:
+    """Names of what torch's partitioner saves, parameters gathered again.
+
+    Args:
+        joint: it is only read.
+        outputs: of forward.
+        budget: between 0 and 1.
+    """
+    gm = fx.GraphModule({}, _copy(joint))
+    for chain in parameter_chains(gm.graph).values():
+        for node in chain:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    settings = {
+        "activation_memory_budget": budget,
+        "cse": False,  # else it would be another graph
+        "unsafe_treat_script_objects_as_zero_size": True,  # process groups
+    }
+    with functorch_config.patch(settings), warnings.catch_warnings():
+        forward, _ = min_cut_rematerialization_partition(gm, None, num_fwd_outputs=outputs)
+    (output,) = forward.graph.find_nodes(op="output")
+    return {node.name for node in output.args[0][outputs:]}
+
+
+def by_torch(joint: fx.Graph, saved: set[str], machine: Machine, hint: int | None) -> Outcome:
+    """The schedules where nothing is saved but what ``saved`` names."""
+    graph = _copy(joint)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.name not in saved:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    planner = KeepPlanner(graph, unit_of, machine=machine, size_hints=hint)
+    return planner.scheduled((), _UNBOUNDED)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))
+    return new
 
 
 def measure(name: str, layers: int | None) -> dict[str, Any]:
@@ -54,9 +103,18 @@ def measure(name: str, layers: int | None) -> dict[str, Any]:
     units = known.partitioned.units
     activations = [k for k in known.candidates if not units[k].starts]
     pass_s = scheduling_s([graphs["forward", True], graphs["backward", True]], hint, machine)
+    fixed_ways = {
+        way: known.scheduled([k for k in activations if is_saved(units[k].name)], _UNBOUNDED)
+        for way, is_saved in WAYS.items()
+    }
+    (output,) = graphs["forward", False].graph.find_nodes(op="output")
+    read = {n.name for n in graphs["backward", False].graph.find_nodes(op="placeholder")}
+    outputs = sum(n.name not in read for n in output.args[0])
+    for budget in BUDGETS:
+        saved = saved_by_torch(joint, outputs, budget)
+        fixed_ways[f"torch's budget {budget}"] = by_torch(joint, saved, machine, hint)
     rows = []
-    for way, is_saved in WAYS.items():
-        fixed = known.scheduled([k for k in activations if is_saved(units[k].name)], _UNBOUNDED)
+    for way, fixed in fixed_ways.items():
         planner = planner_of()
         clock = time.process_time()
         chosen = planner.choose(fixed.peak_bytes)

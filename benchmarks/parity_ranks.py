@@ -45,6 +45,7 @@ from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
+from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.testing.payloads import (
     Payload,
     bucket_payloads,
@@ -467,7 +468,11 @@ class Runs:
 
     def passes(self, model: nn.Module, eager: nn.Module) -> list[GraphPass]:
         """The recipe, with what eager FSDP2 gathers again: all but the root's own parameters."""
-        passes = recipe(model, units=self.units(model))
+        units = self.units(model)
+        if self.row.memory:
+            bound = PeakMemory(ratio=self.row.memory)
+            return recipe(model, units=units, memory=bound, state_bytes_per_parameter=0)
+        passes = recipe(model, units=units)
         order = next(p.units for p in passes if isinstance(p, BucketUnits))
         assert isinstance(order, FSDPParamOrder)
         again = ReshardAfterForward(keep=order.units[-1])

@@ -58,6 +58,8 @@ class Row:
         layers: blocks; of torchtitan's models from the first on, 0 for all.
         chunks: in how many parts the loss is computed.
         to: gather again for backward among so many ranks; 0: among all.
+        memory: one bound on what a step holds, in parts of its peak with all computed and gathered
+            again, under which it is chosen what is not; 0: none.
         microbatches: forwards and backwards per step.
         sync: when gradients are reduced, after each backward or after the last.
         checkpoint: activation checkpointing of every block, of all of it or saving its matmuls.
@@ -85,6 +87,7 @@ class Row:
     layers: int = 2
     chunks: int = 1
     to: int = 0
+    memory: float = 0.0
     microbatches: int = 1
     sync: Literal["each", "last"] = "each"
     checkpoint: Literal["", "full", "selective"] = ""
@@ -249,6 +252,11 @@ ROWS: tuple[Row, ...] = (
     *(
         Row(f"reshard_to/{model}", model, to=2)
         for model in ("llama", "moe", "vit", "uneven", "tied_chunked", "checkpointed")
+    ),
+    *(
+        Row(f"memory/{model}/{bound}", model, memory=bound, layers=3)
+        for model in ("llama", "moe", "vit", "translator")
+        for bound in (1.0, 1.1, 1.25, 1.5, 2.0)
     ),
     *map(_case, ("plain", "resume", "resume_on_fewer_ranks", "regional")),
     _case("regional_rest_in_a_unit", "parameters outside the compiled blocks are reduced singly"),

@@ -26,7 +26,7 @@ from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.passes.tagging import TagParameters
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 
-__all__ = ["Phase", "Say", "partitioner", "trace_model"]
+__all__ = ["Phase", "Say", "copy_graph", "partitioner", "trace_model"]
 
 Phase = Literal["forward", "backward"]
 
@@ -108,7 +108,7 @@ def partitioner(
         for way, passes in wanted.items():
             say(f"partition, {way}" if ways else "partition")
             last = way == list(wanted)[-1]
-            graph = joint if last else fx.GraphModule(joint, _copy(joint.graph))
+            graph = joint if last else fx.GraphModule(joint, copy_graph(joint.graph))
             for one in passes:
                 one(graph)
             forward, backward = default_partition(graph, inputs, **kwargs)
@@ -121,7 +121,8 @@ def partitioner(
     return partition
 
 
-def _copy(graph: fx.Graph) -> fx.Graph:
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy that shares metadata's values."""
     copy = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

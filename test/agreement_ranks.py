@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from collective_graphs import C10D
+from extended_models import OtherScaled, TensorScaled, wrap
 from sharded_models import TwoBlocks
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
@@ -92,6 +93,14 @@ def two_blocks(mode="fully_shard", model=TwoBlocks):
     return sharded(model(dim=9, vocabulary=13), mode)
 
 
+def in_float8(cls):
+    """The head is gathered in float8."""
+    torch.manual_seed(0)
+    model = TwoBlocks(vocabulary=14)
+    wrap(model.head, cls)
+    return sharded(model, "fully_shard")
+
+
 def fsdp_order():
     return teb.FSDPParamOrder.from_model(TwoBlocks(), ["layers.0", "layers.1", ""])
 
@@ -167,6 +176,7 @@ def disagree(rank):
     machine = teb.Machine("measured", bandwidth=2e9 if second else 1e9)
     case("other times", [*same, teb.Schedule([], machine=machine)])
     case("no buckets", [] if second else same)
+    case("other float8", same, in_float8(OtherScaled if second else TensorScaled))
 
     # What comes of it without a comparison: the bytes of one parameter as those of another.
     module, _, _ = case("off", [teb.BucketUnits(order, payload_order=hook)], agree=False)

@@ -92,15 +92,23 @@ class RowScaled(Wrapper):
 class TensorScaled(Wrapper):
     """Gathered as float8, scaled by the largest value of all ranks."""
 
+    kind = torch.float8_e4m3fn
+
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         amax = all_reduce(self._tensor.abs().max(), "max", mesh.get_group())
         scale = 448 / amax
-        return ((self._tensor * scale).to(torch.float8_e4m3fn),), (scale,)
+        return ((self._tensor * scale).to(self.kind),), (scale,)
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         return _into((outputs[0].float() / metadata[0]).to(param_dtype), out)
+
+
+class OtherScaled(TensorScaled):
+    """In another kind of float8."""
+
+    kind = torch.float8_e5m2
 
 
 BLOCK = 2

@@ -38,6 +38,7 @@ def test_ranks_that_disagree():
         "other schedule",
         "other times",
         "no buckets",
+        "other float8",
     )
     for result in ranks:
         for case in ("same", "second step", "recompiled by one", "off"):
@@ -72,6 +73,9 @@ def test_ranks_that_disagree():
             f"rank {rank}: all_gather float32, bucket of 4: layers.{rank}.w1.weight at byte 0"
         )
     assert "rank 1: all_gather float32, embedding.weight at byte 0" in lines("no buckets")[3]
+    # The same bytes, of other values.
+    for rank, kind in enumerate(("e4m3fn", "e5m2")):
+        assert f"head.weight at byte 224, 56 bytes float8_{kind}" in lines("other float8")[2 + rank]
     # Scheduling changes no bucket here, but the order in which they are launched.
     schedule = lines("other schedule")
     assert "backward graph" in schedule[0]

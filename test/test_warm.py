@@ -76,6 +76,14 @@ def test_a_folder_that_rank_0_made_serves_rank_0_alone(ranks):
             torch.testing.assert_close(torch.tensor(value), torch.tensor(expected))
 
 
+def test_gathers_in_float8_hit_and_those_of_another_kind_miss(tmp_path: Path):
+    """In the FX graph cache: AOTAutograd's takes no graph with an operator of the package's own."""
+    results = run(str(CHILD), "turns", str(tmp_path), *4 * ("float8",), "other float8")
+    states = [result["graphs"] for result in results]
+    # Backward reads what forward unpacked.
+    assert states == [[0, 2, 0], [0, 2, 0], [2, 0, 0], [2, 0, 0], [1, 1, 0]]
+
+
 def test_artifacts_of_rank_0_serve_rank_0_alone():
     """Uneven shards."""
     saved, one, zero = run(str(CHILD), "artifacts", "data_parallel")

@@ -13,12 +13,14 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from extended_models import OtherScaled, TensorScaled, wrap
 from sharded_models import shard_by_parametrization
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
@@ -46,12 +48,21 @@ class Pair(nn.Module):
         return self.a(self.b(x)) if self.turned else self.b(self.a(x))
 
 
+def shard_scaled(model: nn.Module, mesh: Any, cls: Any = TensorScaled) -> nn.Module:
+    """With gathers in float8."""
+    for linear in model.children():
+        wrap(linear, cls)
+    return teb.data_parallel(model, mesh)
+
+
 Shard = Callable[[nn.Module, Any], nn.Module]
 WAYS: dict[str, tuple[Shard, int]] = {
     # Nothing of an even graph but the merged gather differs between ranks.
     "even": (shard_by_parametrization, 8),
     "uneven": (shard_by_parametrization, 7),
     "data_parallel": (teb.data_parallel, 7),
+    "float8": (shard_scaled, 8),
+    "other float8": (partial(shard_scaled, cls=OtherScaled), 8),
 }
 
 
@@ -125,6 +136,12 @@ def ranks(way: str, folder: str) -> list[dict[str, Any]]:
     results = [as_rank(0, way)]
     shutil.copytree(folder, folder + "-0")
     return results + [as_rank(rank, way) for rank in (1, 0, 1)]
+
+
+def turns(folder: str, *ways: str) -> list[dict[str, Any]]:
+    """Ranks 0, 1, 0, ... come to ``folder``."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    return [as_rank(number % 2, way) for number, way in enumerate(ways)]
 
 
 def artifacts(*ways: str) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ import torch
 import torch.fx as fx
 
 from ..fsdp.tags import is_bucket, member_tags, tag_of
-from ..graph.collectives import argument, collective_group, kind_of
+from ..graph.collectives import argument, collective_group, kind_of, sent_as_bytes
 from ..reports.buckets import BucketReport
 
 _POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
@@ -174,7 +174,9 @@ def _launch_of(node: fx.Node, known: Mapping[str, BucketReport]) -> Launch:
     elif is_bucket(node):
         members = (Member(t.fqns) for t in member_tags(node))
     elif tag is not None:
-        members = (Member(tag.fqns, 0, _nbytes_of(node), dtype),)
+        bytes_of = sent_as_bytes(node)
+        own = dtype if bytes_of is None else str(bytes_of).removeprefix("torch.")
+        members = (Member(tag.fqns, 0, _nbytes_of(node), own),)
     return Launch(
         kind_of(node) or _op_name(node),
         None if op is None else str(op),

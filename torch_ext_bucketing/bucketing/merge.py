@@ -25,6 +25,7 @@ from ..graph.collectives import (
     group_size,
     kind_of,
     reduce_op,
+    sent_as_bytes,
 )
 from ..graph.snapshot import unchanged_on_error
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
@@ -174,7 +175,7 @@ def _apply_bucket(
     first, last = bucket.members[0], bucket.members[-1]
     tags = {m: tag_of(m) for m in bucket.members}
     shapes = {m: _payload_shape(m) for m in bucket.members}
-    dtypes = {m: m.meta["val"].dtype for m in bucket.members}
+    dtypes = {m: sent_as_bytes(m) or m.meta["val"].dtype for m in bucket.members}
     backward = all(m.meta.get(BACKWARD) for m in bucket.members)
     group, size, op = group_name(first), group_size(first), reduce_op(first)
 

@@ -342,6 +342,7 @@ class _Attach(torch.autograd.Function):
     """:class:`_Gather` for a full parameter that is gathered already.
 
     A node of Dynamo's graph, which would have the gradient be of the parameter's class and dtype.
+    AOTAutograd's cache takes no graph with such a node; Inductor's FX graph cache takes its halves.
     """
 
     @staticmethod

@@ -248,6 +248,19 @@ def wire_bytes(start: fx.Node) -> int:
     )
 
 
+def sent_as_bytes(start: fx.Node) -> torch.dtype | None:
+    """The dtype of values of a byte each that a collective sends as ``uint8``; None: of none."""
+    node: Any = start.args[0]
+    while isinstance(node, fx.Node) and (
+        is_view(node) or node.target is torch.ops.aten.clone.default
+    ):
+        if node.target is torch.ops.aten.view.dtype:
+            dtype: torch.dtype = node.all_input_nodes[0].meta["val"].dtype
+            return dtype if dtype.itemsize == 1 else None
+        node = next(iter(node.all_input_nodes), None)
+    return None
+
+
 def is_wait(node: fx.Node) -> bool:
     """Whether ``node`` is a ``wait_tensor``."""
     return node.op == "call_function" and node.target is _c10d.wait_tensor.default

@@ -25,7 +25,7 @@ class PayloadMember:
             an all-reduce.
         nbytes: its size there, padding included.
         shape: its shape in one rank's part.
-        dtype: its dtype on the wire, such as ``"bfloat16"``.
+        dtype: of its values, such as ``"bfloat16"``.
     """
 
     fqns: tuple[str, ...]

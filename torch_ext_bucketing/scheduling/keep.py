@@ -158,10 +158,10 @@ class KeepPlanner:
         return self._nothing_bytes
 
     def choose(self, limit: int) -> Outcome:
-        """The fastest choice that keeps the bound, in bytes; where none does, nothing is kept."""
+        """The fastest choice that keeps the bound, in bytes; where none does, that of the smallest
+        peak."""
         with paused_gc():
-            best = self._choose(limit)
-        return self.scheduled((), limit) if best.above else best
+            return self._choose(limit)
 
     def scheduled(self, kept: Collection[int], limit: int) -> Outcome:
         """The schedules of a choice under a bound in bytes."""
@@ -215,7 +215,10 @@ class KeepPlanner:
         # than that of the graph, which is known afterwards.
         rooms = [limit, limit - self._largest, limit + self._largest][:most]
         rooms = rooms[:1] if most == _FEW and len(self._rankings) > 1 else rooms
-        found = [self._fitting(room, ranked) for room in rooms for ranked in self._rankings]
+        least = frozenset[int]() if self._fits(frozenset(), limit) else self._least()
+        found = [self._fitting(room, ranked, least) for room in rooms for ranked in self._rankings]
+        if len(self._rankings) > 1:  # with all the rest of the room for prefetching
+            found.insert(1, frozenset(k for k in found[0] if not self.partitioned.units[k].starts))
         firsts = dict.fromkeys([frozenset(), *found])
         seen = {kept: self.scheduled(kept, limit) for kept in firsts}
         left -= len(seen) - 1
@@ -271,6 +274,18 @@ class KeepPlanner:
             if many:
                 left = [k for k in left if self.partitioned.units[k].nbytes < nbytes]
         return kept.union(left)
+
+    def _least(self) -> _Set:
+        """Activations whose making again takes more than they hold, in the order of the graph."""
+        others = [k for k in self._rankings[0] if not self.partitioned.units[k].starts]
+        kept, peak = frozenset[int](), self._nothing_bytes
+        each = 1 + len(others) // _MANY
+        for first in range(0, len(others), each):
+            more = kept.union(others[first : first + each])
+            nbytes = self._held.peak_bytes(more)
+            if nbytes < peak:
+                kept, peak = more, nbytes
+        return kept
 
     def _near(self, kept: _Set, room: int) -> Iterator[_Set]:
         """Choices that fit with one unit more, another, or less."""
@@ -369,8 +384,9 @@ class KeepPlanner:
         bound = f"the bound of {size_text(limit)}"
         if chosen.above:
             return (
-                f"nothing is kept: with everything gathered again the peak is "
-                f"{size_text(chosen.peak_bytes)} already, {size_text(chosen.above)} above {bound}"
+                f"{len(chosen.kept) or 'nothing'} is kept: the smallest peak found is "
+                f"{size_text(chosen.peak_bytes)}, {size_text(chosen.above)} above {bound}; before "
+                f"backward begins {size_text(self._at_start)} are there with nothing kept"
             )
         if chosen.kept or not self.candidates:
             return ""

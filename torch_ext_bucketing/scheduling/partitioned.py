@@ -126,13 +126,11 @@ class PartitionedModel:
         again = {n for chain in chains.values() for n in chain}
         self.activations: Activations | None = None
         if activations:
-            gathers = {n for u in units for n in u.starts}
-            found = Activations(
-                graph, lambda n: _unit_of(n, unit_of) if n in gathers else None, again
-            )
+            names = {n: unit.name for unit in units for n in unit.starts}
+            found = Activations(graph, names.get, again)
             units += [
-                Unit(f"{name} {sort}", (), tuple(nodes))
-                for ((_, name), sort), nodes in found.groups.items()
+                Unit(f"{stretch.name} {sort}", (), tuple(nodes))
+                for (stretch, sort), nodes in found.groups.items()
             ]
             again.update(n for nodes in found.groups.values() for n in nodes)
             again.update(found.views)

@@ -222,6 +222,9 @@ def schedule_model(
     if wanted:
         tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER)
         best = min(tries, key=_rank)
+        if best.free is not None and not best.misses:  # which may keep the bounds all the same
+            found = tried(f"{best.name}, no bounds", best.free, best.free)
+            best = best if found is None else min(best, found, key=_rank)
     else:  # nobody asked for speed: an order is changed only where it misses a bound
         best = min(tries, key=lambda t: t.misses)
     reached = best.timeline
