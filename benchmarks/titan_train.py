@@ -2,6 +2,7 @@
 
     python -m benchmarks.titan_train                    # torch 2.15, torchtitan 0.3.0
     python -m benchmarks.titan_train --ways ours killed --gather bfloat16 --json out.json
+    python -m benchmarks.titan_train --ways eager ours --gather float32 --pipeline ZBVZeroBubble:4
 
 Two layers of its LLaMA-3 debug model, gathered in fp32 and in bf16 and reduced in fp32, are trained
 for 6 steps by
@@ -15,6 +16,10 @@ for 6 steps by
 Every weight of the last checkpoints must be the same, bit for bit. But gathered in bf16, ``eager``
 need not be like the others: autograd makes the gradient of a norm's bf16 weight in fp32 on CPU,
 which eager FSDP2 of torch 2.15 reduces as it is, and torchtitan's SimpleFSDP rounded to bf16.
+
+``--pipeline`` names a schedule and its number of microbatches: two ranks of two stages each,
+sharded over two. torchtitan's stages of graphs (0.3.0) keep what a forward returned where torch
+2.15 has no place for it any more; here they get one.
 
 torchtitan looks for an accelerator. Before its ``train.py`` runs, each rank is told here that a CPU
 is one.
@@ -55,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("python -m benchmarks.titan_train", __doc__)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--gather", nargs="+", choices=GATHERED, default=GATHERED)
+    parser.add_argument("--pipeline", metavar="SCHEDULE:MICROBATCHES", default="")
     add_json(parser)
     args = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
@@ -64,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _assets(Path(name))
             for way in args.ways:
                 began = time.monotonic()
-                losses = _run(Path(name), way, gathered)
+                losses = _run(Path(name), way, gathered, args.pipeline)
                 row = {"way": way, "gathered": gathered, "losses": losses}
                 row["seconds"] = round(time.monotonic() - began)
                 last = weights[way] = _weights(Path(name) / way)
@@ -106,16 +112,22 @@ def _assets(folder: Path) -> None:
     (folder / "text" / "text.json").write_text("\n".join(lines))
 
 
-def _run(folder: Path, way: str, gathered: str) -> dict[int, float]:
+def _run(folder: Path, way: str, gathered: str, pipeline: str) -> dict[int, float]:
     """``train.py`` on all ranks, twice where it is killed; returns the loss after each step."""
+    given = ["--training.mixed_precision_param", gathered]
+    if pipeline:
+        schedule, microbatches = pipeline.split(":")
+        given += ["--parallelism.pipeline_parallel_degree", "2"]
+        given += ["--parallelism.pipeline_parallel_schedule", schedule]
+        given += ["--training.local_batch_size", microbatches]
     if way != "killed":
-        return _start(folder, way, way, gathered)
-    losses = _start(folder, way, "ours", gathered, KILLED)
-    return losses | _start(folder, way, "ours", gathered)
+        return _start(folder, way, way, given)
+    losses = _start(folder, way, "ours", given, KILLED)
+    return losses | _start(folder, way, "ours", given)
 
 
 def _start(
-    folder: Path, way: str, config: str, gathered: str, killed: int | None = None
+    folder: Path, way: str, config: str, given: list[str], killed: int | None = None
 ) -> dict[int, float]:
     """``train.py`` on all ranks; returns the loss after each of its steps.
 
@@ -123,15 +135,14 @@ def _start(
         folder: of the assets.
         way: names the folder of the checkpoints.
         config: a function of this module.
-        gathered: the dtype of gathers.
+        given: further options.
         killed: after which step all ranks are.
     """
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", __spec__.name, "--rank"]
     command += ["--module", "benchmarks.titan_train", "--config", config]
     command += ["--hf_assets_path", str(folder), "--dataloader.dataset_path", str(folder / "text")]
-    command += ["--dump_folder", str(folder / way)]
-    command += ["--training.mixed_precision_param", gathered]
+    command += ["--dump_folder", str(folder / way), *given]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     losses: dict[int, float] = {}
     lines, ranks = [], []
@@ -218,6 +229,29 @@ def _small(config: Any) -> Any:
     return config
 
 
+class _Results(dict[int, Any]):
+    """What forwards returned, by microbatch, where torch 2.15 looks for it, too."""
+
+    def __init__(self, stage: Any) -> None:
+        self.states = stage._forward_chunk_states
+
+    def __setitem__(self, microbatch: int, value: tuple[tuple[Any, ...], Any]) -> None:
+        super().__setitem__(microbatch, value)
+        n, stages = len(value[0]), importlib.import_module("torch.distributed.pipelining.stage")
+        self.states[microbatch] = stages._ForwardChunkState(
+            (None,) * n, [], list(value[0]), (False,) * n, [False] * n
+        )
+
+    def pop(self, microbatch: int) -> Any:  # type: ignore[override]
+        del self.states[microbatch]
+        return super().pop(microbatch)
+
+
+def _results(stage: Any) -> _Results:
+    found: _Results = vars(stage).setdefault("results", _Results(stage))
+    return found
+
+
 def _train() -> None:
     """Run torchtitan's ``train.py`` with the arguments of this process."""
     import torch
@@ -242,6 +276,8 @@ def _train() -> None:
         module.set_force_sum_reduction_for_comms(True)
 
     fsdp.set_gradient_divide_factor = sum_alone
+    graph_stage = "torchtitan.experiments.graph_trainer.graph_pp.stage"
+    importlib.import_module(graph_stage).GraphPipelineStage.fwd_cache = property(_results)
     runpy.run_module("torchtitan.train", run_name="__main__")
 
 

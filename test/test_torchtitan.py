@@ -289,6 +289,10 @@ def _check_pipeline(model, traced, settings, replaced):
         return [getattr(p, "func", p).__name__ for p in listed]
 
     trainer = Mock(config=settings, model_parts=[model])
+    trainer.parallel_dims.pp_enabled = True
+    with pytest.raises(ValueError, match="inductor_compilation = 'regional', got"):
+        registry.POST_INIT_HOOKS["torch_ext_bucketing"](trainer)
+    trainer.parallel_dims.pp_enabled = False
     with pytest.raises(ValueError, match="before the trainer is built"):
         torchtitan.graph_passes(traced, settings)
     registry.POST_INIT_HOOKS["torch_ext_bucketing"](trainer)
@@ -308,10 +312,17 @@ def test_the_readmes_config(fake_world):
 
 
 @pytest.mark.slow
-def test_their_train_py_is_killed_and_resumed(capsys):
-    """To the same bits."""
-    assert titan_train.main(["--ways", "ours", "killed", "--gather", "bfloat16"]) == 0
-    assert "21 of 21 ours" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("options", "equal"),
+    [
+        ("--ways ours killed --gather bfloat16", "21 of 21 ours"),
+        ("--ways eager ours --gather float32 --pipeline Interleaved1F1B:4", "21 of 21 eager"),
+    ],
+)
+def test_their_train_py_trains_to_the_same_bits(capsys, options, equal):
+    """Killed and resumed, and in pipelines."""
+    assert titan_train.main(options.split()) == 0
+    assert equal in capsys.readouterr().out
 
 
 # --- imported first ------------------------------------------------------------------

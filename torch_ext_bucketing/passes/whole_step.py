@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.fx as fx
@@ -62,11 +62,32 @@ def whole_step_pass(
                 f"and {others + len(trained)} results. Give the model that was traced"
             )
         fqns = {node: name for node, name in zip(inputs, names, strict=False) if name}
-        tag_joint_graph(gm, fqns, grad_fqns=[*(None,) * others, *trained], model=model)
-        for stage in ("joint", "forward_backward"):
-            pipeline.run(stage, gm, shared)  # type: ignore[arg-type]
-        gm.graph.lint()
-        gm.recompile()
+        run_passes(gm, pipeline, shared, fqns, [*(None,) * others, *trained], model)
         return gm
 
     return torch_ext_bucketing_pass
+
+
+def run_passes(
+    gm: fx.GraphModule,
+    pipeline: Pipeline,
+    compilation: Compilation,
+    fqns: dict[fx.Node, str],
+    grad_fqns: Sequence[str | None],
+    model: nn.Module,
+) -> None:
+    """Run all passes on one graph, in place.
+
+    Args:
+        gm: of any part of a step.
+        pipeline: the passes.
+        compilation: gets the report.
+        fqns: names of the placeholders that are parameters.
+        grad_fqns: whose gradient each flattened output is.
+        model: whose parameters these are.
+    """
+    tag_joint_graph(gm, fqns.get, grad_fqns=grad_fqns, model=model)
+    for stage in ("joint", "forward_backward"):
+        pipeline.run(stage, gm, compilation)  # type: ignore[arg-type]
+    gm.graph.lint()
+    gm.recompile()

@@ -53,6 +53,9 @@ class ReshardAfterForward(GraphPass):
         forward   w -> all_gather -> wait -> t -> mm            saved: w
         backward  w -> all_gather -> wait -> t -> t -> mm
 
+    What forward does not read of a parameter, such as data that is scaled for products of backward,
+    is gathered in backward alone, whatever is kept.
+
     With ``to``, that gather is in a smaller group, usually a node's, of a copy that forward leaves
     sharded over it, as with a number as ``reshard_after_forward`` of eager FSDP2, bit for bit (see
     :mod:`.rewrites.reshard_to`). Put it behind :class:`.CombineUses`, so that a parameter with

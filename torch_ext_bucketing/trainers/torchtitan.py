@@ -14,21 +14,37 @@ chooses it::
 
 The rest of torchtitan's list stays, in its order; what is gathered again in backward is the choice
 of its ``memory_policy``.
+
+With pipeline parallelism torchtitan runs a stage as several graphs. Those that gather the stage's
+parameters and reduce its gradients run once per step each, and have eager FSDP2's buckets::
+
+    unshard    shards -> gathers in buckets -> parameters       kept for all microbatches
+    forward, backward    of each microbatch, without collectives of parameters
+    reduce     sums of gradients -> reductions in buckets -> gradients of shards
+
+torchtitan's own bucketing, on the graph that these are cut from, leaves gathers and reductions in
+the graphs of each microbatch.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch.fx as fx
+import torch.nn as nn
 from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes
 from torchtitan.experiments.graph_trainer.registry import (
     register_pass_pipeline,
     register_post_init_hook,
 )
 
-from ..passes.whole_step import whole_step_pass
+from .._torch.sharded import name_per_tensor
+from ..passes.pipeline import Pipeline
+from ..passes.whole_step import run_passes, whole_step_pass
 from ..recipes import recipe
 
 _PIPELINE = "torch_ext_bucketing"
@@ -36,9 +52,13 @@ _REPLACED = "joint_transformer_block_bucketing_reordering_pass"
 _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """By the ``id`` of their configs: a pipeline gets a config, and a pass needs the model."""
 
+log = logging.getLogger("torch_ext_bucketing")
+
 
 @register_post_init_hook(_PIPELINE)
 def _started(trainer: Any) -> None:
+    if trainer.parallel_dims.pp_enabled:
+        trainer.pp_schedule.graph_provider = _BucketedStages(trainer.pp_schedule)
     _trainers[id(trainer.config)] = trainer
 
 
@@ -54,15 +74,14 @@ def graph_passes(
         parallel_dims: torchtitan's.
 
     Raises:
-        ValueError: no trainer has started with this config, it has several model parts, or
-            torchtitan's list has no bucketing.
+        ValueError: no trainer has started with this config, or torchtitan's list has no bucketing.
     """
     parts: list[Any] = getattr(_trainers.get(id(config)), "model_parts", [])
     if len(parts) != 1:
         raise ValueError(
             f"{_PIPELINE!r} needs one trainer that has started with this config, of one model "
             f"part, and found {len(parts)} parts: set config.compile.pass_pipeline before the "
-            "trainer is built, and no pipeline parallelism"
+            "trainer is built"
         )
     listed = construct_default_graph_passes(traced, config, parallel_dims=parallel_dims)
     names = [getattr(p, "func", p).__name__ for p in listed]
@@ -73,3 +92,78 @@ def graph_passes(
         )
     listed[names.index(_REPLACED)] = whole_step_pass(parts[0], recipe(parts[0]))
     return listed
+
+
+class _BucketedStages:
+    """torchtitan's maker of the graphs of a pipeline's stages (``GraphPPStageGraphsProvider``),
+    with our passes on those that gather and reduce.
+
+    Raises:
+        ValueError: they would be compiled by Inductor as a whole before the passes run.
+    """
+
+    def __init__(self, runtime: Any) -> None:
+        self.theirs = runtime.graph_provider
+        config = self.theirs.compile_config
+        if config.inductor_compilation != "regional":
+            raise ValueError(
+                f"{_PIPELINE!r} with pipeline parallelism needs config.compile."
+                f"inductor_compilation = 'regional', got {config.inductor_compilation!r}"
+            )
+        off = [*config.disable_passes, _REPLACED]
+        self.theirs.compile_config = dataclasses.replace(config, disable_passes=off)
+
+    def prepare_graphs(self, schedule: Any, ctx: Any, *, loss_kwargs: dict[str, Any]) -> Any:
+        """As torchtitan's."""
+        new = [stage for stage in schedule._stages if stage.graphs is None]
+        overlapped = self.theirs.prepare_graphs(schedule, ctx, loss_kwargs=loss_kwargs)
+        for stage in new:
+            _bucket(stage)
+        return overlapped
+
+
+def _bucket(stage: Any) -> None:
+    """Run the passes on the graphs of ``stage`` that gather and reduce, in place."""
+    model, modules, meta = stage.submod, stage.graphs.modules, stage.graphs.meta
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    names = [name for each in parameters for name in name_per_tensor(*each)]
+    trained = [n for each in parameters if each[1].requires_grad for n in name_per_tensor(*each)]
+    pipeline = Pipeline(recipe(model, units=_units(model)), model)
+    compilation = pipeline.compilation()
+    if modules.unshard is not None:
+        graph = modules.unshard.graph
+        inputs = graph.find_nodes(op="placeholder")
+        gathered = [names[i] for i in meta.unshard_flat_param_indices]
+        output = _undescribed_output(graph)
+        # One value per tensor that parameters are made of, as torchtitan counts them. A mesh that
+        # no other tensor is made with is an input of no graph, and had none.
+        values = (*output.args[0], *(None,) * (meta.num_flat_param_values - len(gathered)))
+        output.args = (values,)
+        fqns = {node: name for node, name in zip(inputs, gathered, strict=True) if name}
+        run_passes(modules.unshard, pipeline, compilation, fqns, [None] * len(values), model)
+    if modules.reduce_grad is not None:
+        _undescribed_output(modules.reduce_grad.graph)
+        run_passes(modules.reduce_grad, pipeline, compilation, {}, trained, model)
+    report = compilation.report
+    log.info(
+        "pipeline stage %s: %s -> %s",
+        stage.stage_index,
+        report.collectives_before,
+        report.collectives_after,
+    )
+
+
+def _undescribed_output(graph: fx.Graph) -> fx.Node:
+    """The output, without the descriptors of a cut graph, which are all None."""
+    (output,) = graph.find_nodes(op="output")
+    output.meta.pop("desc", None)
+    return output
+
+
+def _units(part: nn.Module) -> list[tuple[str, ...]]:
+    """The units of eager FSDP2 that a stage has, as torchtitan's decoders are wrapped."""
+    has = dict(part.named_children())
+    layers = [(f"layers.{name}",) for name, _ in has["layers"].named_children()]
+    last = tuple(name for name in ("norm", "lm_head") if has.get(name) is not None)
+    first = [("tok_embeddings",)] if has.get("tok_embeddings") is not None else []
+    return [*first, *layers, *([last] if last else [])]
