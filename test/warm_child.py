@@ -60,7 +60,8 @@ WAYS: dict[str, tuple[Shard, int]] = {
     # Nothing of an even graph but the merged gather differs between ranks.
     "even": (shard_by_parametrization, 8),
     "uneven": (shard_by_parametrization, 7),
-    "data_parallel": (teb.data_parallel, 7),
+    # Gradients are reduced in a wider dtype, which makes a node of the package's own.
+    "data_parallel": (partial(teb.data_parallel, reduce_dtype=torch.float64), 7),
     "float8": (shard_scaled, 8),
     "other float8": (partial(shard_scaled, cls=OtherScaled), 8),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.fx as fx
@@ -47,6 +47,7 @@ def compile_inductor(
     post_grad: Any,
     options: dict[str, Any] | None = None,
     mode: str | None = None,
+    cacheable: Mapping[str, str],
     prefetch: int | None = None,
 ) -> Callable[..., Any]:
     """Inductor, with the two hooks appended to those that the user has set.
@@ -58,6 +59,8 @@ def compile_inductor(
     - ``allow_buffer_reuse=False``, as a precaution: ``_WaitKernel.get_volatile_reads`` keeps the
       input of an out-of-place collective alive until its wait, and no reuse before a wait was seen
       on CPU where start and wait are adjacent. Starts far from their waits were not examined.
+    - ``cacheable``: functions by name, and digests of what they do: AOTAutograd caches graphs that
+      call them.
     - torch's own bucketing is off: it would merge our buckets with each other.
     - ``max_compute_pre_fetch=prefetch`` where torch's overlap scheduling is enabled and the user
       has set no depth.
@@ -79,6 +82,10 @@ def compile_inductor(
         "bucket_all_gathers_fx": "none",
         "bucket_reduce_scatters_fx": "none",
         "bucket_all_reduces_fx": "none",
+        "unsafe_marked_cacheable_functions": {
+            **config.unsafe_marked_cacheable_functions,
+            **cacheable,
+        },
     }
     for entry in ("collective_bucketing", "pre_bucketing_fsdp_collectives"):
         if hasattr(config.aten_distributed_optimizations, entry):

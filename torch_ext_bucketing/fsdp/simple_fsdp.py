@@ -104,7 +104,7 @@ def data_parallel(
     replica_dim = {"fully_shard": None, "hybrid_shard": 0, "replicate": 0}[mode]
     extensions: dict[nn.Parameter, Extension] = {}
     shards = mesh
-    torch.compiler.allow_in_graph(_Attach)
+    torch.compiler.allow_in_graph(attach)
     if shard_dim is not None and any(map(extends_gather, model.parameters())):
         if shard_dim:
             if mesh.mesh_dim_names is None:
@@ -196,7 +196,7 @@ class _Unshard:
             return _Gather.apply(shard, self.unreduced, self)
         with torch.no_grad():
             full = (self.extension or self).gather(shard)
-        return _Attach.apply(shard, self.unreduced, self.reduction, full)
+        return attach(shard, self.unreduced, self.reduction, full)
 
     def accumulate(self, sharded: DTensor) -> torch.Tensor:
         """Let gradients of the full parameter add up in the ``grad`` of a tensor, returned.
@@ -339,11 +339,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """:class:`_Gather` for a full parameter that is gathered already.
-
-    A node of Dynamo's graph, which would have the gradient be of the parameter's class and dtype.
-    AOTAutograd's cache takes no graph with such a node; Inductor's FX graph cache takes its halves.
-    """
+    """:class:`_Gather` for a full parameter that is gathered already."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -363,6 +359,20 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return (*_Gather.backward(ctx, grad), None)
+
+
+def attach(
+    shard: torch.Tensor,
+    unreduced: torch.Tensor | None,
+    reduction: _Reduction,
+    full: torch.Tensor,
+) -> torch.Tensor:
+    """``full`` as what was gathered of ``shard``, whose gradient is reduced by ``reduction``.
+
+    A node of Dynamo's graph, which would have the gradient be of the parameter's class and dtype.
+    """
+    found: torch.Tensor = _Attach.apply(shard, unreduced, reduction, full)
+    return found
 
 
 class _ReduceLate(torch.autograd.Function):

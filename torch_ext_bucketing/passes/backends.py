@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.fx as fx
 
+from .._source import package_digest
 from .._torch import aot as _aot
 from .._torch import caches as _caches
 from .._torch import dynamo_inputs as _dynamo_inputs
@@ -27,6 +28,7 @@ from .._torch.process_groups import default_group
 from ..agreement import op as _agree_op
 from ..agreement.before_run import as_fresh_frame, before_first_run
 from ..agreement.launches import GraphLaunches, launches_of
+from ..fsdp.simple_fsdp import attach
 from ..graph.size_hints import GivenHints, check_size_hints
 from ..reports.compile import CompileReport
 from ..scheduling.pin_order import pin_order
@@ -165,6 +167,7 @@ class BucketingBackend:
                 ),
                 options=kwargs.get("options"),
                 mode=kwargs.get("mode"),
+                cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
                 prefetch=self.prefetch,
             )
             return as_fresh_frame(compiled) if agrees and fresh else compiled

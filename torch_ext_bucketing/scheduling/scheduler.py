@@ -237,9 +237,9 @@ def schedule_model(
         for p in policies if cost > _DEAR * reached.step_ms else ():
             without = ask(best.free, but=p)
             if without != ask(best.free):
-                free = _made_with(model, without, passes)
-                if reached.step_ms - free.step_ms > _DEAR * reached.step_ms:
-                    dear.append(_price(p, reached, free))
+                shorter = _made_with(model, without, passes)
+                if reached.step_ms - shorter.step_ms > _DEAR * reached.step_ms:
+                    dear.append(_price(p, reached, shorter))
     bounds = tuple(p.report(case, reached) for p in policies)
     report = ScheduleReport(
         policies=tuple(map(repr, policies)),
