@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch_ext_bucketing.fsdp.tag_graph import parameter_chains
 from torch_ext_bucketing.fsdp.tags import member_tags, tag_of
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.graph_of import graph_of
+from torch_ext_bucketing.passes import step_memory
 from torch_ext_bucketing.passes.backends import _run_each, backend
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
@@ -357,6 +359,32 @@ def test_each_setting_counts_for_the_caches():
     assert repr(others[1]) == made
 
 
+@pytest.mark.parametrize(("before", "factor"), [(1, 1.1), (1, 1.02), (2**40, 1.1)])
+def test_a_device_that_needs_more_than_was_expected(fake_world, monkeypatch, before, factor):
+    """What CUDA's allocator would say, which is not here."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = data_parallel(TwoBlocks(64, 64), mesh)
+    reshard = auto(PeakMemory(gib=1), state_bytes=1000)
+    b = backend("aot_eager", [reshard], model, agree=False)
+    run = torch.compile(model, backend=b)
+    said = [before]
+    monkeypatch.setattr(step_memory, "requested_peak", lambda: said[-1])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", BoundNotKeptWarning)
+        for _ in range(3):
+            run(torch.zeros(16, 16, dtype=torch.long)).sum().backward()
+            (made,) = b.last_report().rewrites
+            said.append(max(before, int(factor * (made.peak_bytes[1] + 1000))))
+    texts = [str(w.message) for w in found if w.category is BoundNotKeptWarning]
+    hidden = before > 1
+    assert made.measured_bytes == (0 if hidden else said[-1])
+    assert [f"{factor - 1:.0%} above" in text for text in texts] == [True] * (
+        factor == 1.1 and not hidden
+    )
+    assert texts == b.last_report().warnings
+    assert ("first step on the device" in b.last_report().to_text()) == (not hidden)
+
+
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
 def test_ranks_with_uneven_shards_choose_alike(fake_world):
     """Only some ranks pad their shards."""
@@ -522,6 +550,10 @@ def test_more_memory_is_never_slower_and_never_exceeded(fake_world, activations)
         assert all(o.peak_bytes <= bound for bound, o in curve)
         assert curve[-1][1].step_ms == planner.scheduled(planner.candidates, peaks[-1]).step_ms
         shorter += steps[-1] < steps[0]
+        _, told = planner.report(peaks[-1], more=peaks[-1] - peaks[1])
+        assert told.less_ms >= curve[1][1].step_ms - steps[-1] - 1e-9
+        _, told = planner.report(peaks[-1], more=peaks[-1] - peaks[0] // 2)
+        assert told.less_ms is None
     assert shorter > 2
 
 

@@ -47,6 +47,7 @@ from .cache_key import NoUuidError, describe, digest, log_no_uuid
 from .code import code_of
 from .diagnostics import RunWatch
 from .pipeline import Pipeline
+from .step_memory import watch_peak
 
 _PREFETCH = 50
 
@@ -143,7 +144,7 @@ class BucketingBackend:
         compiled = self._compile(gm, example_inputs, compilation, **kwargs)
         for watch in self._watches:
             compiled = watch.watch(compiled, compilation)
-        return compiled
+        return watch_peak(compiled, compilation)
 
     def _compile(
         self,

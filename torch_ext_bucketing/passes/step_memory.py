@@ -1,16 +1,25 @@
-"""Bytes of a training step that no compiled graph sees, and that each rank has in any case."""
+"""Bytes of a training step that no compiled graph sees, and what the device counts of all."""
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn as nn
 
 from .._torch.sharded import shard_of
+from ..reports.keep import KeepReport
 from ..reports.text import size_text
 from ..scheduling.memory import PeakMemory
+from ..scheduling.scheduler import BoundNotKeptWarning
+from .base import Compilation
 
+_OFF = 1.03
+"""A device's peak above so many times the predicted one is a warning."""
 _LARGEST_GIB = 288
 """Of one GPU, as of 2026 (AMD's MI355X, NVIDIA's B300)."""
 
@@ -92,3 +101,48 @@ def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> None:
             "rank, in GiB",
             stacklevel=3,
         )
+
+
+def requested_peak() -> int | None:
+    """The most bytes that CUDA's allocator was asked for at a time; None: there is none."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"])
+
+
+def watch_peak(compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+    """``compiled``, wrapped to compare the first step's peak on the device with the one that what
+    stays was chosen by. The step ends where the second one begins; a peak from before it that is
+    higher hides it.
+
+    Warns:
+        BoundNotKeptWarning: in ``compilation``'s report, too: it is more than 3% above.
+    """
+    peaks: list[int | None] = []
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if len(peaks) < 2 and torch.is_grad_enabled():
+            peaks.append(requested_peak())
+            if len(peaks) == 2 and None not in peaks and peaks[0] < peaks[1]:  # type: ignore[operator]
+                _compare(peaks[1] or 0, compilation)
+        return compiled(*args, **kwargs)
+
+    is_kept = any(isinstance(r, KeepReport) for r in compilation.report.rewrites)
+    return run if is_kept else compiled
+
+
+def _compare(measured: int, compilation: Compilation) -> None:
+    rewrites = compilation.report.rewrites
+    for i, made in enumerate(rewrites):
+        if isinstance(made, KeepReport):
+            rewrites[i] = replace(made, measured_bytes=measured)
+            expected = made.peak_bytes[1] + made.state_bytes
+            if measured > _OFF * expected:
+                compilation.warn(
+                    f"the first step's peak on the device is {size_text(measured)}, "
+                    f"{measured / expected - 1:.0%} above the {size_text(expected)} that what "
+                    "stays in memory was chosen by: lower the bound by as much, or find what else "
+                    "the step holds",
+                    BoundNotKeptWarning,
+                )

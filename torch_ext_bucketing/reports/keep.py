@@ -43,9 +43,12 @@ class KeepReport(Report):
         step_ms: with everything gathered again, and as chosen.
         peak_bytes: the same.
         all_peak_bytes: with everything kept, in the order of the graph.
+        state_bytes: beside them on each rank, such as the optimizer's state; not in the bound.
+        measured_bytes: the device's peak in the first step, all of it; 0: not measured.
         unread: units of which backward reads nothing, which are never kept.
         next_ms: what one more GiB would save, by ``next_units``.
         next_units: the units that would be kept then and are not now.
+        less_ms: what one GiB less would cost; None: no choice found keeps that bound.
         curve: by bound in bytes: step in ms, peak in bytes, number of units kept; empty where it
             was not asked for.
         tried: how many choices were scheduled.
@@ -63,9 +66,12 @@ class KeepReport(Report):
     step_ms: tuple[float, float] = (0.0, 0.0)
     peak_bytes: tuple[int, int] = (0, 0)
     all_peak_bytes: int = 0
+    state_bytes: int = 0
+    measured_bytes: int = 0
     unread: tuple[str, ...] = ()
     next_ms: float = 0.0
     next_units: tuple[str, ...] = ()
+    less_ms: float | None = None
     curve: tuple[tuple[int, float, int, int], ...] = field(default=())
     tried: int = 0
     warning: str = ""
@@ -93,9 +99,18 @@ class KeepReport(Report):
             f"peak {size_text(self.peak_bytes[0])} -> {size_text(self.peak_bytes[1])} "
             f"({size_text(self.all_peak_bytes)} with all kept)",
         ]
+        if self.measured_bytes:
+            expected = self.peak_bytes[1] + self.state_bytes
+            lines.append(
+                f"  first step on the device: {size_text(self.measured_bytes)}, "
+                f"{self.measured_bytes / expected:.3f} of what was expected"
+            )
         if len(kept) < len(self.units):
             more = f", by keeping {', '.join(self.next_units)}" if self.next_units else ""
             lines.append(f"  one GiB more would save {self.next_ms:.2f} ms{more}")
+        if kept:
+            less = "be too little" if self.less_ms is None else f"cost {self.less_ms:.2f} ms"
+            lines.append(f"  one GiB less would {less}")
         rows = [("unit", "", "held", "again, ms", "saves, ms", "parameters")]
         rows += [
             (

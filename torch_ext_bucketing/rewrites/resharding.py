@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch.fx as fx
@@ -210,6 +210,7 @@ class ReshardAfterForward(GraphPass):
         )
         limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
         outcome, report = planner.report(limit, self.curve)
+        report = replace(report, state_bytes=self.state_bytes)
         names = digest(*report.kept)[:12] if report.kept else "nothing"
         compilation.choice = Choice(
             f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes",

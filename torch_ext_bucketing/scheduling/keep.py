@@ -321,6 +321,12 @@ class KeepPlanner:
             next_ms = 0.0
             if next_kept != kept:
                 next_ms = max(0.0, chosen.step_ms - self.scheduled(next_kept, larger).step_ms)
+            less_ms = None
+            if kept and limit > more:
+                room = limit - more
+                tried = (self._fitting(room, self._rankings[0]), frozenset[int]())
+                fit = [o for less in tried if not (o := self.scheduled(less, room)).above]
+                less_ms = max(0.0, fit[0].step_ms - chosen.step_ms) if fit else None
             units = self._units(kept)
         named = self.partitioned.units
         if next_ms <= 0.0:
@@ -335,6 +341,7 @@ class KeepPlanner:
             unread=tuple(u.name for u in named if not u.held),
             next_ms=next_ms,
             next_units=tuple(named[k].name for k in sorted(next_kept - kept)),
+            less_ms=less_ms,
             curve=tuple((b, o.step_ms, o.peak_bytes, len(o.kept)) for b, o in drawn),
             tried=self.tried - before,
             warning=self._warning(chosen, limit),
