@@ -47,7 +47,7 @@ def compile_inductor(
     post_grad: Any,
     options: dict[str, Any] | None = None,
     mode: str | None = None,
-    cacheable: Mapping[str, str],
+    cacheable: Mapping[str, str] | None = None,
     prefetch: int | None = None,
 ) -> Callable[..., Any]:
     """Inductor, with the two hooks appended to those that the user has set.
@@ -84,7 +84,7 @@ def compile_inductor(
         "bucket_all_reduces_fx": "none",
         "unsafe_marked_cacheable_functions": {
             **config.unsafe_marked_cacheable_functions,
-            **cacheable,
+            **(cacheable or {}),
         },
     }
     for entry in ("collective_bucketing", "pre_bucketing_fsdp_collectives"):
