@@ -30,7 +30,7 @@ from .rewrites.merge_amax import MergeAmax
 from .rewrites.reduce_scatter_first import ReduceScatterFirst
 from .rewrites.resharding import ReshardAfterForward
 from .scheduling.machine import Machine
-from .scheduling.memory import CapComputeRun, PeakMemory
+from .scheduling.memory import PeakMemory
 from .scheduling.overlap import Overlap
 
 Goal = Literal["parity", "speed"]
@@ -57,9 +57,8 @@ def recipe(
       FSDP2, its members in eager's order, and gradients of activations added unit by unit; then the
       graph is reordered for overlap, which changes no result.
     - ``"speed"``: byte caps chosen by trying several on a cost model, and an order that overlaps
-      within 1.02 of the unbucketed graph's peak memory and 8 compute nodes between two
-      reduce-scatters. Buckets are not eager's units, so bits are not eager's either, but with
-      ``reduce``.
+      within 1.02 of the unbucketed graph's peak memory. Buckets are not eager's units, so bits are
+      not eager's either, but with ``reduce``.
 
     Every parameter is gathered and reduced once, however often it is used, and largest values that
     gathers in 8 bits wait for are reduced together; with hybrid sharding,
@@ -149,7 +148,7 @@ def recipe(
         bound = [PeakMemory(ratio=1.02)] if memory is None else []
         passes: list[GraphPass] = [
             BucketAndSchedule(
-                [Overlap(), *bound, CapComputeRun(max_consecutive=8)],
+                [Overlap(), *bound],
                 kinds=kinds,
                 machine=machine,
                 reduce=ReduceByAllToAll() if reduce else None,
