@@ -753,6 +753,19 @@ def test_all_that_stands_between_two_collectives_of_a_path_is_in_the_benchmarks_
     assert timeline.step_ms == pytest.approx(8.0, abs=0.01)
 
 
+def test_a_deadline_within_a_kernel_is_kept_before_it():
+    """The second gather may go before its turn from 2.5 ms on, which is in the midst of a product."""
+    b = Trainer()
+    x, w, halves = b.matrix(), b.matrix(), [b.matrix(DIM // 2) for _ in range(2)]
+    for _ in range(3):
+        x = b.mm(x, w)
+    for half in halves:
+        x = b.mm(x, b.start("all_gather", half))
+    model = model_of(b.finish([x]).graph, machine(collective_ms=1.5))
+    timeline = Timeline.of(model, list_schedule(model, Options()))
+    assert timeline.step_ms == pytest.approx(5.0, abs=0.01)
+
+
 # --- caps chosen here ----------------------------------------------------------------------------
 
 
