@@ -12,19 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import os
-import pickle
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from .private import private_torch
 
-_log = logging.getLogger(__name__)
+_SAID = "_torch_ext_bucketing"  # what passes say of a compiled graph, its attribute
 
 
 def meshes_in(values: Iterable[Any]) -> list[DeviceMesh]:
@@ -52,10 +47,11 @@ def forget_mesh_hashes(meshes: Iterable[DeviceMesh]) -> None:
 
 @contextlib.contextmanager
 def watched_caches() -> Iterator[None]:
-    """While this lasts, every graph that Inductor has compiled, or loaded from a cache, is told to
-    the passes which are set for it: ``graph_ready(key)``, where they have that method.
+    """While this lasts, what the passes that are set say of a graph which Inductor compiles stays
+    with the compiled graph, in every cache and saved artifact that it gets into: passes with
+    ``graph_compiled()`` and ``graph_ready()`` are asked for it by the one when the graph is made,
+    and told it by the other when the graph, compiled now or loaded, is about to be used.
 
-    The key is that of the graph's entry in the FX graph cache; None where the caches are bypassed.
     torch calls ``CompiledFxGraph.post_compile`` for all of them, under the config of their compile,
     also where AOTAutograd's cache had a whole step.
 
@@ -67,17 +63,26 @@ def watched_caches() -> Iterator[None]:
         from torch._inductor import codecache, config
         from torch._inductor.output_code import CompiledFxGraph
 
-        post_compile, write = CompiledFxGraph.post_compile, codecache.write_atomic
+        init, post_compile = CompiledFxGraph.__init__, CompiledFxGraph.post_compile
+        write = codecache.write_atomic
     if hasattr(post_compile, "__wrapped__"):  # one compile within another
         yield
         return
 
+    def ours() -> list[Any]:
+        each = _each(config.post_grad_custom_post_pass)
+        return [one for one in each if hasattr(one, "graph_ready")]
+
+    @functools.wraps(init)
+    def and_ask(self: CompiledFxGraph, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        setattr(self, _SAID, [one.graph_compiled() for one in ours()])
+
     @functools.wraps(post_compile)
     def and_tell(self: CompiledFxGraph, *args: Any, **kwargs: Any) -> None:
         post_compile(self, *args, **kwargs)
-        for one in _each(config.post_grad_custom_post_pass):
-            if hasattr(one, "graph_ready"):
-                one.graph_ready(self._fx_graph_cache_key)
+        for one, said in zip(ours(), getattr(self, _SAID, ()), strict=False):
+            one.graph_ready(said)
 
     @functools.wraps(write)
     def naming_the_file(path_: str, *args: Any, **kwargs: Any) -> None:
@@ -88,11 +93,13 @@ def watched_caches() -> Iterator[None]:
                 error.filename = str(path_)
             raise
 
+    CompiledFxGraph.__init__ = and_ask  # type: ignore[method-assign]
     CompiledFxGraph.post_compile = and_tell  # type: ignore[method-assign]
     codecache.write_atomic = naming_the_file
     try:
         yield
     finally:
+        CompiledFxGraph.__init__ = init  # type: ignore[method-assign]
         CompiledFxGraph.post_compile = post_compile  # type: ignore[method-assign]
         codecache.write_atomic = write
 
@@ -106,44 +113,3 @@ def _each(passes: Any) -> Iterator[Any]:
         yield from _each(passes.passes)
     else:
         yield passes
-
-
-def keep_beside(key: str, value: object) -> None:
-    """Keep a pickle of ``value`` in Inductor's cache folder, for the graph with this key. Where
-    that fails (the folder is full, say, or read-only) it is logged, once, and no more is lost."""
-    where = ""
-    try:
-        path = _path_of(key)
-        where = f" in {path.parent}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A process may be killed while it writes, and others write the same.
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                pickle.dump(value, file)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
-    except Exception as error:  # nothing here is worth a compile
-        _log_once(f"no report is kept for later starts{where}: {error}")
-
-
-def read_beside(key: str) -> Any:
-    """What :func:`keep_beside` kept for this key; None where there is nothing, or nothing whole."""
-    try:
-        return pickle.loads(_path_of(key).read_bytes())
-    except Exception:  # as of Inductor's own entries: what can't be read is not there
-        return None
-
-
-def _path_of(key: str) -> Path:
-    with private_torch():
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "torch_ext_bucketing" / key
-
-
-@functools.cache
-def _log_once(text: str) -> None:
-    _log.warning(text)
