@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .private import private_torch
+from .process_groups import compiles_for_all_ranks
 
 _SAID = "_torch_ext_bucketing"  # what passes say of a compiled graph, its attribute
 
@@ -58,14 +60,14 @@ def watched_caches() -> Iterator[None]:
     And an error of writing into the cache folder says into which: what a write to a full file
     system raises names no file. Entries that can't be written torch logs and goes on; code, which
     it has to load, it can't.
+
+    And where one rank compiles for all, its graphs have the keys of the others'.
     """
     with private_torch():
         from torch._inductor import codecache, config
         from torch._inductor.output_code import CompiledFxGraph
 
-        init, post_compile = CompiledFxGraph.__init__, CompiledFxGraph.post_compile
-        write = codecache.write_atomic
-    if hasattr(post_compile, "__wrapped__"):  # one compile within another
+    if hasattr(CompiledFxGraph.post_compile, "__wrapped__"):  # one compile within another
         yield
         return
 
@@ -73,19 +75,16 @@ def watched_caches() -> Iterator[None]:
         each = _each(config.post_grad_custom_post_pass)
         return [one for one in each if hasattr(one, "graph_ready")]
 
-    @functools.wraps(init)
-    def and_ask(self: CompiledFxGraph, *args: Any, **kwargs: Any) -> None:
+    def and_ask(init: _Function, self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         setattr(self, _SAID, [one.graph_compiled() for one in ours()])
 
-    @functools.wraps(post_compile)
-    def and_tell(self: CompiledFxGraph, *args: Any, **kwargs: Any) -> None:
+    def and_tell(post_compile: _Function, self: Any, *args: Any, **kwargs: Any) -> None:
         post_compile(self, *args, **kwargs)
         for one, said in zip(ours(), getattr(self, _SAID, ()), strict=False):
             one.graph_ready(said)
 
-    @functools.wraps(write)
-    def naming_the_file(path_: str, *args: Any, **kwargs: Any) -> None:
+    def naming_the_file(write: _Function, path_: str, *args: Any, **kwargs: Any) -> None:
         try:
             write(path_, *args, **kwargs)
         except OSError as error:
@@ -93,15 +92,48 @@ def watched_caches() -> Iterator[None]:
                 error.filename = str(path_)
             raise
 
-    CompiledFxGraph.__init__ = and_ask  # type: ignore[method-assign]
-    CompiledFxGraph.post_compile = and_tell  # type: ignore[method-assign]
-    codecache.write_atomic = naming_the_file
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_wrapped(CompiledFxGraph, "__init__", and_ask))
+        stack.enter_context(_wrapped(CompiledFxGraph, "post_compile", and_tell))
+        stack.enter_context(_wrapped(codecache, "write_atomic", naming_the_file))
+        if compiles_for_all_ranks() and hasattr(DeviceMesh, "_compute_coordinate_on_dim"):
+            stack.enter_context(_wrapped(DeviceMesh, "__getstate__", _of_no_rank))
+            stack.enter_context(_wrapped(DeviceMesh, "__setstate__", _of_this_rank))
+        yield
+
+
+_Function = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def _wrapped(owner: Any, name: str, wrapper: _Function) -> Iterator[None]:
+    """While this lasts, ``owner.name`` is ``wrapper``, which gets what was there first."""
+    was = vars(owner)[name]
+
+    @functools.wraps(was)
+    def now(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(was, *args, **kwargs)
+
+    setattr(owner, name, now)
     try:
         yield
     finally:
-        CompiledFxGraph.__init__ = init  # type: ignore[method-assign]
-        CompiledFxGraph.post_compile = post_compile  # type: ignore[method-assign]
-        codecache.write_atomic = write
+        setattr(owner, name, was)
+
+
+def _of_no_rank(getstate: _Function, mesh: DeviceMesh) -> dict[str, Any]:
+    """What is pickled of a mesh into the key of a graph that one rank compiles for all. A mesh of
+    several dimensions has other groups on other ranks, and keeps its place in the key."""
+    state: dict[str, Any] = getstate(mesh)
+    own = () if mesh.ndim > 1 else ("_rank", "_coordinate_on_dim")
+    return {name: value for name, value in state.items() if name not in own}
+
+
+def _of_this_rank(setstate: _Function, mesh: DeviceMesh, state: dict[str, Any]) -> None:
+    """A mesh out of such a graph's entry has this rank's place, not that of who compiled it."""
+    setstate(mesh, state)
+    mesh._rank = torch.distributed.get_rank()
+    mesh._coordinate_on_dim = mesh._compute_coordinate_on_dim()
 
 
 def _each(passes: Any) -> Iterator[Any]:
