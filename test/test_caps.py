@@ -20,6 +20,7 @@ from collective_graphs import (
     C10D,
     GROUP_FILTER,
     NON_ADJACENT,
+    all_reduce,
     reduce_scatter,
     run_all_ranks,
     starts,
@@ -314,6 +315,12 @@ def cast_before_a_write(p, q, new):
     return [gather(x, dist.group.WORLD) for x in cast]
 
 
+def cast_of_what_it_leads_to(p, q, new):
+    cast = [torch.ops.prims.convert_element_type(x.view(-1), torch.bfloat16) for x in (p, q)]
+    p.copy_(new + cast[0].float().sum())
+    return [gather(x, dist.group.WORLD) for x in cast]
+
+
 def padded_before_a_write(p, q, new):
     """As DTensor pads gradients of 3 rows; torch 2.15 packs what is not padded."""
     packed = []
@@ -326,7 +333,9 @@ def padded_before_a_write(p, q, new):
     return [reduce_scatter(x, dist.group.WORLD) for x in packed]
 
 
-@pytest.mark.parametrize("fn", [cast_before_a_write, padded_before_a_write])
+@pytest.mark.parametrize(
+    "fn", [cast_before_a_write, cast_of_what_it_leads_to, padded_before_a_write]
+)
 def test_a_bucket_does_not_read_what_was_written_since_its_members_did(fn):
     """Buckets cast and pad on their own: a member that did so before a write must stay alone."""
     gm = trace(fn, *(torch.zeros(4) for _ in range(3)))
@@ -336,11 +345,32 @@ def test_a_bucket_does_not_read_what_was_written_since_its_members_did(fn):
     apply_plan(gm.graph, plan)
     for got, want in zip(run_all_ranks(gm, inputs), expected, strict=True):
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
-    if fn is cast_before_a_write:
+    if fn is not padded_before_a_write:
         assert not plan.buckets
         copy = torch.ops.aten.copy_.default
         (write,) = gm.graph.find_nodes(op="call_function", target=copy)
         assert write.name in plan.unmerged[0].reason
+
+
+@pytest.mark.parametrize("read_late", [False, True])
+def test_a_reduction_in_place_is_no_barrier(read_late):
+    """As torchtitan's ``spmd_types`` leaves them in a trace; where another node reads the value
+    before it is written, it is one."""
+
+    def step(p, q, x):
+        first, y = gather(p, dist.group.WORLD), x + 1
+        before = y * 3 if read_late else y
+        y.copy_(all_reduce(y.view(-1), dist.group.WORLD))
+        return first + 1, before * 2, y * 2, gather(q, dist.group.WORLD)
+
+    gm = trace(step, *(torch.zeros(4) for _ in range(3)))
+    inputs = [[torch.arange(4.0) + 10 * i + rank for i in range(3)] for rank in range(WORLD)]
+    expected = run_all_ranks(gm, inputs)
+    plan = plan_by_cap(gm.graph, 1.0, kinds=("all_gather",), eligible=everything)
+    assert [len(b.members) for b in plan.buckets] == ([] if read_late else [2])
+    apply_plan(gm.graph, plan)
+    for got, want in zip(run_all_ranks(gm, inputs), expected, strict=True):
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("marked", [(True, True), (True, False), (False, False)])

@@ -86,6 +86,9 @@ class Trainer(Builder):
         rows, columns = x.meta["val"].shape
         if kind == "all_gather":
             target, args, rows = C10D.all_gather_into_tensor.default, (x, 2, "0"), rows * 2
+        elif kind == "all_to_all":
+            sizes = [rows // 2] * 2
+            target, args = C10D.all_to_all_single.default, (x, sizes, sizes, "0")
         else:
             target, args = C10D.reduce_scatter_tensor.default, (x, "sum", 2, "0")
             rows //= 2
@@ -135,7 +138,7 @@ def backward_graph(layers: int = 4, products: int = 3) -> fx.GraphModule:
 
 def machine(collective_ms: float = 1.0, mm_ms: float = 1.0) -> Machine:
     """Products of DIM x DIM and collectives take what is asked for, other kernels next to nothing."""
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     return Machine(
         flops={"float32": 2 * DIM**3 / (mm_ms * 1e-3)},
         bandwidth=1e18,
@@ -149,7 +152,7 @@ def order_of(gm: fx.GraphModule) -> str:
     return " ".join(n.name for n in gm.graph.nodes if n.op not in skip)
 
 
-_SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
+_SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", None: "A2A"}
 
 
 def listing(gm: fx.GraphModule) -> str:
@@ -160,7 +163,7 @@ def listing(gm: fx.GraphModule) -> str:
         kind = kind_of(start)
         if node.op in ("placeholder", "output"):
             continue
-        if kind is None:
+        if not is_collective(start):
             lines.append(f"{node.target.__name__.partition('.')[0]} -> {node.name}")
             continue
         tag = tag_of(start)
@@ -273,6 +276,32 @@ def test_a_short_wait_for_another_collective_is_worth_a_long_one():
     on = replace(machine(), collectives={(k, 2): ((1, ms), (2**40, ms)) for k, ms in times.items()})
     report = schedule(gm, Overlap(), machine=on)
     assert report.step_ms == pytest.approx((20.1, 11.1), abs=0.01)
+
+
+def test_one_chunk_of_the_tokens_is_exchanged_while_another_is_computed():
+    """Each chunk's tokens go to their experts and come back, one chunk behind the other."""
+    b = Trainer()
+    x, w = b.matrix(), b.matrix()
+    back = [b.start("all_to_all", b.mm(b.start("all_to_all", b.mm(x, w)), w)) for _ in range(2)]
+    gm = b.finish(back)
+    report = schedule(gm, Overlap(), machine=machine())
+    assert_expected_inline(
+        listing(gm),
+        """\
+mm -> mm_default
+A2A all_to_all_single_default
+mm -> mm_default_2
+A2A all_to_all_single_default_2
+  wait A2A all_to_all_single_default
+mm -> mm_default_1
+A2A all_to_all_single_default_1
+  wait A2A all_to_all_single_default_2
+mm -> mm_default_3
+A2A all_to_all_single_default_3
+  wait A2A all_to_all_single_default_1
+  wait A2A all_to_all_single_default_3""",
+    )
+    assert report.step_ms == pytest.approx((8.0, 5.0), abs=0.01)
 
 
 def test_a_wait_is_filled_with_later_work():

@@ -16,7 +16,8 @@ A node depends on its inputs. Besides, these keep their order whatever the edges
   everything;
 - the starts of one process group and kind. Ranks meet in a group in the order in which they launch,
   so the order that the graph came with, which is the same on every rank, is kept per kind; gathers
-  may overtake reductions.
+  may overtake reductions. All-to-alls have no such order: where experts' tokens come in chunks, one
+  chunk's must get between another's.
 """
 
 from __future__ import annotations
@@ -171,7 +172,8 @@ class Dependencies(Precedence):
             chain: Any = None
             if is_collective(node):
                 self.group[i] = group_name(node)
-                chain = (self.group[i], kind_of(node))
+                kind = kind_of(node)
+                chain = kind and (self.group[i], kind)
             elif _draws_random_numbers(node):
                 chain = "random"
             elif _is_profiler_mark(node):

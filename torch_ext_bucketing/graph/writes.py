@@ -11,14 +11,19 @@ import operator
 import torch
 import torch.fx as fx
 
+from .collectives import is_collective
+
 
 def unordered_writes(nodes: list[fx.Node]) -> list[fx.Node]:
     """The nodes that write to a tensor and are not ordered against its readers by edges.
 
     A write is ordered where every other node that touches the tensor leads to it by views alone, or
-    gets the tensor from it, as with the output buffer of a bucketed all-gather::
+    gets the tensor from it, as with the output buffer of a bucketed all-gather. A collective may
+    lead to it by way of anything, as a reduction in place does; a cast may not, for a bucket casts
+    on its own::
 
         empty -> slice -> copy_ -> all_gather_into_tensor_out(out=empty) -> wait -> view
+        mm -> all_reduce(mm) -> wait -> copy_(mm, wait) -> add
 
     Args:
         nodes: of one graph, in topological order.
@@ -66,9 +71,21 @@ def _is_ordered(write: fx.Node, aliases: list[fx.Node], position: dict[fx.Node, 
             if position[user] > at:
                 if not any(arg in after for arg in user.all_input_nodes):
                     return False
-            elif user not in inside:
+            elif user not in inside and not (
+                is_collective(user) and _leads_to(user, write, position)
+            ):
                 return False
     return True
+
+
+def _leads_to(node: fx.Node, later: fx.Node, position: dict[fx.Node, int]) -> bool:
+    seen, stack = {later: None}, [later]
+    while stack and node not in seen:
+        for arg in stack.pop().all_input_nodes:
+            if arg not in seen and position[arg] >= position[node]:
+                seen[arg] = None
+                stack.append(arg)
+    return node in seen
 
 
 def aliases_of(

@@ -171,10 +171,11 @@ class Model:
         launched in the order of ``rows``; the rest is as of :class:`Model` and :class:`.Storages`.
         """
         needs = [set(row.needs) for row in rows]
-        last: dict[tuple[str, Kind | None], int] = {}
+        last: dict[tuple[str, Kind], int] = {}
         for i, row in enumerate(rows):
-            if row.group is not None:
-                key = row.group, kind_of(row.node)
+            kind = kind_of(row.node)
+            if row.group is not None and kind is not None:
+                key = row.group, kind
                 needs[i].update((last[key],) if key in last else ())
                 last[key] = i
         columns: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -92,8 +93,11 @@ class ModelAnalysis:
                 level = model.shared.get(group, group)
                 levels[level] = levels.get(level, 0.0) + ms
         self.bound_ms = max([self.all_ms, *levels.values(), *self.tail])
+        # With them one of several results: the others are in memory until it is taken.
+        nodes = model.dependencies.nodes
         self.ends_behind = [
-            [j for j in users if self.ends[j]] for users in model.dependencies.needed_by
+            [j for j in users if self.ends[j] or nodes[j].target is operator.getitem]
+            for users in model.dependencies.needed_by
         ]
         # Bytes that a node allocates at most, with all that is placed right before it.
         self.adds = [0] * size
