@@ -10,7 +10,8 @@ every second one, all but matrix products and attention, nothing; each with all 
 again, scheduled without a bound; and what torch's own partitioner saves for some values of
 ``torch._functorch.config.activation_memory_budget``, timed by the same model. Then
 ``ReshardAfterForward(keep="auto", activations=True)`` chooses under the peak that each came to.
-With ``--to`` it may also gather again in that group, if the parameters are sharded over several.
+With ``--to`` it may also gather again in that group, if the parameters are sharded over several,
+and is compared with the choice without, under bounds in parts of the peak with nothing kept.
 Steps are those of forward and backward, scheduled with one bucket per unit, on the default
 machine's H100s; planning is CPU time over that of ``BucketAndSchedule``.
 """
@@ -44,6 +45,8 @@ from .keep_all import against_all
 from .machines import nodes
 
 _UNBOUNDED = 2**62
+PARTS = (1.0, 1.05, 1.1, 1.25)
+"""Bounds for choices with and without ``--to``."""
 BUDGETS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of torch's partitioner: what may be saved between nothing and all that it would."""
 
@@ -135,16 +138,21 @@ def measure(
     for budget in BUDGETS:
         saved = saved_by_torch(joint, outputs, budget)
         fixed_ways[f"torch's budget {budget}"] = by_torch(joint, saved, machine, hint)
+    bounds = {way: fixed.peak_bytes for way, fixed in fixed_ways.items()}
+    for part in PARTS if smaller is not None else ():
+        way = f"chosen without --to, {part:g}"
+        bounds[way] = int(part * known.reference_bytes)
+        fixed_ways[way] = known.choose(bounds[way])
     rows = []
     for way, fixed in fixed_ways.items():
         clock = time.process_time()
         planner = planner_of(smaller)
-        chosen = planner.choose(fixed.peak_bytes)
+        chosen = planner.choose(bounds[way])
         seconds = time.process_time() - clock
         rows.append(
             {
                 "way": way,
-                "bound_gib": fixed.peak_bytes / GIB,
+                "bound_gib": bounds[way] / GIB,
                 "step_ms": fixed.step_ms,
                 "chosen_ms": chosen.step_ms,
                 "chosen_gib": chosen.peak_bytes / GIB,
