@@ -50,7 +50,7 @@ from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.cost import Costs
-from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
+from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.testing.demo.table import columns
 
@@ -110,7 +110,7 @@ def measured(way: str, config: LlamaConfig) -> tuple[int, int, Merged, Merged]:
         starts = [n for n in gm.graph.nodes if kind_of(n) == "all_gather" and tag_of(n)]
         gathered += sum(map(wire_bytes, starts))
         before += sum(count_collectives(gm.graph).values())
-    policies = [Overlap(), PeakMemory(ratio=1.02), CapComputeRun(max_consecutive=8)]
+    policies = [Overlap(), PeakMemory(ratio=1.02)]
     found = list[Merged]()
     for estimate in (None, Fused()):
         after, step_ms = 0, 0.0

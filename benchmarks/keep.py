@@ -2,7 +2,7 @@
 
     python -m benchmarks.keep                               every model, prints tables
     python -m benchmarks.keep --only 'llama3_8b_*' --json out.json
-    python -m benchmarks.keep --layers 8 --between 40       two network levels
+    python -m benchmarks.keep --layers 8 --between 12.5     a slower network
     python -m benchmarks.keep --random 200                  against every choice there is
 
 For each model of :mod:`.graphs` the joint graph is put together again from its forward and
@@ -33,8 +33,8 @@ import torch.fx as fx
 
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule
-from torch_ext_bucketing.scheduling.cost import Machine
 from torch_ext_bucketing.scheduling.keep import CURVE, KeepPlanner, Outcome
+from torch_ext_bucketing.scheduling.machine import H100, Machine
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.model import peak_bytes
 from torch_ext_bucketing.scheduling.overlap import Overlap
@@ -44,7 +44,7 @@ from torch_ext_bucketing.testing.demo.table import columns
 from .command import add_json, add_number, matching, parser_of, write_json
 from .graphs import CONFIGS, available, load
 from .keep_all import against_all
-from .machines import FLAT, nodes
+from .machines import nodes
 from .tracing import Phase
 
 GIB = 2**30
@@ -111,7 +111,7 @@ def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[flo
 
 
 def scheduling_s(
-    halves: Sequence[fx.GraphModule], hint: int | None, machine: Machine = FLAT
+    halves: Sequence[fx.GraphModule], hint: int | None, machine: Machine = H100
 ) -> float:
     """CPU seconds of ``BucketAndSchedule`` on both graphs with everything gathered again."""
     total = 0.0
@@ -124,7 +124,7 @@ def scheduling_s(
     return total
 
 
-def measure(name: str, layers: int | None, machine: Machine = FLAT) -> dict[str, Any]:
+def measure(name: str, layers: int | None, machine: Machine = H100) -> dict[str, Any]:
     """All bounds on one model."""
     graphs, hint = graphs_of(name, layers), CONFIGS[name].size_hints
     joint = joint_of(graphs["forward", False].graph, graphs["backward", False].graph)
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=["*"], metavar="MODEL", help="names, patterns")
     parser.add_argument("--layers", type=int, metavar="N", help="with fewer layers")
     parser.add_argument(
-        "--between", type=float, metavar="GB/S", help="of a rank between nodes of 8: two levels"
+        "--between", type=float, metavar="GB/S", help="of a rank between nodes (default: 42)"
     )
     parser.add_argument("--random", type=int, metavar="N", help="N random models instead")
     add_number(parser, "units", 12, "most units of these")

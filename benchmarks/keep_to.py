@@ -24,12 +24,13 @@ import torch.fx as fx
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.tags import tag_of
+from torch_ext_bucketing.scheduling.machine import H100
 from torch_ext_bucketing.testing.demo.table import columns
 
 from .command import add_json, names_of, parser_of, write_json
-from .machines import MACHINE, nodes
+from .machines import nodes
 
-__all__ = ["MACHINE", "Estimate", "estimate"]
+__all__ = ["Estimate", "estimate"]
 
 GIB = 2**30
 
@@ -62,9 +63,7 @@ class Estimate:
         return self.forward_ms + self.backward_ms
 
 
-def estimate(
-    name: str, layers: int | None = None, machine: teb.Machine = MACHINE
-) -> list[Estimate]:
+def estimate(name: str, layers: int | None = None, machine: teb.Machine = H100) -> list[Estimate]:
     """The three ways of one configuration. Starts the fake world that it belongs to.
 
     Args:
@@ -136,9 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", type=names_of(CONFIGS), default=list(CONFIGS), metavar="NAMES", help="by commas"
     )
     parser.add_argument("--layers", type=int, help="instead of each model's own number")
-    parser.add_argument(
-        "--between", type=float, default=40.0, help="GB/s of a rank between nodes (default: 40)"
-    )
+    parser.add_argument("--between", type=float, help="GB/s of a rank between nodes (default: 42)")
     add_json(parser)
     options = parser.parse_args(arguments)
     machine = nodes(options.between)

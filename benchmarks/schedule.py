@@ -2,7 +2,7 @@
 
     python -m benchmarks.schedule                           every graph, prints a table
     python -m benchmarks.schedule --only 'llama3_8b_*' --json out.json
-    python -m benchmarks.schedule --between 40              two network levels
+    python -m benchmarks.schedule --between 12.5            a slower network between nodes
     python -m benchmarks.schedule --off 20                  planned with times that are off
     python -m benchmarks.schedule --only 'held_out_*'       models that nothing is tuned on
 
@@ -296,8 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--between",
         type=float,
         metavar="GB/S",
-        help="nodes of 8 H100s, with so much of each rank between them (default: torch's estimate, "
-        "which knows no nodes)",
+        help="of each rank between nodes of 8 H100s (default: 42)",
     )
     parser.add_argument(
         "--off", type=int, metavar="N", help="draws of times that are off; no torch beside ours"

@@ -19,7 +19,8 @@ from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import group_name, is_collective, tensors_in
 from torch_ext_bucketing.graph.size_hints import GivenHints, SizeHints
 from torch_ext_bucketing.scheduling.cap_search import choose_caps
-from torch_ext_bucketing.scheduling.cost import Costs, Machine
+from torch_ext_bucketing.scheduling.cost import Costs
+from torch_ext_bucketing.scheduling.machine import H100, Machine
 from torch_ext_bucketing.scheduling.merged_model import merged_model
 from torch_ext_bucketing.scheduling.model import Model, model_of
 from torch_ext_bucketing.scheduling.policy import Policy
@@ -27,7 +28,6 @@ from torch_ext_bucketing.scheduling.scheduler import schedule_model
 from torch_ext_bucketing.scheduling.timeline import Timeline
 
 from .bounds import lower_bound
-from .machines import FLAT
 
 __all__ = ["off_by", "steps_off"]
 
@@ -69,7 +69,7 @@ def steps_off(
     reference_bytes: int,
     options: dict[str, Any],
     sigma: float = SIGMA,
-    machine: Machine = FLAT,
+    machine: Machine = H100,
 ) -> tuple[float, float, list[float]]:
     """Milliseconds of the step, planned with the true times, what no order of the same buckets can
     beat, and the steps planned with each draw of other times.

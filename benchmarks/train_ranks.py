@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.devices import start, synchronize
-from benchmarks.machines import FLAT
 from benchmarks.train_ways import WARMUP_STEPS, RankReport, Training, WayReport
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
@@ -39,7 +38,7 @@ from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.passes.tagging import TagParameters
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-from torch_ext_bucketing.scheduling.cost import Machine
+from torch_ext_bucketing.scheduling.machine import H100, Machine
 from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.timeline import Timeline
@@ -150,7 +149,7 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
         seq=training.seq,
         reduce_dtype=training.reduce_dtype,
     )
-    machine = FLAT
+    machine = H100
     if training.predict:
         machine = measure((rank.world_size,), kib=(4, 64, 512, 4096, 16384))
     ways = {name: make_way(name, training, settings, mesh, machine) for name in training.ways}
@@ -226,7 +225,7 @@ def _traced_machine(
 
 
 def make_way(
-    name: str, training: Training, settings: Settings, mesh: DeviceMesh, machine: Machine = FLAT
+    name: str, training: Training, settings: Settings, mesh: DeviceMesh, machine: Machine = H100
 ) -> Way:
     """The model, sharded, and how it is run; ours plan for ``machine``."""
     if name == "eager":

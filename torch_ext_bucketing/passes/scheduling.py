@@ -15,6 +15,7 @@ from ..bucketing.caps import Eligible, check_options
 from ..bucketing.groups import GroupFilter
 from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ..graph.collectives import Kind, check_kinds
+from ..graph.graph_of import graph_of
 from ..reports.caps import CapsReport
 from ..scheduling.cap_search import check_caps, choose_caps
 from ..scheduling.devices import job_machine
@@ -71,7 +72,7 @@ class Schedule(GraphPass):
         caps: CapsReport | None = None,
     ) -> None:
         report = schedule(
-            graph,
+            graph_of(graph),  # its code is made once, behind all passes
             self._bounded(compilation),
             machine=self.machine,
             reference_bytes=compilation.baseline.peak_bytes,
