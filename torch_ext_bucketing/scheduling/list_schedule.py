@@ -387,22 +387,23 @@ class ListScheduler:
         best = fallback = -1
         best_tail, by_tail = -1.0, False
         soonest = (float("inf"), 0.0)
+        compute, tails, pending, now = model.compute, analysis.tail, self.pending, self.now
         for number in self.ready:
             if before[number] > (reach if best < 0 else near):
                 break
             kernel = kernels[number]
-            if capped and model.compute[kernel] and kernel not in self.wanted:
-                continue
-            tail = analysis.tail[kernel]
-            stall = self._stall(kernel)
-            if self.now + tail > self.at_most_ms:
+            tail = tails[kernel]
+            if now + tail > self.at_most_ms:
                 self.lost = True
-            if stall > _NO_STALL_MS:
-                if (stall, -tail) < soonest:
-                    soonest, fallback = (stall, -tail), number
-                continue
             # Without a window the first one that need not wait goes, else the longest path.
             if best >= 0 and tail <= best_tail:
+                continue
+            if capped and compute[kernel] and kernel not in self.wanted:
+                continue
+            stall = self._stall(kernel) if pending.get(kernel, True) else 0.0
+            if stall > _NO_STALL_MS:
+                if best < 0 and (stall, -tail) < soonest:
+                    soonest, fallback = (stall, -tail), number
                 continue
             if number != self.head and not self._may_overtake(number):
                 continue
@@ -446,14 +447,17 @@ class ListScheduler:
         waits = self.pending.get(kernel)
         if waits is None:
             waits = self.pending[kernel] = self._waits_behind(kernel)
-        latest = 0.0
+        latest, over = 0.0, False
         for wait in waits:
             if self.done[wait]:  # since it was looked for
+                over = True
                 continue
             start = self.model.start_of[wait]
             end = self.end[start] if self.done[start] else self.streams.would_end(start, self.now)
             if end > latest:
                 latest = end
+        if over:
+            self.pending[kernel] = [wait for wait in waits if not self.done[wait]]
         return latest - self.now
 
     def _waits_behind(self, node: int) -> list[int]:
