@@ -3,6 +3,7 @@
     python -m benchmarks.memory                              every model, 8 layers
     python -m benchmarks.memory --only 'llama3_8b_*' --layers 32
     python -m benchmarks.memory --to 8 --between 12.5        gathered again inside nodes, too
+    python -m benchmarks.memory --bounds 16                  whether more memory is ever slower
     python -m benchmarks.memory --random 200                 against every choice there is
 
 For each model of :mod:`.graphs`, the joint graph as in :mod:`.keep`: every block computed again,
@@ -10,6 +11,7 @@ every second one, all but matrix products and attention, nothing; each with all 
 again, scheduled without a bound; and what torch's own partitioner saves for some values of
 ``torch._functorch.config.activation_memory_budget``, timed by the same model. Then
 ``ReshardAfterForward(keep="auto", activations=True)`` chooses under the peak that each came to.
+``--bounds`` makes each choice anew, from the least peak to that with all activations saved.
 With ``--to`` it may also gather again in that group, if the parameters are sharded over several,
 and is compared with the choice without, under bounds in parts of the peak with nothing kept.
 Steps are those of forward and backward, scheduled with one bucket per unit, on the default
@@ -165,6 +167,27 @@ def measure(
     return {"model": name, "activations": len(activations), "units": len(units), "rows": rows}
 
 
+def under_bounds(name: str, layers: int | None, number: int) -> dict[str, Any]:
+    """Choices under ``number`` bounds, each by a planner of its own, as a compile has one."""
+    graphs, hint = graphs_of(name, layers), CONFIGS[name].size_hints
+    joint = joint_of(graphs["forward", False].graph, graphs["backward", False].graph)
+
+    def planner() -> KeepPlanner:
+        return KeepPlanner(joint, unit_of, machine=job_machine(), size_hints=hint, activations=True)
+
+    least, known = planner().choose(0).peak_bytes, planner()
+    most = known.scheduled(known.candidates, _UNBOUNDED).peak_bytes
+    bounds = [least + (most - least) * k // max(1, number - 1) for k in range(number)]
+    steps = [planner().choose(bound).step_ms for bound in bounds]
+    longer = (ms / min(steps[: k + 1]) for k, ms in enumerate(steps))
+    return {
+        "model": name,
+        "bounds_gib": [bound / GIB for bound in bounds],
+        "steps_ms": steps,
+        "most_longer": max(longer),
+    }
+
+
 def table(found: Sequence[dict[str, Any]]) -> str:
     """One line per bound."""
     lines = [
@@ -197,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_number(parser, "layers", 8, "of each model")
     add_number(parser, "to", 0, "ranks among which backward may gather; 0: none")
     parser.add_argument("--between", type=float, help="GB/s of a rank between nodes of 8")
+    parser.add_argument("--bounds", type=int, metavar="N", help="N single choices instead")
     parser.add_argument("--random", type=int, metavar="N", help="N random models instead")
     add_json(parser)
     args = parser.parse_args(arguments)
@@ -210,8 +234,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in available(matching(parser, MODELS, args.only)):
             print(name, file=sys.stderr, flush=True)
             machine = None if args.between is None else nodes(args.between)
-            found.append(measure(name, args.layers, args.to or None, machine))
-        print(table(found))
+            if args.bounds:
+                found.append(one := under_bounds(name, args.layers, args.bounds))
+                steps = " ".join(f"{ms:.1f}" for ms in one["steps_ms"])
+                print(f"{name}: at most {one['most_longer']:.4f} of one under less: {steps}")
+            else:
+                found.append(measure(name, args.layers, args.to or None, machine))
+        if not args.bounds:
+            print(table(found))
     write_json(args.json, found)
     return 0
 
