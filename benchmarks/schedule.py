@@ -15,9 +15,9 @@ Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
   :func:`.schedule` with ``Overlap()`` and ``PeakMemory`` at 1.02 times the peak of the graph
   without buckets.
 
-Both results are timed by :class:`.Timeline` on the same machine. The
-lower bound is the largest of longest path, total compute and busiest process group of our bucketed
-graph. Pass times are CPU seconds, medians over ``--repeat`` fresh loads.
+Both results are timed by :class:`.Timeline` on the same machine. The lower bound is
+:attr:`.ModelAnalysis.bound_ms` of our bucketed graph. Pass times are CPU seconds, medians over
+``--repeat`` fresh loads.
 """
 
 from __future__ import annotations
@@ -147,7 +147,6 @@ def child(
     from torch_ext_bucketing.scheduling.model import model_of
     from torch_ext_bucketing.scheduling.timeline import Timeline
 
-    from .bounds import lower_bound
     from .machines import nodes
 
     def model(graph: Graph) -> Model:
@@ -176,7 +175,7 @@ def child(
     reached = Timeline.of(after)
     result = {
         "step_ms": reached.step_ms,
-        "bound_ms": lower_bound(after),
+        "bound_ms": after.analysis.bound_ms,
         "peak_gib": reached.peak_bytes / GIB,
         "longest_run": reached.longest_run,
         "pass_s": statistics.median(seconds),

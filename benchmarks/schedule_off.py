@@ -27,8 +27,6 @@ from torch_ext_bucketing.scheduling.policy import Policy
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
 from torch_ext_bucketing.scheduling.timeline import Timeline
 
-from .bounds import lower_bound
-
 __all__ = ["off_by", "steps_off"]
 
 SIGMA = 0.3
@@ -101,4 +99,4 @@ def steps_off(
 
     step, merged = planned(machine)
     off = (off_by(machine, seed, sigma, hints) for seed in range(draws))
-    return step, lower_bound(merged), [planned(by)[0] for by in off]
+    return step, merged.analysis.bound_ms, [planned(by)[0] for by in off]

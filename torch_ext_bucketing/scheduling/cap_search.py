@@ -290,7 +290,8 @@ def _top(caps: _Caps) -> float:
 
 
 def _rank(report: ScheduleReport) -> tuple[float, float]:
-    return report.misses, report.step_ms[1]
+    """Of equals, whose times are sums of the same in another order, the first one tried stays."""
+    return report.misses, round(report.step_ms[1], 9)
 
 
 def _keys(plan: MergePlan) -> Iterable[tuple[str, str]]:

@@ -14,7 +14,8 @@ Nodes are of three sorts:
   as soon as what it needs is there.
 - *kernels*, all others. They follow the order of the graph, except that one which would have to
   wait for communication lets others go first, and that within ``window`` compute nodes the kernel
-  with the longest remaining path, the critical one, has priority.
+  with the longest remaining path, the critical one, has priority. Where that path would be the last
+  to end, it is not delayed: only what fits into the wait goes first.
 
 ::
 
@@ -387,6 +388,7 @@ class ListScheduler:
         best = fallback = -1
         best_tail, by_tail = -1.0, False
         soonest = (float("inf"), 0.0)
+        waiting, waits_ms, waiting_tail = -1, 0.0, 0.0
         compute, tails, pending, now = model.compute, analysis.tail, self.pending, self.now
         for number in self.ready:
             if before[number] > (reach if best < 0 else near):
@@ -404,12 +406,16 @@ class ListScheduler:
             if stall > _NO_STALL_MS:
                 if best < 0 and (stall, -tail) < soonest:
                     soonest, fallback = (stall, -tail), number
+                if tail > waiting_tail:
+                    waiting, waits_ms, waiting_tail = number, stall, tail
                 continue
             if number != self.head and not self._may_overtake(number):
                 continue
             by_tail = best >= 0
             best, best_tail = number, tail
         if best >= 0:
+            if waiting >= 0 and self._delays(kernels[best], waiting_tail, waits_ms, best_tail):
+                return self._fitting(waiting, waits_ms, near, capped)
             if by_tail:
                 self.farthest = max(self.farthest, before[best] - before[self.head])
             return best
@@ -420,6 +426,29 @@ class ListScheduler:
             n for n in self.ready if not model.compute[kernels[n]] or kernels[n] in self.wanted
         )
         return next(allowed, self.ready[0])
+
+    def _delays(self, kernel: int, path_ms: float, stall: float, tail: float) -> bool:
+        """Whether all would end later with ``kernel``, whose path takes ``tail``, than with a wait
+        of ``stall`` for a path of ``path_ms``."""
+        return self.model.ms[kernel] + path_ms > stall + max(path_ms, tail, self.left_ms)
+
+    def _fitting(self, waiting: int, stall: float, near: int, capped: bool) -> int:
+        """The kernel of the longest path that is done within ``stall``, else ``waiting``."""
+        analysis, model = self.analysis, self.model
+        best, best_tail = waiting, -1.0
+        for number in self.ready:
+            if analysis.compute_before[number] > near:
+                break
+            kernel = analysis.kernels[number]
+            if model.ms[kernel] > stall or analysis.tail[kernel] <= best_tail:
+                continue
+            if capped and model.compute[kernel] and kernel not in self.wanted:
+                continue
+            if self._stall(kernel) <= _NO_STALL_MS and self._may_overtake(number):
+                best, best_tail = number, analysis.tail[kernel]
+        before = analysis.compute_before
+        self.farthest = max(self.farthest, before[max(best, waiting)] - before[self.head])
+        return best
 
     def _fill(self, kernel: int) -> bool:
         """Whether there was a lazy node to place in the time that ``kernel`` would have to wait."""
