@@ -217,15 +217,12 @@ def test_speed_needs_no_blocks(fake_world):
 def test_units_are_abbreviated_as_manual_plan_reads_them(units, short):
     assert abbreviated(units) == short
 
-    class Holder(torch.nn.Module):
-        pass
-
-    model = Holder()
+    model = torch.nn.Module()
     for name in (n for unit in units for n in unit if n):
         at = model
         for part in name.split("."):
             if part not in dict(at.named_children()):
-                at.add_module(part, Holder())
+                at.add_module(part, torch.nn.Module())
             at = at.get_submodule(part)
         at.weight = torch.nn.Parameter(torch.zeros(1))
     model.weight = torch.nn.Parameter(torch.zeros(1))
