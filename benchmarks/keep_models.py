@@ -9,12 +9,10 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_ext_bucketing.fsdp.tag_graph import parameter_chains, read_in_forward
 from torch_ext_bucketing.fsdp.tags import Tag, set_tag
-from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group
+from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, what_fits
 from torch_ext_bucketing.scheduling.keep import KeepPlanner
 from torch_ext_bucketing.scheduling.machine import Level, Machine
-from torch_ext_bucketing.scheduling.partitioned import Smaller
 
 __all__ = ["GROUP", "random_joint", "random_planner", "unit_of"]
 
@@ -178,6 +176,5 @@ def random_planner(
         assert group is not None
         fast = replace(network, bandwidth=network.bandwidth * more)
         machine = replace(machine, ranks_per_node=to, intra=fast)
-        starts = read_in_forward(parameter_chains(graph))
-        smaller = Smaller(group.name, to, starts)
+        smaller = what_fits(graph, group)
     return KeepPlanner(graph, unit_of, machine=machine, activations=activations, smaller=smaller)

@@ -32,8 +32,8 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_ext_bucketing.fsdp.tag_graph import parameter_chains, read_in_forward
-from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, why_not
+from torch_ext_bucketing.fsdp.tag_graph import parameter_chains
+from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, what_fits
 from torch_ext_bucketing.scheduling.devices import job_machine
 from torch_ext_bucketing.scheduling.keep import KeepPlanner, Outcome
 from torch_ext_bucketing.scheduling.machine import Machine
@@ -103,13 +103,10 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 def smaller_group(joint: fx.Graph, to: int) -> Smaller | None:
     """That of ``to`` neighbours, if what is sharded over others can be gathered in it."""
     group = make_smaller_group(to)
-    starts = read_in_forward(parameter_chains(joint))
     try:
-        reasons = why_not(starts, group) if group is not None else {}
+        return None if group is None else what_fits(joint, group)
     except ValueError:
         return None
-    fitting = [start for start, reason in reasons.items() if not reason]
-    return Smaller(group.name, to, fitting) if group is not None else None
 
 
 def measure(

@@ -21,7 +21,7 @@ from benchmarks.keep_all import least_ms
 from benchmarks.keep_models import random_joint, random_planner, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute, stage_of
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.fsdp.tag_graph import parameter_chains, read_in_forward
+from torch_ext_bucketing.fsdp.tag_graph import parameter_chains
 from torch_ext_bucketing.fsdp.tags import member_tags, tag_of
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.graph_of import graph_of
@@ -33,6 +33,7 @@ from torch_ext_bucketing.rewrites.reshard_to import (
     make_smaller_group,
     read_first_gathers,
     reshard_to,
+    what_fits,
 )
 from torch_ext_bucketing.rewrites.resharding import (
     NothingKeptWarning,
@@ -46,7 +47,7 @@ from torch_ext_bucketing.scheduling.held import HeldBytes
 from torch_ext_bucketing.scheduling.keep import KeepPlanner, block_units
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.model import model_of
-from torch_ext_bucketing.scheduling.partitioned import PartitionedModel, Smaller
+from torch_ext_bucketing.scheduling.partitioned import PartitionedModel
 from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning
 from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
@@ -160,10 +161,7 @@ class Chosen(teb.GraphPass):
         def unit_of(fqn):
             return (99, "root") if self.root and not fqn.startswith("blocks") else block(fqn)
 
-        smaller = None
-        if self.smaller is not None:
-            starts = read_in_forward(parameter_chains(g))
-            smaller = Smaller(self.smaller.name, len(self.smaller.ranks), starts)
+        smaller = None if self.smaller is None else what_fits(g, self.smaller)
         partitioned = PartitionedModel(
             g, Costs(), unit_of, kinds=(), activations=True, smaller=smaller
         )

@@ -46,6 +46,7 @@ from ..fsdp.tags import Tag, is_bucket, moved_from, set_home_group, set_tag, tag
 from ..graph.collectives import group_name, group_size, is_wait, kind_of
 from ..graph.snapshot import unchanged_on_error
 from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
+from ..scheduling.partitioned import Smaller
 
 _c10d = torch.ops._c10d_functional
 # A copy, so that the whole can be freed. Not slice and clone: Inductor takes such a clone for one
@@ -168,6 +169,17 @@ def why_not(starts: Iterable[fx.Node], smaller: SmallerGroup) -> dict[fx.Node, s
             + ". Give a mesh whose last dimension divides their group, with to=mesh"
         )
     return {s: misfits[group] or _cannot_cut(s, smaller) for s, group in groups.items()}
+
+
+def what_fits(graph: fx.Graph, smaller: SmallerGroup) -> Smaller:
+    """The gathers of a tagged joint graph that backward may make in the smaller group instead.
+
+    Raises:
+        ValueError: as of :func:`why_not`.
+    """
+    reasons = why_not(read_in_forward(parameter_chains(graph)), smaller)
+    fitting = [start for start, reason in reasons.items() if not reason]
+    return Smaller(smaller.name, len(smaller.ranks), fitting)
 
 
 def _misfit(group: str, smaller: SmallerGroup) -> str:

@@ -37,7 +37,7 @@ from ..scheduling.memory import PeakMemory
 from ..scheduling.overlap import Overlap
 from ..scheduling.partitioned import PartitionedModel, Smaller, UnitOf
 from ..scheduling.scheduler import BoundNotKeptWarning
-from .reshard_to import make_smaller_group, read_first_gathers, reshard_to, why_not
+from .reshard_to import make_smaller_group, read_first_gathers, reshard_to, what_fits
 
 
 class NothingKeptWarning(UserWarning):
@@ -184,9 +184,7 @@ class ReshardAfterForward(GraphPass):
     def _choose(self, graph: fx.Graph, compilation: Compilation) -> _Choice:
         smaller = None
         if self._smaller is not None and _aot.stage_of(graph) != "inference":
-            reasons = why_not(read_in_forward(parameter_chains(graph)), self._smaller)
-            starts = [start for start, reason in reasons.items() if not reason]
-            smaller = Smaller(self._smaller.name, len(self._smaller.ranks), starts)
+            smaller = what_fits(graph, self._smaller)
         try:
             return self._choose_for(graph, compilation, smaller)
         except Exception as error:  # losing a compile over it would be worse than keeping nothing
