@@ -22,7 +22,7 @@ from torch_ext_bucketing._gc import paused_gc
 from torch_ext_bucketing.scheduling.keep import KeepPlanner
 from torch_ext_bucketing.scheduling.model import Model
 
-from .keep_models import random_joint, unit_of
+from .keep_models import random_planner
 
 __all__ = ["against_all", "least_ms"]
 
@@ -30,7 +30,12 @@ CLOSE = 1.02
 
 
 def against_all(
-    models: int, most: int, least: int = 2, first: int = 0, activations: bool = False
+    models: int,
+    most: int,
+    least: int = 2,
+    first: int = 0,
+    activations: bool = False,
+    to: int = 0,
 ) -> dict[str, Any]:
     """Random models of ``least`` to ``most`` units, each with a bound between keep-nothing and
     keep-all: the choice over the best of all choices.
@@ -41,18 +46,18 @@ def against_all(
         least: units.
         first: seed of the first model; the next has the next.
         activations: whether activations are saved by choice, too.
+        to: as of :func:`.random_planner`.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2 * max(1, to))
     ratios: list[float] = []
     units: list[int] = []
     choices = scheduled = 0
     choosing, clock = 0.0, time.process_time()
     for seed in range(first, first + models):
         rng = random.Random(seed)
-        graph, machine = random_joint(seed, rng.randint(least, most))
-        planner = KeepPlanner(graph, unit_of, machine=machine, activations=activations)
+        planner = random_planner(seed, rng.randint(least, most), activations, to)
         everything = planner.scheduled(planner.candidates, 2**60)
         low = planner.reference_bytes
         limit = int(low + rng.random() * max(0, everything.peak_bytes - low))
@@ -65,7 +70,8 @@ def against_all(
             for floor_ms, kept in _fitting(planner, limit):
                 if floor_ms < min(best.step_ms, worth) or best.above:
                     best = min(best, planner.scheduled(kept, limit), key=lambda o: o.rank)
-        choices += 2 ** len(planner.candidates)
+        parts = sum(k in planner.partitioned.parts for k in planner.candidates)
+        choices += 2 ** (len(planner.candidates) - 2 * parts) * 3**parts
         scheduled += planner.tried - before
         ratios.append(chosen.step_ms / best.step_ms)
         units.append(len(planner.candidates))
@@ -91,6 +97,8 @@ def _fitting(planner: KeepPlanner, limit: int) -> Iterator[tuple[float, tuple[in
     forward_ms = least_ms(planner.partitioned.forward)
     for bits in range(2 ** len(planner.candidates)):
         kept = tuple(k for i, k in enumerate(planner.candidates) if bits >> i & 1)
+        if len(planner.partitioned.distinct(kept)) < len(kept):
+            continue
         backward = planner.partitioned.models(kept)[1]
         if backward.liveness.at_start <= limit:
             yield forward_ms + least_ms(backward), kept

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_ext_bucketing.fsdp.tag_graph import parameter_chains, read_in_forward
 from torch_ext_bucketing.fsdp.tags import Tag, set_tag
+from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group
+from torch_ext_bucketing.scheduling.keep import KeepPlanner
 from torch_ext_bucketing.scheduling.machine import Level, Machine
+from torch_ext_bucketing.scheduling.partitioned import Smaller
 
-__all__ = ["GROUP", "random_joint", "unit_of"]
+__all__ = ["GROUP", "random_joint", "random_planner", "unit_of"]
 
 GROUP = "0"
 _MODE = FakeTensorMode()
@@ -150,3 +155,29 @@ def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machi
         inter=network,
     )
     return j.graph, machine
+
+
+def random_planner(
+    seed: int, units: int, activations: bool = False, to: int = 0, more: int = 4
+) -> KeepPlanner:
+    """What chooses for one of :func:`random_joint`.
+
+    Args:
+        seed: of all that is random.
+        units: number of layers.
+        activations: whether activations are saved by choice, too.
+        to: in a job of twice as many ranks, the size of the group that backward may gather in; 0:
+            none, in a job of two ranks.
+        more: how many times as fast that group's network is.
+    """
+    graph, machine = random_joint(seed, units, 2 * max(1, to))
+    smaller = None
+    if to:
+        network, group = machine.inter, make_smaller_group(to)
+        assert network is not None
+        assert group is not None
+        fast = replace(network, bandwidth=network.bandwidth * more)
+        machine = replace(machine, ranks_per_node=to, intra=fast)
+        starts = read_in_forward(parameter_chains(graph))
+        smaller = Smaller(group.name, to, starts)
+    return KeepPlanner(graph, unit_of, machine=machine, activations=activations, smaller=smaller)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.memory                              every model, 8 layers
     python -m benchmarks.memory --only 'llama3_8b_*' --layers 32
+    python -m benchmarks.memory --to 8 --between 12.5        gathered again inside nodes, too
     python -m benchmarks.memory --random 200                 against every choice there is
 
 For each model of :mod:`.graphs`, the joint graph as in :mod:`.keep`: every block computed again,
@@ -9,6 +10,8 @@ every second one, all but matrix products and attention, nothing; each with all 
 again, scheduled without a bound; and what torch's own partitioner saves for some values of
 ``torch._functorch.config.activation_memory_budget``, timed by the same model. Then
 ``ReshardAfterForward(keep="auto", activations=True)`` chooses under the peak that each came to.
+With ``--to`` it may also gather again in that group, if the parameters are sharded over several,
+and is compared with the choice without, under bounds in parts of the peak with nothing kept.
 Steps are those of forward and backward, scheduled with one bucket per unit, on the default
 machine's H100s; planning is CPU time over that of ``BucketAndSchedule``.
 """
@@ -27,18 +30,23 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_ext_bucketing.fsdp.tag_graph import parameter_chains
+from torch_ext_bucketing.fsdp.tag_graph import parameter_chains, read_in_forward
+from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, why_not
 from torch_ext_bucketing.scheduling.devices import job_machine
 from torch_ext_bucketing.scheduling.keep import KeepPlanner, Outcome
 from torch_ext_bucketing.scheduling.machine import Machine
+from torch_ext_bucketing.scheduling.partitioned import Smaller
 from torch_ext_bucketing.testing.demo.table import columns
 
 from .command import add_json, add_number, matching, parser_of, write_json
 from .graphs import CONFIGS, available
 from .keep import GIB, MODELS, graphs_of, joint_of, scheduling_s, unit_of
 from .keep_all import against_all
+from .machines import nodes
 
 _UNBOUNDED = 2**62
+PARTS = (1.0, 1.05, 1.1, 1.25)
+"""Bounds for choices with and without ``--to``."""
 BUDGETS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of torch's partitioner: what may be saved between nothing and all that it would."""
 
@@ -90,14 +98,31 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return new
 
 
-def measure(name: str, layers: int | None) -> dict[str, Any]:
+def smaller_group(joint: fx.Graph, to: int) -> Smaller | None:
+    """That of ``to`` neighbours, if what is sharded over others can be gathered in it."""
+    group = make_smaller_group(to)
+    starts = read_in_forward(parameter_chains(joint))
+    try:
+        reasons = why_not(starts, group) if group is not None else {}
+    except ValueError:
+        return None
+    fitting = [start for start, reason in reasons.items() if not reason]
+    return Smaller(group.name, to, fitting) if group is not None else None
+
+
+def measure(
+    name: str, layers: int | None, to: int | None = None, machine: Machine | None = None
+) -> dict[str, Any]:
     """All ways on one model."""
     graphs, hint = graphs_of(name, layers), CONFIGS[name].size_hints
     joint = joint_of(graphs["forward", False].graph, graphs["backward", False].graph)
-    machine = job_machine()
+    machine = machine or job_machine()
+    smaller = None if to is None else smaller_group(joint, to)
 
-    def planner_of() -> KeepPlanner:
-        return KeepPlanner(joint, unit_of, machine=machine, size_hints=hint, activations=True)
+    def planner_of(smaller: Smaller | None = None) -> KeepPlanner:
+        return KeepPlanner(
+            joint, unit_of, machine=machine, size_hints=hint, activations=True, smaller=smaller
+        )
 
     known = planner_of()
     units = known.partitioned.units
@@ -113,20 +138,27 @@ def measure(name: str, layers: int | None) -> dict[str, Any]:
     for budget in BUDGETS:
         saved = saved_by_torch(joint, outputs, budget)
         fixed_ways[f"torch's budget {budget}"] = by_torch(joint, saved, machine, hint)
+    bounds = {way: fixed.peak_bytes for way, fixed in fixed_ways.items()}
+    for part in PARTS if smaller is not None else ():
+        way = f"chosen without --to, {part:g}"
+        bounds[way] = int(part * known.reference_bytes)
+        fixed_ways[way] = known.choose(bounds[way])
     rows = []
     for way, fixed in fixed_ways.items():
         clock = time.process_time()
-        chosen = planner_of().choose(fixed.peak_bytes)
+        planner = planner_of(smaller)
+        chosen = planner.choose(bounds[way])
         seconds = time.process_time() - clock
         rows.append(
             {
                 "way": way,
-                "bound_gib": fixed.peak_bytes / GIB,
+                "bound_gib": bounds[way] / GIB,
                 "step_ms": fixed.step_ms,
                 "chosen_ms": chosen.step_ms,
                 "chosen_gib": chosen.peak_bytes / GIB,
-                "gathered": sum(bool(units[k].starts) for k in chosen.kept),
-                "saved": sum(not units[k].starts for k in chosen.kept),
+                "gathered": sum(k < len(units) and bool(units[k].starts) for k in chosen.kept),
+                "in_part": sum(k in planner.partitioned.parts for k in chosen.kept),
+                "saved": sum(k < len(units) and not units[k].starts for k in chosen.kept),
                 "planning": seconds / pass_s,
             }
         )
@@ -135,7 +167,9 @@ def measure(name: str, layers: int | None) -> dict[str, Any]:
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """One line per bound."""
-    lines = [["model", "", "GiB", "ms", "chosen ms", "GiB", "gathered", "saved", "planning"]]
+    lines = [
+        ["model", "", "GiB", "ms", "chosen ms", "GiB", "gathered", "in part", "saved", "planning"]
+    ]
     for one in found:
         for row in one["rows"]:
             gathers = one["units"] - one["activations"]
@@ -148,6 +182,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
                     f"{row['chosen_ms']:.1f}",
                     f"{row['chosen_gib']:.2f}",
                     f"{row['gathered']} of {gathers}",
+                    str(row["in_part"]),
                     f"{row['saved']} of {one['activations']}",
                     f"{row['planning']:.2f}",
                 ]
@@ -160,19 +195,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("python -m benchmarks.memory", __doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="MODEL", help="names, patterns")
     add_number(parser, "layers", 8, "of each model")
+    add_number(parser, "to", 0, "ranks among which backward may gather; 0: none")
+    parser.add_argument("--between", type=float, help="GB/s of a rank between nodes of 8")
     parser.add_argument("--random", type=int, metavar="N", help="N random models instead")
     add_json(parser)
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     found: Any
     if args.random is not None:
-        found = against_all(args.random, 4, activations=True)
+        found = against_all(args.random, 4, activations=True, to=args.to)
         print("\n".join(f"{name}: {value}" for name, value in found.items()))
     else:
         found = []
         for name in available(matching(parser, MODELS, args.only)):
             print(name, file=sys.stderr, flush=True)
-            found.append(measure(name, args.layers))
+            machine = None if args.between is None else nodes(args.between)
+            found.append(measure(name, args.layers, args.to or None, machine))
         print(table(found))
     write_json(args.json, found)
     return 0

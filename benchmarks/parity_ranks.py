@@ -13,7 +13,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from benchmarks.devices import start
+from benchmarks.machines import nodes
 from benchmarks.parity_base import Unit
 from benchmarks.parity_models import MODELS, build, units_of
 from benchmarks.parity_rows import CHANNELS, Row
@@ -426,7 +427,7 @@ class Runs:
             from torch.distributed._composable.replicate_with_fsdp import replicate
 
             wrap = replicate
-        if self.row.to:
+        if self.row.to and not self.row.memory:
             options["reshard_after_forward"] = self.row.to
         wrap_units(model, self.units(model), wrap, **options)
         if self.row.client == "torchtitan":
@@ -471,7 +472,10 @@ class Runs:
         units = self.units(model)
         if self.row.memory:
             bound = PeakMemory(ratio=self.row.memory)
-            return recipe(model, units=units, memory=bound, state_bytes_per_parameter=0)
+            to = self.row.to or None
+            machine = replace(nodes(1), ranks_per_node=to) if to else None
+            given: dict[str, Any] = {"memory": bound, "machine": machine, "to": to}
+            return recipe(model, units=units, state_bytes_per_parameter=0, **given)
         passes = recipe(model, units=units)
         order = next(p.units for p in passes if isinstance(p, BucketUnits))
         assert isinstance(order, FSDPParamOrder)

@@ -57,7 +57,8 @@ class Row:
             ``parallelize_module``, with the sequence sharded between blocks or not.
         layers: blocks; of torchtitan's models from the first on, 0 for all.
         chunks: in how many parts the loss is computed.
-        to: gather again for backward among so many ranks; 0: among all.
+        to: gather again for backward among so many ranks, or with ``memory`` let it be chosen; 0:
+            among all.
         memory: one bound on what a step holds, in parts of its peak with all computed and gathered
             again, under which it is chosen what is not; 0: none.
         microbatches: forwards and backwards per step.
@@ -257,6 +258,11 @@ ROWS: tuple[Row, ...] = (
         Row(f"memory/{model}/{bound}", model, memory=bound, layers=3)
         for model in ("llama", "moe", "vit", "translator")
         for bound in (1.0, 1.1, 1.25, 1.5, 2.0)
+    ),
+    *(  # not as eager's backward gathers
+        Row(f"memory_to/{model}/{bound}", model, memory=bound, to=2, layers=3, layout=False)
+        for model in ("llama", "moe", "vit", "translator")
+        for bound in (1.05, 1.25)
     ),
     *map(_case, ("plain", "resume", "resume_on_fewer_ranks", "regional")),
     _case("regional_rest_in_a_unit", "parameters outside the compiled blocks are reduced singly"),

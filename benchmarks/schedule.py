@@ -12,8 +12,8 @@ Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
   torch's own byte cap (or ``--cap``), and our cost model as its runtime estimation, sizes that
   depend on data included;
 - ``ours``: :func:`.plan_by_cap` (HSDP's all-reduces, too), :func:`.apply_plan`, and
-  :func:`.schedule` with ``Overlap()``, ``CapComputeRun(8)`` (backward graphs) and
-  ``PeakMemory`` at 1.02 times the peak of the graph without buckets.
+  :func:`.schedule` with ``Overlap()`` and ``PeakMemory`` at 1.02 times the peak of the graph
+  without buckets.
 
 Both results are timed by :class:`.Timeline` on the same machine. The
 lower bound is the largest of longest path, total compute and busiest process group of our bucketed
@@ -78,16 +78,14 @@ def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = No
     )
 
 
-def what_ours_plans(graph: Graph, reference: int, capped: bool) -> tuple[list[Policy], Options]:
+def what_ours_plans(graph: Graph, reference: int) -> tuple[list[Policy], Options]:
     """The policies, and which collectives are bucketed."""
-    from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
+    from torch_ext_bucketing.scheduling.memory import PeakMemory
     from torch_ext_bucketing.scheduling.overlap import Overlap
 
     keep = [*parameter_groups(graph)]
     keep += [name for name, group in graph.groups.items() if group.role == "replicate"]
     policies: list[Policy] = [Overlap(), PeakMemory(gib=1.02 * reference / GIB)]
-    if capped and graph.phase == "backward":
-        policies.append(CapComputeRun(8))
     return policies, {
         "kinds": ("all_gather", "reduce_scatter", "all_reduce"),
         "group_filter": lambda found: [g for g in found if g in keep],
@@ -98,7 +96,6 @@ def run_ours(
     graph: Graph,
     cap_mb: float | None,
     reference: int,
-    capped: bool = True,
     between: float | None = None,
 ) -> dict[str, Any]:
     """Our buckets, then our schedule."""
@@ -111,7 +108,7 @@ def run_ours(
     from .machines import nodes
 
     machine = nodes(between)
-    policies, options = what_ours_plans(graph, reference, capped)
+    policies, options = what_ours_plans(graph, reference)
     if cap_mb is None:
         analysis = GraphAnalysis(graph.gm.graph, graph.config.size_hints)
         plan, search = choose_caps(
@@ -132,7 +129,6 @@ def run_ours(
     return {
         "caps_mb": caps,
         "chosen": report.chosen,
-        "forced_run": report.forced_run,
         "missed": report.warnings,
     }
 
@@ -172,16 +168,12 @@ def child(
         if way == "unpatched":
             run_unpatched(graph, cap_mb, between)
         else:
-            extra = run_ours(graph, cap_mb, unbucketed.peak_bytes, between=between)
+            extra = run_ours(graph, cap_mb, unbucketed.peak_bytes, between)
         seconds.append(time.process_time() - clock)
     check_torch(way)
     graph.gm.graph.lint()
     after = model(graph)
     reached = Timeline.of(after)
-    if way == "ours":
-        free = load(name, layers, quiet=True)
-        run_ours(free, cap_mb, unbucketed.peak_bytes, capped=False, between=between)
-        extra["uncapped_step_ms"] = Timeline.of(model(free)).step_ms
     result = {
         "step_ms": reached.step_ms,
         "bound_ms": lower_bound(after),
@@ -226,7 +218,7 @@ def off(name: str, draws: int, layers: int | None, between: float | None = None)
     warnings.simplefilter("ignore")
     graph = load(name, layers, quiet=True)
     reference = peak_bytes(graph.gm, size_hints=graph.config.size_hints)
-    policies, options = what_ours_plans(graph, reference, capped=True)
+    policies, options = what_ours_plans(graph, reference)
     analysis = GraphAnalysis(graph.gm.graph, graph.config.size_hints)
     true_ms, bound_ms, found = steps_off(
         analysis, policies, draws, reference, options, machine=nodes(between)
@@ -260,12 +252,12 @@ def off_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """One line per graph, and the geometric mean over the bound."""
-    head = ["graph", "cap", "bound", "ours", "uncapped", "unpatched", "unbucketed", "ours"]
-    head += ["peak,", "ours", "unpatched", "run", "forced", "unpatched", "ours", "unpatched"]
-    below = ["", "MiB", "ms", "ms", "run", "ms", "ms", "/ bound"]
-    below += ["unbucketed", "/ it", "/ it", "", "run", "run", "s", "s"]
+    head = ["graph", "cap", "bound", "ours", "unpatched", "unbucketed", "ours"]
+    head += ["peak,", "ours", "unpatched", "run", "unpatched", "ours", "unpatched"]
+    below = ["", "MiB", "ms", "ms", "ms", "ms", "/ bound"]
+    below += ["unbucketed", "/ it", "/ it", "", "run", "s", "s"]
     lines = [[*head, "order"], [*below, "taken"]]
-    times = ("bound_ms", "step_ms", "uncapped_step_ms", "unpatched_step_ms", "unbucketed_step_ms")
+    times = ("bound_ms", "step_ms", "unpatched_step_ms", "unbucketed_step_ms")
     for r in rows:
         peak = r["unbucketed_peak_gib"]
         lines.append(
@@ -276,15 +268,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{r['step_ms'] / r['bound_ms']:.3f}",
                 f"{peak:.2f} GiB",
                 *(f"{r[key] / peak:.3f}" for key in ("peak_gib", "unpatched_peak_gib")),
-                *(str(r[key]) for key in ("longest_run", "forced_run", "unpatched_longest_run")),
+                *(str(r[key]) for key in ("longest_run", "unpatched_longest_run")),
                 *(f"{r[key]:.2f}" for key in ("pass_s", "unpatched_pass_s")),
                 r["chosen"],
             ]
         )
-    ours, free, theirs = (_mean([r[key] / r["bound_ms"] for r in rows]) for key in times[1:4])
+    ours, theirs = (_mean([r[key] / r["bound_ms"] for r in rows]) for key in times[1:3])
     return (
         f"{columns(lines)}\n\ngeometric mean of step / bound: ours {ours:.3f}, "
-        f"with runs uncapped {free:.3f}, unpatched {theirs:.3f}"
+        f"unpatched {theirs:.3f}"
     )
 
 

@@ -45,7 +45,7 @@ import torch_ext_bucketing as teb
 from .command import add_json, add_number, document_of, parser_of, title, write_results
 from .warm import cache_counts
 
-ENTRIES = ("fxgraph", "aotautograd", "torch_ext_bucketing")
+ENTRIES = ("fxgraph", "aotautograd")
 LIMIT_S = 300
 AGREE_S = 40
 TENTH = 10

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,15 @@ import pytest
 # directory that it finds empty: is there AVX-512, ...? Ten seconds of CPU time each time. What the
 # CPU says of itself is enough here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# Of what a kernel takes to compile, a third is linking by binutils' first linker; its second one
+# takes a quarter of that. GCC looks here for a program of the name.
+if gold := shutil.which("ld.gold"):
+    linker = Path(tempfile.gettempdir(), f"torch-ext-bucketing-gold-{os.getuid()}", "ld")
+    linker.parent.mkdir(0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        linker.symlink_to(gold)
+    os.environ.setdefault("COMPILER_PATH", str(linker.parent))
 
 from torch_ext_bucketing import hooks
 from torch_ext_bucketing.testing import ranks

@@ -23,9 +23,11 @@ for name in (
     "torch._dynamo.backends.inductor",
     "torch._export.db.logging",
     "torch._functorch._aot_autograd.subclass_codegen",
+    "torch._inductor.codegen.cuda_combined_scheduling",
     "torch.export._trace",
     "torch.fx.experimental.validator",
     "torch.fx.passes.utils.fuser_utils",
+    "torch.utils.cpp_extension",
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)

@@ -13,6 +13,7 @@ from collective_graphs import C10D, all_reduce, reduce_scatter, run_all_ranks, s
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recipe_ranks import small_model, trained
+from sharded_models import TwoBlocks
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.utils import run_and_get_code
@@ -446,31 +447,31 @@ def passes_of(name, order, kinds, model):
     return made + [teb.Schedule([teb.Overlap()])] * scheduled
 
 
-def digests(rank, reduce_dtype, shape, ways, compiler="aot_eager"):
+def digests(rank, reduce_dtype, shape, ways):
     found = {}
     with ring_rank(rank, RingTopology(ranks_per_node=2)):
         names = ("replicate", "shard")[-len(shape) :]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        for twin in (False, True):
+        for twin in (False, True) if RING in ways else (True,):
             for name, units in (("units", by_block), ("other units", other_units)):
                 model = eager(mesh, reduce_dtype, units, twin)
                 found["sums" if twin else RING, name] = trained(rank.rank, model, model)
         order = teb.FSDPParamOrder.from_fsdp(eager(mesh, reduce_dtype, by_block, False))
         kinds = ("all_gather", "reduce_scatter", "all_reduce")[: len(shape) + 1]
-        mode = "fully_shard" if len(shape) == 1 else "hybrid_shard"
         for name in ways:
-            torch._dynamo.reset()
-            model = teb.data_parallel(
-                small_model(layers=1),
-                mesh,
-                mode,
-                param_dtype=torch.bfloat16,
-                reduce_dtype=reduce_dtype,
+            run = compiled_digests(
+                rank, small_model(layers=1), mesh, reduce_dtype, name, order, kinds
             )
-            backend = teb.backend(compiler, passes_of(name, order, kinds, model))
-            run = torch.compile(model, backend=backend)
-            found[RING if name == RING else "sums", "", name] = trained(rank.rank, model, run)
+            found[RING if name == RING else "sums", "", name] = run
     return found
+
+
+def compiled_digests(rank, model, mesh, reduce_dtype, name, order, kinds, compiler="aot_eager"):
+    torch._dynamo.reset()
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
+    teb.data_parallel(model, mesh, "fully_shard" if mesh.ndim == 1 else "hybrid_shard", **dtypes)
+    backend = teb.backend(compiler, passes_of(name, order, kinds, model))
+    return trained(rank.rank, model, torch.compile(model, backend=backend))
 
 
 SOME = ("small, FSDP2 order", "speed", RING)
@@ -501,17 +502,43 @@ def test_one_hash_for_all_buckets_orders_and_units(reduce_dtype, shape, ways):
             assert tuple(expected) not in ring
 
 
+class Mlp(torch.nn.Module):
+    """With few kernels: what is about Inductor is how it packs, adds and unpacks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(37, 32)
+        self.norm = torch.nn.RMSNorm(32)
+        self.up = torch.nn.Linear(32, 33, bias=False)  # uneven over the ranks
+        self.down = torch.nn.Linear(33, 32, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return x + self.down(torch.nn.functional.silu(self.up(self.norm(x))))
+
+
+def inductor_digests(rank, ways):
+    with ring_rank(rank, RingTopology(ranks_per_node=2)):
+        mesh = init_device_mesh("cpu", (rank.world_size,))
+        order = teb.FSDPParamOrder.from_model(Mlp(), [["norm", "up"], ""])
+        found = []
+        for name in ways:
+            torch.manual_seed(0)
+            what = mesh, torch.bfloat16, name, order, KINDS[:2]
+            found.append(compiled_digests(rank, Mlp(), *what, "inductor"))
+        return found
+
+
 @pytest.mark.slow
 def test_one_hash_of_inductor():
     """Its kernels round otherwise than eager's; the same in every bucket and order."""
-    ways = ("per unit", "small, graph order", "all", RING)
-    for rank in run_ranks(digests, 4, torch.bfloat16, (4,), ways, "inductor", timeout_s=600):
-        ring, *sums = (rank["sums" if way != RING else RING, "", way] for way in ways[::-1])
+    ways = ("per unit", "small, graph order", RING)
+    for *sums, ring in run_ranks(inductor_digests, 4, ways, timeout_s=600):
         assert all(other == sums[0] for other in sums)
         assert ring != sums[0]
 
 
-def _fails_in(rank, methods, passes):
+def _fails_in(rank, methods, *passes):
     """The third reduction fails on rank 1."""
     with ring_rank(rank, RingTopology(ranks_per_node=2)):
         calls = []
@@ -525,18 +552,21 @@ def _fails_in(rank, methods, passes):
             return called(*args, **kwargs)
 
         setattr(RingProcessGroup, method, failing)
-        mesh = init_device_mesh("cpu", (rank.world_size,))
-        model = teb.data_parallel(small_model(layers=1), mesh)
-        trained(rank.rank, model, torch.compile(model, backend=teb.backend("aot_eager", passes)))
+        model = TwoBlocks(9, 37)
+        buckets = teb.BucketUnits(
+            teb.FSDPParamOrder.from_model(model, ["layers.0", "layers.1", ""])
+        )
+        teb.data_parallel(model, init_device_mesh("cpu", (rank.world_size,)))
+        backend = teb.backend("aot_eager", [buckets, *passes])
+        trained(rank.rank, model, torch.compile(model, backend=backend))
 
 
 @pytest.mark.parametrize("reduces", [[], [teb.ReduceByAllToAll()]], ids=["rings", "all-to-alls"])
 def test_a_fault_on_one_rank_ends_all_and_names_it(reduces):
     # The newer name first, which C++ looks for.
     methods = ("all_to_all_single", "alltoall_base") if reduces else ("_reduce",)
-    passes = [teb.BucketByCap(0.02), *reduces]
     with pytest.raises(RankError, match=r"(?s)rank 1.*the network is gone"):
-        run_ranks(_fails_in, 4, methods, passes, timeout_s=300)
+        run_ranks(_fails_in, 4, methods, *reduces, timeout_s=300)
 
 
 def over_replicas(rank, *shape):

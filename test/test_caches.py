@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from patching_trees import copy_package, run_python
+from test_pack import CONFIG
 from test_warm import BYPASS, HIT, MISS, assert_state
 from torch._inductor import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
@@ -344,6 +345,8 @@ def test_group_sizes_and_ranks_count():
 
     assert uuid(4) == uuid(4) != uuid(8)
     assert uuid(4, rank=1) == uuid(4, rank=1) != uuid(4), "a bucketed gather has the rank inside"
+    with CONFIG.patch(compile_on_one_rank=True):
+        assert uuid(4, rank=1) == uuid(4) != uuid(8), "and as one rank compiles for all, none"
 
 
 def test_every_module_of_the_package_counts(tmp_path: Path):

@@ -44,8 +44,6 @@ MODELS: dict[str, Case] = {
 ORDERS: dict[str, Case] = {
     "units": {"build": models.sound, "passes": models.other_units},
     "payload order": {"build": models.sound, "passes": models.graph_order},
-}
-MORE: dict[str, Case] = {
     "unknown": {"build": models.sound, "passes": models.without_average},
     "rank order": {"build": models.sound, "passes": models.rank_order},
     "hybrid order": {
@@ -57,7 +55,8 @@ MORE: dict[str, Case] = {
 }
 
 
-GROUPS = {"models": (2, MODELS), "orders": (4, ORDERS), "more": (4, MORE)}
+GROUPS = {"models": (2, MODELS), "orders": (4, ORDERS)}
+ORDER_MARKS = (pytest.mark.slow, pytest.mark.once)
 
 
 def compare_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Comparison]:
@@ -77,12 +76,21 @@ def compared(group: str) -> dict[str, Comparison]:
     return first
 
 
+FOUND = {
+    "Dynamo": "The first is module blocks.0",
+    "decompositions": "The first is module blocks.0",
+    "activations": "Units that do so alone: blocks.",
+    "payload order": "reduce_scatter of last.bias, last.weight: byte 0 is",
+    "units": "no unit of eager FSDP2 has these members",
+}
+"""Modules, units, parameters, buckets and bytes, by the cause."""
+
+
 @pytest.mark.parametrize(
     ("group", "name"),
     [
         *(("models", name) for name in MODELS),
-        *(("orders", name) for name in ORDERS),
-        *(pytest.param("more", name, marks=pytest.mark.slow) for name in MORE),
+        *(pytest.param("orders", name, marks=ORDER_MARKS) for name in ORDERS),
     ],
 )
 def test_the_cause_is_named(group: str, name: str):
@@ -95,22 +103,13 @@ def test_the_cause_is_named(group: str, name: str):
     assert comparison.parameters
     (cause,) = comparison.causes
     assert cause.name == name
+    assert FOUND.get(name, "") in cause.found
+    if name == "no collective":
+        assert cause.parameters == ("last.bias", "last.weight")
+    if name == "Dynamo":  # backward comes to them last
+        assert comparison.parameters[-1].startswith("first.")
     assert cause.advice in comparison.to_text()
     assert json.loads(comparison.to_json())["causes"][0]["name"] == name
-
-
-def test_what_is_found_is_named():
-    """Modules, units, parameters, buckets and bytes."""
-    found = compared("models") | compared("orders")
-    causes = {name: c.causes[0] for name, c in found.items() if c.causes}
-    assert "The first is module blocks.0" in causes["Dynamo"].found
-    assert "The first is module blocks.0" in causes["decompositions"].found
-    assert "Units that do so alone: blocks." in causes["activations"].found
-    assert "reduce_scatter of last.bias, last.weight: byte 0 is" in causes["payload order"].found
-    assert "no unit of eager FSDP2 has these members" in causes["units"].found
-    assert causes["no collective"].parameters == ("last.bias", "last.weight")
-    # Backward comes to them last.
-    assert found["Dynamo"].parameters[-1].startswith("first.")
 
 
 @pytest.mark.slow
@@ -161,6 +160,7 @@ def test_bad_input_is_named():
             assert re.search(expected, message), message
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -184,6 +184,7 @@ def test_bad_options_are_named_before_any_rank_starts(options, expected, monkeyp
 # --- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "found.json"
     small = ["--ranks", "2", "--nodes", "1", "--steps", "2", "--json", str(path)]

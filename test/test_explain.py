@@ -84,6 +84,7 @@ recipe(model, 'parity'):
   Schedule([Overlap()], machine=Machine("""
 
 
+@pytest.mark.once
 def test_a_goal_shows_what_its_recipe_does(capsys, tmp_path):
     file = tmp_path / "machine.json"
     Machine(name="mine", flops={"bfloat16": 1e12}).save(file)
@@ -95,11 +96,20 @@ def test_a_goal_shows_what_its_recipe_does(capsys, tmp_path):
     assert "Schedule" in said.split("time per pass")[1]
 
 
+@pytest.mark.once
 def test_reductions_by_all_to_all_are_shown_beside_rings(capsys, tmp_path):
     file = tmp_path / "machine.json"
     slow = {("all_to_all", 8): ((1, 1.0),), ("reduce_scatter", 8): ((1, 0.01),)}
     Machine(collectives=slow).save(file)
-    words = ["explain", "--goal", "speed", "--reduce", "all_to_all", "--brief"]
+    words = [
+        "explain",
+        f"{HERE}:two_blocks",
+        "--goal",
+        "speed",
+        "--reduce",
+        "all_to_all",
+        "--brief",
+    ]
     assert main([*words, "--machine", str(file)]) == 0
     text = capsys.readouterr().out
     assert "recipe(model, 'speed', reduce='all_to_all'):" in text
@@ -123,6 +133,7 @@ def test_the_goal_speed():
         explain(f"{HERE}:one_layer", goal="parity", world_size=4)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "options", [["--mode", "none"], ["--overlap"], ["--cap-mb", "3"], ["--primary-group"]]
 )
@@ -159,6 +170,7 @@ def test_bad_targets_are_named(target, match):
         explain(target, cap_mb=1.0, world_size=2)
 
 
+@pytest.mark.once
 def test_bad_options(capsys):
     with pytest.raises(ExplainError, match="cap_mb must be a positive number"):
         explain(f"{HERE}:two_blocks", cap_mb=-1.0)
@@ -250,6 +262,7 @@ def test_a_trace_of_before_and_after(tmp_path, capsys):
     assert "longest compute run" in capsys.readouterr().out
 
 
+@pytest.mark.once
 def test_a_picture_of_before_and_after(tmp_path, capsys):
     """With a bound, also of what more memory would buy."""
     pytest.importorskip("matplotlib", reason="matplotlib draws the picture: pip install matplotlib")

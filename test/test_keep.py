@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
 from benchmarks.keep_all import least_ms
-from benchmarks.keep_models import random_joint, unit_of
+from benchmarks.keep_models import random_joint, random_planner, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute, stage_of
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.fsdp.tag_graph import parameter_chains
+from torch_ext_bucketing.fsdp.tag_graph import parameter_chains, read_in_forward
 from torch_ext_bucketing.fsdp.tags import member_tags, tag_of
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.graph_of import graph_of
@@ -29,6 +29,11 @@ from torch_ext_bucketing.passes import step_memory
 from torch_ext_bucketing.passes.backends import _run_each, backend
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
+from torch_ext_bucketing.rewrites.reshard_to import (
+    make_smaller_group,
+    read_first_gathers,
+    reshard_to,
+)
 from torch_ext_bucketing.rewrites.resharding import (
     NothingKeptWarning,
     ReshardAfterForward,
@@ -41,7 +46,7 @@ from torch_ext_bucketing.scheduling.held import HeldBytes
 from torch_ext_bucketing.scheduling.keep import KeepPlanner, block_units
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.model import model_of
-from torch_ext_bucketing.scheduling.partitioned import PartitionedModel
+from torch_ext_bucketing.scheduling.partitioned import PartitionedModel, Smaller
 from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning
 from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
@@ -142,9 +147,10 @@ class Chosen(teb.GraphPass):
 
     stage = "joint"
 
-    def __init__(self, seed):
+    def __init__(self, seed, smaller=None):
         self.rng = random.Random(seed)
         self.root = seed % 2 == 0
+        self.smaller = smaller
 
     def run(self, graph, compilation):
         g = graph_of(graph)
@@ -154,23 +160,40 @@ class Chosen(teb.GraphPass):
         def unit_of(fqn):
             return (99, "root") if self.root and not fqn.startswith("blocks") else block(fqn)
 
-        partitioned = PartitionedModel(g, Costs(), unit_of, kinds=(), activations=True)
+        smaller = None
+        if self.smaller is not None:
+            starts = read_in_forward(parameter_chains(g))
+            smaller = Smaller(self.smaller.name, len(self.smaller.ranks), starts)
+        partitioned = PartitionedModel(
+            g, Costs(), unit_of, kinds=(), activations=True, smaller=smaller
+        )
         self.units = partitioned.units
-        self.kept = [k for k, u in enumerate(self.units) if u.held and self.rng.random() < 0.5]
+        held = [k for k, u in enumerate(self.units) if u.held]
+        chance = [0.9 if k in partitioned.parts else 0.5 for k in held]
+        kept = [k for k, p in zip(held, chance, strict=True) if self.rng.random() < p]
+        self.kept = partitioned.distinct(kept)
+        self.parts = [k for k in self.kept if k in partitioned.parts]
         self.models = partitioned.models(self.kept)
         self.peak = HeldBytes(partitioned).peak_bytes(self.kept)
-        _mark(parameter_chains(g), _choice(g, partitioned, self.kept), lambda tag: True)
+        choice = _choice(g, partitioned, self.kept)
+        _mark(parameter_chains(g), choice, lambda tag: True)
+        if self.smaller is not None:
+            reshard_to(g, self.smaller, choice.is_part)
+
+    def finish(self, graph, compilation):
+        read_first_gathers(graph_of(graph))
 
 
+@pytest.mark.parametrize("to", [None, 2], ids=["", "in part"])
 @pytest.mark.parametrize("seed", range(3))
-def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed):
+def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed, to):
     graphs = {}
 
     def keep(gm, inputs):
         graphs[stage_of(gm.graph)] = gm
         return gm.forward
 
-    chosen = Chosen(seed)
+    chosen = Chosen(seed, None if to is None else make_smaller_group(to))
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = data_parallel(Transformer(ModelConfig(layers=2)), mesh, param_dtype=torch.bfloat16)
@@ -181,12 +204,15 @@ def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed
     assert {f"blocks.{i} {sort}" for i in range(2) for sort in sorts} <= names
     assert {"root (2) products"} <= names or not chosen.root
     assert 0 < len(chosen.kept) < len(chosen.units)
+    assert bool(chosen.parts) == (to is not None)
     for model, stage in zip(chosen.models, STAGES, strict=True):
         ours, graph = Timeline.of(model), model_of(graphs[stage].graph)
         assert sum(model.compute) == sum(graph.compute)
         assert ours.step_ms == pytest.approx(Timeline.of(graph).step_ms, rel=1e-6)
         unread = model.liveness.at_start - graph.liveness.at_start
-        assert ours.peak_bytes - unread == Timeline.of(graph).peak_bytes
+        most = Timeline.of(graph).peak_bytes
+        # What is gathered of is taken to be there while forward makes the copies of parts.
+        assert most <= ours.peak_bytes - unread <= (1.01 if chosen.parts else 1) * most
     # In an order in which what is made again stands where it would with nothing kept.
     assert chosen.peak >= max(m.liveness.peak(range(len(m))) for m in chosen.models)
 
@@ -504,16 +530,18 @@ def test_what_is_kept_of_checkpointed_blocks_has_the_bits_of_eager():
 # --- the choice ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fake_world", [2], indirect=True)
-@pytest.mark.parametrize(("activations", "most"), [(False, 5), (True, 3)])
-def test_choices_are_near_the_best_of_all(fake_world, activations, most):
+@pytest.mark.parametrize(
+    ("fake_world", "activations", "to", "most"),
+    [(2, False, 0, 5), (2, True, 0, 3), (4, False, 2, 3), (4, True, 2, 2)],
+    indirect=["fake_world"],
+)
+def test_choices_are_near_the_best_of_all(fake_world, activations, to, most):
     """Against every choice there is, each scheduled; `python -m benchmarks.keep --random` is the
     same on many more and larger models."""
-    slower = 0
+    slower, parts = 0, 0
     for seed in range(12):
         rng = random.Random(seed)
-        graph, machine = random_joint(seed, rng.randint(2, most))
-        planner = KeepPlanner(graph, unit_of, machine=machine, activations=activations)
+        planner = random_planner(seed, rng.randint(2, most), activations, to)
         everything = planner.scheduled(planner.candidates, 2**60)
         low, high = planner.reference_bytes, everything.peak_bytes
         limit = int(low + rng.random() * (high - low))
@@ -529,10 +557,12 @@ def test_choices_are_near_the_best_of_all(fake_world, activations, most):
             assert backward.liveness.at_start <= o.peak_bytes
             assert forward_ms + least_ms(backward) <= o.step_ms + 1e-9
         assert not chosen.above or best.above
+        parts += any(k in planner.partitioned.parts for k in chosen.kept)
         slower += chosen.step_ms > 1.02 * best.step_ms
         if everything.peak_bytes <= 2**50:
             assert planner.choose(2**50).kept == everything.kept
     assert slower <= 1
+    assert bool(parts) == bool(to)
 
 
 @pytest.mark.parametrize("fake_world", [2], indirect=True)

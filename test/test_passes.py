@@ -17,6 +17,7 @@ from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.parity_ranks import aten_kernels
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import UncoveredParametersWarning, plan_units
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
@@ -472,7 +473,8 @@ def test_inductor_config_is_left_as_it_was(fake_world):
     before = copied()
     with inductor_config.patch(set_by_the_user), pytest.MonkeyPatch.context() as patch:
         patch.setattr(GraphLowering, "run", spy)
-        report = compiled_step([BucketUnits(order())], backend_of="inductor")
+        with aten_kernels():
+            report = compiled_step([BucketUnits(order())], backend_of="inductor")
     assert copied() == before
     assert seen == [False, False], "forward and backward"
     assert compiled == [{"all_gather": 3}, {"reduce_scatter": 3}]
@@ -493,7 +495,7 @@ def test_config_hooks_alone(fake_world):
     hooks["force_disable_caches"] = True  # a graph from a cache has no report
     model = sharded()
     slice_of_a_batch = torch.cat([TOKENS, TOKENS])[: len(TOKENS)]
-    with inductor_config.patch(hooks):
+    with inductor_config.patch(hooks), aten_kernels():
         step(torch.compile(model), slice_of_a_batch)
     report = reports[-1]
     assert report.stage == "backward"
@@ -526,7 +528,7 @@ def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world, m
         return run(self, *args)
 
     monkeypatch.setattr(GraphLowering, "run", spy)
-    with inductor_config.patch(options):
+    with inductor_config.patch(options), aten_kernels():
         step(torch.compile(sharded()), TOKENS)
     assert packed == [[fqn for unit in reverse.units for fqn in unit]] * 2
 

@@ -28,7 +28,7 @@ UNITS = "manual_plan(['embed', 'blocks.[0-1]', 'norm+output'], model)"
 ORDER = f"FSDPParamOrder.from_model(model, units={UNITS})"
 BY_UNIT = f"AddByUnit(model, {UNITS})"
 KEEP = "ReshardAfterForward(keep=['norm', 'output'])"
-BOUNDS = "[Overlap(), PeakMemory(ratio=1.02), CapComputeRun()]"
+BOUNDS = "[Overlap(), PeakMemory(ratio=1.02)]"
 ALL, ONE = "kinds=['all_gather', 'reduce_scatter', 'all_reduce']", "kinds=['all_reduce']"
 ONCE, HYBRID = "CombineUses()", "CombineUses(), ReduceScatterFirst()"
 

@@ -3,7 +3,9 @@ number as ``reshard_after_forward``."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
+from benchmarks.machines import nodes
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.graph.collectives import group_name, group_size, kind_of
@@ -50,8 +53,8 @@ class OneBlock(TwoBlocks):
 class Checkpointed(TwoBlocks):
     """The first block is computed again in backward."""
 
-    def __init__(self) -> None:
-        super().__init__(dim=9, vocabulary=13)
+    def __init__(self, dim: int = 9) -> None:
+        super().__init__(dim=dim, vocabulary=13)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = checkpoint(self.layers[0], self.embedding(tokens), use_reentrant=False)
@@ -80,8 +83,9 @@ def test_the_graph_before_and_after(fake_world):
     joint.groups["node"] = node
     inputs = [torch.ones(2, 5), torch.ones(2), torch.ones(3, 5), torch.ones(3, 8)]
     gm = joint.trace(forward_and_backward, *inputs)
+    before = listing(joint.named(gm))
     assert_expected_inline(
-        listing(joint.named(gm)),
+        before,
         """\
 all_gather_into_tensor = _c10d_functional.all_gather_into_tensor.default(w_1, 4, 'shards')
 wait_tensor = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
@@ -121,24 +125,7 @@ return (add, wait_tensor_2, mm_2)
 """,
     )
     assert read_first_gathers(gm.graph) == 1
-    assert_expected_inline(
-        listing(joint.named(gm)),
-        """\
-all_gather_into_tensor = _c10d_functional.all_gather_into_tensor.default(w_1, 4, 'shards')
-wait_tensor = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
-t = aten.t.default(wait_tensor)
-mm = aten.mm.default(x_1, t)
-all_gather_into_tensor_1 = _c10d_functional.all_gather_into_tensor.default(bias_1, 4, 'shards')
-wait_tensor_1 = _c10d_functional.wait_tensor.default(all_gather_into_tensor_1)
-add = aten.add.Tensor(mm, wait_tensor_1)
-t_1 = aten.t.default(tangents_1)
-mm_1 = aten.mm.default(t_1, x_1)
-reduce_scatter_tensor = _c10d_functional.reduce_scatter_tensor.default(mm_1, 'avg', 4, 'shards')
-wait_tensor_2 = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
-mm_2 = aten.mm.default(tangents_1, wait_tensor)
-return (add, wait_tensor_2, mm_2)
-""",
-    )
+    assert listing(joint.named(gm)) == before
     # Forward alone reads the bias.
     assert [(r.fqns, r.ranks, r.saved_bytes) for r in report.resharded] == [(("w",), 4, 4 * 5 * 4)]
     assert_expected_inline(
@@ -345,21 +332,25 @@ def _train(model, run, rank):
     return train(model, step, STEPS, lr=1e-2).digests
 
 
-def _beside_eager(rank):
+def _beside_eager(rank, memory):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (4,))
-    eager = model_of(Checkpointed)
+    cls = Checkpointed if memory is None else functools.partial(Checkpointed, 63)
+    eager = model_of(cls)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for module in (*eager.layers, eager):
         to = False if module is eager else 2
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=to)
     expected = _train(eager, eager, rank)
 
-    model = model_of(Checkpointed)
+    model = model_of(cls)
     order = teb.FSDPParamOrder.from_model(model, ["layers.0", "layers.1", ""])
     teb.data_parallel(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     reshard = teb.ReshardAfterForward(keep=order.units[-1], to=2)
+    if memory is not None:
+        machine = replace(nodes(1), ranks_per_node=2)
+        reshard = teb.ReshardAfterForward("auto", memory=memory, machine=machine, to=2)
     passes = [teb.CombineUses(), reshard, teb.BucketUnits(order)]
     compiler = teb.backend("aot_eager", passes, model)
     found = _train(model, torch.compile(model, backend=compiler, fullgraph=True), rank)
@@ -371,11 +362,17 @@ def _beside_eager(rank):
     return expected, found, launched
 
 
-def test_bits_of_eager():
-    for expected, found, launched in on_ranks(_beside_eager, world=4):
+@pytest.mark.parametrize(
+    ("memory", "again"),
+    [(None, {2: 2}), (teb.PeakMemory(ratio=0.9), {2: 1}), (teb.PeakMemory(ratio=9.0), {})],
+    ids=["given", "0.9", "9.0"],
+)
+def test_bits_of_eager(memory, again):
+    """Given what is gathered in the smaller group, or a bound on memory to choose it by."""
+    for expected, found, launched in on_ranks(_beside_eager, memory, world=4):
         assert found == expected
         assert launched == {
             ("forward", "all_gather", 4): 3,
-            ("backward", "all_gather", 2): 2,
+            **{("backward", "all_gather", ranks): n for ranks, n in again.items()},
             ("backward", "reduce_scatter", 4): 3,
         }

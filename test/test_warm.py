@@ -90,8 +90,32 @@ def test_artifacts_of_rank_0_serve_rank_0_alone():
     assert_state(saved, MISS)
     assert_state(one, MISS)
     assert_state(zero, HIT)
-    # Saved artifacts have no reports.
-    assert zero["report"]["warnings"] == ["a graph came from a cache that has no report of it"] * 2
+    for result in (saved, zero):
+        del result["report"]["passes"]
+    assert [g.pop("from_cache") for g in zero["report"]["graphs"]] == [True] * 2
+    assert [g.pop("from_cache") for g in saved["report"]["graphs"]] == [False] * 2
+    assert zero["report"] == saved["report"]
     assert saved["places"] == zero["places"] == [0, 0]
     # Rank 0 has 4 of 7 rows of 8, and 4 rows of 7.
     assert one["places"] == [0, 4 * 8 + 4 * 7]
+
+
+def test_artifacts_of_one_rank_that_compiles_for_all_serve_all():
+    """On 4 ranks, with nothing of a rank in the code, in keys, or in what the caches keep."""
+    torchrun = (*TORCHRUN[:-1], "4")
+    results = run(*torchrun, str(CHILD), "one_for_all", "data_parallel, even")
+    assert sorted(result["rank"] for result in results) == [0, 1, 2, 3]
+    for result in results:
+        each, loaded = result["each"], result["loaded"]
+        assert_state(each, MISS)
+        assert_state(loaded, HIT)
+        assert each["places"] == loaded["places"] == [0]
+        assert loaded["values"] == each["values"], "the same bits"
+        for value, expected in zip(loaded["values"], result["expected"], strict=True):
+            torch.testing.assert_close(torch.tensor(value), torch.tensor(expected))
+        for graph in loaded["report"]["graphs"]:
+            assert graph.pop("from_cache")
+        assert loaded["report"]["graphs"] == [
+            {k: v for k, v in graph.items() if k != "from_cache"}
+            for graph in each["report"]["graphs"]
+        ]

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch.fsdp2 import is_wrapped, read_param_groups
 from ._torch.sharded import is_distributed, placed, shard_of
@@ -30,7 +31,7 @@ from .rewrites.merge_amax import MergeAmax
 from .rewrites.reduce_scatter_first import ReduceScatterFirst
 from .rewrites.resharding import ReshardAfterForward
 from .scheduling.machine import Machine
-from .scheduling.memory import CapComputeRun, PeakMemory
+from .scheduling.memory import PeakMemory
 from .scheduling.overlap import Overlap
 
 Goal = Literal["parity", "speed"]
@@ -47,6 +48,7 @@ def recipe(
     memory: PeakMemory | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     state_bytes_per_parameter: float | None = None,
+    to: DeviceMesh | int | None = None,
 ) -> list[GraphPass]:
     """The recommended passes for a sharded model, for :func:`.backend`.
 
@@ -57,9 +59,8 @@ def recipe(
       FSDP2, its members in eager's order, and gradients of activations added unit by unit; then the
       graph is reordered for overlap, which changes no result.
     - ``"speed"``: byte caps chosen by trying several on a cost model, and an order that overlaps
-      within 1.02 of the unbucketed graph's peak memory and 8 compute nodes between two
-      reduce-scatters. Buckets are not eager's units, so bits are not eager's either, but with
-      ``reduce``.
+      within 1.02 of the unbucketed graph's peak memory. Buckets are not eager's units, so bits are
+      not eager's either, but with ``reduce``.
 
     Every parameter is gathered and reduced once, however often it is used, and largest values that
     gathers in 8 bits wait for are reduced together; with hybrid sharding,
@@ -89,13 +90,17 @@ def recipe(
         optimizer: with ``memory``: whose state counts. It is only read.
         state_bytes_per_parameter: or bytes of its state per element of a parameter. With neither 8,
             as of AdamW in fp32.
+        to: with ``memory``: a smaller group, such as a node's ranks, in which backward may gather
+            parameters again where that is worth its memory; as of :class:`.ReshardAfterForward`. It
+            creates process groups: call this on every rank at the same point of the program.
 
     Raises:
         TypeError: ``model`` or ``reference`` is no module, or ``machine`` is no machine.
         ValueError: an unknown goal or ``reduce``; a model without ``DTensor`` parameters, or
             wrapped by ``fully_shard``; no transformer blocks and no ``units``; ``units`` or
             ``reference`` that don't fit, or given together or for ``"speed"``; ``memory`` below
-            what shards, gradients and optimizer state need; a state without ``memory``, or two.
+            what shards, gradients and optimizer state need; a state or ``to`` without ``memory``,
+            or two states.
     """
     if goal not in ("parity", "speed"):
         raise ValueError(f"goal must be 'parity' or 'speed', got {goal!r}")
@@ -138,10 +143,12 @@ def recipe(
         state = state_bytes(model, optimizer, state_bytes_per_parameter)
         check_bound(model, memory, state)
         reshard.append(
-            ReshardAfterForward("auto", memory=memory, activations=True, state_bytes=state)
+            ReshardAfterForward("auto", memory=memory, activations=True, state_bytes=state, to=to)
         )
     elif optimizer is not None or state_bytes_per_parameter is not None:
         raise ValueError("optimizer= and state_bytes_per_parameter= belong to memory=")
+    elif to is not None:
+        raise ValueError("to= belongs to memory=; without a bound, ReshardAfterForward(to=...)")
     if goal == "speed":
         if units is not None or reference is not None:
             raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
@@ -149,7 +156,7 @@ def recipe(
         bound = [PeakMemory(ratio=1.02)] if memory is None else []
         passes: list[GraphPass] = [
             BucketAndSchedule(
-                [Overlap(), *bound, CapComputeRun(max_consecutive=8)],
+                [Overlap(), *bound],
                 kinds=kinds,
                 machine=machine,
                 reduce=ReduceByAllToAll() if reduce else None,

@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import os
-import pickle
-import tempfile
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .private import private_torch
+from .process_groups import compiles_for_all_ranks
 
-_log = logging.getLogger(__name__)
+_SAID = "_torch_ext_bucketing"  # what passes say of a compiled graph, its attribute
 
 
 def meshes_in(values: Iterable[Any]) -> list[DeviceMesh]:
@@ -52,35 +49,42 @@ def forget_mesh_hashes(meshes: Iterable[DeviceMesh]) -> None:
 
 @contextlib.contextmanager
 def watched_caches() -> Iterator[None]:
-    """While this lasts, every graph that Inductor has compiled, or loaded from a cache, is told to
-    the passes which are set for it: ``graph_ready(key)``, where they have that method.
+    """While this lasts, what the passes that are set say of a graph which Inductor compiles stays
+    with the compiled graph, in every cache and saved artifact that it gets into: passes with
+    ``graph_compiled()`` and ``graph_ready()`` are asked for it by the one when the graph is made,
+    and told it by the other when the graph, compiled now or loaded, is about to be used.
 
-    The key is that of the graph's entry in the FX graph cache; None where the caches are bypassed.
     torch calls ``CompiledFxGraph.post_compile`` for all of them, under the config of their compile,
     also where AOTAutograd's cache had a whole step.
 
     And an error of writing into the cache folder says into which: what a write to a full file
     system raises names no file. Entries that can't be written torch logs and goes on; code, which
     it has to load, it can't.
+
+    And where one rank compiles for all, its graphs have the keys of the others'.
     """
     with private_torch():
         from torch._inductor import codecache, config
         from torch._inductor.output_code import CompiledFxGraph
 
-        post_compile, write = CompiledFxGraph.post_compile, codecache.write_atomic
-    if hasattr(post_compile, "__wrapped__"):  # one compile within another
+    if hasattr(CompiledFxGraph.post_compile, "__wrapped__"):  # one compile within another
         yield
         return
 
-    @functools.wraps(post_compile)
-    def and_tell(self: CompiledFxGraph, *args: Any, **kwargs: Any) -> None:
-        post_compile(self, *args, **kwargs)
-        for one in _each(config.post_grad_custom_post_pass):
-            if hasattr(one, "graph_ready"):
-                one.graph_ready(self._fx_graph_cache_key)
+    def ours() -> list[Any]:
+        each = _each(config.post_grad_custom_post_pass)
+        return [one for one in each if hasattr(one, "graph_ready")]
 
-    @functools.wraps(write)
-    def naming_the_file(path_: str, *args: Any, **kwargs: Any) -> None:
+    def and_ask(init: _Function, self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        setattr(self, _SAID, [one.graph_compiled() for one in ours()])
+
+    def and_tell(post_compile: _Function, self: Any, *args: Any, **kwargs: Any) -> None:
+        post_compile(self, *args, **kwargs)
+        for one, said in zip(ours(), getattr(self, _SAID, ()), strict=False):
+            one.graph_ready(said)
+
+    def naming_the_file(write: _Function, path_: str, *args: Any, **kwargs: Any) -> None:
         try:
             write(path_, *args, **kwargs)
         except OSError as error:
@@ -88,13 +92,48 @@ def watched_caches() -> Iterator[None]:
                 error.filename = str(path_)
             raise
 
-    CompiledFxGraph.post_compile = and_tell  # type: ignore[method-assign]
-    codecache.write_atomic = naming_the_file
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_wrapped(CompiledFxGraph, "__init__", and_ask))
+        stack.enter_context(_wrapped(CompiledFxGraph, "post_compile", and_tell))
+        stack.enter_context(_wrapped(codecache, "write_atomic", naming_the_file))
+        if compiles_for_all_ranks() and hasattr(DeviceMesh, "_compute_coordinate_on_dim"):
+            stack.enter_context(_wrapped(DeviceMesh, "__getstate__", _of_no_rank))
+            stack.enter_context(_wrapped(DeviceMesh, "__setstate__", _of_this_rank))
+        yield
+
+
+_Function = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def _wrapped(owner: Any, name: str, wrapper: _Function) -> Iterator[None]:
+    """While this lasts, ``owner.name`` is ``wrapper``, which gets what was there first."""
+    was = vars(owner)[name]
+
+    @functools.wraps(was)
+    def now(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(was, *args, **kwargs)
+
+    setattr(owner, name, now)
     try:
         yield
     finally:
-        CompiledFxGraph.post_compile = post_compile  # type: ignore[method-assign]
-        codecache.write_atomic = write
+        setattr(owner, name, was)
+
+
+def _of_no_rank(getstate: _Function, mesh: DeviceMesh) -> dict[str, Any]:
+    """What is pickled of a mesh into the key of a graph that one rank compiles for all. A mesh of
+    several dimensions has other groups on other ranks, and keeps its place in the key."""
+    state: dict[str, Any] = getstate(mesh)
+    own = () if mesh.ndim > 1 else ("_rank", "_coordinate_on_dim")
+    return {name: value for name, value in state.items() if name not in own}
+
+
+def _of_this_rank(setstate: _Function, mesh: DeviceMesh, state: dict[str, Any]) -> None:
+    """A mesh out of such a graph's entry has this rank's place, not that of who compiled it."""
+    setstate(mesh, state)
+    mesh._rank = torch.distributed.get_rank()
+    mesh._coordinate_on_dim = mesh._compute_coordinate_on_dim()
 
 
 def _each(passes: Any) -> Iterator[Any]:
@@ -106,44 +145,3 @@ def _each(passes: Any) -> Iterator[Any]:
         yield from _each(passes.passes)
     else:
         yield passes
-
-
-def keep_beside(key: str, value: object) -> None:
-    """Keep a pickle of ``value`` in Inductor's cache folder, for the graph with this key. Where
-    that fails (the folder is full, say, or read-only) it is logged, once, and no more is lost."""
-    where = ""
-    try:
-        path = _path_of(key)
-        where = f" in {path.parent}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A process may be killed while it writes, and others write the same.
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                pickle.dump(value, file)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
-    except Exception as error:  # nothing here is worth a compile
-        _log_once(f"no report is kept for later starts{where}: {error}")
-
-
-def read_beside(key: str) -> Any:
-    """What :func:`keep_beside` kept for this key; None where there is nothing, or nothing whole."""
-    try:
-        return pickle.loads(_path_of(key).read_bytes())
-    except Exception:  # as of Inductor's own entries: what can't be read is not there
-        return None
-
-
-def _path_of(key: str) -> Path:
-    with private_torch():
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "torch_ext_bucketing" / key
-
-
-@functools.cache
-def _log_once(text: str) -> None:
-    _log.warning(text)

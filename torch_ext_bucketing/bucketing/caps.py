@@ -30,11 +30,11 @@ from .._torch.estimates import default_cap_mb
 from ..fsdp.tags import is_bucket, member_count
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import KINDS, Kind, check_kinds, started_by
+from ..graph.hook_guard import reading_only
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 from .contraction import Contraction
 from .groups import Counts, GroupFilter, chosen_groups
-from .hook_guard import reading_only
 from .members import UNTAGGED, Collective, collectives_of
 from .plan import Bucket, MergePlan
 from .structure import fsdp_starts

@@ -27,10 +27,10 @@ from ..graph.collectives import (
     reduce_op,
     sent_as_bytes,
 )
+from ..graph.hook_guard import reading_only
 from ..graph.snapshot import unchanged_on_error
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
 from ..reports.graph import GraphReport, emit
-from .hook_guard import reading_only
 from .pack import pack, packed_values
 from .plan import Bucket, MergePlan
 

@@ -204,8 +204,8 @@ class BucketingBackend:
     def last_report(self) -> CompileReport:
         """The report of the last compile; its backward graph is added when that is compiled.
 
-        A graph from one of Inductor's caches has the report of the compile that filled the cache,
-        marked as such; without one where it is not in the cache folder any more.
+        A graph from one of Inductor's caches, or from ``torch.compiler.load_cache_artifacts``, has
+        the report of the compile that made it, marked as such.
 
         Raises:
             RuntimeError: nothing has been compiled yet.
@@ -253,20 +253,15 @@ class _InductorPass(CustomGraphPass):
         if last_fact(self._passes.ahead, Order) is not None:
             pin_order(graph)
 
-    def graph_ready(self, key: str | None) -> None:
-        """Keep the report of a graph that was compiled; read that of a graph from a cache.
+    def graph_compiled(self) -> CompileReport | None:
+        """What caches keep with a graph that was compiled."""
+        return self._made
 
-        Args:
-            key: of the graph's entry in the FX graph cache, which has a report beside it.
-        """
+    def graph_ready(self, kept: CompileReport | None) -> None:
+        """Add the report of a graph that was not compiled now, but loaded."""
         made, self._made = self._made, None
-        if key is None:
-            return
-        if made is not None:
-            _caches.keep_beside(key, made)
-            return
-        kept = _caches.read_beside(key)
-        self._compilation.report.add_cached(kept if isinstance(kept, CompileReport) else None)
+        if made is None and kept is not None:
+            self._compilation.report.add_cached(kept)
 
     def uuid(self) -> str | None:
         _caches.forget_mesh_hashes(self._meshes)  # torch asks before it makes a key

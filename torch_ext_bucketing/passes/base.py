@@ -342,6 +342,7 @@ class GraphPass(CustomGraphPass):
         # A merged gather writes this rank's shards to its own place in the buffer, a constant.
         # A place known at run time would take as long in a step (benchmarks/README.md), but where
         # a mesh is an input torch's own keys have the rank, too, and no entry would be shared.
+        # What one rank compiles for all has none.
         groups = repr(group_places())
         return digest(name, package_digest(), *sources, settings, groups)
 

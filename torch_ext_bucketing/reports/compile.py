@@ -61,7 +61,7 @@ class CompileReport(Report):
         return whole
 
     def since(self, graphs: int, schedules: int) -> CompileReport:
-        """A copy of what a cache keeps beside a graph: this report without so many first graphs and
+        """A copy of what a cache keeps with a graph: this report without so many first graphs and
         schedules, which are of other graphs, and without what only this compile knows."""
         return CompileReport(
             self.graphs[graphs:],
@@ -70,15 +70,8 @@ class CompileReport(Report):
             rewrites=list(self.rewrites),
         )
 
-    def add_cached(self, kept: CompileReport | None) -> None:
-        """Add what was reported of a graph when it was compiled, now that a cache had it.
-
-        Args:
-            kept: None where that is not known any more.
-        """
-        if kept is None:
-            self.warnings.append("a graph came from a cache that has no report of it")
-            return
+    def add_cached(self, kept: CompileReport) -> None:
+        """Add what was reported of a graph when it was compiled, now that a cache had it."""
         for graph in kept.graphs:
             self.graphs.append(replace(graph, from_cache=True))
             emit(self.graphs[-1])

@@ -22,6 +22,7 @@ class KeptUnit:
         saved_ms: by how much the step is shorter because it is kept, or would be if it were, all
             other units as they are, in the order that backward has with everything gathered again.
         parameters: number of its parameters that backward reads; 0 of activations.
+        part: whether only a part of each is held, of which a smaller group gathers them again.
     """
 
     name: str
@@ -30,6 +31,7 @@ class KeptUnit:
     gather_ms: float
     saved_ms: float
     parameters: int
+    part: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,15 @@ class KeepReport(Report):
         """A few lines, and a table of the units."""
         kept = [u for u in self.units if u.kept]
         held = sum(u.nbytes for u in kept)
-        gathers = [u.kept for u in self.units if u.parameters]
+        gathers = [u.kept for u in self.units if u.parameters and not u.part]
+        parts = sum(u.part for u in kept)
+        of_them = f"{sum(gathers)} of {len(gathers)} units"
+        of_them += f", {parts} more in part" if parts else ""
         saves = [u.kept for u in self.units if not u.parameters]
         groups = f" and {sum(saves)} of {len(saves)} groups of activations" if saves else ""
         lines = [
-            f"kept from forward to backward: {sum(gathers)} of {len(gathers)} units{groups}, "
-            f"{size_text(held)}, under a bound of {size_text(self.bound_bytes)}",
+            f"kept from forward to backward: {of_them}{groups}, {size_text(held)}, under a bound "
+            f"of {size_text(self.bound_bytes)}",
             f"  step {self.step_ms[0]:.2f} ms -> {self.step_ms[1]:.2f} ms, "
             f"peak {size_text(self.peak_bytes[0])} -> {size_text(self.peak_bytes[1])} "
             f"({size_text(self.all_peak_bytes)} with all kept)",
@@ -105,7 +110,7 @@ class KeepReport(Report):
                 f"  first step on the device: {size_text(self.measured_bytes)}, "
                 f"{self.measured_bytes / expected:.3f} of what was expected"
             )
-        if len(kept) < len(self.units):
+        if not all(u.kept or u.part for u in self.units):
             more = f", by keeping {', '.join(self.next_units)}" if self.next_units else ""
             lines.append(f"  one GiB more would save {self.next_ms:.2f} ms{more}")
         if kept:
@@ -122,6 +127,7 @@ class KeepReport(Report):
                 str(u.parameters),
             )
             for u in self.units
+            if u.kept or not u.part
         ]
         lines += [f"  {line}" for line in aligned(rows, right=(2, 3, 4, 5))] if self.units else []
         if self.unread:

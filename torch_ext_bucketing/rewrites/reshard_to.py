@@ -31,7 +31,7 @@ dtype that was gathered: equal parts on every rank, with the bytes that eager ke
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -133,25 +133,17 @@ def reshard_to(
     """
     chains = parameter_chains(graph)
     tags = {s: tag for s in chains if (tag := tag_of(s)) is not None and wanted(tag)}
-    misfits = {g: _misfit(g, smaller) for g in dict.fromkeys(map(group_name, tags))}
-    if misfits and all(misfits.values()):
-        raise ValueError(
-            "to= fits no group that parameters are sharded over: "
-            + "; ".join(filter(None, misfits.values()))
-            + ". Give a mesh whose last dimension divides their group, with to=mesh"
-        )
+    reasons = why_not(tags, smaller)
     read = read_in_backward(graph, [n for s in tags for n in chains[s]])
     twice = [s for s in read_in_forward(chains) if s in read]
     left: list[LeftAlone] = []
     resharded: list[Resharded] = []
     with unchanged_on_error(graph):
         for start, tag in tags.items():
-            group = group_name(start)
             chain = chains[start]
-            why = misfits[group] or _cannot_cut(start, smaller)
-            if why:
-                left.append(LeftAlone(tag.fqns, why))
-            elif start in twice and ranks_of(group_by_name(group)) != smaller.ranks:
+            if reasons[start]:
+                left.append(LeftAlone(tag.fqns, reasons[start]))
+            elif start in twice and ranks_of(group_by_name(group_name(start))) != smaller.ranks:
                 chain, nbytes = _gather_twice(graph, start, tag, smaller, chain)
                 resharded.append(Resharded(tag.fqns, group_size(start), nbytes))
             for node in chain:
@@ -159,6 +151,23 @@ def reshard_to(
         if resharded:
             graph.lint()
     return ReshardReport(len(smaller.ranks), tuple(resharded), tuple(left))
+
+
+def why_not(starts: Iterable[fx.Node], smaller: SmallerGroup) -> dict[fx.Node, str]:
+    """By gather the reason why it can't be gathered again in the smaller group; empty if it can.
+
+    Raises:
+        ValueError: none of their groups has ``smaller`` as a part that divides its size.
+    """
+    groups = {start: group_name(start) for start in starts}
+    misfits = {group: _misfit(group, smaller) for group in dict.fromkeys(groups.values())}
+    if misfits and all(misfits.values()):
+        raise ValueError(
+            "to= fits no group that parameters are sharded over: "
+            + "; ".join(filter(None, misfits.values()))
+            + ". Give a mesh whose last dimension divides their group, with to=mesh"
+        )
+    return {s: misfits[group] or _cannot_cut(s, smaller) for s, group in groups.items()}
 
 
 def _misfit(group: str, smaller: SmallerGroup) -> str:

@@ -35,9 +35,9 @@ from ..scheduling.keep import KeepPlanner, block_units
 from ..scheduling.machine import Machine, check_machine
 from ..scheduling.memory import PeakMemory
 from ..scheduling.overlap import Overlap
-from ..scheduling.partitioned import PartitionedModel, UnitOf
+from ..scheduling.partitioned import PartitionedModel, Smaller, UnitOf
 from ..scheduling.scheduler import BoundNotKeptWarning
-from .reshard_to import make_smaller_group, read_first_gathers, reshard_to
+from .reshard_to import make_smaller_group, read_first_gathers, reshard_to, why_not
 
 
 class NothingKeptWarning(UserWarning):
@@ -67,6 +67,10 @@ class ReshardAfterForward(GraphPass):
     ``memory``, and the step of both, scheduled, is the shortest on the cost model::
 
         [ReshardAfterForward(keep="auto", memory=PeakMemory(gib=70)), BucketUnits(order), ...]
+
+    Together with ``to`` the smaller group is one of the choices, unit by unit: to gather again over
+    all ranks, for no memory; inside the node, for a copy of as much as makes the whole there; or to
+    keep it whole.
 
     With ``activations``, those that are saved are chosen, too, in groups, by unit and sort
     (:mod:`.scheduling.activations`); backward computes the others again from what each unit hands
@@ -106,10 +110,9 @@ class ReshardAfterForward(GraphPass):
     Raises:
         TypeError: ``keep`` is another string, or holds something else than strings; ``memory``,
             ``units`` or ``machine`` is none; ``to`` is no number and no mesh.
-        ValueError: ``"auto"`` without ``memory`` or together with ``to``, or one of the others
-            without ``"auto"``; one name in two units; ``to`` does not divide the ranks of the job,
-            or there is no process group yet. In a compile: ``to`` divides no group that parameters
-            are sharded over.
+        ValueError: ``"auto"`` without ``memory``, or one of the others without ``"auto"``; one name
+            in two units; ``to`` does not divide the ranks of the job, or there is no process group
+            yet. In a compile: ``to`` divides no group that parameters are sharded over.
     """
 
     stage: Stage = "joint"
@@ -156,8 +159,6 @@ class ReshardAfterForward(GraphPass):
         self.activations = activations
         self.state_bytes = state_bytes
         self.curve = curve
-        if self.auto and to is not None:
-            raise ValueError("keep='auto' and to= are two ways to spend memory: give one of them")
         self.to = to
         self._smaller = None if to is None else make_smaller_group(to)
 
@@ -166,13 +167,14 @@ class ReshardAfterForward(GraphPass):
             return all(self._kept.unit_of(f) is None for f in tag.fqns)
 
         g = graph_of(graph)
-        if self.to is not None:
-            if self._smaller is not None and _aot.stage_of(g) != "inference":
-                report = reshard_to(g, self._smaller, is_freed)
-                compilation.report.rewrites.append(report)
-            return
-        choice = self._choose(g, compilation) if self.auto else _Choice()
-        _mark(parameter_chains(g), choice, is_freed)
+        choice = _Choice()
+        if self.auto or self.to is None:
+            choice = self._choose(g, compilation) if self.auto else choice
+            _mark(parameter_chains(g), choice, is_freed)
+        in_part = choice.is_part if self.auto else is_freed
+        wanted = choice.parts if self.auto else _aot.stage_of(g) != "inference"
+        if self._smaller is not None and wanted:
+            compilation.report.rewrites.append(reshard_to(g, self._smaller, in_part))
 
     def finish(self, graph: GraphLike, compilation: Compilation) -> None:
         """With ``to``, take the second gathers out of the forward graph."""
@@ -180,8 +182,13 @@ class ReshardAfterForward(GraphPass):
             read_first_gathers(graph_of(graph))
 
     def _choose(self, graph: fx.Graph, compilation: Compilation) -> _Choice:
+        smaller = None
+        if self._smaller is not None and _aot.stage_of(graph) != "inference":
+            reasons = why_not(read_in_forward(parameter_chains(graph)), self._smaller)
+            starts = [start for start, reason in reasons.items() if not reason]
+            smaller = Smaller(self._smaller.name, len(self._smaller.ranks), starts)
         try:
-            return self._choose_for(graph, compilation)
+            return self._choose_for(graph, compilation, smaller)
         except Exception as error:  # losing a compile over it would be worse than keeping nothing
             text = f"nothing is kept, as an estimate failed: {type(error).__name__}: {error}"
             warnings.warn(text, BoundNotKeptWarning, stacklevel=3)
@@ -189,7 +196,9 @@ class ReshardAfterForward(GraphPass):
             compilation.choice = Choice("keeps nothing, as an estimate failed")
             return _Choice()
 
-    def _choose_for(self, graph: fx.Graph, compilation: Compilation) -> _Choice:
+    def _choose_for(
+        self, graph: fx.Graph, compilation: Compilation, smaller: Smaller | None
+    ) -> _Choice:
         """Choose with the passes that will run on the halves of a joint graph."""
         inside = _aot.forward_nodes(graph)
         backward = any(n not in inside and n.op != "output" for n in graph.nodes)
@@ -207,6 +216,7 @@ class ReshardAfterForward(GraphPass):
             merged.kinds,
             last_fact(compilation.ahead, RankOrder) is not None,
             self.activations,
+            smaller,
         )
         limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
         outcome, report = planner.report(limit, self.curve)
@@ -236,11 +246,17 @@ class _Choice:
         gathered: between parameters and their uses, not to be gathered again.
         again: activations that backward computes.
         saved: those that it reads.
+        parts: FQNs that are gathered again in the smaller group.
     """
 
     gathered: Collection[fx.Node] = ()
     again: Collection[fx.Node] = ()
     saved: Collection[fx.Node] = ()
+    parts: frozenset[str] = frozenset()
+
+    def is_part(self, tag: Tag) -> bool:
+        """Whether a gather's parameters are among them."""
+        return self.parts.issuperset(tag.fqns)
 
 
 def _mark(
@@ -263,7 +279,8 @@ def _mark(
 
 
 def _choice(graph: fx.Graph, partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
-    fqns = {f for k in kept for f in partitioned.units[k].fqns}
+    fqns = {f for k in kept if k not in partitioned.parts for f in partitioned.units[k].fqns}
+    parts = frozenset(f for k in kept if k in partitioned.parts for f in partitioned.units[k].fqns)
     gathered: dict[fx.Node, None] = {}
     chains = parameter_chains(graph)
     for start in read_in_forward(chains):
@@ -272,12 +289,12 @@ def _choice(graph: fx.Graph, partitioned: PartitionedModel, kept: Collection[int
             gathered.update(dict.fromkeys(chains[start]))
     found = partitioned.activations
     if found is None:
-        return _Choice(gathered)
+        return _Choice(gathered, parts=parts)
     again, saved = dict(found.views), dict(found.saved)
     for k, unit in enumerate(partitioned.units):
         if not unit.starts:
             (saved if k in kept else again).update(dict.fromkeys(unit.chains))
-    return _Choice(gathered, again, saved)
+    return _Choice(gathered, again, saved, parts)
 
 
 def _unit_of(graph: fx.Graph, units: Units | None) -> UnitOf:

@@ -5,7 +5,8 @@ hold less memory and leave less communication at the ends of a graph. Which is b
 the graph, so several caps are tried: each is planned, and the graph as it would be after merging is
 scheduled on the cost model (:mod:`.merged_model`). First all process groups and kinds get the same
 cap. Then the gathers and the reductions of each group in turn try the next smaller and the next
-larger one.
+larger one. Last, with the best caps and the next larger ones, buckets of reductions are closed
+where runs of computation between them would become long.
 
 Planning is cheap, scheduling is not. So the caps whose collectives need the least time come first,
 and a plan is not scheduled if its collectives alone keep a process group busy for longer than the
@@ -47,6 +48,10 @@ CAPS_MB = (8.0, 25.0, 80.0, 500.0)
 _SMALLEST_MB = 0.1
 _LARGEST_MB = 2000.0
 """The bound of torch's overlap-preserving bucketer."""
+
+_SHORT_RUN = 8
+"""Compute nodes that a bucket of reduce-scatters waits for after the one before: such buckets
+hold fewer gradients at once. Tried where no policy bounds runs."""
 
 _Caps: TypeAlias = tuple[tuple[tuple[str, str], float], ...]
 
@@ -174,6 +179,11 @@ class _Search:
             for near in (at - 1, at + 1):
                 if 0 <= near < len(ladder):
                     self.attempt({**caps, key: ladder[near]})
+        if self._max_run is None:
+            best = self.best()
+            self._try(dict(best) or ladder[0], _SHORT_RUN)
+            for cap in [cap for cap in ladder if cap > _top(best)][:1]:
+                self._try(cap, _SHORT_RUN)
         chosen = self.best()
         return self.plan(dict(chosen) or ladder[0], self.runs[chosen])
 
@@ -185,20 +195,22 @@ class _Search:
         return self._plans[name]
 
     def attempt(self, caps: dict[tuple[str, str], float] | float) -> None:
-        """Try caps: where a policy bounds the runs that buckets leave, with buckets that keep it,
-        and without only while nothing keeps the policies' bounds."""
-        plan = self.plan(caps, self._max_run)
-        name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in _keys(plan))
-        if name in self.tried or self._too_slow(plan):
+        """Try caps with buckets that leave runs of the length that policies bound; while nothing
+        keeps the policies' bounds, of any length, or short ones where no policy bounds it."""
+        self._try(caps, self._max_run)
+        if self.tried[self.best()].misses:
+            self._try(caps, None if self._max_run is not None else _SHORT_RUN)
+
+    def _try(self, caps: dict[tuple[str, str], float] | float, max_run: int | None) -> None:
+        plan = self.plan(caps, max_run)
+        if self._too_slow(plan):
             return
         outcome = self._outcome(plan)
         if outcome is None:
             return
-        self.tried[name], self.runs[name] = outcome, self._max_run
-        if self.tried[self.best()].misses and self._max_run is not None:
-            free = self._outcome(self.plan(caps))
-            if free is not None and _rank(free) < _rank(self.tried[name]):
-                self.tried[name], self.runs[name] = free, None
+        name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in _keys(plan))
+        if name not in self.tried or _rank(outcome) < _rank(self.tried[name]):
+            self.tried[name], self.runs[name] = outcome, max_run
 
     def busiest_ms(self, caps: dict[tuple[str, str], float] | float) -> float:
         """The time that the collectives of the busiest process group take: no step is faster."""

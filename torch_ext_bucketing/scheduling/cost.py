@@ -104,20 +104,22 @@ class Costs:
             self._known[key] = ms
         return self._known[key]
 
-    def as_kind(self, kind: str, like: fx.Node, nbytes: int) -> float:
-        """Milliseconds of a collective that is not in the graph, in the group of one that is.
+    def as_kind(self, kind: str, like: fx.Node, nbytes: int, group: str | None = None) -> float:
+        """Milliseconds of a collective that is not in the graph.
 
         Args:
             kind: as of :class:`.Machine`.
-            like: of that group, and with such values.
+            like: one with such values, which is in the graph.
             nbytes: input and output.
+            group: its group; None: that of ``like``.
 
         Raises:
             ValueError: as of :meth:`collective`.
         """
         graph, (target, arguments, *_) = fx.Graph(), COLLECTIVES[kind]
         value = graph.placeholder("value")
-        rest = (*arguments(group_size(like)), group_name(like))
+        ranks = group_size(like) if group is None else len(self._ranks_of(group))
+        rest = (*arguments(ranks), group_name(like) if group is None else group)
         node = graph.call_function(target, (value, *rest))
         value.meta["val"] = node.meta["val"] = like.meta["val"]
         return self.collective(node, nbytes)

@@ -22,7 +22,8 @@ class HeldBytes:
 
     Attributes:
         again_ms: time that what makes each unit again takes in backward: its gathers keep their
-            streams busy for as long, its activations the kernels.
+            streams busy for as long, its activations the kernels. Of a part what its gathers take
+            more than those of the smaller group.
         held_ms: how long each unit is held, from forward to backward, in kernels' time.
     """
 
@@ -36,6 +37,13 @@ class HeldBytes:
                 gathers = bool(partitioned.units[k].starts)
                 if not gathers or backward.group[i] is not None:
                     self.again_ms[k] += backward.ms[i]
+        for k, part in partitioned.parts.items():
+            again = (
+                (backward.ms[i], row["ms"]) for i, row in part.changes.items() if "group" in row
+            )
+            self.again_ms[k] = sum(ms - smaller for ms, smaller in again)
+            self._forward.last.update(part.made)
+            self._backward.first.update(part.read)
         self.held_ms = []
         for unit in partitioned.units:
             places = [self._forward.last[s] for s in unit.held if s in self._forward.last]
@@ -79,6 +87,13 @@ class HeldBytes:
             # Freed earlier, or not there at all.
             steps[last + 1 if last >= 0 else first] -= nbytes
             steps[self._backward.last[s] + 1] += nbytes
+        for part in stay.parts:
+            for s, i in part.read.items():
+                steps[0] += live.size[s]
+                steps[i + 1] -= live.size[s]
+            for i, nbytes in part.more.items():
+                steps[i] += nbytes
+                steps[i + 1] -= nbytes
         return steps
 
 

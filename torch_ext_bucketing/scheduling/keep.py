@@ -9,9 +9,10 @@ halves. The first ones take units by the time of their gathers for the bytes and
 are held (:mod:`.scheduling.held`), once as many as fit, once a little less and more. Activations
 are taken by the time that computing them again takes for their bytes: it is never hidden, and at
 the start of backward, where most is live, all of them are there. Either they come first or the
-parameters do. Then, as far
-as the size of the graph allows, the neighbours of the best ones are looked at; and the fastest that
-keeps the bound is taken.
+parameters do. Parameters that are kept in part, to be gathered in a smaller group, come before
+those that are kept whole: they save most of the time for little memory. Then, as far as the size of
+the graph allows, the neighbours of the best ones are looked at; and the fastest that keeps the
+bound is taken.
 
 Nothing depends on clocks or hash order: the same graph gives the same choice on every rank.
 """
@@ -39,7 +40,7 @@ from .machine import H100, Machine
 from .memory import within
 from .model import Model
 from .overlap import Overlap
-from .partitioned import PartitionedModel, UnitOf
+from .partitioned import PartitionedModel, Smaller, UnitOf
 from .policy import Policy, policies_of
 from .scheduler import schedule_model
 from .timeline import step_ms
@@ -105,6 +106,7 @@ class KeepPlanner:
         kinds: of these, the collectives of a unit are taken to be merged into one.
         rank_order: see :func:`.merged_model`.
         activations: whether to choose which activations are kept, too.
+        smaller: a group in which backward may gather what is kept in part.
 
     Raises:
         TypeError: as of :func:`.schedule`.
@@ -121,6 +123,7 @@ class KeepPlanner:
         kinds: Collection[Kind] = KINDS[:2],
         rank_order: bool = False,
         activations: bool = False,
+        smaller: Smaller | None = None,
     ) -> None:
         clock = time.perf_counter()
         self.hints = SizeHints.of(size_hints)
@@ -129,7 +132,7 @@ class KeepPlanner:
         with paused_gc():
             costs = Costs(machine, self.hints)
             self.partitioned = PartitionedModel(
-                graph, costs, unit_of, kinds, rank_order, activations
+                graph, costs, unit_of, kinds, rank_order, activations, smaller
             )
             self._held = HeldBytes(self.partitioned)
         self.candidates = [k for k, unit in enumerate(self.partitioned.units) if unit.held]
@@ -137,13 +140,17 @@ class KeepPlanner:
         others = [k for k in self.candidates if not self.partitioned.units[k].starts]
         gathers.sort(key=self._worth, reverse=True)
         others.sort(key=self._density, reverse=True)
-        self._rankings = [[*others, *gathers], [*gathers, *others]][: 2 if others else 1]
+        parts = [k for k in gathers if k in self.partitioned.parts]
+        whole = [k for k in gathers if k not in self.partitioned.parts]
+        self._rankings = [*dict.fromkeys([(*others, *whole), (*whole, *others)])]
+        self._with_parts = [*dict.fromkeys([(*parts, *others, *whole), (*others, *parts, *whole)])]
         self._largest = max((self.partitioned.units[k].nbytes for k in self.candidates), default=0)
         # Ranks may differ in what pads and cuts their shards.
         halves = (self.partitioned.forward, self.partitioned.backward)
         self._size = sum(
             len(h) - sum(n in h.shard_side.nodes for n in h.dependencies.nodes) for h in halves
         )
+        self._distinct = self.partitioned.distinct
         self._outcomes: dict[tuple[_Set, int], Outcome] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
         self._order: Sequence[int] = ()  # of backward with everything gathered again
@@ -161,11 +168,14 @@ class KeepPlanner:
         """The fastest choice that keeps the bound, in bytes; where none does, that of the smallest
         peak."""
         with paused_gc():
-            return self._choose(limit)
+            best = self._choose(limit, self._rankings)
+            if self.partitioned.parts:  # a choice more never makes a step longer
+                best = min(best, self._choose(limit, self._with_parts), key=_rank)
+            return best
 
     def scheduled(self, kept: Collection[int], limit: int) -> Outcome:
         """The schedules of a choice under a bound in bytes."""
-        key = (frozenset(kept), limit)
+        key = (self._distinct(kept), limit)
         if key not in self._outcomes:
             self._outcomes[key] = self._scheduled(*key)
         return self._outcomes[key]
@@ -185,6 +195,7 @@ class KeepPlanner:
             return None
         order, step, misses = self._forward
         peak = model.liveness.peak(order)
+        step = step_ms(model, order) if model.ms != self.partitioned.forward.ms else step
         return (step, peak, misses) if peak <= limit else None
 
     def _schedule(self, half: int, model: Model, limit: int) -> tuple[float, int, float]:
@@ -208,25 +219,25 @@ class KeepPlanner:
 
     # --- the search ------------------------------------------------------------------------------
 
-    def _choose(self, limit: int) -> Outcome:
+    def _choose(self, limit: int, rankings: Sequence[Sequence[int]]) -> Outcome:
         nodes = _SMALL_NODES if self._size <= _SMALL else _NODES
         left = most = max(_FEW, min(_SCHEDULED, nodes // max(1, self._size)))
         # What fits, what leaves room for one more gather, and what fits only if an order needs less
         # than that of the graph, which is known afterwards.
         rooms = [limit, limit - self._largest, limit + self._largest][:most]
-        rooms = rooms[:1] if most == _FEW and len(self._rankings) > 1 else rooms
+        rooms = rooms[:1] if most == _FEW and len(rankings) > 1 else rooms
         least = frozenset[int]() if self._fits(frozenset(), limit) else self._least()
-        found = [self._fitting(room, ranked, least) for room in rooms for ranked in self._rankings]
-        if len(self._rankings) > 1:  # with all the rest of the room for prefetching
+        found = [self._fitting(room, ranked, least) for room in rooms for ranked in rankings]
+        if len(rankings) > 1:  # with all the rest of the room for prefetching
             found.insert(1, frozenset(k for k in found[0] if not self.partitioned.units[k].starts))
-        firsts = dict.fromkeys([frozenset(), *found])
+        firsts = dict.fromkeys(map(self._distinct, [(), *found]))
         seen = {kept: self.scheduled(kept, limit) for kept in firsts}
         left -= len(seen) - 1
         best = min(seen.values(), key=_rank)
         unexplored = dict(seen) if most > _FEW else {}
         while unexplored:
             here = min(unexplored.values(), key=_rank)
-            for kept in self._near(here.kept, limit + self._largest):
+            for kept in self._near(here.kept, limit + self._largest, rankings[0]):
                 if kept in seen:
                     continue
                 if left <= 0:
@@ -253,7 +264,7 @@ class KeepPlanner:
         """Whether a choice fits in the order of the graph."""
         if not any(self.partitioned.units[k].starts for k in kept):
             return self._held.peak_bytes(kept) <= room
-        more = sum(self.partitioned.units[k].nbytes for k in kept)
+        more = sum(self.partitioned.units[k].nbytes for k in self._distinct(kept))
         if self._at_start + more > room and len(self._rankings) == 1:
             return False  # backward begins with as much
         return self._nothing_bytes + more <= room or self._held.peak_bytes(kept) <= room
@@ -287,16 +298,19 @@ class KeepPlanner:
                 kept, peak = more, nbytes
         return kept
 
-    def _near(self, kept: _Set, room: int) -> Iterator[_Set]:
+    def _near(self, kept: _Set, room: int, ranked: Sequence[int]) -> Iterator[_Set]:
         """Choices that fit with one unit more, another, or less."""
-        ranked = self._rankings[0]
         out = [k for k in ranked if k not in kept]
         inside = [k for k in reversed(ranked) if k in kept]
         near = [kept | {k} for k in out]
         if len(ranked) <= _MANY:
             near += [kept - {k} | {other} for k in inside for other in out]
         near += [kept - {k} for k in inside]
-        return (other for other in near if self._fits(other, room))
+        whole = (
+            (k, self.partitioned.units[k].whole) for k in ranked if k in self.partitioned.parts
+        )
+        near += [kept - {k} | {part} for part, k in whole if k in kept]
+        return (self._distinct(other) for other in near if self._fits(other, room))
 
     # --- what is told ----------------------------------------------------------------------------
 
@@ -317,14 +331,14 @@ class KeepPlanner:
         kept = chosen.kept
         larger = limit + more
         with paused_gc():
-            next_kept = self._fitting(larger, self._rankings[0], kept)
+            next_kept = self._distinct(self._fitting(larger, self._with_parts[0], kept))
             next_ms = 0.0
             if next_kept != kept:
                 next_ms = max(0.0, chosen.step_ms - self.scheduled(next_kept, larger).step_ms)
             less_ms = None
             if kept and limit > more:
                 room = limit - more
-                tried = (self._fitting(room, self._rankings[0]), frozenset[int]())
+                tried = (self._fitting(room, self._with_parts[0]), frozenset[int]())
                 fit = [o for less in tried if not (o := self.scheduled(less, room)).above]
                 less_ms = max(0.0, fit[0].step_ms - chosen.step_ms) if fit else None
             units = self._units(kept)
@@ -376,6 +390,7 @@ class KeepPlanner:
                 again_ms[k],
                 abs(self._backward_ms(kept ^ {k}) - now) if unit.starts else again_ms[k],
                 len(unit.fqns),
+                unit.whole >= 0,
             )
             for k in self.candidates
             for unit in [self.partitioned.units[k]]
@@ -383,9 +398,8 @@ class KeepPlanner:
 
     def _backward_ms(self, kept: _Set) -> float:
         """Time of backward in the order with everything gathered again, without some gathers."""
-        backward = self.partitioned.backward
         stay = set(self.partitioned.places_without(kept))
-        return step_ms(backward, [i for i in self._order if i in stay])
+        return step_ms(self.partitioned.in_place(kept), [i for i in self._order if i in stay])
 
     def _warning(self, chosen: Outcome, limit: int) -> str:
         bound = f"the bound of {size_text(limit)}"

@@ -95,6 +95,7 @@ class ListScheduler:
         self.freed_by_waits = 0  # live bytes that waits alone keep
         self.freed: dict[int, int] = {}
         self.now = 0.0
+        self.kernels_ms = 0.0  # of the kernels that were run
         self.left_ms = self.analysis.all_ms  # of what is no collective
         self.streams = Streams(model.group, model.ms, model.shared)
         self.end = self.streams.end
@@ -208,6 +209,7 @@ class ListScheduler:
             if at < len(self.ready) and self.ready[at] == number:
                 self.ready.pop(at)
             self.pending.pop(i, None)
+            self.kernels_ms += model.ms[i]
         if not self.available[i]:
             self.available[i] = True
             self._satisfied(i)
@@ -339,7 +341,9 @@ class ListScheduler:
             by = analysis.first_use[other]  # by no kernel if it is a result of the graph
             unused = by < len(analysis.kernels) and not self.done[analysis.kernels[by]]
             ahead += self.done[other] and unused
-        late = options.deadlines and analysis.latest[gather] <= analysis.ms_before[head]
+        # Counted in what was run, wherever it stands; behind the next kernel it would be too late.
+        reached = self.kernels_ms + self.model.ms[analysis.kernels[head]]
+        late = options.deadlines and analysis.latest[gather] < reached
         if ahead >= options.depth:
             self.hurried |= late
             if not late:

@@ -14,13 +14,19 @@ A unit that is kept has its gathers left out of backward, and so is what only th
 backward reads of them is live from forward to its last use in backward. Groups of activations
 (:mod:`.activations`) are units, too: kept, or else computed again. Without them activations are
 taken to be saved, of which Inductor's partitioner decides by itself to compute some again.
+
+Parameters can also be kept in part: as much as backward needs to gather them in a smaller group
+(:mod:`.rewrites.reshard_to`). That is a unit as well, a *part* of the one that keeps them whole::
+
+    whole again   w -> pack -> gather(all) -> wait -> copies        nothing is held
+    in part       part -> pack -> gather(smaller) -> wait -> copies    the part is held
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
@@ -63,6 +69,7 @@ class Unit:
         fqns: the parameters that backward reads; empty: keeping it would serve nothing.
         nbytes: bytes that are held if it is kept.
         held: the storages that these are.
+        whole: of a part: the place of the unit that keeps these parameters whole; else -1.
     """
 
     name: str
@@ -71,6 +78,41 @@ class Unit:
     fqns: tuple[str, ...] = ()
     nbytes: int = 0
     held: tuple[int, ...] = ()
+    whole: int = -1
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """A smaller group that backward may gather in.
+
+    Args:
+        group: its name.
+        ranks: in it.
+        starts: the gathers of which it can.
+    """
+
+    group: str
+    ranks: int
+    starts: Collection[fx.Node]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What keeping a part changes.
+
+    Args:
+        made: by storage that is held, the place in forward of the wait behind which it is there.
+        read: the last place in backward that reads it.
+        copy_ms: by place in forward, how long making what is there with it takes.
+        changes: by place in backward, fields of its row that are others.
+        more: by place of a pack, how many bytes more are packed.
+    """
+
+    made: dict[int, int] = field(default_factory=dict)
+    read: dict[int, int] = field(default_factory=dict)
+    copy_ms: dict[int, float] = field(default_factory=dict)
+    changes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    more: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,11 +123,17 @@ class Stay:
         places: by place in backward, whether the node is there.
         held: the storages that are saved because of the choice.
         dropped: those that nothing kept would save, and that nothing reads now.
+        parts: of units that are not kept whole.
     """
 
     places: bytearray
     held: tuple[int, ...]
     dropped: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+
+    def changes(self) -> dict[int, dict[str, Any]]:
+        """By place in backward, fields of its row that the parts make others."""
+        return {i: row for part in self.parts for i, row in part.changes.items()}
 
 
 class PartitionedModel:
@@ -99,9 +147,11 @@ class PartitionedModel:
         kinds: of these, the collectives of a unit are merged into one.
         rank_order: see :func:`.merged_model`.
         activations: whether activations are units, too.
+        smaller: a group that backward may gather in, of parts that are kept.
 
     Attributes:
-        units: in the order of their numbers, those of parameters first.
+        units: in the order of their numbers, those of parameters first, their parts last.
+        parts: by place of the unit, what keeping it changes.
         activations: the groups, and what is saved beside them; None: they are no units.
         forward: the model of forward, nothing kept.
         backward: of backward, with everything gathered and computed again.
@@ -118,6 +168,7 @@ class PartitionedModel:
         kinds: Collection[Kind] = KINDS[:2],
         rank_order: bool = False,
         activations: bool = False,
+        smaller: Smaller | None = None,
     ) -> None:
         analysis = GraphAnalysis(graph, costs.hints, donated=lambda node: False)
         joint = model_of(analysis, costs)
@@ -161,6 +212,78 @@ class PartitionedModel:
         self._stay: dict[frozenset[int], Stay] = {}
         self.units = units
         self.units = [self._with_bytes(u, h) for u, h in zip(units, self._held(), strict=True)]
+        self.parts: dict[int, Part] = {}
+        if smaller is not None:
+            self._add_parts(smaller, costs)
+
+    def _add_parts(self, smaller: Smaller, costs: Costs) -> None:
+        """Let each unit have a part, of its buckets that can be gathered in ``smaller``."""
+        forward, backward = self.forward, self.backward
+        live, nodes = backward.liveness, backward.dependencies.nodes
+        owner = {n: k for k, unit in enumerate(self.units) if unit.held for n in unit.starts}
+        made: dict[fx.Node, int] = {}
+        for i, start in enumerate(forward.start_of):
+            if start >= 0:
+                first = forward.dependencies.nodes[start]
+                made.update(dict.fromkeys(forward.members.get(start, (first,)), i))
+        wait_of = {start: i for i, start in enumerate(backward.start_of)}
+        size = [*live.size, *[0] * max(0, len(forward.liveness.size) - len(live.size))]
+
+        def storage(nbytes: int) -> int:
+            size.append(nbytes)
+            return len(size) - 1
+
+        found: dict[int, list[tuple[int, tuple[fx.Node, ...]]]] = {}
+        for place, node in enumerate(nodes):
+            members = backward.members.get(place, (node,))
+            fits = all(m in made and m in smaller.starts for m in members)
+            if node in owner and backward.group[place] is not None and fits:
+                found.setdefault(owner[node], []).append((place, members))
+        for k, buckets in sorted(found.items()):
+            part, held = Part(), list[int]()
+            for place, members in buckets:
+                packs = [j for j in backward.dependencies.needs[place] if nodes[j] is members[0]]
+                mine = []
+                for member in members:
+                    nbytes = costs.result_bytes(member) // smaller.ranks
+                    mine.append(s := storage(nbytes))
+                    part.made[s] = made[member]
+                    part.read[s] = packs[0] if packs else wait_of[place]
+                    copy_ms = part.copy_ms.get(made[member], 0.0)
+                    part.copy_ms[made[member]] = copy_ms + costs.kernel(2 * nbytes)
+                given = sum(size[s] for s in mine)
+                moved = given * (1 + smaller.ranks)
+                ms = costs.as_kind("all_gather", members[0], moved, smaller.group)
+                part.changes[place] = {"ms": ms, "group": smaller.group}
+                if packs:
+                    buffer, before = live.allocates[packs[0]]
+                    part.more[packs[0]] = given - size[before]
+                    new = buffer, storage(given)
+                    ms = costs.kernel(2 * given) + costs.kernel(3 * given)
+                    row = {"ms": ms, "allocates": new, "touches": (*new, *mine)}
+                    part.changes[packs[0]] = row
+                else:
+                    both = {"touches": (*live.allocates[place], *mine)}
+                    part.changes[place].update(both)
+                    part.changes[wait_of[place]] = both
+                held += mine
+            unit = self.units[k]
+            starts = tuple(m for _, members in buckets for m in members)
+            fqns = tuple(f for n in starts if (tag := tag_of(n)) is not None for f in tag.fqns)
+            name = f"{unit.name} over {smaller.ranks} ranks"
+            nbytes = sum(size[s] for s in held)
+            self.parts[len(self.units)] = part
+            self.units.append(Unit(name, starts, (), fqns, nbytes, tuple(held), k))
+        groups = [*filter(None, backward.group), smaller.group]
+        self.backward = replace(
+            backward,
+            liveness=Storages(size, live.allocates, live.touches, live.kept, live.at_start),
+            shared=costs.shared_levels(groups),
+        )
+        first = forward.liveness
+        size = [*first.size, *size[len(first.size) :]]
+        stays = Storages(size, first.allocates, first.touches, first.kept, first.at_start)
+        self.forward = replace(forward, liveness=stays)
 
     def _held(self) -> list[tuple[int, ...]]:
         """By unit, what its gathers make in backward and others read there."""
@@ -193,9 +316,13 @@ class PartitionedModel:
         owners = (self._owners.get(n) for n in model.dependencies.nodes)
         return [next(iter(o)) if o is not None and len(o) == 1 else None for o in owners]
 
+    def distinct(self, kept: Collection[int]) -> frozenset[int]:
+        """``kept`` without the parts of what is kept whole."""
+        return frozenset(k for k in kept if self.units[k].whole not in kept)
+
     def stay(self, kept: Collection[int]) -> Stay:
         """What the units ``kept``, by their places in :attr:`units`, leave in backward."""
-        gone = frozenset(kept)
+        gone = self.distinct(kept)
         found = self._stay.get(gone)
         if found is None:
             found = self._stay[gone] = self._what_stays(gone)
@@ -205,14 +332,21 @@ class PartitionedModel:
         live, touched_by = self.backward.liveness, self.touched_by
         there = bytearray(b"\1") * len(self.backward)
         removed = []
+        parts = tuple(part for k, part in self.parts.items() if k in gone)
+        others = [i for part in parts for i, row in part.changes.items() if "touches" in row]
+        reads = bytearray(there)  # what is made of parameters
+        for i in others:
+            reads[i] = self.backward.start_of[i] >= 0  # a wait needs its start all the same
         for i, readers, owners in self._again:
-            if (owners and owners <= gone) or not any(there[j] for j in readers):
-                there[i] = 0
+            if (owners and owners <= gone) or not any(reads[j] for j in readers):
+                there[i] = reads[i] = 0
                 removed.append(i)
+        for i in others:
+            reads[i] = 0
         made = [s for i in reversed(removed) for s in live.allocates[i]]
-        held = tuple(s for s in made if any(there[j] for j in touched_by[s]))
-        dropped = tuple(s for s in self._saved if not any(there[j] for j in touched_by[s]))
-        return Stay(there, held, dropped)
+        held = tuple(s for s in made if any(reads[j] for j in touched_by[s]))
+        dropped = tuple(s for s in self._saved if not any(reads[j] for j in touched_by[s]))
+        return Stay(there, (*held, *(s for part in parts for s in part.made)), dropped, parts)
 
     def models(self, kept: Collection[int]) -> tuple[Model, Model]:
         """Forward and backward with the units ``kept``, by their places in :attr:`units`."""
@@ -224,8 +358,22 @@ class PartitionedModel:
         saved = {**live.kept, **dict.fromkeys(stay.held)}
         for s in stay.dropped:
             saved.pop(s, None)
-        stays = Storages(live.size, live.allocates, live.touches, saved, live.at_start)
-        return replace(forward, liveness=stays), self._without(kept, stay)
+        ms, allocates, touches = list(forward.ms), list(live.allocates), list(live.touches)
+        for part in stay.parts:
+            for s, i in part.made.items():
+                allocates[i] += (s,)
+                touches[i] += (s,)
+            for i, copy_ms in part.copy_ms.items():
+                ms[i] += copy_ms
+        stays = Storages(live.size, allocates, touches, saved, live.at_start)
+        return replace(forward, ms=ms, liveness=stays), self._without(kept, stay)
+
+    def in_place(self, kept: Collection[int]) -> Model:
+        """:attr:`backward` with the times of the units ``kept``; what they leave out is there."""
+        ms, group = list(self.backward.ms), list(self.backward.group)
+        for i, row in self.stay(kept).changes().items():
+            ms[i], group[i] = row.get("ms", ms[i]), row.get("group", group[i])
+        return replace(self.backward, ms=ms, group=group)
 
     def places_without(self, kept: Collection[int]) -> list[int]:
         """The places of :attr:`backward` that are there with the units ``kept``."""
@@ -256,9 +404,12 @@ class PartitionedModel:
         places = self._late(stay)
         members = {at: old.members[i] for at, i in enumerate(places) if i in old.members}
         more = sum(live.size[s] for s in stay.held) - sum(live.size[s] for s in stay.dropped)
-        return old.rebuilt(
-            list(_rows(old, places)), members, live.size, live.kept, live.at_start + more
-        )
+        changes = stay.changes()
+        rows = [
+            row._replace(**changes[i]) if i in changes else row
+            for i, row in zip(places, _rows(old, places), strict=True)
+        ]
+        return old.rebuilt(rows, members, live.size, live.kept, live.at_start + more)
 
 
 def _rows(model: Model, places: Sequence[int]) -> Iterator[Row]:

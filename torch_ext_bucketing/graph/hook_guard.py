@@ -14,7 +14,7 @@ from typing import Any
 import torch.fx as fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..graph.snapshot import Snapshot
+from .snapshot import Snapshot
 
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
 
