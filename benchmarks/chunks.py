@@ -221,11 +221,14 @@ def graph_passes(
 
 
 def sizes_first(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:
-    """The sizes of inputs, ahead of all nodes: torchtitan's chunking puts what reads them where a
+    """Sizes right behind what they are of: torchtitan's chunking puts what reads them where a
     chunk ends, and finds its graph out of order where that is ahead of them."""
     first = next(n for n in gm.graph.nodes if n.op != "placeholder")
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
-        if node is not first and node.args[0].op == "placeholder":
+        value = node.args[0]
+        if value.op != "placeholder":
+            value.append(node)
+        elif node is not first:
             first.prepend(node)
     return gm
 
