@@ -299,6 +299,10 @@ def _check_pipeline(model, traced, settings, replaced):
     ours = names_of(registry.PASS_PIPELINE_REGISTRY["torch_ext_bucketing"](traced, settings))
     theirs = names_of(construct_default_graph_passes(traced, settings))
     assert ours == ["torch_ext_bucketing_pass" if n == replaced else n for n in theirs]
+    settings.compile.ep_overlap.enabled = True
+    chunked = names_of(torchtitan.graph_passes(traced, settings))
+    assert "ep_overlap_chunk_pass" in chunked
+    assert "ep_overlap_schedule_pass" not in chunked
     settings.compile.precompile_artifact_dir = "there"
     with pytest.raises(ValueError, match="precompile_artifact_dir"):
         torchtitan.graph_passes(traced, settings)

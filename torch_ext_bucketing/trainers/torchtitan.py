@@ -13,7 +13,8 @@ chooses it::
         return config
 
 The rest of torchtitan's list stays, in its order; what is gathered again in backward is the choice
-of its ``memory_policy``.
+of its ``memory_policy``. With ``ep_overlap`` torchtitan's chunks of experts' tokens stay, too, and
+our order of the step stands in the place of its fixed one.
 
 With pipeline parallelism torchtitan runs a stage as several graphs. Those that gather the stage's
 parameters and reduce its gradients run once per step each, and have eager FSDP2's buckets::
@@ -54,6 +55,7 @@ from ..scheduling.stages import StageBytes, bytes_of, stage_reports
 
 _PIPELINE = "torch_ext_bucketing"
 _REPLACED = "joint_transformer_block_bucketing_reordering_pass"
+_ORDERED_ALREADY = "ep_overlap_schedule_pass"
 _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """By the ``id`` of their configs: a pipeline gets a config, and a pass needs the model."""
 
@@ -96,7 +98,7 @@ def graph_passes(
             f"names an artifact that they ran for: {', '.join(names)}"
         )
     listed[names.index(_REPLACED)] = whole_step_pass(parts[0], recipe(parts[0]))
-    return listed
+    return [p for p, name in zip(listed, names, strict=True) if name != _ORDERED_ALREADY]
 
 
 class _BucketedStages:
