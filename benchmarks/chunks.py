@@ -33,6 +33,7 @@ import torch.fx as fx
 
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.scheduling.cost import Costs
+from torch_ext_bucketing.scheduling.machine import H100
 from torch_ext_bucketing.scheduling.memory import PeakMemory
 from torch_ext_bucketing.scheduling.model import model_of
 from torch_ext_bucketing.scheduling.overlap import Overlap
@@ -51,7 +52,6 @@ from .command import (
     title,
     write_results,
 )
-from .machines import MACHINE
 from .parallel import Layout, start_world
 from .parity_rows import Row
 from .titan import TitanConfig, build, problem
@@ -115,7 +115,7 @@ def estimate(chunks: Chunks, layers: int) -> dict[str, Any]:
     # What is left unknown is how many tokens ranks send each other.
     tokens = config.batch * config.seq // 2 * config.experts_per_token // chunks.expert
     analysis = GraphAnalysis(given.graph, tokens)
-    model = model_of(analysis, Costs(MACHINE, analysis.hints))
+    model = model_of(analysis, Costs(H100, analysis.hints))
     index = {node.name: i for i, node in enumerate(model.dependencies.nodes)}
     order = [index[node.name] for node in theirs.graph.nodes if node.name in index]
     assert model.dependencies.is_order(order)
@@ -216,21 +216,32 @@ def graph_passes(
         traced, settings, parallel_dims=dims, include_inductor=False
     )
     named = [(getattr(one, "func", one).__name__, one) for one in listed]
-    at = [name for name, _ in named].index("ep_overlap_chunk_pass")
-    return [*named[:at], ("sizes_first", sizes_first), *named[at:]]
+    return [(n, sizes_first(one) if n == "ep_overlap_chunk_pass" else one) for n, one in named]
 
 
-def sizes_first(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:
-    """Sizes right behind what they are of: torchtitan's chunking puts what reads them where a
-    chunk ends, and finds its graph out of order where that is ahead of them."""
-    first = next(n for n in gm.graph.nodes if n.op != "placeholder")
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
-        value = node.args[0]
-        if value.op != "placeholder":
-            value.append(node)
-        elif node is not first:
-            first.prepend(node)
-    return gm
+def sizes_first(chunking: Callable[..., fx.GraphModule]) -> Callable[..., fx.GraphModule]:
+    """torchtitan's chunking, with sizes right behind what they are of before it looks at what it
+    made: it puts what reads them where a chunk ends, and finds its graph out of order where that
+    is ahead of them."""
+    from torchtitan.experiments.graph_trainer import ep_chunk_pass
+
+    look = ep_chunk_pass._validate_selected_symbol_shapes
+
+    def move_and_look(gm: fx.GraphModule, **options: Any) -> None:
+        first = next(n for n in gm.graph.nodes if n.op != "placeholder")
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
+            value = node.args[0]
+            if value.op != "placeholder":
+                value.append(node)
+            elif node is not first:
+                first.prepend(node)
+        look(gm, **options)
+
+    def run(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:
+        with mock.patch.object(ep_chunk_pass, look.__name__, move_and_look):
+            return chunking(gm, example_inputs)
+
+    return run
 
 
 # --- on ranks ------------------------------------------------------------------------
@@ -280,7 +291,7 @@ def train(rank: Rank, steps: int) -> dict[str, list[list[str]]]:
                     traced.gm = one(traced.gm, inputs)
             if ours:
                 before = [n.name for n in traced.gm.graph.nodes]
-                schedule(traced.gm, Overlap(), machine=MACHINE)
+                schedule(traced.gm, Overlap())
                 assert before != [n.name for n in traced.gm.graph.nodes]
             return runs.train(model, runs.traced_step(model, traced)).digests
 
