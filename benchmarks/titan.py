@@ -33,7 +33,7 @@ from torch_ext_bucketing.graph.collectives import collective_group, set_group_na
 from .parallel import World
 from .tracing import Phase, Say, partitioner
 
-__all__ = ["TORCHTITAN", "TitanConfig", "problem", "register_operators", "trace_titan"]
+__all__ = ["TORCHTITAN", "TitanConfig", "build", "problem", "register_operators", "trace_titan"]
 
 TORCHTITAN = "0.3.0"
 _SPMD_BACKEND: Literal["partial_dtensor"] = "partial_dtensor"
@@ -115,7 +115,7 @@ def _trace(config: TitanConfig, world: World, say: Say) -> dict[tuple[Phase, Any
     graphs: dict[tuple[Phase, Any], fx.GraphModule] = {}
     say("build")
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    model = _build(config, world)
+    model, _, _ = build(config, world.layout.expert)
     _make_fake(model, mode)
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -151,19 +151,28 @@ def _trace(config: TitanConfig, world: World, say: Say) -> dict[tuple[Phase, Any
     return graphs
 
 
-def _build(config: TitanConfig, world: World) -> nn.Module:
-    """The sharded model, on the meta device."""
+def build(
+    config: TitanConfig, expert: int, attention: str = "varlen", annotate: bool = False
+) -> tuple[Any, Any, Any]:
+    """The sharded model, on the meta device, its parallel dimensions and torchtitan's
+    configuration of them.
+
+    Args:
+        config: the model.
+        expert: ranks that share the experts.
+        attention: one of torchtitan's.
+        annotate: as its graph trainer does, for its passes.
+    """
     from torchtitan.config import ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.experiments.graph_trainer import simple_fsdp
     from torchtitan.experiments.graph_trainer.common_utils import apply_simple_fsdp
     from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry
+    from torchtitan.experiments.graph_trainer.deepseek_v3.parallelize import annotate_deepseekv3
 
-    parallelism = ParallelismConfig(
-        expert_parallel_degree=world.layout.expert, spmd_backend=_SPMD_BACKEND
-    )
+    parallelism = ParallelismConfig(expert_parallel_degree=expert, spmd_backend=_SPMD_BACKEND)
     training = TrainingConfig()
-    model = model_registry(config.flavor, attn_backend="varlen").model
+    model = model_registry(config.flavor, attn_backend=attention).model
     if len(model.layers) < config.layers:
         raise ValueError(f"{config.flavor} has {len(model.layers)} layers, not {config.layers}")
     model.layers = model.layers[: config.layers]
@@ -177,8 +186,10 @@ def _build(config: TitanConfig, world: World) -> nn.Module:
     dims.build_mesh()
     with torch.device("meta"):
         built = model.build()
+    if annotate:
+        annotate_deepseekv3(built)
     built.parallelize(dims)
-    return apply_simple_fsdp(built, parallel_dims=dims, training=training)
+    return apply_simple_fsdp(built, parallel_dims=dims, training=training), dims, parallelism
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:

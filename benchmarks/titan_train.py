@@ -5,15 +5,15 @@
     python -m benchmarks.titan_train --ways eager ours --gather float32 --pipeline ZBVZeroBubble:4
 
 Two layers of its LLaMA-3 debug model, gathered in fp32 and in bf16 and reduced in fp32, are trained
-for 6 steps by
+for 10 steps by
 
 - ``eager``: its trainer, FSDP2, on its default backend;
 - ``theirs``: its graph trainer with its own pass pipeline;
 - ``ours``: the same with ours;
 - ``killed``: the same, all ranks killed (SIGKILL) after step 5, and started again, from the
-  checkpoint of step 4.
+  last whole checkpoint.
 
-Every weight of the last checkpoints must be the same, bit for bit. But gathered in bf16, ``eager``
+Every weight must be the same after each step, bit for bit. But gathered in bf16, ``eager``
 need not be like the others: autograd makes the gradient of a norm's bf16 weight in fp32 on CPU,
 which eager FSDP2 of torch 2.15 reduces as it is, and torchtitan's SimpleFSDP rounded to bf16.
 
@@ -29,8 +29,10 @@ Exit status: 0, or 1 if anything was otherwise.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
+import logging
 import os
 import re
 import runpy
@@ -51,7 +53,7 @@ from .command import add_json, document_of, parser_of, title, write_results
 
 WAYS = ("eager", "theirs", "ours", "killed")
 GATHERED = ("float32", "bfloat16")
-RANKS, STEPS, SAVED, KILLED = 4, 6, 2, 5
+RANKS, STEPS, KILLED = 4, 10, 5
 LIMIT_S = 600
 
 
@@ -65,32 +67,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     for gathered in args.gather:
-        weights: dict[str, dict[str, Any]] = {}
+        ways: list[str] = []
         with tempfile.TemporaryDirectory() as name:
             _assets(Path(name))
             for way in args.ways:
                 began = time.monotonic()
-                losses = _run(Path(name), way, gathered, args.pipeline)
-                row = {"way": way, "gathered": gathered, "losses": losses}
+                losses, stages = _run(Path(name), way, gathered, args.pipeline)
+                row = {"way": way, "gathered": gathered, "losses": losses, "stages": stages}
                 row["seconds"] = round(time.monotonic() - began)
-                last = weights[way] = _weights(Path(name) / way)
-                row["weights"] = len(last)
-                row["equal"] = {w: _equal(last, other) for w, other in weights.items() if w != way}
+                row["equal"] = {w: _equal_steps(Path(name), way, w) for w in ways}
+                ways.append(way)
                 rows.append(row)
                 print(row, file=sys.stderr, flush=True)
     document = document_of("python -m benchmarks.titan_train", argv) | {"rows": rows}
-    table = [["gathered in", "way", f"loss of step {STEPS}", "weights equal to", "seconds"]]
+    table = [["gathered in", "way", f"loss of step {STEPS}", "steps equal to", "seconds"]]
     for row in rows:
-        equal = ", ".join(f"{n} of {row['weights']} {w}" for w, n in row["equal"].items())
+        equal = ", ".join(f"{n} of {STEPS} {w}" for w, n in row["equal"].items())
         loss = str(row["losses"].get(STEPS))
         table.append([row["gathered"], row["way"], loss, equal, str(row["seconds"])])
-    write_results(args.json, document, f"{title(document)}\n\n{columns(table)}")
+    lines = "".join(f"\n{line}" for row in rows for line in row["stages"])
+    write_results(args.json, document, f"{title(document)}\n\n{columns(table)}{lines}")
     return 0 if all(map(_as_it_must_be, rows)) else 1
 
 
 def _as_it_must_be(row: dict[str, Any]) -> bool:
     must = [n for w, n in row["equal"].items() if w != "eager" or row["gathered"] == "float32"]
-    return len(row["losses"]) == STEPS and all(n == row["weights"] for n in must)
+    return len(row["losses"]) == STEPS and all(n == STEPS for n in must)
 
 
 def _assets(folder: Path) -> None:
@@ -112,8 +114,10 @@ def _assets(folder: Path) -> None:
     (folder / "text" / "text.json").write_text("\n".join(lines))
 
 
-def _run(folder: Path, way: str, gathered: str, pipeline: str) -> dict[int, float]:
-    """``train.py`` on all ranks, twice where it is killed; returns the loss after each step."""
+def _run(
+    folder: Path, way: str, gathered: str, pipeline: str
+) -> tuple[dict[int, float], list[str]]:
+    """``train.py`` on all ranks, twice where it is killed; returns what :func:`_start` does."""
     given = ["--training.mixed_precision_param", gathered]
     if pipeline:
         schedule, microbatches = pipeline.split(":")
@@ -122,14 +126,16 @@ def _run(folder: Path, way: str, gathered: str, pipeline: str) -> dict[int, floa
         given += ["--training.local_batch_size", microbatches]
     if way != "killed":
         return _start(folder, way, way, given)
-    losses = _start(folder, way, "ours", given, KILLED)
-    return losses | _start(folder, way, "ours", given)
+    losses, _ = _start(folder, way, "ours", given, KILLED)
+    again, stages = _start(folder, way, "ours", given)
+    return losses | again, stages
 
 
 def _start(
     folder: Path, way: str, config: str, given: list[str], killed: int | None = None
-) -> dict[int, float]:
-    """``train.py`` on all ranks; returns the loss after each of its steps.
+) -> tuple[dict[int, float], list[str]]:
+    """``train.py`` on all ranks; returns the loss after each of its steps, and the reports of the
+    stages of a pipeline, on one rank of each.
 
     Args:
         folder: of the assets.
@@ -146,6 +152,7 @@ def _start(
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     losses: dict[int, float] = {}
     lines, ranks = [], []
+    stages: set[str] = set()
     process = subprocess.Popen(
         command,
         env=environment,
@@ -163,7 +170,9 @@ def _start(
             if found := re.search(r"step: *(\d+) +loss: *([\d.]+)", plain):
                 losses[int(found[1])] = float(found[2])
                 if killed in losses:
-                    return losses
+                    return losses, []
+            if found := re.search(r"(pipeline stage \d+: .*)", plain):
+                stages.add(found[1])
         if process.wait(LIMIT_S):
             raise RuntimeError(f"{way} failed:\n{''.join(lines[-60:])}")
     finally:
@@ -171,18 +180,30 @@ def _start(
             for pid in (process.pid, *ranks):
                 os.kill(pid, signal.SIGKILL)
             process.wait()
-    return losses
+    return losses, sorted(stages)
 
 
-def _equal(weights: dict[str, Any], others: dict[str, Any]) -> int:
-    return sum(name in others and others[name].equal(w) for name, w in weights.items())
+def _equal_steps(folder: Path, way: str, other: str) -> int:
+    """The number of steps after which all weights of two ways are the same."""
+    return sum(
+        _weights(folder / way, n) == _weights(folder / other, n) for n in range(1, STEPS + 1)
+    )
 
 
-def _weights(out: Path) -> dict[str, Any]:
+def _weights(out: Path, step: int) -> dict[str, bytes]:
+    """Digests of the weights in a checkpoint, those whose names the last one, of the model alone,
+    has."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-    path = out / "checkpoint" / f"step-{STEPS}"
-    return _load_state_dict_from_keys(checkpoint_id=path)
+    path = out / "checkpoint"
+    names = set(FileSystemReader(path / f"step-{STEPS}").read_metadata().state_dict_metadata)
+    found = _load_state_dict_from_keys(names, checkpoint_id=path / f"step-{step}")
+    return {
+        name: hashlib.sha256(w.contiguous().flatten().view(torch.uint8).numpy()).digest()
+        for name, w in found.items()
+    }
 
 
 # --- in a rank: configs, and a CPU for an accelerator --------------------------------
@@ -220,7 +241,7 @@ def _small(config: Any) -> Any:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.training.steps, config.training.seq_len, config.training.local_batch_size = STEPS, 64, 2
     config.training.disable_cuda_graphs = True
-    config.checkpoint.enable, config.checkpoint.interval = True, SAVED
+    config.checkpoint.enable, config.checkpoint.interval = True, 1
     config.checkpoint.last_save_model_only = True
     config.activation_checkpoint = None
     config.debug.seed = 1
@@ -257,6 +278,8 @@ def _train() -> None:
     import torch
 
     print(f"this rank is process {os.getpid()}", flush=True)
+    logging.getLogger("torch_ext_bucketing").addHandler(logging.StreamHandler(sys.stdout))
+    logging.getLogger("torch_ext_bucketing").setLevel(logging.INFO)
     none: Any = lambda *_: None  # noqa: E731
     for name in ("reset_peak_memory_stats", "empty_cache"):
         setattr(torch.cpu, name, none)

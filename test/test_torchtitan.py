@@ -299,6 +299,10 @@ def _check_pipeline(model, traced, settings, replaced):
     ours = names_of(registry.PASS_PIPELINE_REGISTRY["torch_ext_bucketing"](traced, settings))
     theirs = names_of(construct_default_graph_passes(traced, settings))
     assert ours == ["torch_ext_bucketing_pass" if n == replaced else n for n in theirs]
+    settings.compile.ep_overlap.enabled = True
+    chunked = names_of(torchtitan.graph_passes(traced, settings))
+    assert "ep_overlap_chunk_pass" in chunked
+    assert "ep_overlap_schedule_pass" not in chunked
     settings.compile.precompile_artifact_dir = "there"
     with pytest.raises(ValueError, match="precompile_artifact_dir"):
         torchtitan.graph_passes(traced, settings)
@@ -315,8 +319,8 @@ def test_the_readmes_config(fake_world):
 @pytest.mark.parametrize(
     ("options", "equal"),
     [
-        ("--ways ours killed --gather bfloat16", "21 of 21 ours"),
-        ("--ways eager ours --gather float32 --pipeline Interleaved1F1B:4", "21 of 21 eager"),
+        ("--ways ours killed --gather bfloat16", "10 of 10 ours"),
+        ("--ways eager ours --gather float32 --pipeline Interleaved1F1B:4", "10 of 10 eager"),
     ],
 )
 def test_their_train_py_trains_to_the_same_bits(capsys, options, equal):

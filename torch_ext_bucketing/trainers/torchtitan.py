@@ -13,7 +13,8 @@ chooses it::
         return config
 
 The rest of torchtitan's list stays, in its order; what is gathered again in backward is the choice
-of its ``memory_policy``.
+of its ``memory_policy``. With ``ep_overlap`` torchtitan's chunks of experts' tokens stay, too, and
+our order of the step stands in the place of its fixed one.
 
 With pipeline parallelism torchtitan runs a stage as several graphs. Those that gather the stage's
 parameters and reduce its gradients run once per step each, and have eager FSDP2's buckets::
@@ -23,7 +24,8 @@ parameters and reduce its gradients run once per step each, and have eager FSDP2
     reduce     sums of gradients -> reductions in buckets -> gradients of shards
 
 torchtitan's own bucketing, on the graph that these are cut from, leaves gathers and reductions in
-the graphs of each microbatch.
+the graphs of each microbatch. ``trainer.pp_schedule.graph_provider.reports`` has a report of each
+stage of the rank: its collectives, and what it holds at most in the course of the schedule.
 """
 
 from __future__ import annotations
@@ -42,13 +44,18 @@ from torchtitan.experiments.graph_trainer.registry import (
     register_post_init_hook,
 )
 
+from .._torch.pipelines import actions_of
 from .._torch.sharded import name_per_tensor
 from ..passes.pipeline import Pipeline
 from ..passes.whole_step import run_passes, whole_step_pass
 from ..recipes import recipe
+from ..reports.compile import CompileReport
+from ..reports.stage import StageReport
+from ..scheduling.stages import StageBytes, bytes_of, stage_reports
 
 _PIPELINE = "torch_ext_bucketing"
 _REPLACED = "joint_transformer_block_bucketing_reordering_pass"
+_ORDERED_ALREADY = "ep_overlap_schedule_pass"
 _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """By the ``id`` of their configs: a pipeline gets a config, and a pass needs the model."""
 
@@ -91,7 +98,7 @@ def graph_passes(
             f"names an artifact that they ran for: {', '.join(names)}"
         )
     listed[names.index(_REPLACED)] = whole_step_pass(parts[0], recipe(parts[0]))
-    return listed
+    return [p for p, name in zip(listed, names, strict=True) if name != _ORDERED_ALREADY]
 
 
 class _BucketedStages:
@@ -112,17 +119,22 @@ class _BucketedStages:
             )
         off = [*config.disable_passes, _REPLACED]
         self.theirs.compile_config = dataclasses.replace(config, disable_passes=off)
+        self.reports: list[StageReport] = []
 
     def prepare_graphs(self, schedule: Any, ctx: Any, *, loss_kwargs: dict[str, Any]) -> Any:
         """As torchtitan's."""
         new = [stage for stage in schedule._stages if stage.graphs is None]
         overlapped = self.theirs.prepare_graphs(schedule, ctx, loss_kwargs=loss_kwargs)
-        for stage in new:
-            _bucket(stage)
+        compiled = {stage.stage_index: _bucket(stage) for stage in new}
+        if compiled:
+            nbytes = {stage.stage_index: _bytes_of(stage.graphs) for stage in new}
+            self.reports = stage_reports(actions_of(schedule), compiled, nbytes)
+        for report in self.reports if compiled else ():
+            log.info("%s", report.to_text().rstrip())
         return overlapped
 
 
-def _bucket(stage: Any) -> None:
+def _bucket(stage: Any) -> CompileReport:
     """Run the passes on the graphs of ``stage`` that gather and reduce, in place."""
     model, modules, meta = stage.submod, stage.graphs.modules, stage.graphs.meta
     parameters = list(model.named_parameters(remove_duplicate=False))
@@ -144,13 +156,21 @@ def _bucket(stage: Any) -> None:
     if modules.reduce_grad is not None:
         _undescribed_output(modules.reduce_grad.graph)
         run_passes(modules.reduce_grad, pipeline, compilation, {}, trained, model)
-    report = compilation.report
-    log.info(
-        "pipeline stage %s: %s -> %s",
-        stage.stage_index,
-        report.collectives_before,
-        report.collectives_after,
-    )
+    return compilation.report
+
+
+def _bytes_of(graphs: Any) -> StageBytes:
+    """What a stage's graphs make and hold."""
+    modules = graphs.modules
+    gathered, unshard = bytes_of(modules.unshard.graph) if modules.unshard else (0, 0)
+    saved, forward = bytes_of(modules.fw.graph, graphs.meta.num_user_outputs)
+    gradients, backward = bytes_of(modules.full_bw.graph)
+    running = {"UNSHARD": unshard - gathered, "F": forward - saved, "B": backward, "W": backward}
+    if modules.bw_di is not None and modules.bw_dw is not None:
+        running |= {"I": bytes_of(modules.bw_di.graph)[1], "W": bytes_of(modules.bw_dw.graph)[1]}
+    if modules.reduce_grad is not None:
+        running["REDUCE_GRAD"] = bytes_of(modules.reduce_grad.graph)[1]
+    return StageBytes(gathered, saved, gradients, running)
 
 
 def _undescribed_output(graph: fx.Graph) -> fx.Node:
