@@ -513,13 +513,16 @@ class Runs:
         row = self.row
         once: Any = contextlib.nullcontext()
         if compiler is not None and row.sync == "last":
-            once = ReduceOnce(model, compiler)
+            once = ReduceOnce(model, compiler, gather_once=row.gather_once)
 
         def run(number: int) -> torch.Tensor:
             with once:
                 for part in range(row.microbatches):
                     if isinstance(model, FSDPModule) and row.sync == "last":
                         model.set_requires_gradient_sync(part == row.microbatches - 1)
+                        model.set_reshard_after_backward(
+                            part == row.microbatches - 1 or not row.gather_once
+                        )
                     loss = self.loss(forward, number * row.microbatches + part)
                     loss.backward()
             if number == 0:

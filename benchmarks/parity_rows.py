@@ -63,6 +63,7 @@ class Row:
             again, under which it is chosen what is not; 0: none.
         microbatches: forwards and backwards per step.
         sync: when gradients are reduced, after each backward or after the last.
+        gather_once: whether parameters are gathered before the first forward of a step alone.
         checkpoint: activation checkpointing of every block, of all of it or saving its matmuls.
         regional: each block is compiled by itself, and the rest, whose every parameter is a unit,
             is not: what that sends is not counted.
@@ -91,6 +92,7 @@ class Row:
     memory: float = 0.0
     microbatches: int = 1
     sync: Literal["each", "last"] = "each"
+    gather_once: bool = False
     checkpoint: Literal["", "full", "selective"] = ""
     regional: bool = False
     graphs: int = 1
@@ -238,6 +240,15 @@ ROWS: tuple[Row, ...] = (
     Row("float8/fsdp+tp", "float8", mesh=(2, 2), tensor="cut"),
     # The reduction is a graph of its own.
     Row("accumulate/reduce_last", microbatches=3, sync="last", graphs=2, layout=False),
+    # And so are the gathers.
+    Row(
+        "accumulate/gather_once",
+        microbatches=3,
+        sync="last",
+        gather_once=True,
+        graphs=3,
+        layout=False,
+    ),
     Row("frozen_parameter", "frozen"),
     # An activation that several units read; the matrix has more.
     Row("shared_activation/inductor", "translator", backend="inductor"),

@@ -58,8 +58,9 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("gather_once", [False, True])
 @pytest.mark.parametrize("reduce_dtype", [BF16, FP32])
-def test_gradients_are_those_of_fsdp2_without_sync(one_rank, reduce_dtype):
+def test_gradients_are_those_of_fsdp2_without_sync(one_rank, reduce_dtype, gather_once):
     eager = Tied()
     if reduce_dtype is FP32:  # see ReduceOnce: uses in one dtype, microbatches in the other
         eager.head.weight = nn.Parameter(eager.head.weight.detach().clone())
@@ -70,7 +71,7 @@ def test_gradients_are_those_of_fsdp2_without_sync(one_rank, reduce_dtype):
         eager.set_requires_gradient_sync(i == 2)
         eager(x).backward()
     b, run = compiled(model)
-    with ReduceOnce(model, b):
+    with ReduceOnce(model, b, gather_once=gather_once):
         for x in batches():
             run(x).backward()
     for (name, one), other in zip(eager.named_parameters(), model.parameters(), strict=True):
@@ -104,6 +105,26 @@ def test_nothing_is_reduced_but_at_the_end_and_in_buckets(fake_world):
     inside, late = b.reports  # compiled once, whatever is repeated
     assert inside.collectives_after == {"all_gather": 4}
     assert late.collectives_before == {"reduce_scatter": 5}
+    assert late.collectives_after == {"reduce_scatter": 3}
+    run(batches()[0]).backward()
+    assert b.last_report().collectives_after == {"all_gather": 4, "reduce_scatter": 3}
+
+
+def test_parameters_are_gathered_once_in_buckets(fake_world):
+    mesh = init_device_mesh("cpu", (fake_world,))
+    model = teb.data_parallel(Tied(), mesh, param_dtype=BF16, reduce_dtype=FP32)
+    dict(model.named_parameters())["blocks.1.bias"].requires_grad_(False)
+    b, run = compiled(model)
+    once = ReduceOnce(model, b, gather_once=True)
+    for _ in range(2):
+        with once:
+            for x in batches():
+                run(x).backward()
+        model.zero_grad()
+    gathers, inside, late = b.reports
+    assert gathers.collectives_before == {"all_gather": 7}
+    assert gathers.collectives_after == {"all_gather": 3}
+    assert inside.collectives_after == {}
     assert late.collectives_after == {"reduce_scatter": 3}
     run(batches()[0]).backward()
     assert b.last_report().collectives_after == {"all_gather": 4, "reduce_scatter": 3}

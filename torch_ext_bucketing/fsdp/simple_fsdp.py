@@ -188,14 +188,17 @@ class _Unshard:
             local_rows,
         )
         self.unreduced: torch.Tensor | None = None
+        self.full: torch.Tensor | None = None
 
     def __call__(self, sharded: DTensor) -> torch.Tensor:
         shard = sharded.to_local()
         wide = _comes_wide(self.param_dtype or shard.dtype, self.reduction[0])
-        if self.extension is None and not wide:
+        full = self.full
+        if full is None and self.extension is None and not wide:
             return _Gather.apply(shard, self.unreduced, self)
-        with torch.no_grad():
-            full = (self.extension or self).gather(shard)
+        if full is None:
+            with torch.no_grad():
+                full = (self.extension or self).gather(shard)
         return attach(shard, self.unreduced, self.reduction, full)
 
     def accumulate(self, sharded: DTensor) -> torch.Tensor:
@@ -415,54 +418,77 @@ class ReduceOnce:
 
     Args:
         model: sharded by :func:`data_parallel`.
-        backend: compiles the reductions; None runs them one by one. With buckets it needs
-            ``model=``, by which the parameters are told apart.
+        backend: compiles the reductions, and the gathers that are made once; None runs them one by
+            one. With buckets it needs ``model=``, by which the parameters are told apart.
+        gather_once: gather every parameter on entering, not in each microbatch, as eager FSDP2 does
+            with ``set_reshard_after_backward(False)``: that saves all gathers but one, and costs
+            one full copy of every parameter, 2 bytes for each with bfloat16, until it is left.
+            What was written to the parameters inside is not seen inside.
 
     Raises:
         ValueError: ``model`` is not sharded by :func:`data_parallel`.
     """
 
-    def __init__(self, model: nn.Module, backend: Callable[..., Any] | None = None) -> None:
-        self._pairs: list[tuple[_Unshard, nn.Parameter]] = []
-        seen: dict[nn.Parameter, _Unshard] = {}
-        self._shared: list[tuple[_Unshard, _Unshard]] = []
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Callable[..., Any] | None = None,
+        *,
+        gather_once: bool = False,
+    ) -> None:
+        self._of: dict[nn.Parameter, list[_Unshard]] = {}
         for module in model.modules():
             for name, unshard in module.__dict__.get("_unshards", {}).items():
                 param = module._parameters.get(name)
-                if param in seen:
-                    self._shared.append((unshard, seen[param]))
-                elif param is not None and param.requires_grad:
-                    seen[param] = unshard
-                    self._pairs.append((unshard, param))
-        if not self._pairs:
+                if param is not None:
+                    self._of.setdefault(param, []).append(unshard)
+        self._trained = [p for p in self._of if p.requires_grad]
+        if not self._trained:
             raise ValueError(
                 f"{type(model).__name__} has no parameter to train that data_parallel() has "
                 "sharded: call data_parallel(model, mesh) first"
             )
+        self._gather_once = gather_once
         self._unreduced: list[torch.Tensor] = []
-        compiled = torch.compile(_reduce_late, backend=backend, fullgraph=True) if backend else None
-        self._reduce = compiled or _reduce_late
+        compiled = functools.partial(torch.compile, backend=backend, fullgraph=True)
+        self._gather = compiled(_gather_all) if backend else _gather_all
+        self._reduce = compiled(_reduce_late) if backend else _reduce_late
 
     def __enter__(self) -> ReduceOnce:
         if self._unreduced:
             raise RuntimeError("this ReduceOnce is entered already: leave it before entering again")
-        self._unreduced = [unshard.accumulate(param) for unshard, param in self._pairs]
-        for unshard, first in self._shared:
-            unshard.unreduced = first.unreduced
+        if self._gather_once:
+            with torch.no_grad():
+                gathered = self._gather([of[0] for of in self._of.values()], list(self._of))
+            for unshards, full in zip(self._of.values(), gathered, strict=True):
+                for unshard in unshards:
+                    unshard.full = full
+        for param in self._trained:
+            first, *others = self._of[param]
+            self._unreduced.append(first.accumulate(param))
+            for unshard in others:
+                unshard.unreduced = first.unreduced
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         totals = [leaf.grad for leaf in self._unreduced]
         self._unreduced = []
-        for unshard, _first in (*self._pairs, *self._shared):
-            unshard.unreduced = None
+        for unshards in self._of.values():
+            for unshard in unshards:
+                unshard.unreduced = unshard.full = None
         if kind is not None:  # a step that failed leaves no gradients behind
             return
-        used = [(u, p, t) for (u, p), t in zip(self._pairs, totals, strict=True) if t is not None]
+        pairs = zip(self._trained, totals, strict=True)
+        used = [(self._of[p][0], p, total) for p, total in pairs if total is not None]
         if used:
             units, shards, sums = (list(part) for part in zip(*used, strict=True))
-            del used, totals
+            del used, totals, pairs
             self._reduce(units, shards, sums).backward()
+
+
+def _gather_all(units: list[_Unshard], shards: list[DTensor]) -> list[torch.Tensor]:
+    pairs = zip(units, shards, strict=True)
+    return [(u.extension or u).gather(s.to_local()) for u, s in pairs]
 
 
 def _reduce_late(
