@@ -29,6 +29,7 @@ Exit status: 0, or 1 if anything was otherwise.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import json
@@ -55,6 +56,7 @@ WAYS = ("eager", "theirs", "ours", "killed")
 GATHERED = ("float32", "bfloat16")
 RANKS, STEPS, KILLED = 4, 10, 5
 LIMIT_S = 600
+MIB = "TITAN_TRAIN_MIB"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,8 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--gather", nargs="+", choices=GATHERED, default=GATHERED)
     parser.add_argument("--pipeline", metavar="SCHEDULE:MICROBATCHES", default="")
+    parser.add_argument("--mib", type=float, help="bounds what a rank of ours holds")
     add_json(parser)
     args = parser.parse_args(argv)
+    if args.mib is not None:
+        os.environ[MIB] = str(args.mib)
     rows: list[dict[str, Any]] = []
     for gathered in args.gather:
         ways: list[str] = []
@@ -225,9 +230,11 @@ def theirs() -> Any:
 
 def ours() -> Any:
     """The same with our pass pipeline."""
-    importlib.import_module("torch_ext_bucketing.trainers.torchtitan")
+    titan = importlib.import_module("torch_ext_bucketing.trainers.torchtitan")
+    memory = importlib.import_module("torch_ext_bucketing.scheduling.memory").PeakMemory
+    bound = memory(gib=float(os.environ[MIB]) / 1024) if MIB in os.environ else None
     config = theirs()
-    config.compile.pass_pipeline = "torch_ext_bucketing"
+    config.compile.pass_pipeline = titan.pass_pipeline(bound)
     return config
 
 
@@ -273,6 +280,31 @@ def _results(stage: Any) -> _Results:
     return found
 
 
+def _expect_release(runtime: Any) -> None:
+    """Where ours lets go of gathered parameters, nothing else may hold them."""
+    import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    handle = runtime._handle_reshard
+
+    def and_look(self: Any, action: Any, context: Any) -> None:
+        state = next(s for s in self.schedule._stages if s.stage_index == action.stage_index).state
+        shards, whole = (
+            [v.untyped_storage() for v in values if isinstance(v, torch.Tensor)]
+            for values in (state.flat_param_values, state.unsharded_param_values)
+        )
+        own = {storage._cdata for storage in shards}
+        gathered = [StorageWeakRef(storage) for storage in whole if storage._cdata not in own]
+        del whole
+        handle(self, action, context)
+        if not all(ref.expired() for ref in gathered):
+            gc.collect()  # of the first step, cycles that compiling has left
+        if not all(ref.expired() for ref in gathered):
+            raise RuntimeError(f"something holds gathered parameters behind {action}")
+
+    runtime._handle_reshard = and_look
+
+
 def _train() -> None:
     """Run torchtitan's ``train.py`` with the arguments of this process."""
     import torch
@@ -301,6 +333,9 @@ def _train() -> None:
     fsdp.set_gradient_divide_factor = sum_alone
     graph_stage = "torchtitan.experiments.graph_trainer.graph_pp.stage"
     importlib.import_module(graph_stage).GraphPipelineStage.fwd_cache = property(_results)
+    if "ours" in sys.argv:
+        runner = "torchtitan.experiments.graph_trainer.graph_pp.runner"
+        _expect_release(importlib.import_module(runner).GraphPipelineRuntime)
     runpy.run_module("torchtitan.train", run_name="__main__")
 
 

@@ -57,6 +57,7 @@ from torch_ext_bucketing.passes.bucketing import BucketUnits  # noqa: E402
 from torch_ext_bucketing.passes.whole_step import whole_step_pass  # noqa: E402
 from torch_ext_bucketing.recipes import recipe  # noqa: E402
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward  # noqa: E402
+from torch_ext_bucketing.scheduling.memory import PeakMemory  # noqa: E402
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks  # noqa: E402
 from torch_ext_bucketing.trainers import torchtitan  # noqa: E402
 
@@ -288,11 +289,18 @@ def _check_pipeline(model, traced, settings, replaced):
     def names_of(listed):
         return [getattr(p, "func", p).__name__ for p in listed]
 
-    trainer = Mock(config=settings, model_parts=[model])
+    trainer = Mock(config=settings, model_parts=[model], optimizers=[])
     trainer.parallel_dims.pp_enabled = True
     with pytest.raises(ValueError, match="inductor_compilation = 'regional', got"):
         registry.POST_INIT_HOOKS["torch_ext_bucketing"](trainer)
+    name = torchtitan.pass_pipeline(PeakMemory(gib=1e-6))
+    with pytest.raises(ValueError, match=r"gib=1e-06.* is less than this rank needs"):
+        registry.POST_INIT_HOOKS[name](trainer)
     trainer.parallel_dims.pp_enabled = False
+    with pytest.raises(ValueError, match=r"the choice of config.compile.memory_policy"):
+        registry.POST_INIT_HOOKS[name](trainer)
+    with pytest.raises(ValueError, match="is in GiB, got"):
+        torchtitan.pass_pipeline(PeakMemory(ratio=2))
     with pytest.raises(ValueError, match="before the trainer is built"):
         torchtitan.graph_passes(traced, settings)
     registry.POST_INIT_HOOKS["torch_ext_bucketing"](trainer)
@@ -320,7 +328,10 @@ def test_the_readmes_config(fake_world):
     ("options", "equal"),
     [
         ("--ways ours killed --gather bfloat16", "10 of 10 ours"),
-        ("--ways eager ours --gather float32 --pipeline Interleaved1F1B:4", "10 of 10 eager"),
+        (
+            "--ways eager ours --gather float32 --pipeline Interleaved1F1B:4 --mib 25",
+            "10 of 10 eager",
+        ),
     ],
 )
 def test_their_train_py_trains_to_the_same_bits(capsys, options, equal):

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
 from typing import Any
 
+_BETWEEN_RANKS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")
 
-def actions_of(schedule: Any) -> list[tuple[int, str]]:
-    """What this rank does in a step: the stage and the kind of each action, as torch writes it;
-    those that overlap one after the other."""
-    found = []
-    for action in schedule.pipeline_order_with_comms[schedule.rank]:
-        for one in action.sub_actions or (action,):
-            found.append((one.stage_index, one.computation_type.value))
-    return found
+
+def actions_of(schedule: Any) -> list[tuple[tuple[int, str], ...]]:
+    """What this rank does in a step: stage and kind, as torch writes it, of each action; of two
+    where it overlaps them."""
+    return [
+        tuple((one.stage_index, one.computation_type.value) for one in a.sub_actions or (a,))
+        for a in schedule.pipeline_order_with_comms[schedule.rank]
+    ]
+
+
+def replace_actions(schedule: Any, actions: Sequence[tuple[tuple[int, str], ...] | int]) -> None:
+    """Have this rank do other actions, from its first one on a stage, which runs now::
+
+        RECV_F  UNSHARD  F ..           UNSHARD runs: what stands before it, and it, stay
+        RECV_F  UNSHARD  the rest of `actions`
+
+    Args:
+        schedule: its list is changed in place, as the step that runs goes through it.
+        actions: of a whole step: places in its list, and new ones of one stage.
+    """
+    schedules: Any = importlib.import_module("torch.distributed.pipelining.schedules")
+    order = schedule.pipeline_order_with_comms[schedule.rank]
+    kinds = [action.computation_type.value for action in order]
+    begun = next(i for i, kind in enumerate(kinds) if kind not in _BETWEEN_RANKS) + 1
+    order[begun:] = [
+        order[a]
+        if isinstance(a, int)
+        else schedules._Action(a[0][0], schedules._ComputationType(a[0][1]), None)
+        for a in actions
+        if not isinstance(a, int) or a >= begun
+    ]

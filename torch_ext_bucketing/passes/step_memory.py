@@ -70,7 +70,7 @@ def _tensor_bytes(state: dict[str, object]) -> int:
     return sum(t.nbytes for t in tensors if t.dim())  # a number counts steps
 
 
-def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> None:
+def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> int:
     """See that a bound leaves room for anything.
 
     Args:
@@ -78,11 +78,14 @@ def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> None:
         memory: the bound; a ratio is not looked at.
         state: bytes of the optimizer's state.
 
+    Returns:
+        The bytes that it leaves; with a ratio 0.
+
     Raises:
         ValueError: the shards, their gradients and the optimizer's state are larger.
     """
     if memory.gib is None:
-        return
+        return 0
     bound = memory.limit_bytes(0)
     parameters = sum(shard_of(p).nbytes for p in model.parameters())
     gradients = sum(shard_of(p).nbytes for p in model.parameters() if p.requires_grad)
@@ -101,6 +104,7 @@ def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> None:
             "rank, in GiB",
             stacklevel=3,
         )
+    return bound - least
 
 
 def requested_peak() -> int | None:

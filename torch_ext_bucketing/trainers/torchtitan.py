@@ -17,25 +17,35 @@ of its ``memory_policy``. With ``ep_overlap`` torchtitan's chunks of experts' to
 our order of the step stands in the place of its fixed one.
 
 With pipeline parallelism torchtitan runs a stage as several graphs. Those that gather the stage's
-parameters and reduce its gradients run once per step each, and have eager FSDP2's buckets::
+parameters and reduce its gradients have eager FSDP2's buckets::
 
-    unshard    shards -> gathers in buckets -> parameters       kept for all microbatches
+    unshard    shards -> gathers in buckets -> parameters       once per step, where they fit
     forward, backward    of each microbatch, without collectives of parameters
-    reduce     sums of gradients -> reductions in buckets -> gradients of shards
+    reduce     sums of gradients -> reductions in buckets -> gradients of shards, once per step
 
 torchtitan's own bucketing, on the graph that these are cut from, leaves gathers and reductions in
-the graphs of each microbatch. ``trainer.pp_schedule.graph_provider.reports`` has a report of each
-stage of the rank: its collectives, and what it holds at most in the course of the schedule.
+the graphs of each microbatch. Its schedules let a stage's parameters go where other stages are
+next; but what forward saves for backward are views of them, so they stay. Here they go, and under a
+bound on memory they do where the bytes of all stages of the rank ask for it, and are gathered
+again::
+
+    config.compile.pass_pipeline = pass_pipeline(memory=PeakMemory(gib=70))
+
+``trainer.pp_schedule.graph_provider.reports`` has a report of each stage of the rank: its
+collectives, and what it holds at most in the course of the schedule.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.fx as fx
 import torch.nn as nn
 from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes
@@ -44,14 +54,20 @@ from torchtitan.experiments.graph_trainer.registry import (
     register_post_init_hook,
 )
 
-from .._torch.pipelines import actions_of
+from .._torch.pipelines import actions_of, replace_actions
 from .._torch.sharded import name_per_tensor
+from ..agreement.before_run import agree_on_launches
+from ..agreement.launches import launches_of
 from ..passes.pipeline import Pipeline
+from ..passes.step_memory import check_bound, state_bytes
 from ..passes.whole_step import run_passes, whole_step_pass
 from ..recipes import recipe
 from ..reports.compile import CompileReport
 from ..reports.stage import StageReport
-from ..scheduling.stages import StageBytes, bytes_of, stage_reports
+from ..reports.text import sizes_text
+from ..scheduling.memory import PeakMemory
+from ..scheduling.scheduler import BoundNotKeptWarning
+from ..scheduling.stages import StageBytes, bytes_of, stage_reports, views_of, with_residency
 
 _PIPELINE = "torch_ext_bucketing"
 _REPLACED = "joint_transformer_block_bucketing_reordering_pass"
@@ -62,14 +78,48 @@ _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 log = logging.getLogger("torch_ext_bucketing")
 
 
-@register_post_init_hook(_PIPELINE)
-def _started(trainer: Any) -> None:
-    if trainer.parallel_dims.pp_enabled:
-        trainer.pp_schedule.graph_provider = _BucketedStages(trainer.pp_schedule)
-    _trainers[id(trainer.config)] = trainer
+def pass_pipeline(memory: PeakMemory | None = None) -> str:
+    """Add one to torchtitan's pass pipelines.
+
+    Args:
+        memory: with pipeline parallelism, a bound in GiB on all that a rank has in memory in a
+            step, as of :func:`.recipe`. None: every stage's parameters are gathered once per step.
+
+    Returns:
+        Its name, for ``config.compile.pass_pipeline``.
+
+    Raises:
+        ValueError: ``memory`` is a ratio. When the trainer starts: there is no pipeline
+            parallelism, and ``memory_policy`` says what stays; or shards, gradients and optimizer
+            state alone need more.
+    """
+    if memory is not None and memory.gib is None:
+        raise ValueError(f"the bound of a pipeline's stages is in GiB, got {memory!r}")
+    name = _PIPELINE if memory is None else f"{_PIPELINE}, {memory!r}"
+
+    def started(trainer: Any) -> None:
+        if trainer.parallel_dims.pp_enabled:
+            room = None if memory is None else _room(trainer, memory)
+            trainer.pp_schedule.graph_provider = _BucketedStages(trainer.pp_schedule, room)
+        elif memory is not None:
+            raise ValueError(
+                f"{memory!r} bounds the stages of a pipeline, and there is none: what stays in "
+                "memory without one is the choice of config.compile.memory_policy"
+            )
+        _trainers[id(trainer.config)] = trainer
+
+    register_post_init_hook(name)(started)
+    register_pass_pipeline(name)(graph_passes)
+    return name
 
 
-@register_pass_pipeline(_PIPELINE)
+def _room(trainer: Any, memory: PeakMemory) -> int:
+    """Bytes that the bound leaves for stages, beside shards, gradients and optimizer state."""
+    parts = nn.ModuleList(trainer.model_parts)
+    state = sum(state_bytes(parts, optimizer) for optimizer in trainer.optimizers)
+    return check_bound(parts, memory, state)
+
+
 def graph_passes(
     traced: Any, config: Any, *, parallel_dims: Any = None
 ) -> list[Callable[..., Any]]:
@@ -109,7 +159,8 @@ class _BucketedStages:
         ValueError: they would be compiled by Inductor as a whole before the passes run.
     """
 
-    def __init__(self, runtime: Any) -> None:
+    def __init__(self, runtime: Any, room: int | None) -> None:
+        self.room = room
         self.theirs = runtime.graph_provider
         config = self.theirs.compile_config
         if config.inductor_compilation != "regional":
@@ -123,15 +174,137 @@ class _BucketedStages:
 
     def prepare_graphs(self, schedule: Any, ctx: Any, *, loss_kwargs: dict[str, Any]) -> Any:
         """As torchtitan's."""
-        new = [stage for stage in schedule._stages if stage.graphs is None]
+        new = {s.stage_index: s for s in schedule._stages if s.graphs is None}
         overlapped = self.theirs.prepare_graphs(schedule, ctx, loss_kwargs=loss_kwargs)
-        compiled = {stage.stage_index: _bucket(stage) for stage in new}
-        if compiled:
-            nbytes = {stage.stage_index: _bytes_of(stage.graphs) for stage in new}
-            self.reports = stage_reports(actions_of(schedule), compiled, nbytes)
-        for report in self.reports if compiled else ():
+        if new:
+            self._bucket(schedule, new)
+        stages = {stage.stage_index: stage for stage in schedule._stages}
+        return {
+            (forward, backward): _ReleasedPair(
+                theirs, stages[forward].graphs, stages[backward].graphs
+            )
+            for (forward, backward), theirs in overlapped.items()
+        }
+
+    def _bucket(self, schedule: Any, stages: dict[int, Any]) -> None:
+        compiled = {i: _bucket(stage) for i, stage in stages.items()}
+        nbytes = {i: _bytes_of(stage.graphs) for i, stage in stages.items()}
+        actions = actions_of(schedule)
+        planned = with_residency(actions, nbytes, self.room)
+        replace_actions(schedule, planned)
+        for i, stage in stages.items():
+            if stage.graphs.modules.unshard is not None:
+                graph, buckets = stage.graphs.modules.unshard.graph, compiled[i].buckets
+                agree_on_launches(launches_of(graph, f"stage {i}", buckets, repr(planned)))
+                stage.graphs = _Released(stage.graphs, stage.state)
+        self.reports = stage_reports(actions_of(schedule), compiled, nbytes)
+        for report in self.reports:
             log.info("%s", report.to_text().rstrip())
-        return overlapped
+        peak = self.reports[0].rank_peak_bytes
+        if self.room is not None and peak > self.room:
+            reached, bound = sizes_text(peak, self.room)
+            warnings.warn(
+                f"the stages of this rank hold {reached} at their peak, and the bound leaves "
+                f"{bound} beside shards, gradients and optimizer state, although parameters are "
+                "gathered for each action alone: more stages or ranks, smaller microbatches or a "
+                "schedule with fewer of them under way need less",
+                BoundNotKeptWarning,
+                stacklevel=2,
+            )
+
+
+@dataclass(frozen=True)
+class _View:
+    """Where in a gathered parameter a view lies: bytes from its first, and the view's layout."""
+
+    parameter: int
+    offset: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, values: list[Any]) -> torch.Tensor:
+        parameter = values[self.parameter]
+        first = parameter.storage_offset() * parameter.itemsize + self.offset
+        return torch.empty(0, dtype=self.dtype, device=parameter.device).set_(
+            parameter.untyped_storage(), first // self.dtype.itemsize, self.size, self.stride
+        )
+
+
+class _Released:
+    """The graphs of a stage (``GraphPPStageGraphs``), between which no gathered parameter stays::
+
+    forward -> saved values, views of parameters         torchtitan's
+    forward -> saved values, where the views lie         here: backward makes them again, of
+                                                         what is gathered then
+    """
+
+    def __init__(self, theirs: Any, state: Any) -> None:
+        self.theirs, self.state = theirs, state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.theirs, name)
+
+    def _gathered(self) -> list[Any]:
+        if not self.state.unsharded_param_values:
+            values = self.theirs.unshard_params(self.state.flat_param_values)
+            self.state.unsharded_param_values = values
+        found: list[Any] = self.state.unsharded_param_values
+        return found
+
+    def let_go(self, saved: Sequence[Any]) -> tuple[Any, ...]:
+        """``saved`` with places in the parameters gathered now for views of them."""
+        tensors = {i: v for i, v in enumerate(self._gathered()) if isinstance(v, torch.Tensor)}
+        by_storage = {v.untyped_storage().data_ptr(): i for i, v in tensors.items() if v.numel()}
+
+        def place(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.numel():
+                return value
+            i = by_storage.get(value.untyped_storage().data_ptr())
+            if i is None:
+                return value
+            of = tensors[i]
+            offset = value.storage_offset() * value.itemsize - of.storage_offset() * of.itemsize
+            return _View(i, offset, value.dtype, tuple(value.shape), value.stride())
+
+        return tuple(map(place, saved))
+
+    def again(self, saved: Sequence[Any]) -> tuple[Any, ...]:
+        """The reverse of :meth:`let_go`, of the parameters gathered now."""
+        return tuple(v.of(self._gathered()) if isinstance(v, _View) else v for v in saved)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output, saved = self.theirs.forward(*args, **kwargs)
+        return output, self.let_go(saved)
+
+    def full_backward(self, output: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.theirs.full_backward(output, self.again(saved), *args, **kwargs)
+
+    def backward_input(self, output: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
+        grads, more = self.theirs.backward_input(output, self.again(saved), *args, **kwargs)
+        return grads, self.let_go(more)
+
+    def backward_weight(self, saved: Any) -> Any:
+        return self.theirs.backward_weight(self.again(saved))
+
+
+@dataclass(frozen=True)
+class _ReleasedPair:
+    """The graph of a forward and a backward that overlap (``GraphPPOverlapGraphs``), of stages that
+    may be :class:`_Released`."""
+
+    theirs: Any
+    forward: Any
+    backward: Any
+
+    def forward_backward(self, **kwargs: Any) -> Any:
+        if isinstance(self.backward, _Released):
+            name = "backward_saved_values_for_backward"
+            kwargs[name] = self.backward.again(kwargs[name])
+        *gradients, output, saved = self.theirs.forward_backward(**kwargs)
+        if isinstance(self.forward, _Released):
+            saved = self.forward.let_go(saved)
+        return *gradients, output, saved
 
 
 def _bucket(stage: Any) -> CompileReport:
@@ -161,16 +334,32 @@ def _bucket(stage: Any) -> CompileReport:
 
 def _bytes_of(graphs: Any) -> StageBytes:
     """What a stage's graphs make and hold."""
-    modules = graphs.modules
+    modules, meta = graphs.modules, graphs.meta
     gathered, unshard = bytes_of(modules.unshard.graph) if modules.unshard else (0, 0)
-    saved, forward = bytes_of(modules.fw.graph, graphs.meta.num_user_outputs)
+    saved, forward = bytes_of(modules.fw.graph, meta.num_user_outputs)
     gradients, backward = bytes_of(modules.full_bw.graph)
     running = {"UNSHARD": unshard - gathered, "F": forward - saved, "B": backward, "W": backward}
+    parameters = modules.fw.graph.find_nodes(op="placeholder")[: meta.num_fw_unsharded_param_inputs]
+    views = views_of(modules.fw.graph, parameters)[meta.num_user_outputs :]
+    names = {
+        n
+        for n, is_view in zip(meta.partition.saved_for_backward_names, views, strict=False)
+        if is_view
+    }
+    reads = set("FBIW" if names else "F")
     if modules.bw_di is not None and modules.bw_dw is not None:
         running |= {"I": bytes_of(modules.bw_di.graph)[1], "W": bytes_of(modules.bw_dw.graph)[1]}
+        inputs = modules.bw_di.graph.find_nodes(op="placeholder")
+        read = [
+            n
+            for n, name in zip(inputs, meta.partition.bwd_input_names, strict=True)
+            if name in names
+        ]
+        if not any(views_of(modules.bw_di.graph, read)[meta.num_input_grad_values :]):
+            reads.discard("W")
     if modules.reduce_grad is not None:
         running["REDUCE_GRAD"] = bytes_of(modules.reduce_grad.graph)[1]
-    return StageBytes(gathered, saved, gradients, running)
+    return StageBytes(gathered, saved, gradients, running, frozenset(reads))
 
 
 def _undescribed_output(graph: fx.Graph) -> fx.Node:
@@ -187,3 +376,6 @@ def _units(part: nn.Module) -> list[tuple[str, ...]]:
     last = tuple(name for name in ("norm", "lm_head") if has.get(name) is not None)
     first = [("tok_embeddings",)] if has.get("tok_embeddings") is not None else []
     return [*first, *layers, *([last] if last else [])]
+
+
+pass_pipeline()
