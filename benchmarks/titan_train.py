@@ -297,10 +297,11 @@ def _expect_release(runtime: Any) -> None:
         gathered = [StorageWeakRef(storage) for storage in whole if storage._cdata not in own]
         del whole
         handle(self, action, context)
-        if not all(ref.expired() for ref in gathered):
-            gc.collect()  # of the first step, cycles that compiling has left
-        if not all(ref.expired() for ref in gathered):
-            raise RuntimeError(f"something holds gathered parameters behind {action}")
+        until = time.monotonic() + 1
+        while not all(ref.expired() for ref in gathered):
+            if time.monotonic() > until:
+                raise RuntimeError(f"something holds gathered parameters behind {action}")
+            gc.collect()  # compiling leaves cycles, and gloo's thread lets go a moment later
 
     runtime._handle_reshard = and_look
 
