@@ -297,11 +297,12 @@ def _expect_release(runtime: Any) -> None:
         gathered = [StorageWeakRef(storage) for storage in whole if storage._cdata not in own]
         del whole
         handle(self, action, context)
-        until = time.monotonic() + 1
-        while not all(ref.expired() for ref in gathered):
-            if time.monotonic() > until:
-                raise RuntimeError(f"something holds gathered parameters behind {action}")
-            gc.collect()  # compiling leaves cycles, and gloo's thread lets go a moment later
+        for _ in range(100):
+            if all(ref.expired() for ref in gathered):
+                return
+            time.sleep(0.02)  # gloo's thread lets go a moment later
+            gc.collect()  # compiling leaves cycles
+        raise RuntimeError(f"something holds gathered parameters behind {action}")
 
     runtime._handle_reshard = and_look
 
