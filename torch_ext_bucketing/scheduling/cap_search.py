@@ -5,7 +5,8 @@ hold less memory and leave less communication at the ends of a graph. Which is b
 the graph, so several caps are tried: each is planned, and the graph as it would be after merging is
 scheduled on the cost model (:mod:`.merged_model`). First all process groups and kinds get the same
 cap. Then the gathers and the reductions of each group in turn try the next smaller and the next
-larger one. Last, with the best caps and the next larger ones, buckets of reductions are closed
+larger one, and, where the step is still far from what no order can beat, caps between these. Last,
+with the best caps and the next larger ones, buckets of reductions are closed
 where runs of computation between them would become long.
 
 Planning is cheap, scheduling is not. So the caps whose collectives need the least time come first,
@@ -15,6 +16,7 @@ best step so far, and its scheduling ends where the step is known to become long
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
@@ -52,6 +54,9 @@ _LARGEST_MB = 2000.0
 _SHORT_RUN = 8
 """Compute nodes that a bucket of reduce-scatters waits for after the one before: such buckets
 hold fewer gradients at once. Tried where no policy bounds runs."""
+
+_NEAR_BOUND = 1.02
+"""A step within so many times its bound is not worth more caps."""
 
 _Caps: TypeAlias = tuple[tuple[tuple[str, str], float], ...]
 
@@ -179,6 +184,7 @@ class _Search:
             for near in (at - 1, at + 1):
                 if 0 <= near < len(ladder):
                     self.attempt({**caps, key: ladder[near]})
+        self._try_between(ladder)
         if self._max_run is None:
             best = self.best()
             self._try(dict(best) or ladder[0], _SHORT_RUN)
@@ -186,6 +192,23 @@ class _Search:
                 self._try(cap, _SHORT_RUN)
         chosen = self.best()
         return self.plan(dict(chosen) or ladder[0], self.runs[chosen])
+
+    def _try_between(self, ladder: list[float]) -> None:
+        """Caps between the best and the next smaller or larger ones of ``ladder``: for all groups
+        and kinds, and for each in turn."""
+        rungs = sorted({*ladder, *(_between(*pair) for pair in itertools.pairwise(ladder))})
+        for keys in [[key for key, _ in self.best()], *([key] for key, _ in self.best())]:
+            for step in (-1, 1):
+                best = self.best()
+                report = self.tried[best]
+                if report.step_ms[1] <= _NEAR_BOUND * report.bound_ms:
+                    return
+                caps = dict(best)
+                for key in keys:
+                    at = rungs.index(caps[key]) + step
+                    caps[key] = rungs[at] if 0 <= at < len(rungs) else caps[key]
+                if caps != dict(best):
+                    self.attempt(caps)
 
     def plan(self, caps: Any, max_run: int | None = None) -> MergePlan:
         """The plan for the graph itself, with buckets that leave no longer runs."""
@@ -283,6 +306,11 @@ class _Search:
 
     def best(self) -> _Caps:
         return min(self.tried, key=lambda k: _rank(self.tried[k]))
+
+
+def _between(cap: float, larger: float) -> float:
+    """The geometric mean, in two digits."""
+    return float(f"{math.sqrt(cap * larger):.2g}")
 
 
 def _top(caps: _Caps) -> float:
