@@ -112,6 +112,7 @@ CHUNKS: dict[str, Chunks] = {
 
 def estimate(chunks: Chunks, layers: int) -> dict[str, Any]:
     """Both orders of a step on the cost model."""
+    torch._dynamo.reset()  # attention is compiled while it is traced, for sizes of its own
     start_world(Layout(RANKS, expert=chunks.expert))
     config = TitanConfig(layers=layers)
     given, theirs = orders(config, chunks)

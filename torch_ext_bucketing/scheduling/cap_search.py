@@ -80,7 +80,7 @@ def choose_caps(
             data are taken as, and what is in memory beside the inputs.
         policies: as of :func:`.schedule`.
         caps_mb: what to try, ascending, in MiB; None tries :data:`CAPS_MB`, and larger ones where
-            the largest is the best. Where all miss a bound, smaller ones are tried. Caps that can't
+            the largest is the best, and ones between. Where all miss a bound, smaller ones are tried. Caps that can't
             make a faster step than others are passed over.
         kinds: what is bucketed.
         machine: what the cost model times nodes for.
@@ -163,7 +163,8 @@ class _Search:
         self._known: dict[tuple[Any, ...], ScheduleReport | None] = {}
 
     def run(self, ladder: list[float], largest: float) -> MergePlan:
-        """Try caps of ``ladder``, in MiB ascending, and others near the best, up to ``largest``.
+        """Try caps of ``ladder``, in MiB ascending, and others near the best, up to ``largest``;
+        none but those of ``ladder`` where that is 0.
 
         Returns:
             The plan with the best.
@@ -184,7 +185,8 @@ class _Search:
             for near in (at - 1, at + 1):
                 if 0 <= near < len(ladder):
                     self.attempt({**caps, key: ladder[near]})
-        self._try_between(ladder)
+        if largest:
+            self._try_between(ladder)
         if self._max_run is None:
             best = self.best()
             self._try(dict(best) or ladder[0], _SHORT_RUN)
