@@ -46,6 +46,7 @@ from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.scheduling import Schedule
 from torch_ext_bucketing.reports.text import sizes_text
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
+from torch_ext_bucketing.scheduling import cap_search
 from torch_ext_bucketing.scheduling.cap_search import _Search, choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
 from torch_ext_bucketing.scheduling.list_schedule import ListScheduler, list_schedule
@@ -886,6 +887,21 @@ TriedCaps(caps_mb=(('0 all_gather', 0.046875),), step_ms=14.000013999999998, pea
 3 members, closed by bytes
 2 members, closed by end""",
     )
+
+
+def test_caps_between_the_rungs_are_tried_where_none_were_given(monkeypatch):
+    """With a third of the bytes more than fit, 4 and 4 members instead of 3, 3 and 2."""
+    gm = forward_graph(8)
+    shard = 1.5 * DIM * DIM * 4 / 2**20
+    caps = [shard, 2 * shard, 4 * shard, 8 * shard]
+    monkeypatch.setattr(cap_search, "CAPS_MB", tuple(caps))
+    steps = []
+    for given in (caps, None):
+        policies = [Overlap(), PeakMemory(ratio=1.6)]
+        _, report = choose_caps(gm.graph, policies, caps_mb=given, machine=machine(2.0))
+        assert not report.chosen.misses
+        steps.append(report.chosen.step_ms)
+    assert steps == [pytest.approx(14, abs=1e-3), pytest.approx(12, abs=1e-3)]
 
 
 def test_a_report_in_words():
