@@ -896,9 +896,9 @@ def test_caps_between_the_rungs_are_tried_where_none_were_given(monkeypatch):
     caps = [shard, 2 * shard, 4 * shard, 8 * shard]
     monkeypatch.setattr(cap_search, "CAPS_MB", tuple(caps))
     steps = []
-    for given in (caps, None):
+    for tried in (caps, None):
         policies = [Overlap(), PeakMemory(ratio=1.6)]
-        _, report = choose_caps(gm.graph, policies, caps_mb=given, machine=machine(2.0))
+        _, report = choose_caps(gm.graph, policies, caps_mb=tried, machine=machine(2.0))
         assert not report.chosen.misses
         steps.append(report.chosen.step_ms)
     assert steps == [pytest.approx(14, abs=1e-3), pytest.approx(12, abs=1e-3)]
