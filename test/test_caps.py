@@ -45,8 +45,8 @@ from torch_ext_bucketing.bucketing.groups import chosen_groups, primary_group
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
 from torch_ext_bucketing.bucketing.structure import fsdp_starts
-from torch_ext_bucketing.fsdp.tags import Tag, set_tag
 from torch_ext_bucketing.graph.collectives import KINDS, bucket_key, group_name, kind_of, wire_bytes
+from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.graph.writes import unordered_writes
 
 MIB = 2**20

@@ -30,8 +30,8 @@ import torch.fx as fx
 
 from .._torch.process_groups import group_by_name, ranks_of
 from ..fsdp.all_to_all import SUM, steps_of
-from ..fsdp.tags import mark_replaced, tag_of
 from ..graph.collectives import argument, group_name, group_size, is_wait, kind_of, reduce_op
+from ..graph.tags import mark_replaced, tag_of
 from .groups import is_inside
 from .merge import BACKWARD
 from .pack import Writer

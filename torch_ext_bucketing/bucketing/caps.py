@@ -27,10 +27,10 @@ from typing import Any, Literal, TypeAlias
 import torch.fx as fx
 
 from .._torch.estimates import default_cap_mb
-from ..fsdp.tags import is_bucket, member_count
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import KINDS, Kind, check_kinds, started_by
 from ..graph.hook_guard import reading_only
+from ..graph.tags import is_bucket, member_count
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 from .contraction import Contraction

@@ -11,7 +11,6 @@ import torch
 import torch.fx as fx
 
 from .._torch.symbols import depends_on_data
-from ..fsdp.tags import Tag, home_group, is_bucket, tag_of
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import (
     Kind,
@@ -22,6 +21,7 @@ from ..graph.collectives import (
     kind_of,
     wire_bytes,
 )
+from ..graph.tags import Tag, home_group, is_bucket, tag_of
 from ..reports.base import LeftAlone
 
 UNTAGGED = "it serves no known parameter"

@@ -17,7 +17,6 @@ from .._gc import paused_gc
 from .._torch.aot import stage_of
 from .._torch.estimates import size_hint
 from .._torch.sorting import sort_topologically
-from ..fsdp.tags import set_member_tags, tag_of
 from ..graph.collectives import (
     Kind,
     count_collectives,
@@ -29,6 +28,7 @@ from ..graph.collectives import (
 )
 from ..graph.hook_guard import reading_only
 from ..graph.snapshot import unchanged_on_error
+from ..graph.tags import set_member_tags, tag_of
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
 from ..reports.graph import GraphReport, emit
 from .pack import pack, packed_values

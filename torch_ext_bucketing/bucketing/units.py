@@ -8,11 +8,11 @@ from typing import Any
 import torch.fx as fx
 
 from .._torch.aot import in_backward
-from ..fsdp.tags import Tag
 from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
 from ..graph.regions import Structures, cuts_behind, positions
+from ..graph.tags import Tag
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy
 from .contraction import Contraction

@@ -20,9 +20,9 @@ import torch.fx as fx
 from .._torch.sorting import sort_topologically
 from ..bucketing.members import unmergeable
 from ..bucketing.pack import pack
-from ..fsdp.tags import tag_of
 from ..graph.collectives import bucket_key, kind_of, reduce_op
 from ..graph.snapshot import unchanged_on_error
+from ..graph.tags import tag_of
 from ..graph.writes import unordered_writes
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import AmaxReport, LeftAlone

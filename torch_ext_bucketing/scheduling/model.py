@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch.fx as fx
 
-from ..fsdp.tags import replaced_kind
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind, is_compute, is_view, kind_of, started_by
 from ..graph.dependencies import Precedence, unused
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import Storages
 from ..graph.size_hints import GivenHints, SizeHints
+from ..graph.tags import replaced_kind
 from ..graph.uneven import ShardSide
 from .cost import Costs
 from .machine import H100, Machine

@@ -35,7 +35,6 @@ from .._torch import aot as _aot
 from ..bucketing.members import unmergeable
 from ..bucketing.plan import Bucket
 from ..fsdp.tag_graph import parameter_chains, read_in_forward
-from ..fsdp.tags import tag_of
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import (
     KINDS,
@@ -47,6 +46,7 @@ from ..graph.collectives import (
     kind_of,
 )
 from ..graph.liveness import Liveness, Storages
+from ..graph.tags import tag_of
 from .activations import Activations
 from .cost import Costs
 from .merged_model import merged_model
