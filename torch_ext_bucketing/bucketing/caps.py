@@ -30,12 +30,11 @@ from .._torch.estimates import default_cap_mb
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import KINDS, Kind, check_kinds, started_by
 from ..graph.hook_guard import reading_only
-from ..graph.tags import is_bucket, member_count
+from ..graph.records import UNTAGGED, Collective
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 from .contraction import Contraction
 from .groups import Counts, GroupFilter, chosen_groups
-from .members import UNTAGGED, Collective, collectives_of
 from .plan import Bucket, MergePlan
 from .structure import fsdp_starts
 
@@ -113,7 +112,7 @@ class CapPlanner:
         analysis = GraphAnalysis.of(graph)
         self._graph = analysis.graph
         with _reading_only(self._graph, eligible=eligible, group_filter=group_filter):
-            self._contracted = Contraction(analysis.nodes, analysis.unordered_writes)
+            self._contracted = Contraction(analysis)
             self._candidates = _candidates(analysis, kinds, eligible)
             self._scopes = _scopes(self._candidates.counts, group_filter)
         self._analysis = analysis
@@ -186,17 +185,19 @@ def _candidates(
         is_eligible, otherwise = (lambda c: c.tag), UNTAGGED
     elif eligible == "structure":
         ours = fsdp_starts(analysis.graph)
-        is_eligible = lambda c: c.start in ours or is_bucket(c.start)  # noqa: E731
+        is_eligible = lambda c: c.start in ours or c.merged  # noqa: E731
         otherwise = "it is no collective of FSDP by its place in the graph"
     else:
         is_eligible, otherwise = _asking(eligible), "it is not eligible"
 
-    for c in collectives_of(analysis, {*kinds, "all_gather"}):
+    for c in analysis.collectives.values():
+        if c.kind not in kinds and c.kind != "all_gather":
+            continue
         wanted = is_eligible(c)
         if wanted:
             # A bucket counts as its members, so that planning again comes out the same.
             counts = found.counts.setdefault(c.home, dict.fromkeys(KINDS, 0))
-            counts[c.kind] += member_count(c.start)
+            counts[c.kind] += c.count
         if c.kind not in kinds:
             continue
         why = c.why_not or ("" if wanted else otherwise)

@@ -18,9 +18,9 @@ from typing import Any
 import torch.fx as fx
 
 from .._torch.sorting import sort_topologically
-from ..bucketing.members import unmergeable
 from ..bucketing.pack import pack
 from ..graph.collectives import bucket_key, kind_of, reduce_op
+from ..graph.records import unmergeable
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
 from ..graph.writes import unordered_writes

@@ -32,7 +32,6 @@ from typing import Any
 import torch.fx as fx
 
 from .._torch import aot as _aot
-from ..bucketing.members import unmergeable
 from ..bucketing.plan import Bucket
 from ..fsdp.tag_graph import parameter_chains, read_in_forward
 from ..graph.analysis import GraphAnalysis
@@ -46,6 +45,7 @@ from ..graph.collectives import (
     kind_of,
 )
 from ..graph.liveness import Liveness, Storages
+from ..graph.records import unmergeable
 from ..graph.tags import tag_of
 from .activations import Activations
 from .cost import Costs
