@@ -481,7 +481,7 @@ def test_structure_is_what_torch_takes_for_fsdp(seed, size):
             or (kind == "all_reduce" and group_name(node) in groups)
         ):
             expected.append(node)
-    assert list(fsdp_starts(gm.graph)) == expected
+    assert list(fsdp_starts(GraphAnalysis(gm.graph))) == expected
 
 
 @pytest.mark.skipif(

@@ -28,14 +28,14 @@ import torch.fx as fx
 
 from .._torch.estimates import default_cap_mb
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import KINDS, Kind, check_kinds, started_by
+from ..graph.collectives import KINDS, Kind, check_kinds
 from ..graph.hook_guard import reading_only
 from ..graph.records import UNTAGGED, Collective
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 from .contraction import Contraction
 from .groups import Counts, GroupFilter, chosen_groups
-from .plan import Bucket, MergePlan
+from .plan import Bucket, MergePlan, left_alone
 from .structure import fsdp_starts
 
 Cap: TypeAlias = float | Callable[[int], float]
@@ -141,7 +141,7 @@ class CapPlanner:
         if self._scopes != [None]:
             chosen = {group for groups in self._scopes for group in groups or ()}
             left += [
-                c.left_alone(f"the group filter leaves out group {c.home}")
+                left_alone(c, f"the group filter leaves out group {c.home}")
                 for c in found.mergeable
                 if c.home not in chosen
             ]
@@ -184,7 +184,7 @@ def _candidates(
     if eligible == "tag":
         is_eligible, otherwise = (lambda c: c.tag), UNTAGGED
     elif eligible == "structure":
-        ours = fsdp_starts(analysis.graph)
+        ours = fsdp_starts(analysis)
         is_eligible = lambda c: c.start in ours or c.merged  # noqa: E731
         otherwise = "it is no collective of FSDP by its place in the graph"
     else:
@@ -202,14 +202,11 @@ def _candidates(
             continue
         why = c.why_not or ("" if wanted else otherwise)
         if why:
-            found.left.append(c.left_alone(why))
+            found.left.append(left_alone(c, why))
         else:
             found.mergeable.append(c)
-    by_start = {c.start: c for c in found.mergeable}
-    for node in analysis.nodes:
-        start = started_by(node)
-        if start in by_start:
-            found.in_wait_order[by_start[start].kind].append(by_start[start])
+    for c in sorted(found.mergeable, key=lambda c: analysis.position[c.wait]):
+        found.in_wait_order[c.kind].append(c)
     return found
 
 

@@ -16,7 +16,7 @@ import torch.fx as fx
 from .._gc import paused_gc
 from .._torch.sorting import sort_topologically
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import Kind, kind_of
+from ..graph.collectives import Kind
 from ..graph.hook_guard import reading_only
 from ..graph.records import Collective
 from ..graph.snapshot import unchanged_on_error
@@ -127,7 +127,7 @@ def merge_buckets(
     reports = []
     for bucket in plan.buckets:
         if bucket.kind == "all_gather":
-            _hoist_inputs(bucket, position)
+            _hoist_inputs(bucket, position, analysis.collectives)
         members = [analysis.collectives[m] for m in bucket.members]
         reports.append(_apply_bucket(graph, bucket, members, keys, packed_by))
     if reports or plan.duplicates:
@@ -184,8 +184,8 @@ def _apply_bucket(
     ranks, op = first.ranks, first.reduce_op
 
     before = first.start if bucket.kind == "all_gather" else members[-1].start.next
-    new_nodes = pack(graph, bucket.members, [m.start for m in payload], before)
-    start = next(n for n in new_nodes if kind_of(n) is not None)
+    in_order = [m.start for m in payload]
+    start, new_nodes = pack(graph, bucket.kind, bucket.members, in_order, before)
     # Every new node has the first member's annotations; the start alone lists all members.
     set_member_tags(start, [m.tag for m in payload])
     if all(m.in_backward for m in members):
@@ -208,7 +208,9 @@ def _apply_bucket(
     )
 
 
-def _hoist_inputs(bucket: Bucket, position: dict[fx.Node, int]) -> None:
+def _hoist_inputs(
+    bucket: Bucket, position: dict[fx.Node, int], collectives: Collection[fx.Node]
+) -> None:
     """Move what leads from the parameters to a bucket's later members before its first member.
 
     Which ranks pad their shard of an uneven parameter differs, and so does whether there is a node
@@ -229,7 +231,7 @@ def _hoist_inputs(bucket: Bucket, position: dict[fx.Node, int]) -> None:
                 late[node] = None
                 stack.extend(node.all_input_nodes)
         # Behind another collective it can't be moved alone; the final sort places it.
-        if any(n not in position or kind_of(n) is not None for n in late):
+        if any(n not in position or n in collectives for n in late):
             continue
         for node in sorted(late, key=position.__getitem__):
             first.prepend(node)

@@ -15,7 +15,7 @@ from ..graph.tags import Tag
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy
 from .contraction import Contraction
-from .plan import Bucket, MergePlan
+from .plan import Bucket, MergePlan, left_alone
 
 
 class UncoveredParametersWarning(UserWarning):
@@ -48,15 +48,15 @@ def plan_units(
         if c.kind not in kinds:
             continue
         if c.tag is None:
-            left.append(c.left_alone(UNTAGGED))
+            left.append(left_alone(c, UNTAGGED))
             continue
         unit, why = _unit_of(c.tag, units)
         if unit is None:
             uncovered.update(dict.fromkeys(f for f in c.fqns if units.unit_of(f) is None))
-            left.append(c.left_alone(why))
+            left.append(left_alone(c, why))
             continue
         if c.why_not:
-            left.append(c.left_alone(c.why_not))
+            left.append(left_alone(c, c.why_not))
             continue
         # In a trace of a whole step, a gather in backward is there to free memory in between.
         again = c.kind == "all_gather" and c.in_backward
@@ -93,7 +93,7 @@ def plan_units(
                 buckets.append(Bucket(first.kind, unit, starts, closed_by, detail))
             else:
                 why = "nothing can be merged with it without a cycle"
-                left.append(members[0].left_alone(why))
+                left.append(left_alone(members[0], why))
     buckets.sort(key=lambda b: analysis.position[b.members[0]])
     return MergePlan(
         tuple(buckets),

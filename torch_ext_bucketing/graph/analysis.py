@@ -19,7 +19,7 @@ from functools import cached_property
 import torch.fx as fx
 
 from .._torch.aot import stage_of
-from .collectives import KINDS, Kind, is_compute, kind_of
+from .collectives import KINDS, Kind, group_name, is_collective, is_compute, kind_of
 from .dependencies import Dependencies
 from .graph_of import GraphLike, graph_of
 from .liveness import Liveness
@@ -85,6 +85,11 @@ class GraphAnalysis:
     def collectives(self) -> dict[fx.Node, Collective]:
         """The record of each start, in graph order."""
         return {start: record_of(start, kind) for start, kind in self.kinds.items()}
+
+    @cached_property
+    def groups(self) -> dict[fx.Node, str]:
+        """The process group's name of each start, all-to-alls included, in graph order."""
+        return {n: group_name(n) for n in self.nodes if is_collective(n)}
 
     @cached_property
     def gathered_values(self) -> dict[fx.Node, int]:

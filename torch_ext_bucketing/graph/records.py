@@ -13,7 +13,6 @@ import torch.fx as fx
 from .._torch import aot as _aot
 from .._torch.estimates import size_hint
 from .._torch.symbols import depends_on_data
-from ..reports.base import LeftAlone
 from .collectives import (
     Kind,
     bucket_key,
@@ -62,6 +61,11 @@ class Collective:
         """Its parameters, as far as they are known."""
         return () if self.tag is None else self.tag.fqns
 
+    @property
+    def wait(self) -> fx.Node:
+        """The wait for it, of one that has no ``why_not``."""
+        return next(iter(self.start.users))
+
     @cached_property
     def ranks(self) -> int:
         """The number of ranks in its process group."""
@@ -100,10 +104,6 @@ class Collective:
     def nbytes(self) -> int:
         """Bytes of :attr:`shape`."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-    def left_alone(self, reason: str) -> LeftAlone:
-        """The record of it where it is not merged."""
-        return LeftAlone(self.fqns, reason, self.start.name)
 
 
 def record_of(start: fx.Node, kind: Kind) -> Collective:

@@ -74,7 +74,7 @@ def merge_amax(graph: fx.Graph) -> AmaxReport:
     with unchanged_on_error(graph):
         for members in groups.values():
             if len(members) > 1:
-                pack(graph, members, members, members[-1].next)
+                pack(graph, "all_reduce", members, members, members[-1].next)
         if merged:
             sort_topologically(graph)
             graph.lint()
