@@ -94,7 +94,10 @@ def new_groups(rows: Sequence[Sequence[int]], backend: str) -> Any:
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """The ranks in ``group``, by their numbers in the default group, ascending."""
+    """The ranks in a group, given as such or by its name in graphs, by their numbers in the default
+    group, ascending."""
+    if isinstance(group, str):
+        group = group_by_name(group)
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 

@@ -28,10 +28,10 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
-from .._torch.process_groups import group_by_name, ranks_of
+from .._torch.process_groups import ranks_of
 from ..fsdp.all_to_all import SUM, steps_of
-from ..fsdp.tags import mark_replaced, tag_of
-from ..graph.collectives import argument, group_name, group_size, is_wait, kind_of, reduce_op
+from ..fsdp.tags import Tag, mark_replaced, tag_of
+from ..graph.collectives import argument, group_name, group_size, kind_of, only_wait, reduce_op
 from .groups import is_inside
 from .merge import BACKWARD
 from .pack import Writer
@@ -59,37 +59,28 @@ def replaceable(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
     Not an all-reduce inside one of these ranks, as of tensor parallelism, whose result another
     reduction of the same parameter adds up: a process group adds it for eager FSDP2 as well.
     """
-    found = [node for node in nodes if _adds_gradients(node)]
+    tags = {n: tag for n in nodes if _adds(n) and (tag := tag_of(n)) is not None}
     groups: dict[str, dict[str, None]] = {}
-    for node in found:
-        for fqn in _fqns(node):
+    for node, tag in tags.items():
+        for fqn in tag.fqns:
             groups.setdefault(fqn, {})[group_name(node)] = None
-    names = {group: None for of_one in groups.values() for group in of_one}
-    ranks = {name: ranks_of(group_by_name(name)) for name in names}
+    ranks = {group: ranks_of(group) for of_one in groups.values() for group in of_one}
 
-    def inside(start: fx.Node) -> bool:
-        mine, others = ranks[group_name(start)], (g for f in _fqns(start) for g in groups[f])
+    def inside(start: fx.Node, tag: Tag) -> bool:
+        mine, others = ranks[group_name(start)], (g for fqn in tag.fqns for g in groups[fqn])
         return any(is_inside(mine, ranks[other]) for other in others)
 
-    return {n: None for n in found if kind_of(n) != "all_reduce" or not inside(n)}
+    return {n: None for n, tag in tags.items() if tag.kind != "all_reduce" or not inside(n, tag)}
 
 
-def _fqns(start: fx.Node) -> tuple[str, ...]:
-    tag = tag_of(start)
-    return () if tag is None else tag.fqns
-
-
-def _adds_gradients(start: fx.Node) -> bool:
-    """Whether it adds up gradients of parameters, and one wait alone reads it."""
-    if start.target not in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default):
-        return False
+def _adds(start: fx.Node) -> bool:
+    """Whether it adds up over ranks in floating point, and one wait alone reads it."""
     return (
-        tag_of(start) is not None
+        start.target in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
         and reduce_op(start) in ("sum", "avg")
         and start.meta["val"].dtype in _DTYPES
         and group_size(start) > 1
-        and len(start.users) == 1
-        and is_wait(next(iter(start.users)))
+        and only_wait(start) is not None
     )
 
 

@@ -18,8 +18,8 @@ from ..graph.collectives import (
     bucket_key,
     group_name,
     group_size,
-    is_wait,
     kind_of,
+    only_wait,
     wire_bytes,
 )
 from ..reports.base import LeftAlone
@@ -91,10 +91,11 @@ def unmergeable(start: fx.Node) -> str:
         return "its shape is unknown (no meta['val'])"
     if "out" in start.kwargs or is_bucket(start):
         return "it is a bucket already"
-    if len(start.users) != 1 or not is_wait(next(iter(start.users))):
+    wait = only_wait(start)
+    if wait is None:
         return "its result is used by other nodes than one wait"
     # What torch's merging takes for granted:
-    if start.kwargs or next(iter(start.users)).kwargs:
+    if start.kwargs or wait.kwargs:
         return "its arguments are given by keyword"
     value = start.all_input_nodes[0].meta.get("val")
     if not isinstance(value, torch.Tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch.fx as fx
@@ -12,7 +12,7 @@ from ..fsdp.tags import Tag
 from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
-from ..graph.regions import Structures, cuts_behind, positions
+from ..graph.regions import Structures, positions
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy
 from .contraction import Contraction
@@ -64,7 +64,10 @@ def plan_units(
         # In a trace of a whole step, a gather in backward is there to free memory in between.
         again = c.kind == "all_gather" and in_backward(c.start)
         if c.kind == "all_gather" and c.start not in analysis.written_roots:
-            same = (c.start.target, again, *_gathered(c, position, structures))
+            # Pads count, too: ranks whose shard of an uneven parameter is short have them, and must
+            # find the same gathers equal as the others.
+            _, number = structures.from_source(c.start.all_input_nodes[0])
+            same = (c.start.target, again, number, c.start.meta["val"].dtype, c.ranks, c.group)
             earlier = first_gather.setdefault(same, c.start)
             if earlier is not c.start:
                 contracted.open(earlier)
@@ -130,18 +133,3 @@ def _unit_of(tag: Tag, units: Units) -> tuple[int | None, str]:
     if len(set(found.values())) > 1:
         return None, f"its parameters {', '.join(tag.fqns)} are in several units"
     return found[tag.fqns[0]], ""
-
-
-def _gathered(
-    gather: Collective, position: Mapping[fx.Node, int], structures: Structures
-) -> tuple[Any, ...]:
-    """A key that equal gathers share: the value, the casts and pads between, dtype, group.
-
-    Pads, too: ranks whose shard of an uneven parameter is short have them, and must find the same
-    gathers equal as the others.
-    """
-    start = gather.start
-    value = start.all_input_nodes[0]
-    cut = list(cuts_behind(value, position))[-1]
-    number = structures.of(cut, value, name=cut.node)
-    return (number, start.meta["val"].dtype, start.args[1], gather.group)

@@ -12,7 +12,7 @@ A sum of two such ends is the end of one such part whose first value is the sum,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,18 @@ class Cut:
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     """The place of every node in the graph, from 0."""
     return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def nodes_behind(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """All calls that lead to ``nodes``, without these."""
+    found: dict[fx.Node, None] = {}
+    stack = [arg for node in nodes for arg in node.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node not in found and node.op == "call_function":
+            found[node] = None
+            stack += node.all_input_nodes
+    return found
 
 
 def cuts_behind(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
@@ -135,6 +147,12 @@ class Structures:
             )
             numbers[node] = self._number((str(node.target), said, str(spec)))
         return numbers[end]
+
+    def from_source(self, value: fx.Node) -> tuple[Cut, int]:
+        """The region behind a value from the first value that it is made of by linear steps, and
+        the number of what is done to that very value."""
+        source = list(cuts_behind(value, self._position))[-1]
+        return source, self.of(source, value, name=source.node)
 
     def _number(self, key: tuple[Any, ...]) -> int:
         return self._numbers.setdefault(key, len(self._numbers))

@@ -22,6 +22,7 @@ from ..bucketing.members import unmergeable
 from ..bucketing.pack import pack
 from ..fsdp.tags import tag_of
 from ..graph.collectives import bucket_key, kind_of, reduce_op
+from ..graph.regions import nodes_behind
 from ..graph.snapshot import unchanged_on_error
 from ..graph.writes import unordered_writes
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
@@ -56,7 +57,7 @@ def merge_amax(graph: fx.Graph) -> AmaxReport:
     for start in graph.nodes:
         tag = tag_of(start)
         if tag is not None and kind_of(start) == "all_gather":
-            for node in _behind(start):
+            for node in nodes_behind([start]):
                 if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
                     found[node] = tuple(dict.fromkeys((*found.get(node, ()), *tag.fqns)))
     groups: dict[Any, list[fx.Node]] = {}
@@ -64,7 +65,7 @@ def merge_amax(graph: fx.Graph) -> AmaxReport:
     writes = unordered_writes(graph.nodes) if found else ()
     for node in [n for n in graph.nodes if n in found]:
         why = "the graph writes to its values" if writes else unmergeable(node)
-        if not why and any(other in found for other in _behind(node)):
+        if not why and any(other in found for other in nodes_behind([node])):
             why = "it waits for another one"
         if why:
             left.append(LeftAlone(found[node], why, node.name))
@@ -79,14 +80,3 @@ def merge_amax(graph: fx.Graph) -> AmaxReport:
             sort_topologically(graph)
             graph.lint()
     return AmaxReport(merged, tuple(left))
-
-
-def _behind(node: fx.Node) -> dict[fx.Node, None]:
-    found: dict[fx.Node, None] = {}
-    stack = list(node.all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found and node.op == "call_function":
-            found[node] = None
-            stack += node.all_input_nodes
-    return found
