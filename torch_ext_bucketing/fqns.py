@@ -19,13 +19,13 @@ if TYPE_CHECKING:  # names can be had without importing torch
 
 # Attribute under which each wrapper keeps the module that it wraps: ``torch.compile``
 # (OptimizedModule), ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``, FSDP1.
-WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def canonical_fqn(fqn: str) -> str:
     """``fqn`` of a module or parameter without the names that wrappers put into it.
 
-    ``a._orig_mod.b`` is ``a.b`` (see ``WRAPPER_ATTRIBUTES``) and
+    ``a._orig_mod.b`` is ``a.b`` (see ``_WRAPPER_ATTRIBUTES``) and
     ``a.parametrizations.weight.original``, where ``torch.nn.utils.parametrize`` moves a parameter,
     is ``a.weight``. A parametrization that keeps several tensors (``original0``, ``original1``:
     weight norm) has no single parameter to name: those stay. What is no string is a TypeError.
@@ -37,7 +37,7 @@ def canonical_fqn(fqn: str) -> str:
     """
     if not isinstance(fqn, str):
         raise TypeError(f"an FQN must be a string, got {fqn!r}")
-    parts = [part for part in fqn.split(".") if part not in WRAPPER_ATTRIBUTES]
+    parts = [part for part in fqn.split(".") if part not in _WRAPPER_ATTRIBUTES]
     if len(parts) >= 3 and parts[-3] == "parametrizations" and parts[-1] == "original":
         parts[-3:] = [parts[-2]]
     return ".".join(parts)
@@ -54,6 +54,23 @@ def canonical_modules(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(canonical_fqn(name), module)
     return modules
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside the wrappers (checkpointing, ``torch.compile``) around it, or itself."""
+    for attribute in _WRAPPER_ATTRIBUTES:
+        inner = module._modules.get(attribute)
+        if inner is not None:
+            return unwrapped(inner)
+    return module
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether a module or one below it has a parameter of its own."""
+    # Asked of every module: ``module.parameters()`` would walk the whole subtree by name.
+    return any(p is not None for p in module._parameters.values()) or any(
+        has_parameters(child) for child in module.children()
+    )
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch.nn as nn
 
-from ..fqns import canonical_fqn, canonical_modules, nearest_names
-from .tree import has_parameters
+from ..fqns import canonical_fqn, canonical_modules, has_parameters, nearest_names
 from .units import UnitSpec, spec_of_units
 
 

@@ -31,7 +31,7 @@ import torch.nn as nn
 from torch.fx.traceback import annotate
 
 from .._torch.fsdp2 import WRAPS_DATACLASSES
-from .tree import unwrapped
+from ..fqns import unwrapped
 from .units import find_units
 
 _KEY = "unit_input"

@@ -167,9 +167,8 @@ class ReshardAfterForward(GraphPass):
             return all(self._kept.unit_of(f) is None for f in tag.fqns)
 
         g = graph_of(graph)
-        choice = _Choice()
+        choice = self._choose(g, compilation) if self.auto else _Choice()
         if self.auto or self.to is None:
-            choice = self._choose(g, compilation) if self.auto else choice
             _mark(parameter_chains(g), choice, is_freed)
         in_part = choice.is_part if self.auto else is_freed
         wanted = choice.parts if self.auto else _aot.stage_of(g) != "inference"
