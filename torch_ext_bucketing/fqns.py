@@ -79,14 +79,17 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     The first name is the one that ``model.named_parameters()`` gives, which is also what FSDP2
     calls the parameter (``FSDPState._init_fqns``).
     """
-    names: dict[nn.Parameter, list[str]] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in own_parameters(module):
-            fqn = canonical_fqn(f"{module_name}.{name}" if module_name else name)
-            known = names.setdefault(parameter, [])
-            if fqn not in known:
-                known.append(fqn)
+    names: dict[nn.Parameter, dict[str, None]] = {}
+    for fqn, parameter, _ in parameters_by_name(model):
+        names.setdefault(parameter, {})[fqn] = None
     return {parameter: tuple(fqns) for parameter, fqns in names.items()}
+
+
+def parameters_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    """Canonical FQN, parameter and owner of every place that a parameter has in ``model``."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in own_parameters(module):
+            yield canonical_fqn(f"{path}.{name}".lstrip(".")), parameter, module
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

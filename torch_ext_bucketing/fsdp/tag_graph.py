@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.fx as fx
@@ -29,7 +29,7 @@ from .._torch import descriptors as _descriptors
 from .._torch.aot import backward_nodes
 from .._torch.dynamo_inputs import module_path
 from .._torch.sharded import shard_of
-from ..fqns import canonical_fqn
+from ..fqns import canonical_fqn, parameters_by_name
 from ..graph.collectives import Kind, is_compute, is_start, kind_of
 from ..graph.graph_of import graph_of
 from ..graph.moves import CONSTANTS, SCALES, is_move
@@ -71,15 +71,15 @@ def tag_joint_graph(
             number. The graph is untouched then.
     """
     graph = graph_of(gm)
-    names = _InputNames(fqn_of)
     nodes = list(graph.nodes)
-    sources = _parameters_behind(nodes, names)
-    sinks = _gradients_ahead(nodes, names, grad_fqns)
+    inputs = {n: _name_of(n, fqn_of) for n in nodes if n.op == "placeholder"}
+    origins = _origins(nodes, inputs)
+    ahead = _gradients_ahead(nodes, inputs, _gradient_outputs(nodes, fqn_of, grad_fqns))
+    shards = _shards_by_module(model)
+    has_descriptors = any("desc" in n.meta for n in nodes if n.op in ("placeholder", "output"))
 
     tags: dict[fx.Node, Tag] = {}
     skipped: list[Untagged] = []
-    by_module = _ModuleFallback(model)
-    has_descriptors = any("desc" in n.meta for n in nodes if n.op in ("placeholder", "output"))
     for node in nodes:
         kind = kind_of(node)
         if kind is None:
@@ -88,14 +88,16 @@ def tag_joint_graph(
         if known is not None:
             tags[node] = known
             continue
-        found = _source_of(node, sources) if kind == "all_gather" else sinks.get(node, _NOWHERE)
-        fqns = found.fqns
+        fqns, reason = ahead.get(node, ()), "its result reaches no parameter's gradient"
+        if kind == "all_gather":
+            origin = origins.get(next(iter(node.all_input_nodes), node), _CONSTANT)
+            fqns, reason = origin.fqns, origin.reason or "it gathers a constant"
         if not fqns and not has_descriptors:
-            fqns = by_module.fqns(node, kind)
+            fqns = _served_in_module(node, kind, shards)
         if fqns:
             tags[node] = Tag(kind, fqns)
         else:
-            skipped.append(Untagged(node.name, kind, found.reason))
+            skipped.append(Untagged(node.name, kind, reason))
     for node, tag in tags.items():
         if not is_bucket(node):
             set_tag(node, tag)
@@ -199,72 +201,55 @@ def _union(
 
 @dataclass(frozen=True)
 class _Origin:
-    """The parameters that a value is made of (or becomes the gradient of), or why there are none.
-    A constant has neither."""
+    """The parameters that a value is a mere rearrangement of, in order of appearance, or why it is
+    of none. A constant has neither."""
 
     fqns: tuple[str, ...] = ()
     reason: str = ""
     gathered: bool = False
 
-    @property
-    def is_constant(self) -> bool:
-        return not self.fqns and not self.reason
-
 
 _CONSTANT = _Origin()
-_NOWHERE = _Origin(reason="its result reaches no parameter's gradient")
 
 
-class _InputNames:
-    """FQN of a parameter's placeholder: by descriptor, else by what the caller says."""
-
-    def __init__(self, fqn_of: FqnOf | None) -> None:
-        self._fqn_of = fqn_of
-
-    def of_descriptor(self, desc: Any) -> str | None:
-        """The FQN of an ``AOTInput``; None for no known parameter."""
-        base = _descriptors.base_input(desc)
-        target = _descriptors.param_target(base)
+def _name_of(what: Any, fqn_of: FqnOf | None) -> str | None:
+    """The FQN of a parameter's placeholder, or of its ``AOTInput``; None for other inputs."""
+    desc = what.meta.get("desc") if isinstance(what, fx.Node) else what
+    if desc is not None:
+        what = _descriptors.base_input(desc)
+        target = _descriptors.param_target(what)
         if target is not None:
             return canonical_fqn(target)
-        return self._ask(base, _descriptors.plain_index(base))
-
-    def of_placeholder(self, node: fx.Node) -> str | None:
-        desc = node.meta.get("desc")
-        return self._ask(node, None) if desc is None else self.of_descriptor(desc)
-
-    def _ask(self, what: Any, index: int | None) -> str | None:
-        if self._fqn_of is None:
-            return None
-        if isinstance(self._fqn_of, Mapping):
-            name = self._fqn_of.get(what if index is None else index)
-        else:
-            name = self._fqn_of(what)
-        return None if name is None else canonical_fqn(name)
+    if isinstance(fqn_of, Mapping):
+        index = _descriptors.plain_index(what)
+        name = fqn_of.get(what if index is None else index)
+    else:
+        name = None if fqn_of is None else fqn_of(what)
+    return None if name is None else canonical_fqn(name)
 
 
-def _parameters_behind(nodes: Sequence[fx.Node], names: _InputNames) -> dict[fx.Node, _Origin]:
-    """Map every node to the parameters that it is a mere rearrangement of, in order of
-    appearance."""
+def _origins(
+    nodes: Sequence[fx.Node], inputs: Mapping[fx.Node, str | None]
+) -> dict[fx.Node, _Origin]:
     origin: dict[fx.Node, _Origin] = {}
     for node in nodes:
         if node.op == "placeholder":
-            fqn = names.of_placeholder(node)
-            if fqn is not None:
-                origin[node] = _Origin((fqn,))
-            else:
-                origin[node] = _Origin(reason=f"it gathers {node.name}, no known parameter")
+            fqn = inputs[node]
+            unknown = _Origin(reason=f"it gathers {node.name}, no known parameter")
+            origin[node] = unknown if fqn is None else _Origin((fqn,))
         elif node.op == "get_attr":
             origin[node] = _Origin(reason=f"it gathers the constant {node.target}")
         elif node.op == "call_function":
-            origin[node] = _merge_origins(node, origin)
+            origin[node] = _origin_of(
+                node, [origin.get(n, _CONSTANT) for n in node.all_input_nodes]
+            )
     return origin
 
 
-def _merge_origins(node: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
+def _origin_of(node: fx.Node, found: Sequence[_Origin]) -> _Origin:
+    """The origin of a call's result from those of its inputs."""
     if node.target in CONSTANTS:
         return _CONSTANT
-    found = [origin.get(arg, _CONSTANT) for arg in node.all_input_nodes]
     fqns = dict.fromkeys(fqn for each in found for fqn in each.fqns)
     # A gather of what was gathered already is a parameter sharded over two mesh dimensions.
     gathered = kind_of(node) == "all_gather" or any(each.gathered for each in found)
@@ -273,41 +258,29 @@ def _merge_origins(node: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
     if not is_move(node) and kind_of(node) != "all_gather" and not one_shard:
         return _Origin(reason=f"it gathers an activation, made by {node.name}")
     # Of several that are none, the last one is named.
-    return next(
-        (each for each in reversed(found) if each.reason), _Origin(tuple(fqns), "", gathered)
-    )
-
-
-def _source_of(start: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
-    found = origin.get(start.all_input_nodes[0], _CONSTANT) if start.all_input_nodes else _CONSTANT
-    return _Origin(reason="it gathers a constant") if found.is_constant else found
+    unknown = [each for each in found if each.reason]
+    return unknown[-1] if unknown else _Origin(tuple(fqns), "", gathered)
 
 
 def _gradients_ahead(
-    nodes: Sequence[fx.Node], names: _InputNames, grad_fqns: Sequence[str | None] | None
-) -> dict[fx.Node, _Origin]:
+    nodes: Sequence[fx.Node],
+    inputs: Mapping[fx.Node, str | None],
+    outputs: Iterable[tuple[fx.Node, str]],
+) -> dict[fx.Node, tuple[str, ...]]:
     """Map every node to the parameters whose gradient it becomes, by way of collectives, moves,
-    accumulation and scaling only."""
+    accumulation and scaling only: in the order of the graph's inputs, so that fused weights have
+    that of their gather."""
     ahead: dict[fx.Node, dict[str, None]] = {}
-    output = next((n for n in reversed(nodes) if n.op == "output"), None)
-    if output is not None:
-        for value, fqn in _gradient_outputs(output, names, grad_fqns):
-            ahead.setdefault(value, {})[fqn] = None
+    for value, fqn in outputs:
+        ahead.setdefault(value, {})[fqn] = None
     for node in reversed(nodes):
-        if node.op != "call_function":
-            continue
-        mine = ahead.get(node, {})
-        for user in node.users:
-            if _keeps_gradient(user):
-                mine.update(ahead.get(user, {}))
-        if mine:
-            ahead[node] = mine
-    # In the order of the graph's inputs, so that fused weights have their gather's order.
-    inputs = (names.of_placeholder(n) for n in nodes if n.op == "placeholder")
-    rank = {fqn: i for i, fqn in enumerate(dict.fromkeys(inputs))}
-    last = len(rank)
+        if node.op == "call_function":
+            mine = _union(ahead, [node, *filter(_keeps_gradient, node.users)])
+            if mine:
+                ahead[node] = mine
+    rank = {fqn: i for i, fqn in enumerate(dict.fromkeys(inputs.values()))}
     return {
-        node: _Origin(tuple(sorted(fqns, key=lambda f: (rank.get(f, last), f))))
+        node: tuple(sorted(fqns, key=lambda fqn: (rank.get(fqn, len(rank)), fqn)))
         for node, fqns in ahead.items()
     }
 
@@ -321,68 +294,71 @@ def _keeps_gradient(user: fx.Node) -> bool:
 
 
 def _gradient_outputs(
-    output: fx.Node, names: _InputNames, grad_fqns: Sequence[str | None] | None
+    nodes: Sequence[fx.Node], fqn_of: FqnOf | None, grad_fqns: Sequence[str | None] | None
 ) -> list[tuple[fx.Node, str]]:
     """The outputs that are gradients of known parameters."""
-    if grad_fqns is not None:
-        values = pytree.tree_leaves(output.args[0])
-        if len(grad_fqns) != len(values):
-            raise ValueError(
-                f"grad_fqns has {len(grad_fqns)} names, but the graph's flattened output has "
-                f"{len(values)} values; give one name or None per value"
-            )
-        return [
-            (v, canonical_fqn(f))
-            for v, f in zip(values, grad_fqns, strict=True)
-            if isinstance(v, fx.Node) and f is not None
-        ]
-    found = [(v, names.of_descriptor(of)) for v, of in _descriptors.gradient_outputs(output)]
-    return [(v, fqn) for v, fqn in found if fqn is not None]
+    output = next((n for n in reversed(nodes) if n.op == "output"), None)
+    if output is None:
+        return []
+    if grad_fqns is None:
+        named = [(v, _name_of(of, fqn_of)) for v, of in _descriptors.gradient_outputs(output)]
+        return [(value, fqn) for value, fqn in named if fqn is not None]
+    values = pytree.tree_leaves(output.args[0])
+    if len(grad_fqns) != len(values):
+        raise ValueError(
+            f"grad_fqns has {len(grad_fqns)} names, but the graph's flattened output has "
+            f"{len(values)} values; give one name or None per value"
+        )
+    return [
+        (value, canonical_fqn(fqn))
+        for value, fqn in zip(values, grad_fqns, strict=True)
+        if isinstance(value, fx.Node) and fqn is not None
+    ]
 
 
 # The module that ``torch.nn.utils.parametrize`` puts in charge of one parameter.
 _PARAMETRIZATION = re.compile(r"(?:(.*)\.)?parametrizations\.(\w+)(?:\.\d+)?")
 
 
-class _ModuleFallback:
-    """Names a collective by the module that it was traced in and the shape of the shard.
+_Shards: TypeAlias = dict[str, list[tuple[str, tuple[int, ...]]]]
+"""By module its own parameters, each with the shape of this rank's shard."""
 
-    Only for graphs without descriptors. A module that owns two parameters of the same shard shape
-    is ambiguous and names nothing.
-    """
 
-    def __init__(self, model: torch.nn.Module | None) -> None:
-        self._owned: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-        parameters = () if model is None else model.named_parameters(remove_duplicate=False)
-        for name, param in parameters:
-            fqn = canonical_fqn(name)
-            owner = fqn.rpartition(".")[0]
-            self._owned.setdefault(owner, []).append((fqn, tuple(shard_of(param).shape)))
+def _shards_by_module(model: torch.nn.Module | None) -> _Shards:
+    shards: _Shards = {}
+    for fqn, param, _ in () if model is None else parameters_by_name(model):
+        shards.setdefault(fqn.rpartition(".")[0], []).append((fqn, tuple(shard_of(param).shape)))
+    return shards
 
-    def fqns(self, node: fx.Node, kind: Kind) -> tuple[str, ...]:
-        module = _module_fqn(node)
-        if module is None:
-            return ()
-        parametrization = _PARAMETRIZATION.fullmatch(module)
-        if parametrization:
-            return (".".join(p for p in parametrization.groups() if p),)
-        shapes = self._shard_shapes(node, kind)
-        fits = [fqn for fqn, shape in self._owned.get(module, []) if shape in shapes]
-        return (fits[0],) if len(dict.fromkeys(fits)) == 1 else ()
 
-    @staticmethod
-    def _shard_shapes(node: fx.Node, kind: Kind) -> tuple[tuple[int, ...], ...]:
-        shapes = []
-        step: Any = node.args[0] if kind == "all_gather" else node
-        while isinstance(step, fx.Node):
-            value = step.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                shapes.append(tuple(value.shape))
-            if kind == "all_gather":
-                step = step.all_input_nodes[0] if is_move(step) else None
-            else:
-                step = next((u for u in step.users if is_move(u)), None)
-        return tuple(shapes[-1:]) if kind == "all_gather" else tuple(shapes)
+def _served_in_module(node: fx.Node, kind: Kind, shards: _Shards) -> tuple[str, ...]:
+    """The parameter that a collective serves in a graph without descriptors: that of the module
+    which it was traced in, by the shape of the shard. Where two have that shape, it is neither."""
+    module = _module_fqn(node)
+    if module is None:
+        return ()
+    parametrization = _PARAMETRIZATION.fullmatch(module)
+    if parametrization:
+        return (".".join(p for p in parametrization.groups() if p),)
+    shapes = _shard_shapes(node, kind)
+    fits = dict.fromkeys(fqn for fqn, shape in shards.get(module, ()) if shape in shapes)
+    return tuple(fits) if len(fits) == 1 else ()
+
+
+def _shard_shapes(node: fx.Node, kind: Kind) -> list[tuple[int, ...]]:
+    """The shape that moves to a gather begin with; those that a reduction's result is moved to."""
+    gathers = kind == "all_gather"
+    shapes = []
+    step: Any = node.args[0] if gathers else node
+    while isinstance(step, fx.Node):
+        value = step.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            shapes.append(tuple(value.shape))
+        if gathers:
+            step = step.all_input_nodes[0] if is_move(step) else None
+        else:
+            step = next((user for user in step.users if is_move(user)), None)
+    return shapes[-1:] if gathers else shapes
 
 
 def _module_fqn(node: fx.Node) -> str | None:
