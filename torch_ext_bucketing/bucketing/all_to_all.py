@@ -28,12 +28,12 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
+from .._torch.aot import in_backward, mark_backward
 from .._torch.process_groups import ranks_of
 from ..fsdp.all_to_all import SUM, steps_of
 from ..fsdp.tags import Tag, mark_replaced, tag_of
 from ..graph.collectives import argument, group_name, group_size, kind_of, only_wait, reduce_op
 from .groups import is_inside
-from .merge import BACKWARD
 from .pack import Writer
 
 _aten = torch.ops.aten
@@ -119,20 +119,15 @@ def _replace(graph: fx.Graph, start: fx.Node, accumulate: torch.dtype) -> None:
     with graph.inserting_before(wait.next):
         result = w.new(SUM, [wait, ranks, accumulate, average], {}, dtype, [part])
         if len(steps) > 1:
-            gather = w.new(
-                _c10d.all_gather_into_tensor.default,
-                [result, ranks, group],
-                {},
-                dtype,
-                [w.times(part, ranks)],
-            )
-            result = w.wait(gather, [w.times(part, ranks)])
-            if w.times(part, ranks) != size:
+            whole = w.times(part, ranks)
+            arguments = [result, ranks, group]
+            gather = w.new(_c10d.all_gather_into_tensor.default, arguments, {}, dtype, [whole])
+            result = w.wait(gather, [whole])
+            if whole != size:
                 result = w.view(_aten.slice.Tensor, [result, 0, 0, size], [size])
         if shape != [size if kind == "all_reduce" else part]:
             result = w.view(_aten.view.default, [result, shape], shape)
     for reader in readers:
         reader.replace_input_with(wait, result)
-    if BACKWARD in start.meta:
-        for node in w.nodes:
-            node.meta[BACKWARD] = True
+    if in_backward(start):
+        mark_backward(w.nodes)

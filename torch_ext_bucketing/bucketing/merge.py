@@ -1,8 +1,4 @@
-"""Which collectives merge: planned over a graph first, applied afterwards.
-
-:func:`plan_units` only reads the graph; :func:`apply_plan` only does what the plan says. A plan
-never merges into a cycle, nor across a write to a tensor (see :mod:`.contraction`).
-"""
+"""Carries a plan out: each of its buckets becomes one collective."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import Any
 import torch.fx as fx
 
 from .._gc import paused_gc
-from .._torch.aot import stage_of
+from .._torch.aot import in_backward, mark_backward, stage_of
 from .._torch.estimates import size_hint
 from .._torch.sorting import sort_topologically
 from ..fsdp.tags import set_member_tags, tag_of
@@ -28,6 +24,7 @@ from ..graph.collectives import (
     sent_as_bytes,
 )
 from ..graph.hook_guard import reading_only
+from ..graph.regions import positions
 from ..graph.snapshot import unchanged_on_error
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
 from ..reports.graph import GraphReport, emit
@@ -38,10 +35,6 @@ PayloadKey = Callable[[fx.Node], Any]
 
 _ASKED = "payload_order"
 """What errors call the key: the argument of the passes."""
-
-BACKWARD = "autograd_backward"
-"""torch's mark, in ``node.meta``, of what was traced while autograd ran: passes on the graph of a
-whole step tell backward by it."""
 
 
 def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
@@ -61,24 +54,12 @@ def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
 def merge_and_report(
     graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey | None, kinds: Collection[Kind]
 ) -> GraphReport:
-    """:func:`apply_plan`; returns the report of the graph, which is also logged.
-
-    Args:
-        graph: as of :func:`apply_plan`.
-        plan: as of :func:`apply_plan`.
-        payload_key: as of :func:`apply_plan`.
-        kinds: what the plan was asked to bucket.
-    """
+    """:func:`apply_plan` of a plan that was asked to bucket ``kinds``; returns the report of the
+    graph, which is also logged."""
     stage, before = stage_of(graph), count_collectives(graph)
     buckets = tuple(apply_plan(graph, plan, payload_key))
-    report = GraphReport(
-        stage,
-        before,
-        count_collectives(graph),
-        buckets,
-        tuple(kinds),
-        **plan.not_merged(),
-    )
+    after = count_collectives(graph)
+    report = GraphReport(stage, before, after, buckets, tuple(kinds), **plan.not_merged())
     emit(report)
     return report
 
@@ -121,17 +102,13 @@ def merge_buckets(
     keys: Mapping[fx.Node, Any] | None = None,
     packed_by: str = GRAPH_ORDER,
 ) -> list[BucketReport]:
-    """:func:`apply_plan` with keys at hand, and without a way back.
+    """:func:`apply_plan` with the keys of all members at hand, and without a way back.
 
-    Args:
-        graph: as of :func:`apply_plan`.
-        plan: as of :func:`apply_plan`.
-        keys: of every member, what decides the payload order; None packs in graph order.
-        packed_by: who gave the keys, see :class:`.BucketReport`.
+    ``packed_by`` says who gave the keys, see :class:`.BucketReport`.
     """
     for duplicate, original in plan.duplicates:
         _reuse_gather(duplicate, original)
-    position = {node: i for i, node in enumerate(graph.nodes)}
+    position = positions(graph)
     reports = []
     for bucket in plan.buckets:
         if bucket.kind == "all_gather":
@@ -172,49 +149,37 @@ def _check_order(keys: Mapping[fx.Node, Any]) -> None:
 def _apply_bucket(
     graph: fx.Graph, bucket: Bucket, keys: Mapping[fx.Node, Any] | None, packed_by: str
 ) -> BucketReport:
-    first, last = bucket.members[0], bucket.members[-1]
-    tags = {m: tag_of(m) for m in bucket.members}
-    shapes = {m: _payload_shape(m) for m in bucket.members}
-    dtypes = {m: sent_as_bytes(m) or m.meta["val"].dtype for m in bucket.members}
-    backward = all(m.meta.get(BACKWARD) for m in bucket.members)
-    group, size, op = group_name(first), group_size(first), reduce_op(first)
-
-    payload, keyless = list(bucket.members), []
+    members, first, last = bucket.members, bucket.members[0], bucket.members[-1]
+    payload, keyless = list(members), []
     if keys is not None:
-        keyless = [m for m in bucket.members if keys[m] is None]
+        keyless = [m for m in members if keys[m] is None]
         if keyless:  # never a half-sorted bucket
             packed_by = NO_KEY
         else:
             payload.sort(key=keys.__getitem__)
-    before = first if bucket.kind == "all_gather" else last.next
-    new_nodes = pack(graph, bucket.members, payload, before)
+    tags = [tag_of(m) for m in payload]
+    layout, offset = [], 0
+    for member, tag in zip(payload, tags, strict=True):
+        fqns = () if tag is None else tag.fqns
+        shape, dtype = _payload_shape(member), sent_as_bytes(member) or member.meta["val"].dtype
+        nbytes = math.prod(shape) * dtype.itemsize
+        name = str(dtype).removeprefix("torch.")
+        layout.append(PayloadMember(fqns, offset, nbytes, shape, name))
+        offset += nbytes
+    keyless_names = [", ".join(tag.fqns) if (tag := tag_of(m)) else m.name for m in keyless]
+    wire = (group_name(first), group_size(first), reduce_op(first))
+    backward = all(map(in_backward, members))
 
+    new_nodes = pack(graph, members, payload, first if bucket.kind == "all_gather" else last.next)
     start = next(n for n in new_nodes if kind_of(n) is not None)
     # Every new node has the first member's annotations; the start alone lists all members.
-    set_member_tags(start, [tags[m] for m in payload])
+    set_member_tags(start, tags)
     if backward:
-        for node in new_nodes:
-            node.meta[BACKWARD] = True
-    layout, offset = [], 0
-    for member in payload:
-        nbytes = math.prod(shapes[member]) * dtypes[member].itemsize
-        tag = tags[member]
-        layout.append(
-            PayloadMember(
-                () if tag is None else tag.fqns,
-                offset,
-                nbytes,
-                shapes[member],
-                str(dtypes[member]).removeprefix("torch."),
-            )
-        )
-        offset += nbytes
+        mark_backward(new_nodes)
     return BucketReport(
         bucket.kind,
         bucket.unit,
-        group,
-        size,
-        op,
+        *wire,
         start.name,
         tuple(layout),
         bucket.closed_by,
@@ -222,7 +187,7 @@ def _apply_bucket(
         bucket.wire_bytes,
         bucket.cap_bytes,
         packed_by,
-        tuple(", ".join(tag.fqns) if (tag := tags[m]) else m.name for m in keyless),
+        tuple(keyless_names),
     )
 
 

@@ -49,10 +49,10 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.fx as fx
+from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from .._torch.fake import fake_mode_of, fake_tensor
 from .._torch.process_groups import compiles_for_all_ranks, group_by_name
-from .._torch.provenance import merged_metadata
 from ..graph.collectives import group_name, group_size, kind_of
 
 _aten = torch.ops.aten
@@ -239,6 +239,19 @@ def _common_dtype(values: Sequence[fx.Node]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (v.meta["val"].dtype for v in values))
 
 
+_OF_THE_FIRST = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
+
+
+def _merged_metadata(members: Sequence[fx.Node]) -> dict[str, Any]:
+    """Metadata for every node that takes the place of ``members``, all values shared: the first
+    one's module stack, source line and annotations, and each one as a source (``from_node``), which
+    Inductor's provenance tracking reads."""
+    first = members[0].meta
+    actions = [NodeSourceAction.CREATE, NodeSourceAction.REPLACE]
+    sources = [NodeSource(member, "bucketing_pass", actions) for member in members]
+    return {**{key: first[key] for key in _OF_THE_FIRST if key in first}, "from_node": sources}
+
+
 class Writer:
     """Writes the nodes of one bucket where the graph inserts nodes, each with its value.
 
@@ -250,7 +263,7 @@ class Writer:
     def __init__(self, graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         self.nodes: list[fx.Node] = []
         self._graph = graph
-        self._meta = merged_metadata(members)
+        self._meta = _merged_metadata(members)
         values = [m.meta["val"] for m in members] + [m.args[0].meta["val"] for m in members]  # type: ignore[union-attr]
         self._mode = fake_mode_of(values[0])
         self._static = self._mode is not None and all(

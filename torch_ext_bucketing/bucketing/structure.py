@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from ..graph.collectives import group_name, is_wait, kind_of
-
-_c10d = torch.ops._c10d_functional
-_aten = torch.ops.aten
 
 
 def fsdp_starts(graph: fx.Graph) -> dict[fx.Node, None]:
@@ -26,40 +22,24 @@ def fsdp_starts(graph: fx.Graph) -> dict[fx.Node, None]:
     several: Any = object()
     source: dict[fx.Node, Any] = {}  # the only placeholder behind a node, None, or several
     for node in nodes:
+        found = {source[arg] for arg in node.all_input_nodes} - {None}
         if node.op == "placeholder":
-            source[node] = node
-            continue
-        found = None
-        for arg in node.all_input_nodes:
-            theirs = source.get(arg)
-            if theirs is None or theirs is found:
-                continue
-            if found is not None:
-                found = several
-                break
-            found = theirs
-        source[node] = found
+            found = {node}
+        source[node] = several if len(found) > 1 else next(iter(found), None)
     only_outputs: dict[fx.Node, bool] = {}
     for node in reversed(nodes):
         only_outputs[node] = all(
             user.op == "output" or (len(user.all_input_nodes) == 1 and only_outputs[user])
             for user in node.users
         )
+    gathers = {n for n in nodes if kind_of(n) == "all_gather" and source[n] not in (None, several)}
+    groups = {group_name(n) for n in gathers}
 
-    gathers = [n for n in nodes if kind_of(n) == "all_gather"]
-    gathers = [n for n in gathers if source[n] is not None and source[n] is not several]
-    groups = dict.fromkeys(group_name(n) for n in gathers)
-    ours = dict.fromkeys(gathers)
-    found_starts: dict[fx.Node, None] = {}
-    for node in nodes:
+    def is_ours(node: fx.Node) -> bool:
         kind = kind_of(node)
         if kind == "reduce_scatter":
-            waits = [u for u in node.users if is_wait(u)]
-            matches = bool(waits) and all(w.users and only_outputs[w] for w in waits)
-        elif kind == "all_reduce":
-            matches = group_name(node) in groups
-        else:
-            matches = node in ours
-        if matches:
-            found_starts[node] = None
-    return found_starts
+            waits = [user for user in node.users if is_wait(user)]
+            return bool(waits) and all(wait.users and only_outputs[wait] for wait in waits)
+        return node in gathers or (kind == "all_reduce" and group_name(node) in groups)
+
+    return {node: None for node in nodes if is_ours(node)}

@@ -1,4 +1,4 @@
-"""Plan one bucket per unit and bucket key."""
+"""Buckets by unit: one per unit and bucket key, as far as dependencies allow."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def plan_units(
     analysis = GraphAnalysis.of(graph)
     found = collectives_of(analysis, kinds)
     contracted = Contraction(analysis.nodes, analysis.unordered_writes)
-    position = positions(analysis.graph)
-    structures = Structures(position)
+    structures = Structures(positions(analysis.graph))
     for c in found:
         if c.tag is None:
             left.append(c.left_alone(UNTAGGED))
@@ -99,7 +98,7 @@ def plan_units(
             else:
                 why = "nothing can be merged with it without a cycle"
                 left.append(members[0].left_alone(why))
-    buckets.sort(key=lambda b: position[b.members[0]])
+    buckets.sort(key=lambda b: contracted.position(b.members[0]))
     return MergePlan(
         tuple(buckets),
         tuple(duplicates),
@@ -126,6 +125,7 @@ def _fill(
 
 
 def _unit_of(tag: Tag, units: Units) -> tuple[int | None, str]:
+    """The unit of a collective, or else why it is in none."""
     found = {fqn: units.unit_of(fqn) for fqn in tag.fqns}
     missing = [fqn for fqn, unit in found.items() if unit is None]
     if missing:

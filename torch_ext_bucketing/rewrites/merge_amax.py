@@ -30,11 +30,10 @@ from ..reports.rewrites import AmaxReport, LeftAlone
 
 
 class MergeAmax(GraphPass):
-    """Reduce the largest values of all parameters by one all-reduce per group, where gathers in 8
-    bits are scaled by them; see :mod:`.rewrites.merge_amax`.
+    """One all-reduce per group for the largest values of all parameters that are gathered in 8 bits
+    scaled by them; see :mod:`.rewrites.merge_amax`.
 
-    The first gather then waits for all of them, which takes reading every shard once. Put it behind
-    :class:`.CombineUses`.
+    The first gather then waits for all of them. Put it behind :class:`.CombineUses`.
     """
 
     stage: Stage = "joint"
@@ -53,13 +52,13 @@ def merge_amax(graph: fx.Graph) -> AmaxReport:
         graph: a tagged joint or inference graph, in topological order, which it stays. One with
             writes to its values is left as it is.
     """
-    found: dict[fx.Node, tuple[str, ...]] = {}
+    found: dict[fx.Node, dict[str, None]] = {}
     for start in graph.nodes:
         tag = tag_of(start)
         if tag is not None and kind_of(start) == "all_gather":
             for node in nodes_behind([start]):
                 if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
-                    found[node] = tuple(dict.fromkeys((*found.get(node, ()), *tag.fqns)))
+                    found.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
     groups: dict[Any, list[fx.Node]] = {}
     left: list[LeftAlone] = []
     writes = unordered_writes(graph.nodes) if found else ()
@@ -68,15 +67,14 @@ def merge_amax(graph: fx.Graph) -> AmaxReport:
         if not why and any(other in found for other in nodes_behind([node])):
             why = "it waits for another one"
         if why:
-            left.append(LeftAlone(found[node], why, node.name))
+            left.append(LeftAlone(tuple(found[node]), why, node.name))
         else:
             groups.setdefault(bucket_key(node), []).append(node)
-    merged = tuple(len(members) for members in groups.values() if len(members) > 1)
+    merged = [members for members in groups.values() if len(members) > 1]
     with unchanged_on_error(graph):
-        for members in groups.values():
-            if len(members) > 1:
-                pack(graph, members, members, members[-1].next)
+        for members in merged:
+            pack(graph, members, members, members[-1].next)
         if merged:
             sort_topologically(graph)
             graph.lint()
-    return AmaxReport(merged, tuple(left))
+    return AmaxReport(tuple(map(len, merged)), tuple(left))

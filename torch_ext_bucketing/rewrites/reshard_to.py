@@ -113,8 +113,7 @@ def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:
 def reshard_to(
     graph: fx.Graph, smaller: SmallerGroup, wanted: Callable[[Tag], bool]
 ) -> ReshardReport:
-    """Let what reads gathered parameters read a second gather, in the smaller group, of a copy that
-    is saved for backward; the forward graph is for :func:`read_first_gathers`.
+    """Let what reads gathered parameters read a second gather, in the smaller group.
 
     A parameter whose gather can't be cut up is gathered again over its own group, and the report
     says why. One that backward does not read leaves no copy.

@@ -1,4 +1,4 @@
-"""The pass that frees gathered parameters between forward and backward, or some of them."""
+"""The pass that decides which gathered parameters are freed between forward and backward."""
 
 from __future__ import annotations
 
@@ -62,26 +62,22 @@ class ReshardAfterForward(GraphPass):
     several uses leaves one copy; and into :func:`.backend`, which takes the second gather out of
     the forward graph again.
 
-    With ``keep="auto"`` memory that is to spare buys back communication: the units whose gathered
-    parameters stay are chosen so that the estimated peak of forward and backward keeps the bound
-    ``memory``, and the step of both, scheduled, is the shortest on the cost model::
+    With ``keep="auto"`` the units whose gathered parameters stay are chosen so that the step,
+    scheduled, is the shortest on the cost model among those with an estimated peak of forward and
+    backward under the bound ``memory`` (:mod:`.scheduling.keep`)::
 
         [ReshardAfterForward(keep="auto", memory=PeakMemory(gib=70)), BucketUnits(order), ...]
 
-    Together with ``to`` the smaller group is one of the choices, unit by unit: to gather again over
-    all ranks, for no memory; inside the node, for a copy of as much as makes the whole there; or to
-    keep it whole.
+    With ``to`` as well, each unit is gathered again over all ranks, or inside the node from a copy
+    of as much as makes the whole there, or kept whole. With ``activations``, groups of these, by
+    unit and sort, are saved or computed again (:mod:`.scheduling.activations`); what the user
+    marked, by ``torch.utils.checkpoint`` say, stays as it is.
 
-    With ``activations``, those that are saved are chosen, too, in groups, by unit and sort
-    (:mod:`.scheduling.activations`); backward computes the others again from what each unit hands
-    to the next. What the user marked, by ``torch.utils.checkpoint`` say, stays as it is.
-
-    :mod:`.scheduling.keep` says how. Whatever schedules the halves in the same backend keeps the
-    bound, too. The bound holds for what the graphs hold: inputs, parameters' shards and gradients
-    among them, and for ``state_bytes`` beside it, such as the optimizer's state. All ranks choose
-    alike, which is part of what they compare. With too little room for any unit nothing is kept,
-    and a ``NothingKeptWarning`` says by how much the cheapest unit misses. A choice that fails
-    keeps nothing, with a warning.
+    The bound holds for what the graphs hold, parameters' shards and gradients among it, and
+    ``state_bytes`` beside it; schedules of the same backend keep it, too. All ranks choose alike,
+    which is part of what they compare. With too little room for any unit nothing is kept, and a
+    ``NothingKeptWarning`` says by how much the cheapest unit misses. A choice that fails keeps
+    nothing, with a warning.
 
     Args:
         keep: FQNs of parameters or modules that stay gathered until backward, as eager FSDP2 keeps
