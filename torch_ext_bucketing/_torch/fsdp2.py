@@ -105,22 +105,6 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
     return groups
 
 
-def gathered_bytes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of the parameters that follow FSDP2's protocol for gathers of their own, by canonical FQN:
-    the bytes of each tensor that this rank gives to the all-gather, in its order.
-
-    The classes are asked for these tensors, which may communicate: every rank calls it, between
-    steps.
-    """
-    names = parameter_names(model)
-    return {
-        _names_of(param, names)[0]: tuple(part.nbytes for part in param.all_gather_inputs)
-        for group in _groups_of(_states_in(model))
-        for param in group.fsdp_params
-        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
-    }
-
-
 def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tuple[str, ...]:
     """``params`` in the order in which this torch packs their gradients (``grad_dtypes``: one per
     parameter)."""

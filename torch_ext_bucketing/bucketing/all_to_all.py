@@ -108,7 +108,7 @@ def _replace(graph: fx.Graph, start: fx.Node, accumulate: torch.dtype) -> None:
             part = -(-size // ranks)
             if part * ranks > size:
                 padding = [flat, [0, part * ranks - size]]
-                flat = w.new(_aten.constant_pad_nd.default, padding, {}, dtype, [part * ranks])
+                flat = w.new(_aten.constant_pad_nd.default, padding, dtype, [part * ranks])
     mark_replaced(start)
     if steps == ("all_gather",):
         w.change(start, _c10d.all_gather_into_tensor.default, flat, ranks, group)
@@ -117,16 +117,16 @@ def _replace(graph: fx.Graph, start: fx.Node, accumulate: torch.dtype) -> None:
         w.change(start, _c10d.all_to_all_single.default, flat, splits, list(splits), group)
     w.change(wait, _c10d.wait_tensor.default, start)
     with graph.inserting_before(wait.next):
-        result = w.new(SUM, [wait, ranks, accumulate, average], {}, dtype, [part])
+        result = w.new(SUM, [wait, ranks, accumulate, average], dtype, [part])
         if len(steps) > 1:
             whole = w.times(part, ranks)
             arguments = [result, ranks, group]
-            gather = w.new(_c10d.all_gather_into_tensor.default, arguments, {}, dtype, [whole])
+            gather = w.new(_c10d.all_gather_into_tensor.default, arguments, dtype, [whole])
             result = w.wait(gather, [whole])
             if whole != size:
                 result = w.view(_aten.slice.Tensor, [result, 0, 0, size], [size])
         if shape != [size if kind == "all_reduce" else part]:
-            result = w.view(_aten.view.default, [result, shape], shape)
+            result = w.viewed(result, shape)
     for reader in readers:
         reader.replace_input_with(wait, result)
     if in_backward(start):

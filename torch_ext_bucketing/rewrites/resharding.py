@@ -222,7 +222,7 @@ class ReshardAfterForward(GraphPass):
         if report.warning:
             compilation.warn(report.warning, NothingKeptWarning)
         compilation.report.rewrites.append(report)
-        return _choice(graph, planner.partitioned, outcome.kept)
+        return _choice(planner.partitioned, outcome.kept)
 
     def settings(self) -> tuple[Any, ...]:
         """The names that are kept, or what they are chosen by; the smaller group with this rank's
@@ -271,15 +271,10 @@ def _mark(
         _aot.mark_save(node)
 
 
-def _choice(graph: fx.Graph, partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
-    fqns = {f for k in kept if k not in partitioned.parts for f in partitioned.units[k].fqns}
+def _choice(partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
     parts = frozenset(f for k in kept if k in partitioned.parts for f in partitioned.units[k].fqns)
-    gathered: dict[fx.Node, None] = {}
-    chains = parameter_chains(graph)
-    for start in read_in_forward(chains):
-        tag = tag_of(start)
-        if tag is not None and fqns.issuperset(tag.fqns):
-            gathered.update(dict.fromkeys(chains[start]))
+    whole = [partitioned.units[k] for k in kept if k not in partitioned.parts]
+    gathered = dict.fromkeys(n for unit in whole if unit.starts for n in unit.chains)
     found = partitioned.activations
     if found is None:
         return _Choice(gathered, parts=parts)
