@@ -1,10 +1,8 @@
 """Names of modules and parameters (FQNs), as everybody in the package spells them.
 
 A wrapper puts its own attribute into every name below it: ``torch.compile(block)`` turns
-``layers.0.wq.weight`` into ``layers.0._orig_mod.wq.weight``. A plan written for the plain model, a
-tag read from a trace of the wrapped one and an order read from eager FSDP2 must agree on one
-spelling, the canonical one: the name that the parameter has in the model before anything was
-wrapped.
+``layers.0.wq.weight`` into ``layers.0._orig_mod.wq.weight``. The canonical name, on which plans,
+tags and orders agree, is the one before anything was wrapped.
 """
 
 from __future__ import annotations
@@ -23,12 +21,11 @@ _WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 
 def canonical_fqn(fqn: str) -> str:
-    """``fqn`` of a module or parameter without the names that wrappers put into it.
+    """``fqn`` of a module or parameter without the names that wrappers put into it, and without
+    those by which ``torch.nn.utils.parametrize`` moves a parameter.
 
-    ``a._orig_mod.b`` is ``a.b`` (see ``_WRAPPER_ATTRIBUTES``) and
-    ``a.parametrizations.weight.original``, where ``torch.nn.utils.parametrize`` moves a parameter,
-    is ``a.weight``. A parametrization that keeps several tensors (``original0``, ``original1``:
-    weight norm) has no single parameter to name: those stay. What is no string is a TypeError.
+    A parametrization that keeps several tensors (``original0``, ``original1``: weight norm) has no
+    single parameter to name: those stay. What is no string is a TypeError.
 
     >>> canonical_fqn("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight")
     'layers.0.wq.weight'
@@ -96,8 +93,8 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """``module``'s own parameters (not its children's) as (name, parameter), one that it has twice
     given twice.
 
-    Reads ``module._parameters``, as attribute access may compute: a parametrization by class
-    property (SimpleFSDP's) gathers the parameter when it is read.
+    Reads ``module._parameters``: attribute access gathers one that is parametrized by a property of
+    its class (SimpleFSDP's).
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:

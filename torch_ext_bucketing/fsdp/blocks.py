@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -109,23 +110,18 @@ class _ModuleTree:
     """The module tree without wrappers and modules that hold no parameters, by canonical FQN."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = canonical_modules(model)
-        self._children: dict[str, list[tuple[str, nn.Module]]] = {}
-        self._depth: dict[str, int] = {}
+        self.modules = {name: unwrapped(m) for name, m in canonical_modules(model).items()}
+        self.children = functools.cache(self._children)
+        self.depth = functools.cache(self._depth)
 
-    def children(self, path: str) -> list[tuple[str, nn.Module]]:
+    def _children(self, path: str) -> list[tuple[str, nn.Module]]:
         """(FQN, module) of the children with parameters. One that is there twice is listed once."""
-        if path in self._children:
-            return self._children[path]
-        seen: set[nn.Module] = set()
-        result = []
-        for key, child in unwrapped(self.modules[path]).named_children():
+        return [
+            (f"{path}.{key}" if path else key, unwrapped(child))
+            for key, child in self.modules[path].named_children()
             # What ``torch.nn.utils.parametrize`` moved into a child is still the module's own.
-            if key != "parametrizations" and child not in seen and has_parameters(child):
-                seen.add(child)
-                result.append((f"{path}.{key}" if path else key, child))
-        self._children[path] = result
-        return result
+            if key != "parametrizations" and has_parameters(child)
+        ]
 
     def below(self, path: str) -> Iterator[str]:
         """FQNs of all modules with parameters below ``path``, parents first."""
@@ -133,12 +129,9 @@ class _ModuleTree:
             yield name
             yield from self.below(name)
 
-    def depth(self, path: str) -> int:
+    def _depth(self, path: str) -> int:
         """Levels of modules with parameters below a module: 0 for a leaf."""
-        if path not in self._depth:
-            below = (1 + self.depth(name) for name, _ in self.children(path))
-            self._depth[path] = max(below, default=0)
-        return self._depth[path]
+        return max((1 + self.depth(name) for name, _ in self.children(path)), default=0)
 
     def size(self, *paths: str) -> int:
         """Number of parameter elements in modules, shared ones counted once."""
@@ -157,20 +150,19 @@ def _is_plain_container(module: nn.Module) -> bool:
 
 def _class_of(module: nn.Module) -> object:
     """A key that alike modules share: the class, and for a bare ``Sequential`` parameter names."""
-    inner = unwrapped(module)
     # parametrize() gives each module a class of its own; fully_shard and SimpleFSDP one per class.
-    kind = type_before_parametrizations(inner)
+    kind = type_before_parametrizations(module)
     if kind is nn.Sequential:
-        return kind, tuple(canonical_fqn(name) for name, _ in inner.named_parameters())
+        return kind, tuple(canonical_fqn(name) for name, _ in module.named_parameters())
     return kind
 
 
 def _is_block_list(tree: _ModuleTree, path: str, least: int) -> bool:
-    module = unwrapped(tree.modules[path])
+    module = tree.modules[path]
     if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return False
     children = tree.children(path)
-    if not children or any(_is_plain_container(unwrapped(child)) for _, child in children):
+    if not children or any(_is_plain_container(child) for _, child in children):
         return False
     counts = Counter(_class_of(child) for _, child in children)
     repeated = [name for name, child in children if counts[_class_of(child)] >= 2]
@@ -194,7 +186,7 @@ def _block_lists(tree: _ModuleTree) -> list[str]:
     more = [
         path
         for path in tree.below("")
-        if _is_plain_container(unwrapped(tree.modules[path]))
+        if _is_plain_container(tree.modules[path])
         and not any(path == p or _inside(path, p) for p in lists)
         and all(_class_of(child) in classes for _, child in tree.children(path))
     ]
@@ -240,9 +232,7 @@ def _around(
             seen.add(module)
             if name in lists:
                 slots.append([])
-            elif any(_inside(block, name) for block in lists) or _is_plain_container(
-                unwrapped(module)
-            ):
+            elif any(_inside(block, name) for block in lists) or _is_plain_container(module):
                 visit(name)
             else:
                 slots[-1].append(name)
@@ -257,7 +247,7 @@ def _around(
     heads = [
         name
         for name in front
-        if isinstance(unwrapped(tree.modules[name]), nn.Linear)
+        if isinstance(tree.modules[name], nn.Linear)
         and tuple(_weight(tree.modules[name]).shape) in shapes
     ]
     # A norm in front is the final one only if the head is in front, too, and no norm comes after.
@@ -275,15 +265,15 @@ def _around(
 
 
 def _weight(module: nn.Module) -> nn.Parameter:
-    return next(iter(unwrapped(module).parameters()))
+    return next(module.parameters())
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(unwrapped(module), nn.Embedding | nn.EmbeddingBag)
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(unwrapped(module)).__name__.lower()
+    return "norm" in type(module).__name__.lower()
 
 
 def _merge_shared(units: list[list[str]], tree: _ModuleTree) -> list[list[str]]:
@@ -317,7 +307,7 @@ def _experts(block: str, tree: _ModuleTree, moe_experts: bool | str) -> list[str
 
     def _narrowed(path: str) -> str:
         children = tree.children(path)
-        if len(children) == 1 and not _is_plain_container(unwrapped(tree.modules[path])):
+        if len(children) == 1 and not _is_plain_container(tree.modules[path]):
             name, child = children[0]
             if set(child.parameters()) == set(tree.modules[path].parameters()):
                 return _narrowed(name)

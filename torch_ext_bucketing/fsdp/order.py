@@ -40,10 +40,10 @@ _VERSION = 1
 class FSDPParamOrder(Units, CustomPassBase):
     """The parameters that eager FSDP2 packs together, in its order: a hashable, picklable value.
 
-    Its units are FSDP2's payloads, in the order of the ``fully_shard`` calls that they stand for,
-    each with the canonical parameter FQNs in payload order. A call that splits its parameters over
-    several meshes makes several payloads, in the order in which FSDP2 first meets each mesh; a call
-    that is left with no parameter makes none.
+    Its units are FSDP2's payloads, in the order of the ``fully_shard`` calls, each with the
+    canonical parameter FQNs in payload order. A call that splits its parameters over several meshes
+    makes several payloads, in the order in which FSDP2 first meets each mesh; a call that is left
+    with no parameter makes none.
 
     A shared parameter is in one payload, at the place where FSDP2 first visits it, under the name
     that ``model.named_parameters()`` gives it (FSDP2's own ``_param_fqn``). Its other names are
@@ -114,14 +114,13 @@ class FSDPParamOrder(Units, CustomPassBase):
             )
         if aliases is not None and not isinstance(aliases, Mapping):
             raise TypeError(f"aliases must map FQNs to FQNs, got {aliases!r}")
-        items = list(fqns)
-        flat = [isinstance(item, str) for item in items]
+        units: list[Any] = list(fqns)
+        flat = [isinstance(unit, str) for unit in units]
         if any(flat) and not all(flat):
             raise TypeError(
                 "fqns mixes FQNs and lists of FQNs: put the single FQNs into lists of their own"
             )
-        units: Any = (items,) if any(flat) else items
-        return cls(units=units, aliases=tuple((aliases or {}).items()))
+        return cls((units,) if any(flat) else units, tuple((aliases or {}).items()))  # type: ignore[arg-type]
 
     @classmethod
     def from_model(
@@ -250,10 +249,10 @@ class FSDPParamOrder(Units, CustomPassBase):
                 start.target,
             )
             return None
-        unknown = sorted(self.unknown(tag.fqns))
+        unknown = tuple(sorted(self.unknown(tag.fqns)))
         if unknown:
             _warn_once(
-                tuple(unknown),
+                unknown,
                 "payload order: no payload holds %s, so the buckets of their collectives keep "
                 "graph order, not FSDP2's%s",
                 ", ".join(unknown),
@@ -265,7 +264,7 @@ class FSDPParamOrder(Units, CustomPassBase):
         return min(place for fqn in tag.fqns if (place := payloads.place_of(fqn)) is not None)
 
     def unknown(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """The names among ``fqns`` that are in no payload, in the order given."""
+        """The names among ``fqns`` that are in no payload."""
         return tuple(fqn for fqn in fqns if self.place_of(fqn) is None)
 
     def uuid(self) -> str:
@@ -287,17 +286,13 @@ def _ignored(
 ) -> set[nn.Parameter]:
     """Resolves FQNs. Parameters of other models pass: under pipeline parallelism, other stages'."""
     by_name = {fqn: parameter for parameter, fqns in names.items() for fqn in fqns}
-    ignored: set[nn.Parameter] = set()
-    for item in [ignored_params] if isinstance(ignored_params, str) else ignored_params:
-        if not isinstance(item, str):
-            ignored.add(item)
-        elif (fqn := canonical_fqn(item)) in by_name:
-            ignored.add(by_name[fqn])
-        else:
+    given = [ignored_params] if isinstance(ignored_params, str) else ignored_params
+    for item in given:
+        if isinstance(item, str) and canonical_fqn(item) not in by_name:
             raise ValueError(
                 f"ignored_params: no parameter is named {item!r}" + nearest_names(item, by_name)
             )
-    return ignored
+    return {by_name[canonical_fqn(i)] if isinstance(i, str) else i for i in given}
 
 
 def _units_code(units: Sequence[Sequence[str]]) -> str:

@@ -1,8 +1,7 @@
-"""Units of parameters: which parameter is in which, and where in it.
+"""Units, what eager FSDP2 packs together by one ``fully_shard`` call: which parameter is in which.
 
-A unit is what eager FSDP2 packs together, one ``fully_shard`` call. :class:`Units` finds a
-parameter's; :class:`.FSDPParamOrder` is units of parameters in eager FSDP2's order, and
-:class:`UnitSpec` units of modules, as a person writes them or as they are found in a model.
+:class:`.FSDPParamOrder` is units of parameters in eager FSDP2's order, and :class:`UnitSpec` units
+of modules, as a person writes them or as they are found in a model.
 """
 
 from __future__ import annotations
@@ -89,11 +88,7 @@ class Units:
 
 
 def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...], ...]:
-    """Units as canonical names.
-
-    Args:
-        units: per unit its names, or one name.
-        what: names them in errors.
+    """Units, each a list of names or one name, as canonical names; ``what`` names them in errors.
 
     Raises:
         TypeError: a string, or what can't be iterated; a name is no string.
@@ -112,13 +107,10 @@ def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...],
 @dataclass(frozen=True, repr=False)
 class UnitSpec(Units):
     """Units of modules, in the order of ``fully_shard`` calls, each in the order in which
-    ``fully_shard([...])`` would get them.
-
-    It can be passed wherever a list of units is taken.
+    ``fully_shard([...])`` would get them. It can be passed wherever a list of units is taken.
 
     Raises:
-        TypeError: as of :class:`Units`.
-        ValueError: as of :class:`Units`; no units, or an empty unit.
+        TypeError, ValueError: as of :class:`Units`; no units, or an empty unit.
     """
 
     def __post_init__(self) -> None:
