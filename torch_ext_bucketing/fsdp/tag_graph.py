@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.fx as fx
@@ -33,7 +32,7 @@ from ..fqns import canonical_fqn, parameters_by_name
 from ..graph.collectives import Kind, is_compute, is_start, kind_of
 from ..graph.graph_of import graph_of
 from ..graph.moves import CONSTANTS, SCALES, is_move
-from .tags import Tag, TagReport, Untagged, is_bucket, set_tag, tag_of
+from .tags import Tag, is_bucket, set_tag, tag_of
 
 _aten = torch.ops.aten
 
@@ -42,6 +41,7 @@ _aten = torch.ops.aten
 _ACCUMULATES = frozenset({_aten.add.Tensor, _aten.add_.Tensor, _aten.slice_backward.default})
 
 
+T = TypeVar("T")
 FqnOf = Callable[[Any], "str | None"] | Mapping[Any, str]
 
 
@@ -51,7 +51,7 @@ def tag_joint_graph(
     *,
     grad_fqns: Sequence[str | None] | None = None,
     model: torch.nn.Module | None = None,
-) -> TagReport:
+) -> dict[fx.Node, Tag]:
     """Tag every collective of ``gm`` that serves parameters. One pass forward and one back.
 
     Args:
@@ -65,6 +65,9 @@ def tag_joint_graph(
         model: the module whose parameters are meant, for graphs whose nodes carry
             ``custom["module_fqn"]`` or ``nn_module_stack`` and nothing better.
 
+    Returns:
+        The collectives that carry a tag, in graph order.
+
     Raises:
         TypeError: ``fqn_of`` or ``grad_fqns`` gives something else than names and None.
         ValueError: the output's descriptors, or ``grad_fqns``, don't match its flattened values in
@@ -73,35 +76,29 @@ def tag_joint_graph(
     graph = graph_of(gm)
     nodes = list(graph.nodes)
     inputs = {n: _name_of(n, fqn_of) for n in nodes if n.op == "placeholder"}
-    origins = _origins(nodes, inputs)
+    behind = _parameters_behind(nodes, inputs)
     ahead = _gradients_ahead(nodes, inputs, _gradient_outputs(nodes, fqn_of, grad_fqns))
     shards = _shards_by_module(model)
     has_descriptors = any("desc" in n.meta for n in nodes if n.op in ("placeholder", "output"))
 
     tags: dict[fx.Node, Tag] = {}
-    skipped: list[Untagged] = []
     for node in nodes:
-        kind = kind_of(node)
+        kind, tag = kind_of(node), tag_of(node)
         if kind is None:
             continue
-        known = tag_of(node)
-        if known is not None:
-            tags[node] = known
-            continue
-        fqns, reason = ahead.get(node, ()), "its result reaches no parameter's gradient"
-        if kind == "all_gather":
-            origin = origins.get(next(iter(node.all_input_nodes), node), _CONSTANT)
-            fqns, reason = origin.fqns, origin.reason or "it gathers a constant"
-        if not fqns and not has_descriptors:
-            fqns = _served_in_module(node, kind, shards)
-        if fqns:
-            tags[node] = Tag(kind, fqns)
-        else:
-            skipped.append(Untagged(node.name, kind, reason))
+        if tag is None:
+            fqns: Iterable[str] = ahead.get(node, ())
+            if kind == "all_gather":
+                fqns = behind.get(node.all_input_nodes[0], ()) if node.all_input_nodes else ()
+            if not fqns and not has_descriptors:
+                fqns = _served_in_module(node, kind, shards)
+            tag = Tag(kind, tuple(fqns)) if fqns else None
+        if tag is not None:
+            tags[node] = tag
     for node, tag in tags.items():
         if not is_bucket(node):
             set_tag(node, tag)
-    return TagReport(tuple((n.name, t) for n, t in tags.items()), tuple(skipped))
+    return tags
 
 
 def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -190,26 +187,11 @@ def in_other_form(gather: fx.Node) -> bool:
     return False
 
 
-def _union(
-    of: Mapping[fx.Node, dict[fx.Node, None]], nodes: Iterable[fx.Node]
-) -> dict[fx.Node, None]:
-    merged: dict[fx.Node, None] = {}
+def _union(of: Mapping[fx.Node, dict[T, None]], nodes: Iterable[fx.Node]) -> dict[T, None]:
+    merged: dict[T, None] = {}
     for node in nodes:
         merged.update(of.get(node, {}))
     return merged
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """The parameters that a value is a mere rearrangement of, in order of appearance, or why it is
-    of none. A constant has neither."""
-
-    fqns: tuple[str, ...] = ()
-    reason: str = ""
-    gathered: bool = False
-
-
-_CONSTANT = _Origin()
 
 
 def _name_of(what: Any, fqn_of: FqnOf | None) -> str | None:
@@ -228,38 +210,29 @@ def _name_of(what: Any, fqn_of: FqnOf | None) -> str | None:
     return None if name is None else canonical_fqn(name)
 
 
-def _origins(
+def _parameters_behind(
     nodes: Sequence[fx.Node], inputs: Mapping[fx.Node, str | None]
-) -> dict[fx.Node, _Origin]:
-    origin: dict[fx.Node, _Origin] = {}
+) -> dict[fx.Node, dict[str, None]]:
+    """Map nodes to the parameters that they are a mere rearrangement of, in order of appearance: a
+    constant to none. Others, as activations, are not in it."""
+    behind: dict[fx.Node, dict[str, None]] = {
+        node: {fqn: None} for node, fqn in inputs.items() if fqn is not None
+    }
+    gathered: set[fx.Node] = set()
     for node in nodes:
-        if node.op == "placeholder":
-            fqn = inputs[node]
-            unknown = _Origin(reason=f"it gathers {node.name}, no known parameter")
-            origin[node] = unknown if fqn is None else _Origin((fqn,))
-        elif node.op == "get_attr":
-            origin[node] = _Origin(reason=f"it gathers the constant {node.target}")
-        elif node.op == "call_function":
-            origin[node] = _origin_of(
-                node, [origin.get(n, _CONSTANT) for n in node.all_input_nodes]
-            )
-    return origin
-
-
-def _origin_of(node: fx.Node, found: Sequence[_Origin]) -> _Origin:
-    """The origin of a call's result from those of its inputs."""
-    if node.target in CONSTANTS:
-        return _CONSTANT
-    fqns = dict.fromkeys(fqn for each in found for fqn in each.fqns)
-    # A gather of what was gathered already is a parameter sharded over two mesh dimensions.
-    gathered = kind_of(node) == "all_gather" or any(each.gathered for each in found)
-    # What is computed from one shard alone is that parameter in another form: 8 bits, scales.
-    one_shard = len(fqns) == 1 and not gathered and not any(each.reason for each in found)
-    if not is_move(node) and kind_of(node) != "all_gather" and not one_shard:
-        return _Origin(reason=f"it gathers an activation, made by {node.name}")
-    # Of several that are none, the last one is named.
-    unknown = [each for each in found if each.reason]
-    return unknown[-1] if unknown else _Origin(tuple(fqns), "", gathered)
+        args = node.all_input_nodes
+        if node.target in CONSTANTS:
+            behind[node] = {}
+        elif node.op == "call_function" and all(arg in behind for arg in args):
+            fqns = _union(behind, args)
+            # A gather of what was gathered already is a parameter sharded over two mesh dimensions.
+            if kind_of(node) == "all_gather" or not gathered.isdisjoint(args):
+                gathered.add(node)
+            # What is computed from one shard alone is that parameter in another form: 8-bit data.
+            one_shard = len(fqns) == 1 and node not in gathered
+            if is_move(node) or kind_of(node) == "all_gather" or one_shard:
+                behind[node] = fqns
+    return behind
 
 
 def _gradients_ahead(

@@ -46,28 +46,6 @@ class Tag:
         object.__setattr__(self, "fqns", tuple(self.fqns))
 
 
-@dataclass(frozen=True)
-class Untagged:
-    """A collective that got no tag: its node name, kind and why."""
-
-    node: str
-    kind: Kind
-    reason: str
-
-
-@dataclass(frozen=True)
-class TagReport:
-    """The result of :func:`tag_joint_graph`, each tuple in graph order.
-
-    Args:
-        tagged: ``(node name, tag)``, those that were tagged already included.
-        skipped: collectives that serve no known parameter, such as those of tensor parallelism.
-    """
-
-    tagged: tuple[tuple[str, Tag], ...] = ()
-    skipped: tuple[Untagged, ...] = ()
-
-
 def set_tag(node: fx.Node, tag: Tag) -> None:
     """Tag a collective by hand.
 
