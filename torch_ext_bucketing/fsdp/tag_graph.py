@@ -135,20 +135,20 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
             made_of.pop(node, None)
             chains[node] = {**_union(behind, inputs), node: None}
             ahead[node] = {**served, node: None}
-        elif is_move(node) or node.target in CONSTANTS:
-            if served:  # after a gather
-                ahead[node] = served
-                for start in served:
-                    chains[start][node] = None
-            elif all(i.op == "placeholder" or i in behind for i in inputs):  # before one
+            continue
+        moves = is_move(node) or node.target in CONSTANTS
+        if moves and not served:
+            if all(i.op == "placeholder" or i in behind for i in inputs):
                 behind[node] = {**_union(behind, inputs), node: None}
-        elif served and not is_compute(node):
+            continue
+        if served and not moves and not is_compute(node):  # makes a parameter of another form?
             made = {made_of.get(start.all_input_nodes[0]) for start in served}
             alone = all(i in ahead or i in made_of or i.target in CONSTANTS for i in inputs)
-            if alone and made | set(sources) == made and all(map(in_other_form, served)):
-                ahead[node] = served
-                for start in served:
-                    chains[start][node] = None
+            moves = alone and made.issuperset(sources) and all(map(in_other_form, served))
+        if moves:
+            ahead[node] = served
+            for start in served:
+                chains[start][node] = None
     return {start: tuple(chain) for start, chain in chains.items()}
 
 

@@ -176,7 +176,7 @@ def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str
         dtype = _name(next(iter(plan.values())).node.meta["val"].dtype)
         saved += _reduce_once(graph, tree, plan, place)
     number = 0 if tree is None else len(tree.uses)
-    if dtype is not None or any(len(group) > 1 for group in mergeable):
+    if dtype is not None or mergeable:
         sort_topologically(graph)
     if left == len(read) and dtype is None:
         return None, reasons

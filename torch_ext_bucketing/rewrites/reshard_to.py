@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch.aot import mark_recompute, mark_save, read_in_backward
 from .._torch.process_groups import default_group, new_groups, ranks_of
 from ..fsdp.tag_graph import parameter_chains, read_in_forward
-from ..fsdp.tags import Tag, is_bucket, moved_from, set_home_group, set_tag, tag_of
+from ..fsdp.tags import Tag, home_group, is_bucket, set_tag, tag_of
 from ..graph.collectives import group_name, group_size, kind_of, nbytes_of, only_wait
 from ..graph.snapshot import unchanged_on_error
 from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
@@ -229,8 +229,7 @@ def _gather_twice(
         node.meta = {k: v for k, v in source.meta.items() if k != "tensor_meta"}
         node.meta["val"] = torch.empty_like(whole)
     part.meta["val"] = whole.new_empty((rows, *whole.shape[1:]))
-    set_tag(again, tag)
-    set_home_group(again, group_name(start))
+    set_tag(again, tag, group_name(start))
     for reader in readers:
         reader.replace_input_with(wait, wait_again)
     behind = [n for n in chain[chain.index(start) :] if n not in (start, wait)]
@@ -247,8 +246,8 @@ def read_first_gathers(graph: fx.Graph) -> int:
         n
         for n in graph.nodes
         if kind_of(n) == "all_gather"
-        and moved_from(n) is not None
         and not is_bucket(n)
+        and home_group(n) != group_name(n)
         and n.args[0].target is _slice_copy
     ]
     for start in found:
