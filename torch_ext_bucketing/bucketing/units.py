@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.fx as fx
 
 from .._torch.aot import in_backward
-from ..fsdp.tags import Tag
 from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
@@ -45,20 +44,13 @@ def plan_units(
     duplicates: list[tuple[fx.Node, fx.Node]] = []
     first_gather: dict[tuple[Any, ...], fx.Node] = {}
     analysis = GraphAnalysis.of(graph)
-    found = collectives_of(analysis, kinds)
     contracted = Contraction(analysis.nodes, analysis.unordered_writes)
     structures = Structures(positions(analysis.graph))
-    for c in found:
-        if c.tag is None:
-            left.append(c.left_alone(UNTAGGED))
-            continue
-        unit, why = _unit_of(c.tag, units)
-        if unit is None:
+    for c in collectives_of(analysis, kinds):
+        unit, why = _unit_of(c.fqns, units)
+        if unit is None or c.why_not:
+            left.append(c.left_alone(why or c.why_not))
             uncovered.update(dict.fromkeys(f for f in c.fqns if units.unit_of(f) is None))
-            left.append(c.left_alone(why))
-            continue
-        if c.why_not:
-            left.append(c.left_alone(c.why_not))
             continue
         # In a trace of a whole step, a gather in backward is there to free memory in between.
         again = c.kind == "all_gather" and in_backward(c.start)
@@ -124,12 +116,12 @@ def _fill(
     return members, rest, detail
 
 
-def _unit_of(tag: Tag, units: Units) -> tuple[int | None, str]:
-    """The unit of a collective, or else why it is in none."""
-    found = {fqn: units.unit_of(fqn) for fqn in tag.fqns}
+def _unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str]:
+    """The unit of a collective that serves these parameters, or else why it is in none."""
+    found = {fqn: units.unit_of(fqn) for fqn in fqns}
     missing = [fqn for fqn, unit in found.items() if unit is None]
     if missing:
         return None, f"no unit has {', '.join(missing)}"
     if len(set(found.values())) > 1:
-        return None, f"its parameters {', '.join(tag.fqns)} are in several units"
-    return found[tag.fqns[0]], ""
+        return None, f"its parameters {', '.join(fqns)} are in several units"
+    return (found[fqns[0]], "") if fqns else (None, UNTAGGED)
