@@ -67,8 +67,8 @@ def is_first_compile() -> bool:
 
 
 def frame_number() -> int | None:
-    """Of the code that Dynamo compiles now: what a graph break leaves has others, a recompile has
-    the same. None without Dynamo."""
+    """The number of the code that Dynamo compiles now: a graph break leaves code with another one,
+    a recompile has the same. None without Dynamo."""
     compile_id = CompileContext.current_compile_id()
     return None if compile_id is None else compile_id.frame_id
 
@@ -116,12 +116,12 @@ def activation_inputs(gm: fx.GraphModule) -> dict[int, tuple[str, weakref.ref[to
 
 
 def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
-    """The same for the joint graph that is being compiled now, for config hooks, which see neither
-    Dynamo's graph nor its inputs.
+    """:func:`input_fqns` for the joint graph that is being compiled now, for config hooks, which
+    see neither Dynamo's graph nor its inputs.
 
     Dynamo lists the tensors that it met with their sources, in the order in which they became
-    inputs. The list is believed only when it has as many tensors as the joint graph has, all of
-    the same shape; the result is empty otherwise.
+    inputs. Where these are not as many as the joint graph has, each of the same shape, the result
+    is empty.
     """
     whole = _traced_tensors()
     inputs: dict[int, fx.Node] = {}

@@ -46,17 +46,16 @@ class ParamGroup:
     """One payload of eager FSDP2."""
 
     modules: tuple[str, ...]
-    """Canonical FQNs of the modules that the ``fully_shard`` call was given, in its order."""
+    """FQNs of the modules that the ``fully_shard`` call was given, in its order."""
     params: tuple[str, ...]
-    """Canonical parameter FQNs in all-gather order."""
+    """FQNs of the parameters in all-gather order."""
     reduce_params: tuple[str, ...]
     """The same FQNs in reduce-scatter order."""
     aliases: tuple[tuple[str, str], ...]
     """(other name, name in ``params``) of shared parameters."""
     origins: tuple[Hashable, ...]
-    """Per parameter, what identifies the parameter that it was before sharding: the same value in
-    two groups is a parameter shared across them. ``None`` where this torch does not keep it (before
-    2.13)."""
+    """Per parameter, what identifies it as it was before sharding, equal in groups that share it;
+    None before torch 2.13."""
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -65,7 +64,7 @@ def is_wrapped(model: nn.Module) -> bool:
 
 
 def _states_in(model: nn.Module) -> list[FSDPState]:
-    """Each once."""
+    """The FSDP2 states of a model's modules, each once."""
     with private_torch():
         found = dict.fromkeys(map(_composable_state._get_module_state, model.modules()))
     return [state for state in found if isinstance(state, FSDPState)]

@@ -27,8 +27,8 @@ def group_size_of(group: str) -> int:
 
 
 def group_places() -> tuple[tuple[str, int, int], ...]:
-    """Of all process groups that this rank knows, sorted: the name, the number of ranks, and which
-    of them this one is (-1: none, or it compiles for all of them)."""
+    """The process groups that this rank knows, sorted: name, number of ranks, and this rank's place
+    among them (-1: it has none, or compiles for all of them)."""
     if not dist.is_available() or not dist.is_initialized():
         return ()
     with private_torch():

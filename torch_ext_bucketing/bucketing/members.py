@@ -1,4 +1,4 @@
-"""What planning buckets asks of a collective, and which ones can be a member of a bucket at all."""
+"""The collectives of a graph as planning sees them, and which can be in a bucket at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNTAGGED = "it serves no known parameter"
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """What planning asks of a collective. Read from the graph once, however many plans are made.
+    """The facts that planning needs of a collective, read once for any number of plans.
 
     Args:
         start: its node.

@@ -64,8 +64,8 @@ _Size: TypeAlias = int | fx.Node
 
 
 def packed_values(members: Sequence[fx.Node]) -> list[fx.Node]:
-    """What a bucket reads of each member: its input, before a cast that becomes part of packing.
-    None does where the members are of several dtypes."""
+    """The value that a bucket reads for each member: its input, or where all members have one dtype
+    the input of its cast (:func:`merged_cast`), which packing then does."""
     casts = [None if are_mixed(members) else merged_cast(member) for member in members]
     return [
         (member if cast is None else cast).all_input_nodes[0]
