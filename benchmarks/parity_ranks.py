@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.fx as fx
 import torch.nn as nn
 from torch._inductor import decomposition
+from torch.distributed._composable_state import _get_module_state
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -34,8 +35,8 @@ from benchmarks.parity_models import MODELS, build, units_of
 from benchmarks.parity_rows import CHANNELS, Row
 from benchmarks.parity_tensor import cut, parallelize
 from torch_ext_bucketing._torch.aot import stage_of
-from torch_ext_bucketing._torch.fsdp2 import gathered_bytes
 from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
+from torch_ext_bucketing.fqns import canonical_fqn
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce, data_parallel
 from torch_ext_bucketing.graph.collectives import group_name, kind_of, wire_bytes
@@ -542,6 +543,23 @@ class Runs:
         ``stop_unlike``."""
         again = self.row.graphs > 1 or self.row.regional
         return train(model, step, self.steps, recompiles=again, stop_unlike=stop_unlike)
+
+
+def gathered_bytes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of the parameters that follow FSDP2's protocol for gathers of their own, by canonical FQN:
+    the bytes of each tensor that this rank gives to the all-gather, in its order.
+
+    The classes are asked for these tensors, which may communicate: every rank calls it, between
+    steps.
+    """
+    states: Any = dict.fromkeys(filter(None, map(_get_module_state, model.modules())))
+    return {
+        canonical_fqn(param._param_fqn): tuple(part.nbytes for part in param.all_gather_inputs)
+        for state in states
+        for group in getattr(state, "_fsdp_param_groups", ())
+        for param in group.fsdp_params
+        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+    }
 
 
 def wrap_units(

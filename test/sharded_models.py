@@ -13,8 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.nn.utils import parametrize
 
 from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
-from torch_ext_bucketing.graph.collectives import kind_of
-from torch_ext_bucketing.graph.tags import TagReport
+from torch_ext_bucketing.graph.collectives import Kind, kind_of
+from torch_ext_bucketing.graph.tags import Tag
 
 
 class Block(nn.Module):
@@ -120,7 +120,8 @@ class Capture:
         self.partitioner = partitioner
         self.model = model
         self.joint = joint
-        self.reports: list[TagReport] = []
+        # Of each joint graph its tags, and the kinds of its collectives without one.
+        self.tags: list[tuple[list[Tag], list[Kind]]] = []
         self.graphs: list[fx.GraphModule] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -137,7 +138,9 @@ class Capture:
         }[self.partitioner]
 
         def tag_and_partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-            self.reports.append(tag_joint_graph(joint, fqns))
+            tags = tag_joint_graph(joint, fqns)
+            untagged = [k for n in joint.graph.nodes if (k := kind_of(n)) and n not in tags]
+            self.tags.append((list(tags.values()), untagged))
             self.joint(joint)
             return partition(joint, *args, **kwargs)
 

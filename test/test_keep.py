@@ -173,7 +173,7 @@ class Chosen(teb.GraphPass):
         self.parts = [k for k in self.kept if k in partitioned.parts]
         self.models = partitioned.models(self.kept)
         self.peak = HeldBytes(partitioned).peak_bytes(self.kept)
-        choice = _choice(g, partitioned, self.kept)
+        choice = _choice(partitioned, self.kept)
         _mark(parameter_chains(g), choice, lambda tag: True)
         if self.smaller is not None:
             reshard_to(g, self.smaller, choice.is_part)

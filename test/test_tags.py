@@ -65,9 +65,9 @@ def test_compiled_dtensor_parameters(fake_world, shard, dtype, partitioner):
     model = shard(TwoBlocks(), mesh_1d(), dtype)
     found, capture = compiled_tags(model, TOKENS, partitioner=partitioner)
     assert found == {"all_gather": ONE_EACH, "reduce_scatter": ONE_EACH}
-    (report,) = capture.reports
-    assert len(report.tagged) == 2 * len(TWO_BLOCKS_FQNS)
-    assert not report.skipped
+    ((tags, untagged),) = capture.tags
+    assert len(tags) == 2 * len(TWO_BLOCKS_FQNS)
+    assert not untagged
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["by source", "by identity"])
@@ -186,15 +186,14 @@ class Activations(nn.Module):
 def test_collectives_on_activations_are_left_alone(fake_world):
     capture = Capture()
     step(torch.compile(Activations(), backend=capture, fullgraph=True), torch.randn(2, 8))
-    (report,) = capture.reports
-    assert sorted((t.kind, *t.fqns) for _, t in report.tagged) == [
+    ((tags, untagged),) = capture.tags
+    assert sorted((t.kind, *t.fqns) for t in tags) == [
         ("all_gather", "pos"),
         ("all_gather", "w"),
         ("reduce_scatter", "pos"),
         ("reduce_scatter", "w"),
     ]
-    assert sorted(u.kind for u in report.skipped) == ["all_gather"] * 2 + ["reduce_scatter"] * 2
-    assert any("activation, made by tanh" in u.reason for u in report.skipped)
+    assert sorted(untagged) == ["all_gather"] * 2 + ["reduce_scatter"] * 2
 
 
 def test_joint_export(fake_world):
@@ -210,9 +209,9 @@ def test_joint_export(fake_world):
         mode = gm.meta.get("fake_mode") or context.fake_mode
         stack.enter_context(mode)
         joint = aot_export_joint_with_descriptors(stack, gm, (TOKENS,))
-        report = tag_joint_graph(joint.graph_module)
+        tags = tag_joint_graph(joint.graph_module).values()
     for kind in ("all_gather", "reduce_scatter"):
-        assert sorted(t.fqns for _, t in report.tagged if t.kind == kind) == ONE_EACH
+        assert sorted(t.fqns for t in tags if t.kind == kind) == ONE_EACH
 
 
 def training_step_trace(annotate):
@@ -254,15 +253,15 @@ def test_whole_step_trace_named_by_the_caller(fake_world):
     names = list(dict(model.named_parameters()))
     placeholders = gm.graph.find_nodes(op="placeholder")
     fqns = dict(zip(placeholders, names, strict=False))
-    report = tag_joint_graph(gm, fqns, grad_fqns=[None, *names, None])
+    tags = tag_joint_graph(gm, fqns, grad_fqns=[None, *names, None]).values()
     for kind in ("all_gather", "reduce_scatter"):
-        assert sorted(t.fqns[0] for _, t in report.tagged if t.kind == kind) == sorted(names)
+        assert sorted(t.fqns[0] for t in tags if t.kind == kind) == sorted(names)
 
 
 def test_whole_step_trace_named_by_module(fake_world):
     gm, model = training_step_trace(annotate=True)
-    report = tag_joint_graph(gm, model=model)
-    gathers = sorted(t.fqns[0] for _, t in report.tagged if t.kind == "all_gather")
+    tags = tag_joint_graph(gm, model=model).values()
+    gathers = sorted(t.fqns[0] for t in tags if t.kind == "all_gather")
     assert gathers == ["a.bias", "a.weight", "b.bias", "b.weight"]
 
 
@@ -291,8 +290,7 @@ def test_nested_outputs_with_flat_descriptors(fake_world):
         GradAOTOutput(ParamAOTInput("a")),
         GradAOTOutput(ParamAOTInput("b")),
     ]
-    report = tag_joint_graph(gm)
-    assert [t for _, t in report.tagged] == [
+    assert list(tag_joint_graph(gm).values()) == [
         Tag("reduce_scatter", ("a",)),
         Tag("reduce_scatter", ("b",)),
     ]
@@ -315,11 +313,11 @@ def test_hand_tags_are_kept_and_shared_metadata_is_not_touched(fake_world):
     gather.meta["custom"] = reduce.meta["custom"] = shared
     set_tag(gather, Tag("all_gather", ("mine",)))
     assert shared == {"module_fqn": "m"}
-    report = tag_joint_graph(gm, lambda node: "theirs")
+    tags = tag_joint_graph(gm, lambda node: "theirs")
     assert tag_of(gather) == Tag("all_gather", ("mine",))
     assert member_tags(gather) == (Tag("all_gather", ("mine",)),)
-    assert report.tagged == ((gather.name, Tag("all_gather", ("mine",))),)
-    assert [u.kind for u in report.skipped] == ["all_reduce"]
+    assert tags == {gather: Tag("all_gather", ("mine",))}
+    assert tag_of(reduce) is None
     with pytest.raises(ValueError, match=r"can't tag .* as all_gather: it is an all_reduce"):
         set_tag(reduce, Tag("all_gather", ("x",)))
     with pytest.raises(ValueError, match=r"can't tag .* as all_reduce: it is an all_gather"):
@@ -399,14 +397,14 @@ def test_linear_in_the_graph(fake_world):
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            report = tag_joint_graph(
+            tags = tag_joint_graph(
                 graph,
                 lambda n: n.name if n.name != "x" else None,
                 grad_fqns=[w.name for w in shards],
             )
         finally:
             sys.settrace(before)
-        assert len(report.tagged) == 2 * params
+        assert len(tags) == 2 * params
         return count
 
     # Ten times the collectives: 10 if linear, 100 if each walks the others.

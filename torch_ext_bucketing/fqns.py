@@ -1,10 +1,8 @@
 """Names of modules and parameters (FQNs), as everybody in the package spells them.
 
 A wrapper puts its own attribute into every name below it: ``torch.compile(block)`` turns
-``layers.0.wq.weight`` into ``layers.0._orig_mod.wq.weight``. A plan written for the plain model, a
-tag read from a trace of the wrapped one and an order read from eager FSDP2 must agree on one
-spelling, the canonical one: the name that the parameter has in the model before anything was
-wrapped.
+``layers.0.wq.weight`` into ``layers.0._orig_mod.wq.weight``. The canonical name, on which plans,
+tags and orders agree, is the one before anything was wrapped.
 """
 
 from __future__ import annotations
@@ -19,16 +17,15 @@ if TYPE_CHECKING:  # names can be had without importing torch
 
 # Attribute under which each wrapper keeps the module that it wraps: ``torch.compile``
 # (OptimizedModule), ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``, FSDP1.
-WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def canonical_fqn(fqn: str) -> str:
-    """``fqn`` of a module or parameter without the names that wrappers put into it.
+    """``fqn`` of a module or parameter without the names that wrappers put into it, and without
+    those by which ``torch.nn.utils.parametrize`` moves a parameter.
 
-    ``a._orig_mod.b`` is ``a.b`` (see ``WRAPPER_ATTRIBUTES``) and
-    ``a.parametrizations.weight.original``, where ``torch.nn.utils.parametrize`` moves a parameter,
-    is ``a.weight``. A parametrization that keeps several tensors (``original0``, ``original1``:
-    weight norm) has no single parameter to name: those stay. What is no string is a TypeError.
+    A parametrization that keeps several tensors (``original0``, ``original1``: weight norm) has no
+    single parameter to name: those stay. What is no string is a TypeError.
 
     >>> canonical_fqn("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight")
     'layers.0.wq.weight'
@@ -37,7 +34,7 @@ def canonical_fqn(fqn: str) -> str:
     """
     if not isinstance(fqn, str):
         raise TypeError(f"an FQN must be a string, got {fqn!r}")
-    parts = [part for part in fqn.split(".") if part not in WRAPPER_ATTRIBUTES]
+    parts = [part for part in fqn.split(".") if part not in _WRAPPER_ATTRIBUTES]
     if len(parts) >= 3 and parts[-3] == "parametrizations" and parts[-1] == "original":
         parts[-3:] = [parts[-2]]
     return ".".join(parts)
@@ -56,28 +53,48 @@ def canonical_modules(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside the wrappers (checkpointing, ``torch.compile``) around it, or itself."""
+    for attribute in _WRAPPER_ATTRIBUTES:
+        inner = module._modules.get(attribute)
+        if inner is not None:
+            return unwrapped(inner)
+    return module
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether a module or one below it has a parameter of its own."""
+    # Asked of every module: ``module.parameters()`` would walk the whole subtree by name.
+    return any(p is not None for p in module._parameters.values()) or any(
+        has_parameters(child) for child in module.children()
+    )
+
+
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     """Canonical FQNs of every parameter of ``model``: several for a shared (tied) one.
 
     The first name is the one that ``model.named_parameters()`` gives, which is also what FSDP2
     calls the parameter (``FSDPState._init_fqns``).
     """
-    names: dict[nn.Parameter, list[str]] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in own_parameters(module):
-            fqn = canonical_fqn(f"{module_name}.{name}" if module_name else name)
-            known = names.setdefault(parameter, [])
-            if fqn not in known:
-                known.append(fqn)
+    names: dict[nn.Parameter, dict[str, None]] = {}
+    for fqn, parameter, _ in parameters_by_name(model):
+        names.setdefault(parameter, {})[fqn] = None
     return {parameter: tuple(fqns) for parameter, fqns in names.items()}
+
+
+def parameters_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    """Canonical FQN, parameter and owner of every place that a parameter has in ``model``."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in own_parameters(module):
+            yield canonical_fqn(f"{path}.{name}".lstrip(".")), parameter, module
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """``module``'s own parameters (not its children's) as (name, parameter), one that it has twice
     given twice.
 
-    Reads ``module._parameters``, as attribute access may compute: a parametrization by class
-    property (SimpleFSDP's) gathers the parameter when it is read.
+    Reads ``module._parameters``: attribute access gathers one that is parametrized by a property of
+    its class (SimpleFSDP's).
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:

@@ -138,13 +138,13 @@ def recipe(
         first.append(MergeAmax())
     if kinds == KINDS:
         first.append(ReduceScatterFirst())
-    reshard: list[GraphPass] = []
+    reshard: list[GraphPass] = [ReshardAfterForward()] if gathers else []
     if memory is not None:
         state = state_bytes(model, optimizer, state_bytes_per_parameter)
         check_bound(model, memory, state)
-        reshard.append(
+        reshard = [
             ReshardAfterForward("auto", memory=memory, activations=True, state_bytes=state, to=to)
-        )
+        ]
     elif optimizer is not None or state_bytes_per_parameter is not None:
         raise ValueError("optimizer= and state_bytes_per_parameter= belong to memory=")
     elif to is not None:
@@ -154,27 +154,18 @@ def recipe(
             raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
         # The bound on the step holds for schedules, too.
         bound = [PeakMemory(ratio=1.02)] if memory is None else []
-        passes: list[GraphPass] = [
-            BucketAndSchedule(
-                [Overlap(), *bound],
-                kinds=kinds,
-                machine=machine,
-                reduce=ReduceByAllToAll() if reduce else None,
-            )
-        ]
-        reshard = reshard or ([ReshardAfterForward()] if gathers else [])
-        return [*first, *reshard, *passes]
+        all_to_all = ReduceByAllToAll() if reduce else None
+        policies = [Overlap(), *bound]
+        both = BucketAndSchedule(policies, kinds=kinds, machine=machine, reduce=all_to_all)
+        return [*first, *reshard, both]
     if units is not None and reference is not None:
         raise ValueError("give units= or reference=, not both: a reference has units of its own")
     order, keep, named = _order(model, units, reference)
-    first.insert(0, AddByUnit(model, named))
-    passes = [
-        BucketUnits(order, kinds=kinds),
-        *([ReduceByAllToAll()] if reduce else []),
-        Schedule([Overlap()], machine),
-    ]
-    reshard = reshard or ([ReshardAfterForward(keep=keep)] if gathers else [])
-    return [*first, *reshard, *passes]
+    if memory is None and gathers:
+        reshard = [ReshardAfterForward(keep=keep)]
+    buckets = [BucketUnits(order, kinds=kinds), *([ReduceByAllToAll()] if reduce else [])]
+    schedule = Schedule([Overlap()], machine)
+    return [AddByUnit(model, named), *first, *reshard, *buckets, schedule]
 
 
 def _kinds(model: nn.Module) -> tuple[Kind, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +96,12 @@ def in_backward(node: fx.Node) -> bool:
     """Whether a node of a graph with forward and backward in one is part of backward, as what is
     computed again there is, told by the mark that torch's tracing leaves."""
     return bool(node.meta.get("autograd_backward", False))
+
+
+def mark_backward(nodes: Iterable[fx.Node]) -> None:
+    """Leave the mark of :func:`in_backward` on nodes."""
+    for node in nodes:
+        node.meta["autograd_backward"] = True
 
 
 def current_backward() -> int:

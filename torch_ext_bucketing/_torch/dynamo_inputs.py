@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from ..fqns import canonical_fqn
+from ..fqns import canonical_fqn, parameters_by_name
 from . import descriptors as _descriptors
 from .private import private_torch
 from .sharded import is_part, shard_of
@@ -67,8 +67,8 @@ def is_first_compile() -> bool:
 
 
 def frame_number() -> int | None:
-    """Of the code that Dynamo compiles now: what a graph break leaves has others, a recompile has
-    the same. None without Dynamo."""
+    """The number of the code that Dynamo compiles now: a graph break leaves code with another one,
+    a recompile has the same. None without Dynamo."""
     compile_id = CompileContext.current_compile_id()
     return None if compile_id is None else compile_id.frame_id
 
@@ -85,20 +85,20 @@ def input_fqns(
             (:func:`names_are_relative_to`) that has the parameter, else to the module whose
             ``forward`` Dynamo traced.
     """
-    by_identity = _parameters_by_identity(list(_roots)[::-1] if model is None else [model])
+    by_identity: dict[int, str] = {}  # only looked up: ids must not decide any order
+    for one in list(_roots)[::-1] if model is None else [model]:
+        for name, parameter, _ in parameters_by_name(one):
+            by_identity.setdefault(id(parameter), name)
     fqns: dict[int, str] = {}
     for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         example = example_inputs[index] if index < len(example_inputs) else None
-        fqn = None
-        for tensor in (_grapharg_example(placeholder), example):
-            if tensor is not None and id(tensor) in by_identity:
-                fqn = by_identity[id(tensor)]
-                break
-        if fqn is None and model is None:
-            source = getattr(placeholder, "_dynamo_source", None)
-            fqn = None if source is None else source_fqn(source)
+        given = _grapharg_example(placeholder)
+        fqn = by_identity.get(id(given)) or by_identity.get(id(example))
+        source = getattr(placeholder, "_dynamo_source", None)
+        if fqn is None and model is None and source is not None:
+            fqn = source_fqn(source)
         if fqn is not None:
-            fqns[index] = canonical_fqn(fqn)
+            fqns[index] = fqn
     return fqns
 
 
@@ -116,12 +116,12 @@ def activation_inputs(gm: fx.GraphModule) -> dict[int, tuple[str, weakref.ref[to
 
 
 def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
-    """The same for the joint graph that is being compiled now, for config hooks, which see neither
-    Dynamo's graph nor its inputs.
+    """:func:`input_fqns` for the joint graph that is being compiled now, for config hooks, which
+    see neither Dynamo's graph nor its inputs.
 
     Dynamo lists the tensors that it met with their sources, in the order in which they became
-    inputs. The list is believed only when it has as many tensors as the joint graph has, all of
-    the same shape; the result is empty otherwise.
+    inputs. Where these are not as many as the joint graph has, each of the same shape, the result
+    is empty.
     """
     whole = _traced_tensors()
     inputs: dict[int, fx.Node] = {}
@@ -137,7 +137,7 @@ def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
             return {}
         fqn = source_fqn(tracked.source)
         if fqn is not None:
-            fqns[index] = canonical_fqn(fqn)
+            fqns[index] = fqn
     return fqns
 
 
@@ -185,7 +185,7 @@ def _traced_tensors() -> list[Any]:
 def source_fqn(source: Any) -> str | None:
     """The FQN of a parameter's source, or None for what is no parameter of a module."""
     path, is_parameter = _walk(_name(source))
-    return path if is_parameter else None
+    return canonical_fqn(path) if path is not None and is_parameter else None
 
 
 def _name(source: Any) -> str:
@@ -221,15 +221,6 @@ def _walk(name: str) -> tuple[str | None, bool]:
             is_parameter = False
         position = step.end()
     return ".".join(parts), is_parameter
-
-
-def _parameters_by_identity(models: Iterable[torch.nn.Module]) -> Mapping[int, str]:
-    # Only looked up, never iterated: ids must not decide any order.
-    names: dict[int, str] = {}
-    for model in models:
-        for name, param in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), name)
-    return names
 
 
 def _grapharg_example(placeholder: fx.Node) -> Any | None:

@@ -15,13 +15,13 @@ Versions (``torch/distributed/fsdp/_fully_shard``):
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn as nn
 
-from ..fqns import canonical_fqn, own_parameters
+from ..fqns import canonical_fqn, parameter_names
 from .private import private_torch
 
 with private_torch():
@@ -46,17 +46,16 @@ class ParamGroup:
     """One payload of eager FSDP2."""
 
     modules: tuple[str, ...]
-    """Canonical FQNs of the modules that the ``fully_shard`` call was given, in its order."""
+    """FQNs of the modules that the ``fully_shard`` call was given, in its order."""
     params: tuple[str, ...]
-    """Canonical parameter FQNs in all-gather order."""
+    """FQNs of the parameters in all-gather order."""
     reduce_params: tuple[str, ...]
     """The same FQNs in reduce-scatter order."""
     aliases: tuple[tuple[str, str], ...]
     """(other name, name in ``params``) of shared parameters."""
     origins: tuple[Hashable, ...]
-    """Per parameter, what identifies the parameter that it was before sharding: the same value in
-    two groups is a parameter shared across them. ``None`` where this torch does not keep it (before
-    2.13)."""
+    """Per parameter, what identifies it as it was before sharding, equal in groups that share it;
+    None before torch 2.13."""
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -65,7 +64,7 @@ def is_wrapped(model: nn.Module) -> bool:
 
 
 def _states_in(model: nn.Module) -> list[FSDPState]:
-    """Each once."""
+    """The FSDP2 states of a model's modules, each once."""
     with private_torch():
         found = dict.fromkeys(map(_composable_state._get_module_state, model.modules()))
     return [state for state in found if isinstance(state, FSDPState)]
@@ -87,40 +86,22 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
             f"{type(model).__name__} has no FSDP2 module: call fully_shard() on it first, or use "
             "from_model() for a model that stays unwrapped"
         )
-    names = _ParameterPlaces(model)
+    names = parameter_names(model)
     module_names = {m: canonical_fqn(n) for n, m in model.named_modules()}
     groups: list[ParamGroup] = []
-    for state in _in_call_order(states):
-        for group in _groups_of(state):
-            found = [names.of(fsdp_param) for fsdp_param in group.fsdp_params]
-            params = tuple(fqns[0] for fqns in found)
-            groups.append(
-                ParamGroup(
-                    modules=tuple(module_names[m] for m in group.modules if m in module_names),
-                    params=params,
-                    reduce_params=reduce_order(params, [_grad_dtype(p) for p in group.fsdp_params]),
-                    aliases=tuple((alias, fqns[0]) for fqns in found for alias in fqns[1:]),
-                    origins=tuple(getattr(p, "_orig_param_uid", None) for p in group.fsdp_params),
-                )
+    for group in _groups_of(states):
+        found = [_names_of(fsdp_param, names) for fsdp_param in group.fsdp_params]
+        params = tuple(fqns[0] for fqns in found)
+        groups.append(
+            ParamGroup(
+                modules=tuple(module_names[m] for m in group.modules if m in module_names),
+                params=params,
+                reduce_params=reduce_order(params, [_grad_dtype(p) for p in group.fsdp_params]),
+                aliases=tuple((alias, fqns[0]) for fqns in found for alias in fqns[1:]),
+                origins=tuple(getattr(p, "_orig_param_uid", None) for p in group.fsdp_params),
             )
+        )
     return groups
-
-
-def gathered_bytes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of the parameters that follow FSDP2's protocol for gathers of their own, by canonical FQN:
-    the bytes of each tensor that this rank gives to the all-gather, in its order.
-
-    The classes are asked for these tensors, which may communicate: every rank calls it, between
-    steps.
-    """
-    names = _ParameterPlaces(model)
-    return {
-        names.of(param)[0]: tuple(part.nbytes for part in param.all_gather_inputs)
-        for state in _in_call_order(_states_in(model))
-        for group in _groups_of(state)
-        for param in group.fsdp_params
-        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
-    }
 
 
 def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tuple[str, ...]:
@@ -128,10 +109,9 @@ def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tupl
     parameter)."""
     if not REDUCES_BY_GRAD_DTYPE:
         return tuple(params)
-    by_dtype: dict[Hashable, list[str]] = {}
-    for fqn, dtype in zip(params, grad_dtypes, strict=True):
-        by_dtype.setdefault(dtype, []).append(fqn)
-    return tuple(fqn for fqns in by_dtype.values() for fqn in fqns)
+    met = list(dict.fromkeys(grad_dtypes))
+    pairs = zip(params, grad_dtypes, strict=True)
+    return tuple(fqn for fqn, _ in sorted(pairs, key=lambda pair: met.index(pair[1])))
 
 
 def grad_dtype(parameter: nn.Parameter) -> Hashable:
@@ -150,51 +130,31 @@ def _grad_dtype(fsdp_param: Any) -> Hashable:
     return fsdp_param.sharded_param.dtype
 
 
-def _groups_of(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-
-
-def _in_call_order(states: list[FSDPState]) -> list[FSDPState]:
-    """Sorts by the time of the ``fully_shard`` call.
+def _groups_of(states: list[FSDPState]) -> list[Any]:
+    """The param groups of states, in the order of the ``fully_shard`` calls.
 
     A state does not record when it was made, but the table from modules to states is filled by the
     calls, and keeps insertion order.
     """
-    position: dict[FSDPState, int] = {}
-    for reference in _composable_state._module_state_mapping.values():
-        state = reference()
-        if isinstance(state, FSDPState):
-            position.setdefault(state, len(position))
-    return sorted(states, key=position.__getitem__)
+    made = dict.fromkeys(ref() for ref in _composable_state._module_state_mapping.values())
+    groups: list[Any] = []
+    for state in [state for state in made if state in states]:
+        if hasattr(state, "_fsdp_param_groups"):
+            groups += state._fsdp_param_groups
+        elif state._fsdp_param_group is not None:
+            groups.append(state._fsdp_param_group)
+    return groups
 
 
-class _ParameterPlaces:
-    """Names of parameters by where they are registered, which holds in FSDP2's sharded and
-    unsharded state."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._names: dict[tuple[nn.Module, str], list[tuple[int, str]]] = {}
-        index = 0
-        for module_name, module in model.named_modules(remove_duplicate=False):
-            for name, _ in own_parameters(module):
-                fqn = canonical_fqn(f"{module_name}.{name}" if module_name else name)
-                self._names.setdefault((module, name), []).append((index, fqn))
-                index += 1
-
-    def of(self, fsdp_param: Any) -> list[str]:
-        """All canonical FQNs of a ``FSDPParam``, the one of ``model.named_parameters()`` first."""
-        info = fsdp_param._module_info
-        places = [
-            (info.module, info.param_name),
-            *zip(info.shared_modules, info.shared_param_names, strict=True),
-        ]
-        found = sorted(e for place in dict.fromkeys(places) for e in self._names.get(place, ()))
-        if not found:
-            raise ValueError(
-                f"a fully_shard() unit of this model holds {info.param_name!r} of a "
-                f"{type(info.module).__name__} that is not in it: pass the model that all modules "
-                "of the unit belong to"
-            )
-        return list(dict.fromkeys(fqn for _, fqn in found))
+def _names_of(fsdp_param: Any, names: Mapping[nn.Parameter, tuple[str, ...]]) -> tuple[str, ...]:
+    """All canonical FQNs of a ``FSDPParam``, the one of ``model.named_parameters()`` first: those
+    of the parameter that its module has now, sharded or not."""
+    info = fsdp_param._module_info
+    found = names.get(info.module._parameters.get(info.param_name), ())
+    if not found:
+        raise ValueError(
+            f"a fully_shard() unit of this model holds {info.param_name!r} of a "
+            f"{type(info.module).__name__} that is not in it: pass the model that all modules "
+            "of the unit belong to"
+        )
+    return found

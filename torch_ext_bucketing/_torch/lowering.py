@@ -42,7 +42,7 @@ def lower_sum(target: Any) -> None:
         part = received.get_numel() // ranks
 
         def added(load_before: Any, some: range) -> Any:
-            """Of an index the sum of some parts, and of those before."""
+            """A loader of the sum of some ranks' parts, and of those before."""
 
             def inner(index: Any) -> Any:
                 (i,) = index

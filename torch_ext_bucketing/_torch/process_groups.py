@@ -27,8 +27,8 @@ def group_size_of(group: str) -> int:
 
 
 def group_places() -> tuple[tuple[str, int, int], ...]:
-    """Of all process groups that this rank knows, sorted: the name, the number of ranks, and which
-    of them this one is (-1: none, or it compiles for all of them)."""
+    """The process groups that this rank knows, sorted: name, number of ranks, and this rank's place
+    among them (-1: it has none, or compiles for all of them)."""
     if not dist.is_available() or not dist.is_initialized():
         return ()
     with private_torch():
@@ -94,7 +94,10 @@ def new_groups(rows: Sequence[Sequence[int]], backend: str) -> Any:
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """The ranks in ``group``, by their numbers in the default group, ascending."""
+    """The ranks in a group, given as such or by its name in graphs, by their numbers in the default
+    group, ascending."""
+    if isinstance(group, str):
+        group = group_by_name(group)
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 

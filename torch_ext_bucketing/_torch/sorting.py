@@ -1,10 +1,15 @@
-"""torch's topological sort of a graph."""
+"""The order of a graph's nodes: torch's topological sort, and Inductor's control dependencies."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import torch.fx as fx
 
 from .private import private_torch
+
+with private_torch():
+    from torch.utils._ordered_set import OrderedSet
 
 
 def sort_topologically(graph: fx.Graph) -> None:
@@ -13,3 +18,16 @@ def sort_topologically(graph: fx.Graph) -> None:
         from torch._inductor.pattern_matcher import stable_topological_sort
 
     stable_topological_sort(graph)
+
+
+def run_after(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Let Inductor run each node after the nodes that ``before`` has for it.
+
+    Args:
+        graph: of a ``GraphModule``: wrapped nodes become submodules of it.
+        before: nodes that come before the key in the graph already.
+    """
+    with private_torch():
+        from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+    preserve_node_ordering(graph, {node: OrderedSet(first) for node, first in before.items()})

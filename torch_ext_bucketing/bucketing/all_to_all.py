@@ -28,14 +28,14 @@ from collections.abc import Mapping
 import torch
 import torch.fx as fx
 
-from .._torch.process_groups import group_by_name, ranks_of
+from .._torch.aot import in_backward, mark_backward
+from .._torch.process_groups import ranks_of
 from ..fsdp.all_to_all import SUM, steps_of
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import argument, is_wait
+from ..graph.collectives import argument, only_wait
 from ..graph.records import Collective
 from ..graph.tags import mark_replaced
 from .groups import is_inside
-from .merge import BACKWARD
 from .pack import Writer
 
 _aten = torch.ops.aten
@@ -69,8 +69,7 @@ def replaceable(collectives: Mapping[fx.Node, Collective]) -> dict[fx.Node, Coll
     for c in found.values():
         for fqn in c.fqns:
             groups.setdefault(fqn, {})[c.group] = None
-    names = {group: None for of_one in groups.values() for group in of_one}
-    ranks = {name: ranks_of(group_by_name(name)) for name in names}
+    ranks = {group: ranks_of(group) for of_one in groups.values() for group in of_one}
 
     def inside(c: Collective) -> bool:
         others = (group for fqn in c.fqns for group in groups[fqn])
@@ -81,15 +80,13 @@ def replaceable(collectives: Mapping[fx.Node, Collective]) -> dict[fx.Node, Coll
 
 def _adds_gradients(c: Collective) -> bool:
     """Whether it adds up gradients of parameters, and one wait alone reads it."""
-    if c.start.target not in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default):
-        return False
     return (
-        c.tag is not None
+        c.start.target in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
+        and c.tag is not None
         and c.reduce_op in ("sum", "avg")
         and c.start.meta["val"].dtype in _DTYPES
         and c.ranks > 1
-        and len(c.start.users) == 1
-        and is_wait(c.wait)
+        and only_wait(c.start) is not None
     )
 
 
@@ -115,7 +112,7 @@ def _replace(graph: fx.Graph, c: Collective, accumulate: torch.dtype) -> None:
             part = -(-size // ranks)
             if part * ranks > size:
                 padding = [flat, [0, part * ranks - size]]
-                flat = w.new(_aten.constant_pad_nd.default, padding, {}, dtype, [part * ranks])
+                flat = w.new(_aten.constant_pad_nd.default, padding, dtype, [part * ranks])
     mark_replaced(start)
     if steps == ("all_gather",):
         w.change(start, _c10d.all_gather_into_tensor.default, flat, ranks, group)
@@ -124,22 +121,17 @@ def _replace(graph: fx.Graph, c: Collective, accumulate: torch.dtype) -> None:
         w.change(start, _c10d.all_to_all_single.default, flat, splits, list(splits), group)
     w.change(wait, _c10d.wait_tensor.default, start)
     with graph.inserting_before(wait.next):
-        result = w.new(SUM, [wait, ranks, accumulate, average], {}, dtype, [part])
+        result = w.new(SUM, [wait, ranks, accumulate, average], dtype, [part])
         if len(steps) > 1:
-            gather = w.new(
-                _c10d.all_gather_into_tensor.default,
-                [result, ranks, group],
-                {},
-                dtype,
-                [w.times(part, ranks)],
-            )
-            result = w.wait(gather, [w.times(part, ranks)])
-            if w.times(part, ranks) != size:
+            whole = w.times(part, ranks)
+            arguments = [result, ranks, group]
+            gather = w.new(_c10d.all_gather_into_tensor.default, arguments, dtype, [whole])
+            result = w.wait(gather, [whole])
+            if whole != size:
                 result = w.view(_aten.slice.Tensor, [result, 0, 0, size], [size])
         if shape != [size if kind == "all_reduce" else part]:
-            result = w.view(_aten.view.default, [result, shape], shape)
+            result = w.viewed(result, shape)
     for reader in readers:
         reader.replace_input_with(wait, result)
-    if BACKWARD in start.meta:
-        for node in w.nodes:
-            node.meta[BACKWARD] = True
+    if in_backward(start):
+        mark_backward(w.nodes)

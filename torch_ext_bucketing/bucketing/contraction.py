@@ -24,21 +24,21 @@ members read; a start that has a write between its cast and itself merges with n
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.fx as fx
 
 from ..graph.analysis import GraphAnalysis
 from .pack import merged_cast
 
 
+@dataclass(slots=True, eq=False)
 class _Planned:
     """A closed bucket: its members, they and all that they need, and what of that is settled."""
 
-    __slots__ = ("members", "reach", "settled")
-
-    def __init__(self, members: int, reach: int, settled: int) -> None:
-        self.members = members
-        self.reach = reach
-        self.settled = settled
+    members: int
+    reach: int
+    settled: int
 
 
 class Contraction:
@@ -94,13 +94,9 @@ class Contraction:
                         "topologically before planning"
                     )
                 theirs = needs[arg]
-                if theirs is not mask:
-                    both = mask | theirs
-                    # The same object where the sets are equal: most nodes add nothing.
-                    if both == theirs:
-                        mask = theirs
-                    elif both != mask:
-                        mask = both
+                # The same object where the sets are equal: most nodes add nothing.
+                if theirs is not mask and (both := mask | theirs) != mask:
+                    mask = theirs if both == theirs else both
                 if left == 1:
                     del needs[arg]
                 uses[arg] = left - 1
@@ -130,22 +126,15 @@ class Contraction:
         """Begin a bucket with ``start``. A bucket that is open is closed."""
         self.close()
         index = self._index[start]
-        members, up = self._own(index)
-        self._open = members
+        self._open, up = self._own(index)
         self._static = self._up[index]
         self._reach, self._settled = self._closure(up, 0)
         self._open_epoch = self._epoch[index]
         self._open_alone = self._alone.get(index)
 
     def try_add(self, start: fx.Node) -> bool:
-        """Let ``start`` join the open bucket, unless that closes a cycle or merges across a write.
-
-        Args:
-            start: a start that is not in the open bucket.
-
-        Returns:
-            Whether it joined; where it did not, :meth:`why` says what forbids it.
-        """
+        """Let ``start``, which is not in the open bucket, join it, unless that closes a cycle or
+        merges across a write; returns whether it joined. :meth:`why` says what forbade it."""
         index = self._index[start]
         if self._write_between(index) is not None:
             return False
@@ -166,7 +155,7 @@ class Contraction:
             return f"{write.name} between them writes to a tensor that others read"
         needed = self._up[index] & self._open
         if needed:
-            return f"{start.name} needs the result of {self._name(needed)}"
+            return f"{start.name} needs the result of {self.starts[_bits(needed)[0]].name}"
         if self._static >> index & 1:
             return f"the bucket needs the result of {start.name}"
         return f"{start.name} and the bucket need each other by way of other buckets"
@@ -181,7 +170,8 @@ class Contraction:
         """End the open bucket: from now on its members are one node."""
         members = self._open
         if members & (members - 1):
-            for old in self._absorbed(members):
+            bits = _bits(members)
+            for old in dict.fromkeys(self._bucket_of[i] for i in bits if i in self._bucket_of):
                 # It is a part of this one now: whoever needs it needs more than before.
                 for planned in self._planned:
                     planned.settled &= ~old.members
@@ -191,8 +181,7 @@ class Contraction:
                 self._merged |= members
             planned = _Planned(members, reach, reach & self._merged)
             self._planned.append(planned)
-            for index in _bits(members):
-                self._bucket_of[index] = planned
+            self._bucket_of.update(dict.fromkeys(bits, planned))
         self._open = self._reach = self._settled = self._static = 0
 
     def _own(self, index: int) -> tuple[int, int]:
@@ -214,13 +203,6 @@ class Contraction:
             settled |= planned.settled
             pending = reach & self._merged & ~settled
         return reach, settled
-
-    def _absorbed(self, members: int) -> list[_Planned]:
-        found = (self._bucket_of[i] for i in _bits(members) if i in self._bucket_of)
-        return list({planned.members: planned for planned in found}.values())
-
-    def _name(self, bits: int) -> str:
-        return self.starts[(bits & -bits).bit_length() - 1].name
 
 
 def _bits(mask: int) -> list[int]:

@@ -1,8 +1,4 @@
-"""Which collectives merge: planned over a graph first, applied afterwards.
-
-:func:`plan_units` only reads the graph; :func:`apply_plan` only does what the plan says. A plan
-never merges into a cycle, nor across a write to a tensor (see :mod:`.contraction`).
-"""
+"""Carries a plan out: each of its buckets becomes one collective."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from typing import Any
 import torch.fx as fx
 
 from .._gc import paused_gc
+from .._torch.aot import mark_backward
 from .._torch.sorting import sort_topologically
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
@@ -30,10 +27,6 @@ PayloadKey = Callable[[fx.Node], Any]
 
 _ASKED = "payload_order"
 """What errors call the key: the argument of the passes."""
-
-BACKWARD = "autograd_backward"
-"""torch's mark, in ``node.meta``, of what was traced while autograd ran: passes on the graph of a
-whole step tell backward by it."""
 
 
 def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
@@ -56,14 +49,8 @@ def merge_and_report(
     payload_key: PayloadKey | None,
     kinds: Collection[Kind],
 ) -> GraphReport:
-    """:func:`apply_plan`; returns the report of the graph, which is also logged.
-
-    Args:
-        analysis: of the graph that the plan was made for.
-        plan: as of :func:`apply_plan`.
-        payload_key: as of :func:`apply_plan`.
-        kinds: what the plan was asked to bucket.
-    """
+    """:func:`apply_plan` of a plan that was asked to bucket ``kinds``; returns the report of the
+    graph, which is also logged."""
     stage, before = analysis.stage, analysis.counts
     buckets = tuple(apply_plan(analysis, plan, payload_key))
     gone = Counter[str](b.kind for b in plan.buckets for _ in b.members[1:])
@@ -112,13 +99,9 @@ def merge_buckets(
     keys: Mapping[fx.Node, Any] | None = None,
     packed_by: str = GRAPH_ORDER,
 ) -> list[BucketReport]:
-    """:func:`apply_plan` with keys at hand, and without a way back.
+    """:func:`apply_plan` with the keys of all members at hand, and without a way back.
 
-    Args:
-        graph: as of :func:`apply_plan`.
-        plan: as of :func:`apply_plan`.
-        keys: of every member, what decides the payload order; None packs in graph order.
-        packed_by: who gave the keys, see :class:`.BucketReport`.
+    ``packed_by`` says who gave the keys, see :class:`.BucketReport`.
     """
     analysis = GraphAnalysis.of(graph)
     graph, position = analysis.graph, dict(analysis.position)
@@ -178,10 +161,10 @@ def _apply_bucket(
             payload.sort(key=lambda m: keys[m.start])
     layout, offset = [], 0
     for m in payload:
-        dtype = str(m.dtype).removeprefix("torch.")
-        layout.append(PayloadMember(m.fqns, offset, m.nbytes, m.shape, dtype))
+        name = str(m.dtype).removeprefix("torch.")
+        layout.append(PayloadMember(m.fqns, offset, m.nbytes, m.shape, name))
         offset += m.nbytes
-    ranks, op = first.ranks, first.reduce_op
+    wire = (first.group, first.ranks, first.reduce_op)
 
     before = first.start if bucket.kind == "all_gather" else members[-1].start.next
     in_order = [m.start for m in payload]
@@ -189,14 +172,11 @@ def _apply_bucket(
     # Every new node has the first member's annotations; the start alone lists all members.
     set_member_tags(start, [m.tag for m in payload])
     if all(m.in_backward for m in members):
-        for node in new_nodes:
-            node.meta[BACKWARD] = True
+        mark_backward(new_nodes)
     return BucketReport(
         bucket.kind,
         bucket.unit,
-        first.group,
-        ranks,
-        op,
+        *wire,
         start.name,
         tuple(layout),
         bucket.closed_by,

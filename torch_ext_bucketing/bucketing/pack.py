@@ -49,10 +49,10 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.fx as fx
+from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from .._torch.fake import fake_mode_of, fake_tensor
 from .._torch.process_groups import compiles_for_all_ranks, group_by_name
-from .._torch.provenance import merged_metadata
 from ..graph.collectives import Kind, group_name, group_size
 
 _aten = torch.ops.aten
@@ -66,8 +66,8 @@ _Merged: TypeAlias = tuple[fx.Node, list[fx.Node]]
 
 
 def packed_values(members: Sequence[fx.Node]) -> list[fx.Node]:
-    """What a bucket reads of each member: its input, before a cast that becomes part of packing.
-    None does where the members are of several dtypes."""
+    """The value that a bucket reads for each member: its input, or where all members have one dtype
+    the input of its cast (:func:`merged_cast`), which packing then does."""
     casts = [None if are_mixed(members) else merged_cast(member) for member in members]
     return [
         (member if cast is None else cast).all_input_nodes[0]
@@ -150,47 +150,32 @@ def _all_gather(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]
     total = w.add(sizes)
     whole_size = w.times(total, ranks)
     if compiles_for_all_ranks():
-        packed = w.new(_aten.cat.default, [flat], {}, _common_dtype(flat), [total])
-        if _common_dtype(flat) != dtype:
-            cast = [packed, dtype]
-            packed = w.new(_prims.convert_element_type.default, cast, {}, dtype, [total])
+        packed = w.cat(flat, [total])
+        if packed.meta["val"].dtype != dtype:
+            packed = w.new(_prims.convert_element_type.default, [packed, dtype], dtype, [total])
         gather, kwargs = _c10d.all_gather_into_tensor.default, {}
     else:
         rank = group_by_name(group_name(first)).rank()
-        out = w.new(
-            _aten.empty.memory_format,
-            [[whole_size]],
-            {"dtype": dtype, "device": first.meta["val"].device, "pin_memory": False},
-            dtype,
-            [whole_size],
-        )
+        where = {"dtype": dtype, "device": first.meta["val"].device, "pin_memory": False}
+        out = w.new(_aten.empty.memory_format, [[whole_size]], dtype, [whole_size], where)
         at = w.times(total, rank)
         place = [out, 0, at, w.times(total, rank + 1)]
         mine = w.view(_aten.slice.Tensor, place, [total], offset=at)
-        packed = w.new(_aten.cat.default, [flat], {}, _common_dtype(flat), [total])
-        packed = w.view(_aten.copy_.default, [mine, packed], [total], offset=at)
+        packed = w.view(_aten.copy_.default, [mine, w.cat(flat, [total])], [total], offset=at)
         gather, kwargs = _c10d.all_gather_into_tensor_out.default, {"out": out}
-    start = w.new(gather, [packed, ranks, group], kwargs, dtype, [whole_size])
-    wait = w.wait(start, [whole_size])
-    by_rank = w.view(_aten.view.default, [wait, [ranks, total]], [ranks, total])
+    start = w.new(gather, [packed, ranks, group], dtype, [whole_size], kwargs)
+    by_rank = w.viewed(w.wait(start, [whole_size]), [ranks, total])
     parts = w.split(by_rank, sizes, dim=1)
     results = []
     for part, member, value, size in zip(parts, payload, values, sizes, strict=True):
         shape = w.shape(value)
         whole = [w.times(shape[0], ranks), *shape[1:]]
         if ranks > 1 or mixed:  # bytes of a storage of their own are aligned
-            part = w.new(
-                _aten.clone.default,
-                [part],
-                {"memory_format": torch.contiguous_format},
-                dtype,
-                [ranks, size],
-            )
+            part = w.copied(part, [ranks, size])
         if mixed:
-            flat_size = [w.times(size, ranks)]
-            part = w.view(_aten.view.default, [part, flat_size], flat_size)
+            part = w.viewed(part, [w.times(size, ranks)])
             part = w.call(_aten.view.dtype, part, member.meta["val"].dtype)
-        results.append(w.view(_aten.view.default, [part, whole], whole))
+        results.append(w.viewed(part, whole))
     return start, results
 
 
@@ -202,23 +187,15 @@ def _reduce_scatter(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.N
     sizes = [w.divided(w.numel(value), ranks) for value in values]
     total = w.add(sizes)
     rows = [w.reshape(value, [ranks, n]) for value, n in zip(values, sizes, strict=True)]
-    packed = w.new(_aten.cat.default, [rows, 1], {}, dtype, [ranks, total])
-    flat = w.view(_aten.view.default, [packed, [w.times(total, ranks)]], [w.times(total, ranks)])
-    start = w.new(
-        _c10d.reduce_scatter_tensor.default,
-        [flat, reduce_op, ranks, group],
-        {},
-        dtype,
-        [total],
-    )
+    packed = w.cat(rows, [ranks, total], dim=1)
+    flat = w.viewed(packed, [w.times(total, ranks)])
+    arguments = [flat, reduce_op, ranks, group]
+    start = w.new(_c10d.reduce_scatter_tensor.default, arguments, dtype, [total])
     parts = w.split(w.wait(start, [total]), sizes, dim=0)
     shapes = [
         [w.divided(rows, ranks), *rest] for rows, *rest in (w.shape(value) for value in values)
     ]
-    return start, [
-        w.view(_aten.view.default, [part, shape], shape)
-        for part, shape in zip(parts, shapes, strict=True)
-    ]
+    return start, [w.viewed(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _all_reduce(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]) -> _Merged:
@@ -227,18 +204,25 @@ def _all_reduce(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]
     sizes = [w.numel(value) for value in values]
     total = w.add(sizes)
     flat = [w.reshape(value, [size]) for value, size in zip(values, sizes, strict=True)]
-    packed = w.new(_aten.cat.default, [flat], {}, dtype, [total])
-    start = w.new(_c10d.all_reduce.default, [packed, reduce_op, group], {}, dtype, [total])
+    arguments = [w.cat(flat, [total]), reduce_op, group]
+    start = w.new(_c10d.all_reduce.default, arguments, dtype, [total])
     parts = w.split(w.wait(start, [total]), sizes, dim=0)
     return start, [
-        w.view(_aten.view.default, [part, w.shape(value)], w.shape(value))
-        for part, value in zip(parts, values, strict=True)
+        w.viewed(part, w.shape(value)) for part, value in zip(parts, values, strict=True)
     ]
 
 
-def _common_dtype(values: Sequence[fx.Node]) -> torch.dtype:
-    """What ``cat`` makes of them."""
-    return functools.reduce(torch.promote_types, (v.meta["val"].dtype for v in values))
+_OF_THE_FIRST = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
+
+
+def _merged_metadata(members: Sequence[fx.Node]) -> dict[str, Any]:
+    """Metadata for every node that takes the place of ``members``, all values shared: the first
+    one's module stack, source line and annotations, and each one as a source (``from_node``), which
+    Inductor's provenance tracking reads."""
+    first = members[0].meta
+    actions = [NodeSourceAction.CREATE, NodeSourceAction.REPLACE]
+    sources = [NodeSource(member, "bucketing_pass", actions) for member in members]
+    return {**{key: first[key] for key in _OF_THE_FIRST if key in first}, "from_node": sources}
 
 
 class Writer:
@@ -252,7 +236,7 @@ class Writer:
     def __init__(self, graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         self.nodes: list[fx.Node] = []
         self._graph = graph
-        self._meta = merged_metadata(members)
+        self._meta = _merged_metadata(members)
         values = [m.meta["val"] for m in members] + [m.args[0].meta["val"] for m in members]  # type: ignore[union-attr]
         self._mode = fake_mode_of(values[0])
         self._static = self._mode is not None and all(
@@ -261,7 +245,9 @@ class Writer:
         self._device = values[0].device
         self._sizes: dict[tuple[fx.Node, int], fx.Node] = {}
 
-    def _add(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> fx.Node:
+    def _add(
+        self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
         name = getattr(target, "_opname", target.__name__)
         node = self._graph.create_node("call_function", target, tuple(args), kwargs, name)
         node.meta.update(self._meta)
@@ -292,9 +278,9 @@ class Writer:
         self,
         target: Any,
         args: Sequence[Any],
-        kwargs: dict[str, Any],
         dtype: torch.dtype,
         shape: Sequence[_Size],
+        kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
         """A contiguous result in a storage of its own."""
         node = self._add(target, args, kwargs)
@@ -312,7 +298,7 @@ class Writer:
         ``offset`` is counted from where the storage begins, or from the argument's own first
         element for a ``view``.
         """
-        node = self._add(target, args, {})
+        node = self._add(target, args)
         if not self._static:
             return self._run(node)
         source, sizes, start = args[0].meta["val"], _numbers(shape), _numbers([offset])[0]
@@ -327,7 +313,7 @@ class Writer:
         """``value`` in another shape, copied if it can't be viewed so."""
         given = value.meta["val"]
         if not self._static or given.stride() != tuple(_contiguous(given.shape)):
-            node = self._add(_aten.view.default, [value, list(shape)], {})
+            node = self._add(_aten.view.default, [value, list(shape)])
             try:
                 if self._static and 1 in given.shape and not given.is_contiguous():
                     # torch 2.15 views a fake tensor of (2, 1, 2) with strides (1, 2, 2) as (4,).
@@ -336,44 +322,45 @@ class Writer:
             except (RuntimeError, ValueError):  # its strides don't allow it
                 self.nodes.remove(node)
                 self._graph.erase_node(node)
-            value = self.new(
-                _aten.clone.default,
-                [value],
-                {"memory_format": torch.contiguous_format},
-                given.dtype,
-                self.shape(value),
-            )
+            value = self.copied(value, self.shape(value))
+        return self.viewed(value, shape)
+
+    def viewed(self, value: fx.Node, shape: Sequence[_Size]) -> fx.Node:
+        """A contiguous ``value`` in another shape."""
         return self.view(_aten.view.default, [value, list(shape)], shape)
+
+    def copied(self, value: fx.Node, shape: Sequence[_Size]) -> fx.Node:
+        """A contiguous copy of ``value``, which has this shape."""
+        layout = {"memory_format": torch.contiguous_format}
+        return self.new(_aten.clone.default, [value], value.meta["val"].dtype, shape, layout)
+
+    def cat(self, values: Sequence[fx.Node], shape: Sequence[_Size], dim: int = 0) -> fx.Node:
+        """``values`` one after the other, which gives this shape."""
+        dtype = functools.reduce(torch.promote_types, (v.meta["val"].dtype for v in values))
+        return self.new(_aten.cat.default, [values, *([dim] if dim else [])], dtype, shape)
 
     def wait(self, start: fx.Node, shape: Sequence[_Size]) -> fx.Node:
         """The wait for a collective."""
-        return self.new(_c10d.wait_tensor.default, [start], {}, start.meta["val"].dtype, shape)
+        return self.new(_c10d.wait_tensor.default, [start], start.meta["val"].dtype, shape)
 
     def split(self, value: fx.Node, sizes: Sequence[_Size], dim: int) -> list[fx.Node]:
         """The parts of the last dimension of a contiguous tensor."""
         whole = value.meta["val"]
-        node = self._add(
-            _aten.split_with_sizes.default, [value, list(sizes), *([dim] if dim else [])], {}
-        )
+        arguments = [value, list(sizes), *([dim] if dim else [])]
+        node = self._add(_aten.split_with_sizes.default, arguments)
         if self._static:
+            strides, dtype, device = whole.stride(), whole.dtype, whole.device
             ends = itertools.accumulate(_numbers(sizes), initial=whole.storage_offset())
+            shapes = [(*whole.shape[:-1], size) for size in _numbers(sizes)]
             node.meta["val"] = [
-                fake_tensor(
-                    self._mode,
-                    (*whole.shape[:-1], n),
-                    whole.stride(),
-                    whole.dtype,
-                    whole.device,
-                    whole,
-                    at,
-                )
-                for n, at in zip(_numbers(sizes), ends, strict=False)
+                fake_tensor(self._mode, shape, strides, dtype, device, whole, at)
+                for shape, at in zip(shapes, ends, strict=False)
             ]
         else:
             self._run(node)
         parts = []
         for i, part in enumerate(node.meta["val"]):
-            parts.append(self._add(operator.getitem, [node, i], {}))
+            parts.append(self._add(operator.getitem, [node, i]))
             parts[-1].meta["val"] = part
         return parts
 
@@ -385,8 +372,7 @@ class Writer:
                 sizes.append(size)
                 continue
             if (value, dim) not in self._sizes:
-                node = self._run(self._add(_aten.sym_size.int, [value, dim], {}))
-                self._sizes[value, dim] = node
+                self._sizes[value, dim] = self._run(self._add(_aten.sym_size.int, [value, dim]))
             sizes.append(self._sizes[value, dim])
         return sizes
 
@@ -409,7 +395,7 @@ class Writer:
     def _number(self, function: Any, one: _Size, other: _Size) -> _Size:
         if isinstance(one, int) and isinstance(other, int):
             return int(function(one, other))
-        return self._run(self._add(function, [one, other], {}))
+        return self._run(self._add(function, [one, other]))
 
 
 def _numbers(sizes: Sequence[_Size]) -> list[int]:

@@ -8,6 +8,7 @@ import torch.fx as fx
 
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import is_wait
+from ..graph.records import Collective
 
 
 def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
@@ -23,39 +24,24 @@ def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
     several: Any = object()
     source: dict[fx.Node, Any] = {}  # the only placeholder behind a node, None, or several
     for node in nodes:
+        found = {source[arg] for arg in node.all_input_nodes} - {None}
         if node.op == "placeholder":
-            source[node] = node
-            continue
-        found = None
-        for arg in node.all_input_nodes:
-            theirs = source.get(arg)
-            if theirs is None or theirs is found:
-                continue
-            if found is not None:
-                found = several
-                break
-            found = theirs
-        source[node] = found
+            found = {node}
+        source[node] = several if len(found) > 1 else next(iter(found), None)
     only_outputs: dict[fx.Node, bool] = {}
     for node in reversed(nodes):
         only_outputs[node] = all(
             user.op == "output" or (len(user.all_input_nodes) == 1 and only_outputs[user])
             for user in node.users
         )
+    all_gathers = (c for c in analysis.collectives.values() if c.kind == "all_gather")
+    gathers = {c.start: c for c in all_gathers if source[c.start] not in (None, several)}
+    groups = {c.group for c in gathers.values()}
 
-    gathers = [c for c in analysis.collectives.values() if c.kind == "all_gather"]
-    gathers = [c for c in gathers if source[c.start] not in (None, several)]
-    groups = dict.fromkeys(c.group for c in gathers)
-    ours = dict.fromkeys(c.start for c in gathers)
-    starts: dict[fx.Node, None] = {}
-    for start, c in analysis.collectives.items():
+    def is_ours(c: Collective) -> bool:
         if c.kind == "reduce_scatter":
-            waits = [u for u in start.users if is_wait(u)]
-            matches = bool(waits) and all(w.users and only_outputs[w] for w in waits)
-        elif c.kind == "all_reduce":
-            matches = c.group in groups
-        else:
-            matches = start in ours
-        if matches:
-            starts[start] = None
-    return starts
+            waits = [user for user in c.start.users if is_wait(user)]
+            return bool(waits) and all(wait.users and only_outputs[wait] for wait in waits)
+        return c.start in gathers or (c.kind == "all_reduce" and c.group in groups)
+
+    return {start: None for start, c in analysis.collectives.items() if is_ours(c)}

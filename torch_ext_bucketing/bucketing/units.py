@@ -1,8 +1,8 @@
-"""Plan one bucket per unit and bucket key."""
+"""Buckets by unit: one per unit and bucket key, as far as dependencies allow."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.fx as fx
@@ -11,7 +11,6 @@ from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
 from ..graph.records import UNTAGGED, Collective
-from ..graph.tags import Tag
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy
 from .contraction import Contraction
@@ -47,16 +46,10 @@ def plan_units(
     for c in analysis.collectives.values():
         if c.kind not in kinds:
             continue
-        if c.tag is None:
-            left.append(left_alone(c, UNTAGGED))
-            continue
-        unit, why = _unit_of(c.tag, units)
-        if unit is None:
+        unit, why = _unit_of(c.fqns, units)
+        if unit is None or c.why_not:
+            left.append(left_alone(c, why or c.why_not))
             uncovered.update(dict.fromkeys(f for f in c.fqns if units.unit_of(f) is None))
-            left.append(left_alone(c, why))
-            continue
-        if c.why_not:
-            left.append(left_alone(c, c.why_not))
             continue
         # In a trace of a whole step, a gather in backward is there to free memory in between.
         again = c.kind == "all_gather" and c.in_backward
@@ -94,7 +87,7 @@ def plan_units(
             else:
                 why = "nothing can be merged with it without a cycle"
                 left.append(left_alone(members[0], why))
-    buckets.sort(key=lambda b: analysis.position[b.members[0]])
+    buckets.sort(key=lambda b: contracted.position(b.members[0]))
     return MergePlan(
         tuple(buckets),
         tuple(duplicates),
@@ -120,11 +113,12 @@ def _fill(
     return members, rest, detail
 
 
-def _unit_of(tag: Tag, units: Units) -> tuple[int | None, str]:
-    found = {fqn: units.unit_of(fqn) for fqn in tag.fqns}
+def _unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str]:
+    """The unit of a collective that serves these parameters, or else why it is in none."""
+    found = {fqn: units.unit_of(fqn) for fqn in fqns}
     missing = [fqn for fqn, unit in found.items() if unit is None]
     if missing:
         return None, f"no unit has {', '.join(missing)}"
     if len(set(found.values())) > 1:
-        return None, f"its parameters {', '.join(tag.fqns)} are in several units"
-    return found[tag.fqns[0]], ""
+        return None, f"its parameters {', '.join(fqns)} are in several units"
+    return (found[fqns[0]], "") if fqns else (None, UNTAGGED)

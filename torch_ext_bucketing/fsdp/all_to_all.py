@@ -16,11 +16,7 @@ from ..graph.collectives import Kind
 
 
 def check_accumulate(dtype: torch.dtype) -> torch.dtype:
-    """``dtype``, if sums can be accumulated in it.
-
-    Raises:
-        ValueError: it is neither ``torch.float32`` nor ``torch.float64``.
-    """
+    """``dtype``; a ValueError unless it is ``torch.float32`` or ``torch.float64``."""
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"accumulate must be torch.float32 or torch.float64, got {dtype!r}")
     return dtype
@@ -121,13 +117,10 @@ class AllToAllReduceScatter(ReduceScatter):
             output_tensor: of n elements.
             input_tensor: of n elements for each rank, rank by rank, in the same floating-point
                 dtype.
-            group: the ranks.
-            op: a sum or an average.
-            async_op: must be False, as FSDP2 has it.
 
         Raises:
-            ValueError: another ``op``, ``async_op``, or dtypes that differ or are no
-                floating-point ones. Nothing was sent.
+            ValueError: ``op`` is no sum and no average, ``async_op``, or dtypes that differ or are
+                no floating-point ones. Nothing was sent.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
@@ -177,11 +170,7 @@ class AllToAllAllReduce:
         self.accumulate = check_accumulate(accumulate)
 
     def __call__(self, reduced: torch.Tensor) -> None:
-        """Average over the replicas, in place.
-
-        Args:
-            reduced: contiguous, flat, in floating point.
-        """
+        """Average a contiguous, flat tensor in floating point over the replicas, in place."""
         ranks, size = self.group.size(), reduced.numel()
         steps = steps_of("all_reduce", ranks)
         if steps == ("all_gather",):

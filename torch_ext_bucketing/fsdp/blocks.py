@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Iterator
 
 import torch.nn as nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from ..fqns import canonical_fqn
-from .tree import ModuleTree, has_parameters, is_plain_container, unwrapped
+from ..fqns import canonical_fqn, canonical_modules, has_parameters, unwrapped
 from .units import UnitSpec, spec_of_units
 
 
@@ -66,7 +67,7 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
     """
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to plan for")
-    tree = ModuleTree(model)
+    tree = _ModuleTree(model)
     lists = _block_lists(tree)
     if not lists:
         raise ValueError(
@@ -105,22 +106,63 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
     return spec_of_units(units, model)
 
 
+class _ModuleTree:
+    """The module tree without wrappers and modules that hold no parameters, by canonical FQN."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = {name: unwrapped(m) for name, m in canonical_modules(model).items()}
+        self.children = functools.cache(self._children)
+        self.depth = functools.cache(self._depth)
+
+    def _children(self, path: str) -> list[tuple[str, nn.Module]]:
+        """(FQN, module) of the children with parameters. One that is there twice is listed once."""
+        return [
+            (f"{path}.{key}" if path else key, unwrapped(child))
+            for key, child in self.modules[path].named_children()
+            # What ``torch.nn.utils.parametrize`` moved into a child is still the module's own.
+            if key != "parametrizations" and has_parameters(child)
+        ]
+
+    def below(self, path: str) -> Iterator[str]:
+        """FQNs of all modules with parameters below ``path``, parents first."""
+        for name, _ in self.children(path):
+            yield name
+            yield from self.below(name)
+
+    def _depth(self, path: str) -> int:
+        """Levels of modules with parameters below a module: 0 for a leaf."""
+        return max((1 + self.depth(name) for name, _ in self.children(path)), default=0)
+
+    def size(self, *paths: str) -> int:
+        """Number of parameter elements in modules, shared ones counted once."""
+        params = (parameter for path in paths for parameter in self.modules[path].parameters())
+        return sum(parameter.numel() for parameter in dict.fromkeys(params))
+
+
+def _is_plain_container(module: nn.Module) -> bool:
+    """A ``ModuleList`` or ``ModuleDict`` that can't be called: ``fully_shard`` refuses those,
+    too."""
+    return (
+        isinstance(module, nn.ModuleList | nn.ModuleDict)
+        and type(module).forward is nn.Module.forward
+    )
+
+
 def _class_of(module: nn.Module) -> object:
     """A key that alike modules share: the class, and for a bare ``Sequential`` parameter names."""
-    inner = unwrapped(module)
     # parametrize() gives each module a class of its own; fully_shard and SimpleFSDP one per class.
-    kind = type_before_parametrizations(inner)
+    kind = type_before_parametrizations(module)
     if kind is nn.Sequential:
-        return kind, tuple(canonical_fqn(name) for name, _ in inner.named_parameters())
+        return kind, tuple(canonical_fqn(name) for name, _ in module.named_parameters())
     return kind
 
 
-def _is_block_list(tree: ModuleTree, path: str, least: int) -> bool:
-    module = unwrapped(tree.modules[path])
+def _is_block_list(tree: _ModuleTree, path: str, least: int) -> bool:
+    module = tree.modules[path]
     if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return False
     children = tree.children(path)
-    if not children or any(is_plain_container(unwrapped(child)) for _, child in children):
+    if not children or any(_is_plain_container(child) for _, child in children):
         return False
     counts = Counter(_class_of(child) for _, child in children)
     repeated = [name for name, child in children if counts[_class_of(child)] >= 2]
@@ -133,7 +175,7 @@ def _is_block_list(tree: ModuleTree, path: str, least: int) -> bool:
     return 2 * len(repeated) > len(children) and 2 * tree.size(*repeated) > tree.size(path)
 
 
-def _block_lists(tree: ModuleTree) -> list[str]:
+def _block_lists(tree: _ModuleTree) -> list[str]:
     """Paths of the block lists, in registration order, by ``transformer_block_plan``'s rule."""
     lists = _outermost_lists(tree, "", least=2)
     single = [p for p in _outermost_lists(tree, "", least=1) if len(tree.children(p)) == 1]
@@ -144,7 +186,7 @@ def _block_lists(tree: ModuleTree) -> list[str]:
     more = [
         path
         for path in tree.below("")
-        if is_plain_container(unwrapped(tree.modules[path]))
+        if _is_plain_container(tree.modules[path])
         and not any(path == p or _inside(path, p) for p in lists)
         and all(_class_of(child) in classes for _, child in tree.children(path))
     ]
@@ -152,7 +194,7 @@ def _block_lists(tree: ModuleTree) -> list[str]:
     return sorted([*lists, *more], key=position.__getitem__)
 
 
-def _outermost_lists(tree: ModuleTree, path: str, least: int) -> list[str]:
+def _outermost_lists(tree: _ModuleTree, path: str, least: int) -> list[str]:
     if not _is_block_list(tree, path, least):
         return [p for child, _ in tree.children(path) for p in _outermost_lists(tree, child, least)]
     inner = {name: _inner_lists(tree, name) for name, _ in tree.children(path)}
@@ -162,7 +204,7 @@ def _outermost_lists(tree: ModuleTree, path: str, least: int) -> list[str]:
     return [p for lists in inner.values() for p in lists] if stages else [path]
 
 
-def _inner_lists(tree: ModuleTree, path: str) -> list[str]:
+def _inner_lists(tree: _ModuleTree, path: str) -> list[str]:
     """Candidates for the block lists of a stage: no experts, and no lists of mere pairs of
     layers."""
     return [
@@ -177,7 +219,7 @@ def _inside(path: str, outer: str) -> bool:
 
 
 def _around(
-    tree: ModuleTree, lists: list[str]
+    tree: _ModuleTree, lists: list[str]
 ) -> tuple[list[str], list[list[list[str]]], list[str]]:
     """The modules before the first list, per gap between lists its units, those after the last."""
     slots: list[list[str]] = [[]]
@@ -190,9 +232,7 @@ def _around(
             seen.add(module)
             if name in lists:
                 slots.append([])
-            elif any(_inside(block, name) for block in lists) or is_plain_container(
-                unwrapped(module)
-            ):
+            elif any(_inside(block, name) for block in lists) or _is_plain_container(module):
                 visit(name)
             else:
                 slots[-1].append(name)
@@ -207,7 +247,7 @@ def _around(
     heads = [
         name
         for name in front
-        if isinstance(unwrapped(tree.modules[name]), nn.Linear)
+        if isinstance(tree.modules[name], nn.Linear)
         and tuple(_weight(tree.modules[name]).shape) in shapes
     ]
     # A norm in front is the final one only if the head is in front, too, and no norm comes after.
@@ -225,18 +265,18 @@ def _around(
 
 
 def _weight(module: nn.Module) -> nn.Parameter:
-    return next(iter(unwrapped(module).parameters()))
+    return next(module.parameters())
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(unwrapped(module), nn.Embedding | nn.EmbeddingBag)
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(unwrapped(module)).__name__.lower()
+    return "norm" in type(module).__name__.lower()
 
 
-def _merge_shared(units: list[list[str]], tree: ModuleTree) -> list[list[str]]:
+def _merge_shared(units: list[list[str]], tree: _ModuleTree) -> list[list[str]]:
     """Joins units that share a parameter, at the place of the first: the others become empty."""
     result = [list(unit) for unit in units]
     owner: dict[nn.Parameter, int] = {}
@@ -252,7 +292,7 @@ def _merge_shared(units: list[list[str]], tree: ModuleTree) -> list[list[str]]:
     return result
 
 
-def _experts(block: str, tree: ModuleTree, moe_experts: bool | str) -> list[str]:
+def _experts(block: str, tree: _ModuleTree, moe_experts: bool | str) -> list[str]:
     found: list[str] = []
 
     def visit(path: str) -> None:
@@ -267,7 +307,7 @@ def _experts(block: str, tree: ModuleTree, moe_experts: bool | str) -> list[str]
 
     def _narrowed(path: str) -> str:
         children = tree.children(path)
-        if len(children) == 1 and not is_plain_container(unwrapped(tree.modules[path])):
+        if len(children) == 1 and not _is_plain_container(tree.modules[path]):
             name, child = children[0]
             if set(child.parameters()) == set(tree.modules[path].parameters()):
                 return _narrowed(name)

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch.nn as nn
 
-from ..fqns import canonical_fqn, canonical_modules, nearest_names
-from .tree import has_parameters
+from ..fqns import canonical_fqn, canonical_modules, has_parameters, nearest_names
 from .units import UnitSpec, spec_of_units
 
 
@@ -93,7 +92,8 @@ def _expand(path: str, known: dict[str, nn.Module]) -> list[str]:
 
 
 def _expand_ranges(component: str, path: str) -> Iterator[str]:
-    """One by one: the first number that no module has ends a range that is too long."""
+    """A path's component once for each combination of the numbers in its ranges. It is lazy, so
+    that of a range that is far too long the first number that no module has is an error."""
     match = _RANGE.search(component)
     if match is None:
         if "[" in component or "]" in component:

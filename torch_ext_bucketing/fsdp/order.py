@@ -35,18 +35,15 @@ log = logging.getLogger(__name__)
 # Part of the uuid: to be raised when a key changes its meaning without these sources changing.
 _VERSION = 1
 
-GroupKey = Callable[[str, nn.Parameter], Hashable]
-Payloads = tuple[tuple[str, ...], ...]
-
 
 @dataclass(frozen=True, repr=False)
 class FSDPParamOrder(Units, CustomPassBase):
     """The parameters that eager FSDP2 packs together, in its order: a hashable, picklable value.
 
-    Its units are FSDP2's payloads, in the order of the ``fully_shard`` calls that they stand for,
-    each with the canonical parameter FQNs in payload order. A call that splits its parameters over
-    several meshes makes several payloads, in the order in which FSDP2 first meets each mesh; a call
-    that is left with no parameter makes none.
+    Its units are FSDP2's payloads, in the order of the ``fully_shard`` calls, each with the
+    canonical parameter FQNs in payload order. A call that splits its parameters over several meshes
+    makes several payloads, in the order in which FSDP2 first meets each mesh; a call that is left
+    with no parameter makes none.
 
     A shared parameter is in one payload, at the place where FSDP2 first visits it, under the name
     that ``model.named_parameters()`` gives it (FSDP2's own ``_param_fqn``). Its other names are
@@ -57,7 +54,7 @@ class FSDPParamOrder(Units, CustomPassBase):
         ValueError: no parameter at all, an empty payload, or one FQN twice.
     """
 
-    reduce_units: Payloads = ()
+    reduce_units: tuple[tuple[str, ...], ...] = ()
     """``units`` in the order of the reduce-scatter's payloads where it is another one, else empty:
     torch 2.15 packs gradients by dtype where ``param.grad_dtype`` differs inside a unit."""
     made_by: str = field(default="", compare=False)
@@ -117,14 +114,13 @@ class FSDPParamOrder(Units, CustomPassBase):
             )
         if aliases is not None and not isinstance(aliases, Mapping):
             raise TypeError(f"aliases must map FQNs to FQNs, got {aliases!r}")
-        items = list(fqns)
-        flat = [isinstance(item, str) for item in items]
+        units: list[Any] = list(fqns)
+        flat = [isinstance(unit, str) for unit in units]
         if any(flat) and not all(flat):
             raise TypeError(
                 "fqns mixes FQNs and lists of FQNs: put the single FQNs into lists of their own"
             )
-        units: Any = (items,) if any(flat) else items
-        return cls(units=units, aliases=tuple((aliases or {}).items()))
+        return cls((units,) if any(flat) else units, tuple((aliases or {}).items()))  # type: ignore[arg-type]
 
     @classmethod
     def from_model(
@@ -133,7 +129,7 @@ class FSDPParamOrder(Units, CustomPassBase):
         units: Iterable[str | Sequence[str]] = ("",),
         *,
         ignored_params: Collection[nn.Parameter | str] = (),
-        group_key: GroupKey | None = None,
+        group_key: Callable[[str, nn.Parameter], Hashable] | None = None,
     ) -> FSDPParamOrder:
         """The order that ``fully_shard`` would give to a model that it was never called on.
 
@@ -175,29 +171,22 @@ class FSDPParamOrder(Units, CustomPassBase):
         taken: set[nn.Parameter] = set()
         payloads: list[list[nn.Parameter]] = []
         for modules in _unit_modules(model, given):
-            params: list[nn.Parameter] = []
-            for module in modules:
-                for _, parameter in module.named_parameters(recurse=False):
-                    if parameter not in taken and parameter not in ignored:
-                        taken.add(parameter)
-                        params.append(parameter)
             by_key: dict[Hashable, list[nn.Parameter]] = {}
-            for parameter in params:
-                key = None if group_key is None else group_key(names[parameter][0], parameter)
-                by_key.setdefault(key, []).append(parameter)
+            own = (p for module in modules for _, p in module.named_parameters(recurse=False))
+            for parameter in dict.fromkeys(own):
+                if parameter not in taken and parameter not in ignored:
+                    taken.add(parameter)
+                    key = None if group_key is None else group_key(names[parameter][0], parameter)
+                    by_key.setdefault(key, []).append(parameter)
             payloads.extend(by_key.values())
         if not payloads:
             raise ValueError(f"the units hold no parameter of {type(model).__name__}")
         names_are_relative_to(model)
         fqns = [tuple(names[parameter][0] for parameter in params) for params in payloads]
+        held = [names[parameter] for params in payloads for parameter in params]
         return cls(
             units=tuple(fqns),
-            aliases=tuple(
-                (alias, names[p][0])
-                for params in payloads
-                for p in params
-                for alias in names[p][1:]
-            ),
+            aliases=tuple((alias, first) for first, *others in held for alias in others),
             reduce_units=tuple(
                 _fsdp2.reduce_order(unit, [_fsdp2.grad_dtype(p) for p in params])
                 for unit, params in zip(fqns, payloads, strict=True)
@@ -260,10 +249,10 @@ class FSDPParamOrder(Units, CustomPassBase):
                 start.target,
             )
             return None
-        unknown = sorted(self.unknown(tag.fqns))
+        unknown = tuple(sorted(self.unknown(tag.fqns)))
         if unknown:
             _warn_once(
-                tuple(unknown),
+                unknown,
                 "payload order: no payload holds %s, so the buckets of their collectives keep "
                 "graph order, not FSDP2's%s",
                 ", ".join(unknown),
@@ -275,7 +264,7 @@ class FSDPParamOrder(Units, CustomPassBase):
         return min(place for fqn in tag.fqns if (place := payloads.place_of(fqn)) is not None)
 
     def unknown(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """The names among ``fqns`` that are in no payload, in the order given."""
+        """The names among ``fqns`` that are in no payload."""
         return tuple(fqn for fqn in fqns if self.place_of(fqn) is None)
 
     def uuid(self) -> str:
@@ -297,17 +286,13 @@ def _ignored(
 ) -> set[nn.Parameter]:
     """Resolves FQNs. Parameters of other models pass: under pipeline parallelism, other stages'."""
     by_name = {fqn: parameter for parameter, fqns in names.items() for fqn in fqns}
-    ignored: set[nn.Parameter] = set()
-    for item in [ignored_params] if isinstance(ignored_params, str) else ignored_params:
-        if not isinstance(item, str):
-            ignored.add(item)
-        elif (fqn := canonical_fqn(item)) in by_name:
-            ignored.add(by_name[fqn])
-        else:
+    given = [ignored_params] if isinstance(ignored_params, str) else ignored_params
+    for item in given:
+        if isinstance(item, str) and canonical_fqn(item) not in by_name:
             raise ValueError(
                 f"ignored_params: no parameter is named {item!r}" + nearest_names(item, by_name)
             )
-    return ignored
+    return {by_name[canonical_fqn(i)] if isinstance(i, str) else i for i in given}
 
 
 def _units_code(units: Sequence[Sequence[str]]) -> str:
@@ -321,35 +306,21 @@ def _unit_modules(model: nn.Module, units: Iterable[tuple[str, ...]]) -> Iterato
     """Per unit, the modules whose own parameters it holds, in FSDP2's order of visits."""
     wrapped: set[nn.Module] = set()  # modules that were given to a call so far
     for _, modules in find_units(model, units):
-        roots = _without_nested(modules)
-        visited = _visit(roots, stop=wrapped)
+        # ``fully_shard([...])`` drops modules inside others of the list (``_get_root_modules``).
+        inside = {child for module in modules for child in module.modules() if child is not module}
+        roots = [module for module in modules if module not in inside]
+        seen = set(wrapped)
+        yield [module for root in roots for module in _children_first(root, seen)]
         wrapped.update(roots)
-        yield visited
 
 
-def _without_nested(modules: list[nn.Module]) -> list[nn.Module]:
-    """Drops modules inside others of the list, like ``fully_shard([...])``
-    (``_get_root_modules``)."""
-    inside = {child for module in modules for child in module.modules() if child is not module}
-    return [module for module in modules if module not in inside]
-
-
-def _visit(roots: list[nn.Module], stop: Collection[nn.Module]) -> list[nn.Module]:
-    """``roots`` and the modules below them, children first, down to but without those in
-    ``stop``."""
-    order: list[nn.Module] = []
-    visited: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
-        visited.add(module)
-        for child in module.children():
-            if child not in visited and child not in stop:
-                visit(child)
-        order.append(module)
-
-    for root in roots:
-        visit(root)
-    return order
+def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules below ``module`` and then itself, down to but without those that were seen."""
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from _children_first(child, seen)
+    yield module
 
 
 # What was warned about, so that one compile (or a thousand) of one model says it once.

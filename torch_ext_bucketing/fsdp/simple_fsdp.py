@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from .._torch.fsdp2 import KEEPS_WIDE_GRADIENTS, REDUCES_BY_GRAD_DTYPE
 from .._torch.sharded import is_distributed, placed, shard_of
-from ..fqns import canonical_fqn, own_parameters
+from ..fqns import canonical_fqn, own_parameters, parameters_by_name
 from .extensions import Extension, distribute, extends_gather
 
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
@@ -95,13 +95,9 @@ def data_parallel(
                 "it a tensor of one element"
             )
 
-    placements: list[Any] = {
-        "fully_shard": [Shard(0)],
-        "hybrid_shard": [Replicate(), Shard(0)],
-        "replicate": [Replicate()],
-    }[mode]
-    shard_dim = {"fully_shard": 0, "hybrid_shard": 1, "replicate": None}[mode]
-    replica_dim = {"fully_shard": None, "hybrid_shard": 0, "replicate": 0}[mode]
+    shard_dim = None if mode == "replicate" else dims - 1
+    replica_dim = None if mode == "fully_shard" else 0
+    placements: list[Any] = [Shard(0) if dim == shard_dim else Replicate() for dim in range(dims)]
     extensions: dict[nn.Parameter, Extension] = {}
     shards = mesh
     torch.compiler.allow_in_graph(attach)
@@ -113,14 +109,10 @@ def data_parallel(
                     " name its dimensions, init_device_mesh(..., mesh_dim_names=...)"
                 )
             shards = mesh[mesh.mesh_dim_names[shard_dim]]
-        for path, module in model.named_modules():
-            for name, param in own_parameters(module):
-                if extends_gather(param) and param not in extensions:
-                    fqn, dtypes = (
-                        canonical_fqn(f"{path}.{name}".lstrip(".")),
-                        (param_dtype, reduce_dtype),
-                    )
-                    extensions[param] = Extension(fqn, param, module, shards, *dtypes)
+        dtypes = (param_dtype, reduce_dtype)
+        for fqn, param, module in parameters_by_name(model):
+            if extends_gather(param) and param not in extensions:
+                extensions[param] = Extension(fqn, param, module, shards, *dtypes)
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     for module in list(model.modules()):
         unshards: dict[str, _Unshard] = {}
@@ -178,8 +170,7 @@ class _Unshard:
         local_rows = shape[0] if shape else 1
         if shard_dim is not None:
             rows = -(-local_rows // self.shard_size)
-            rank = mesh.get_local_rank(shard_dim)
-            local_rows = max(0, min(rows, local_rows - rank * rows))
+            local_rows = max(0, min(rows, local_rows - mesh.get_local_rank(shard_dim) * rows))
         self.reduction: _Reduction = (
             reduce_dtype,
             self.shard_group,

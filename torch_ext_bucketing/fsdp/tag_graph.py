@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.fx as fx
@@ -29,11 +28,11 @@ from .._torch import descriptors as _descriptors
 from .._torch.aot import backward_nodes
 from .._torch.dynamo_inputs import module_path
 from .._torch.sharded import shard_of
-from ..fqns import canonical_fqn
+from ..fqns import canonical_fqn, parameters_by_name
 from ..graph.collectives import Kind, is_compute, is_start, kind_of
 from ..graph.graph_of import graph_of
 from ..graph.moves import CONSTANTS, SCALES, is_move
-from ..graph.tags import Tag, TagReport, Untagged, is_bucket, set_tag, tag_of
+from ..graph.tags import Tag, is_bucket, set_tag, tag_of
 
 _aten = torch.ops.aten
 
@@ -42,6 +41,7 @@ _aten = torch.ops.aten
 _ACCUMULATES = frozenset({_aten.add.Tensor, _aten.add_.Tensor, _aten.slice_backward.default})
 
 
+T = TypeVar("T")
 FqnOf = Callable[[Any], "str | None"] | Mapping[Any, str]
 
 
@@ -51,7 +51,7 @@ def tag_joint_graph(
     *,
     grad_fqns: Sequence[str | None] | None = None,
     model: torch.nn.Module | None = None,
-) -> TagReport:
+) -> dict[fx.Node, Tag]:
     """Tag every collective of ``gm`` that serves parameters. One pass forward and one back.
 
     Args:
@@ -65,41 +65,40 @@ def tag_joint_graph(
         model: the module whose parameters are meant, for graphs whose nodes carry
             ``custom["module_fqn"]`` or ``nn_module_stack`` and nothing better.
 
+    Returns:
+        The collectives that carry a tag, in graph order.
+
     Raises:
         TypeError: ``fqn_of`` or ``grad_fqns`` gives something else than names and None.
         ValueError: the output's descriptors, or ``grad_fqns``, don't match its flattened values in
             number. The graph is untouched then.
     """
     graph = graph_of(gm)
-    names = _InputNames(fqn_of)
     nodes = list(graph.nodes)
-    sources = _parameters_behind(nodes, names)
-    sinks = _gradients_ahead(nodes, names, grad_fqns)
+    inputs = {n: _name_of(n, fqn_of) for n in nodes if n.op == "placeholder"}
+    behind = _parameters_behind(nodes, inputs)
+    ahead = _gradients_ahead(nodes, inputs, _gradient_outputs(nodes, fqn_of, grad_fqns))
+    shards = _shards_by_module(model)
+    has_descriptors = any("desc" in n.meta for n in nodes if n.op in ("placeholder", "output"))
 
     tags: dict[fx.Node, Tag] = {}
-    skipped: list[Untagged] = []
-    by_module = _ModuleFallback(model)
-    has_descriptors = any("desc" in n.meta for n in nodes if n.op in ("placeholder", "output"))
     for node in nodes:
-        kind = kind_of(node)
+        kind, tag = kind_of(node), tag_of(node)
         if kind is None:
             continue
-        known = tag_of(node)
-        if known is not None:
-            tags[node] = known
-            continue
-        found = _source_of(node, sources) if kind == "all_gather" else sinks.get(node, _NOWHERE)
-        fqns = found.fqns
-        if not fqns and not has_descriptors:
-            fqns = by_module.fqns(node, kind)
-        if fqns:
-            tags[node] = Tag(kind, fqns)
-        else:
-            skipped.append(Untagged(node.name, kind, found.reason))
+        if tag is None:
+            fqns: Iterable[str] = ahead.get(node, ())
+            if kind == "all_gather":
+                fqns = behind.get(node.all_input_nodes[0], ()) if node.all_input_nodes else ()
+            if not fqns and not has_descriptors:
+                fqns = _served_in_module(node, kind, shards)
+            tag = Tag(kind, tuple(fqns)) if fqns else None
+        if tag is not None:
+            tags[node] = tag
     for node, tag in tags.items():
         if not is_bucket(node):
             set_tag(node, tag)
-    return TagReport(tuple((n.name, t) for n, t in tags.items()), tuple(skipped))
+    return tags
 
 
 def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -136,20 +135,20 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
             made_of.pop(node, None)
             chains[node] = {**_union(behind, inputs), node: None}
             ahead[node] = {**served, node: None}
-        elif is_move(node) or node.target in CONSTANTS:
-            if served:  # after a gather
-                ahead[node] = served
-                for start in served:
-                    chains[start][node] = None
-            elif all(i.op == "placeholder" or i in behind for i in inputs):  # before one
+            continue
+        moves = is_move(node) or node.target in CONSTANTS
+        if moves and not served:
+            if all(i.op == "placeholder" or i in behind for i in inputs):
                 behind[node] = {**_union(behind, inputs), node: None}
-        elif served and not is_compute(node):
+            continue
+        if served and not moves and not is_compute(node):  # makes a parameter of another form?
             made = {made_of.get(start.all_input_nodes[0]) for start in served}
             alone = all(i in ahead or i in made_of or i.target in CONSTANTS for i in inputs)
-            if alone and made | set(sources) == made and all(map(in_other_form, served)):
-                ahead[node] = served
-                for start in served:
-                    chains[start][node] = None
+            moves = alone and made.issuperset(sources) and all(map(in_other_form, served))
+        if moves:
+            ahead[node] = served
+            for start in served:
+                chains[start][node] = None
     return {start: tuple(chain) for start, chain in chains.items()}
 
 
@@ -188,126 +187,73 @@ def in_other_form(gather: fx.Node) -> bool:
     return False
 
 
-def _union(
-    of: Mapping[fx.Node, dict[fx.Node, None]], nodes: Iterable[fx.Node]
-) -> dict[fx.Node, None]:
-    merged: dict[fx.Node, None] = {}
+def _union(of: Mapping[fx.Node, dict[T, None]], nodes: Iterable[fx.Node]) -> dict[T, None]:
+    merged: dict[T, None] = {}
     for node in nodes:
         merged.update(of.get(node, {}))
     return merged
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """The parameters that a value is made of (or becomes the gradient of), or why there are none.
-    A constant has neither."""
-
-    fqns: tuple[str, ...] = ()
-    reason: str = ""
-    gathered: bool = False
-
-    @property
-    def is_constant(self) -> bool:
-        return not self.fqns and not self.reason
-
-
-_CONSTANT = _Origin()
-_NOWHERE = _Origin(reason="its result reaches no parameter's gradient")
-
-
-class _InputNames:
-    """FQN of a parameter's placeholder: by descriptor, else by what the caller says."""
-
-    def __init__(self, fqn_of: FqnOf | None) -> None:
-        self._fqn_of = fqn_of
-
-    def of_descriptor(self, desc: Any) -> str | None:
-        """The FQN of an ``AOTInput``; None for no known parameter."""
-        base = _descriptors.base_input(desc)
-        target = _descriptors.param_target(base)
+def _name_of(what: Any, fqn_of: FqnOf | None) -> str | None:
+    """The FQN of a parameter's placeholder, or of its ``AOTInput``; None for other inputs."""
+    desc = what.meta.get("desc") if isinstance(what, fx.Node) else what
+    if desc is not None:
+        what = _descriptors.base_input(desc)
+        target = _descriptors.param_target(what)
         if target is not None:
             return canonical_fqn(target)
-        return self._ask(base, _descriptors.plain_index(base))
-
-    def of_placeholder(self, node: fx.Node) -> str | None:
-        desc = node.meta.get("desc")
-        return self._ask(node, None) if desc is None else self.of_descriptor(desc)
-
-    def _ask(self, what: Any, index: int | None) -> str | None:
-        if self._fqn_of is None:
-            return None
-        if isinstance(self._fqn_of, Mapping):
-            name = self._fqn_of.get(what if index is None else index)
-        else:
-            name = self._fqn_of(what)
-        return None if name is None else canonical_fqn(name)
+    if isinstance(fqn_of, Mapping):
+        index = _descriptors.plain_index(what)
+        name = fqn_of.get(what if index is None else index)
+    else:
+        name = None if fqn_of is None else fqn_of(what)
+    return None if name is None else canonical_fqn(name)
 
 
-def _parameters_behind(nodes: Sequence[fx.Node], names: _InputNames) -> dict[fx.Node, _Origin]:
-    """Map every node to the parameters that it is a mere rearrangement of, in order of
-    appearance."""
-    origin: dict[fx.Node, _Origin] = {}
+def _parameters_behind(
+    nodes: Sequence[fx.Node], inputs: Mapping[fx.Node, str | None]
+) -> dict[fx.Node, dict[str, None]]:
+    """Map nodes to the parameters that they are a mere rearrangement of, in order of appearance: a
+    constant to none. Others, as activations, are not in it."""
+    behind: dict[fx.Node, dict[str, None]] = {
+        node: {fqn: None} for node, fqn in inputs.items() if fqn is not None
+    }
+    gathered: set[fx.Node] = set()
     for node in nodes:
-        if node.op == "placeholder":
-            fqn = names.of_placeholder(node)
-            if fqn is not None:
-                origin[node] = _Origin((fqn,))
-            else:
-                origin[node] = _Origin(reason=f"it gathers {node.name}, no known parameter")
-        elif node.op == "get_attr":
-            origin[node] = _Origin(reason=f"it gathers the constant {node.target}")
-        elif node.op == "call_function":
-            origin[node] = _merge_origins(node, origin)
-    return origin
-
-
-def _merge_origins(node: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
-    if node.target in CONSTANTS:
-        return _CONSTANT
-    found = [origin.get(arg, _CONSTANT) for arg in node.all_input_nodes]
-    fqns = dict.fromkeys(fqn for each in found for fqn in each.fqns)
-    # A gather of what was gathered already is a parameter sharded over two mesh dimensions.
-    gathered = kind_of(node) == "all_gather" or any(each.gathered for each in found)
-    # What is computed from one shard alone is that parameter in another form: 8 bits, scales.
-    one_shard = len(fqns) == 1 and not gathered and not any(each.reason for each in found)
-    if not is_move(node) and kind_of(node) != "all_gather" and not one_shard:
-        return _Origin(reason=f"it gathers an activation, made by {node.name}")
-    # Of several that are none, the last one is named.
-    return next(
-        (each for each in reversed(found) if each.reason), _Origin(tuple(fqns), "", gathered)
-    )
-
-
-def _source_of(start: fx.Node, origin: Mapping[fx.Node, _Origin]) -> _Origin:
-    found = origin.get(start.all_input_nodes[0], _CONSTANT) if start.all_input_nodes else _CONSTANT
-    return _Origin(reason="it gathers a constant") if found.is_constant else found
+        args = node.all_input_nodes
+        if node.target in CONSTANTS:
+            behind[node] = {}
+        elif node.op == "call_function" and all(arg in behind for arg in args):
+            fqns = _union(behind, args)
+            # A gather of what was gathered already is a parameter sharded over two mesh dimensions.
+            if kind_of(node) == "all_gather" or not gathered.isdisjoint(args):
+                gathered.add(node)
+            # What is computed from one shard alone is that parameter in another form: 8-bit data.
+            one_shard = len(fqns) == 1 and node not in gathered
+            if is_move(node) or kind_of(node) == "all_gather" or one_shard:
+                behind[node] = fqns
+    return behind
 
 
 def _gradients_ahead(
-    nodes: Sequence[fx.Node], names: _InputNames, grad_fqns: Sequence[str | None] | None
-) -> dict[fx.Node, _Origin]:
+    nodes: Sequence[fx.Node],
+    inputs: Mapping[fx.Node, str | None],
+    outputs: Iterable[tuple[fx.Node, str]],
+) -> dict[fx.Node, tuple[str, ...]]:
     """Map every node to the parameters whose gradient it becomes, by way of collectives, moves,
-    accumulation and scaling only."""
+    accumulation and scaling only: in the order of the graph's inputs, so that fused weights have
+    that of their gather."""
     ahead: dict[fx.Node, dict[str, None]] = {}
-    output = next((n for n in reversed(nodes) if n.op == "output"), None)
-    if output is not None:
-        for value, fqn in _gradient_outputs(output, names, grad_fqns):
-            ahead.setdefault(value, {})[fqn] = None
+    for value, fqn in outputs:
+        ahead.setdefault(value, {})[fqn] = None
     for node in reversed(nodes):
-        if node.op != "call_function":
-            continue
-        mine = ahead.get(node, {})
-        for user in node.users:
-            if _keeps_gradient(user):
-                mine.update(ahead.get(user, {}))
-        if mine:
-            ahead[node] = mine
-    # In the order of the graph's inputs, so that fused weights have their gather's order.
-    inputs = (names.of_placeholder(n) for n in nodes if n.op == "placeholder")
-    rank = {fqn: i for i, fqn in enumerate(dict.fromkeys(inputs))}
-    last = len(rank)
+        if node.op == "call_function":
+            mine = _union(ahead, [node, *filter(_keeps_gradient, node.users)])
+            if mine:
+                ahead[node] = mine
+    rank = {fqn: i for i, fqn in enumerate(dict.fromkeys(inputs.values()))}
     return {
-        node: _Origin(tuple(sorted(fqns, key=lambda f: (rank.get(f, last), f))))
+        node: tuple(sorted(fqns, key=lambda fqn: (rank.get(fqn, len(rank)), fqn)))
         for node, fqns in ahead.items()
     }
 
@@ -321,68 +267,71 @@ def _keeps_gradient(user: fx.Node) -> bool:
 
 
 def _gradient_outputs(
-    output: fx.Node, names: _InputNames, grad_fqns: Sequence[str | None] | None
+    nodes: Sequence[fx.Node], fqn_of: FqnOf | None, grad_fqns: Sequence[str | None] | None
 ) -> list[tuple[fx.Node, str]]:
     """The outputs that are gradients of known parameters."""
-    if grad_fqns is not None:
-        values = pytree.tree_leaves(output.args[0])
-        if len(grad_fqns) != len(values):
-            raise ValueError(
-                f"grad_fqns has {len(grad_fqns)} names, but the graph's flattened output has "
-                f"{len(values)} values; give one name or None per value"
-            )
-        return [
-            (v, canonical_fqn(f))
-            for v, f in zip(values, grad_fqns, strict=True)
-            if isinstance(v, fx.Node) and f is not None
-        ]
-    found = [(v, names.of_descriptor(of)) for v, of in _descriptors.gradient_outputs(output)]
-    return [(v, fqn) for v, fqn in found if fqn is not None]
+    output = next((n for n in reversed(nodes) if n.op == "output"), None)
+    if output is None:
+        return []
+    if grad_fqns is None:
+        named = [(v, _name_of(of, fqn_of)) for v, of in _descriptors.gradient_outputs(output)]
+        return [(value, fqn) for value, fqn in named if fqn is not None]
+    values = pytree.tree_leaves(output.args[0])
+    if len(grad_fqns) != len(values):
+        raise ValueError(
+            f"grad_fqns has {len(grad_fqns)} names, but the graph's flattened output has "
+            f"{len(values)} values; give one name or None per value"
+        )
+    return [
+        (value, canonical_fqn(fqn))
+        for value, fqn in zip(values, grad_fqns, strict=True)
+        if isinstance(value, fx.Node) and fqn is not None
+    ]
 
 
 # The module that ``torch.nn.utils.parametrize`` puts in charge of one parameter.
 _PARAMETRIZATION = re.compile(r"(?:(.*)\.)?parametrizations\.(\w+)(?:\.\d+)?")
 
 
-class _ModuleFallback:
-    """Names a collective by the module that it was traced in and the shape of the shard.
+_Shards: TypeAlias = dict[str, list[tuple[str, tuple[int, ...]]]]
+"""By module its own parameters, each with the shape of this rank's shard."""
 
-    Only for graphs without descriptors. A module that owns two parameters of the same shard shape
-    is ambiguous and names nothing.
-    """
 
-    def __init__(self, model: torch.nn.Module | None) -> None:
-        self._owned: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-        parameters = () if model is None else model.named_parameters(remove_duplicate=False)
-        for name, param in parameters:
-            fqn = canonical_fqn(name)
-            owner = fqn.rpartition(".")[0]
-            self._owned.setdefault(owner, []).append((fqn, tuple(shard_of(param).shape)))
+def _shards_by_module(model: torch.nn.Module | None) -> _Shards:
+    shards: _Shards = {}
+    for fqn, param, _ in () if model is None else parameters_by_name(model):
+        shards.setdefault(fqn.rpartition(".")[0], []).append((fqn, tuple(shard_of(param).shape)))
+    return shards
 
-    def fqns(self, node: fx.Node, kind: Kind) -> tuple[str, ...]:
-        module = _module_fqn(node)
-        if module is None:
-            return ()
-        parametrization = _PARAMETRIZATION.fullmatch(module)
-        if parametrization:
-            return (".".join(p for p in parametrization.groups() if p),)
-        shapes = self._shard_shapes(node, kind)
-        fits = [fqn for fqn, shape in self._owned.get(module, []) if shape in shapes]
-        return (fits[0],) if len(dict.fromkeys(fits)) == 1 else ()
 
-    @staticmethod
-    def _shard_shapes(node: fx.Node, kind: Kind) -> tuple[tuple[int, ...], ...]:
-        shapes = []
-        step: Any = node.args[0] if kind == "all_gather" else node
-        while isinstance(step, fx.Node):
-            value = step.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                shapes.append(tuple(value.shape))
-            if kind == "all_gather":
-                step = step.all_input_nodes[0] if is_move(step) else None
-            else:
-                step = next((u for u in step.users if is_move(u)), None)
-        return tuple(shapes[-1:]) if kind == "all_gather" else tuple(shapes)
+def _served_in_module(node: fx.Node, kind: Kind, shards: _Shards) -> tuple[str, ...]:
+    """The parameter that a collective serves in a graph without descriptors: that of the module
+    which it was traced in, by the shape of the shard. Where two have that shape, it is neither."""
+    module = _module_fqn(node)
+    if module is None:
+        return ()
+    parametrization = _PARAMETRIZATION.fullmatch(module)
+    if parametrization:
+        return (".".join(p for p in parametrization.groups() if p),)
+    shapes = _shard_shapes(node, kind)
+    fits = dict.fromkeys(fqn for fqn, shape in shards.get(module, ()) if shape in shapes)
+    return tuple(fits) if len(fits) == 1 else ()
+
+
+def _shard_shapes(node: fx.Node, kind: Kind) -> list[tuple[int, ...]]:
+    """The shape that moves to a gather begin with; those that a reduction's result is moved to."""
+    gathers = kind == "all_gather"
+    shapes = []
+    step: Any = node.args[0] if gathers else node
+    while isinstance(step, fx.Node):
+        value = step.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            shapes.append(tuple(value.shape))
+        if gathers:
+            step = step.all_input_nodes[0] if is_move(step) else None
+        else:
+            step = next((user for user in step.users if is_move(user)), None)
+    return shapes[-1:] if gathers else shapes
 
 
 def _module_fqn(node: fx.Node) -> str | None:

@@ -12,10 +12,9 @@ uses. So the gradients of an activation that several units read are added unit b
 A view to the same shape is such a node, too, in eager mode and in a trace, where it costs nothing.
 It is made by a hook before ``forward``, which Dynamo traces along with it.
 
-Eager FSDP2 has one node for all inputs of a call. When one of them gets a gradient, those that the
-unit does not read get zeros (not None, with which an optimizer would leave alone what made them).
-So a second node joins the views of several inputs. Dynamo can't look into its operator, and takes
-it into the graph as it is.
+Eager FSDP2 has one node for all inputs of a call: where one of them gets a gradient, those that the
+unit does not read get zeros, not None. So a second node joins the views of several inputs. Dynamo
+can't look into its operator, and takes it into the graph as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import torch.nn as nn
 from torch.fx.traceback import annotate
 
 from .._torch.fsdp2 import WRAPS_DATACLASSES
-from .tree import unwrapped
+from ..fqns import unwrapped
 from .units import find_units
 
 _KEY = "unit_input"
@@ -100,8 +99,8 @@ def _hook(
 
 
 def _items(value: Any) -> list[Any]:
-    """What is in a container, of what eager FSDP2 takes for one (``collect_grad_tensors``;
-    ``tree_flatten`` in 2.11)."""
+    """The items of a container that eager FSDP2 looks into (``collect_grad_tensors``;
+    ``tree_flatten`` in 2.11); none of anything else."""
     if _is_dataclass(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, dict):

@@ -1,8 +1,7 @@
-"""Units of parameters: which parameter is in which, and where in it.
+"""Units, what eager FSDP2 packs together by one ``fully_shard`` call: which parameter is in which.
 
-A unit is what eager FSDP2 packs together, one ``fully_shard`` call. :class:`Units` finds a
-parameter's; :class:`.FSDPParamOrder` is units of parameters in eager FSDP2's order, and
-:class:`UnitSpec` units of modules, as a person writes them or as they are found in a model.
+:class:`.FSDPParamOrder` is units of parameters in eager FSDP2's order, and :class:`UnitSpec` units
+of modules, as a person writes them or as they are found in a model.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from typing import Any
 import torch.nn as nn
 
 from .._torch.dynamo_inputs import names_are_relative_to
-from ..fqns import canonical_fqn, canonical_modules, nearest_names
-from .tree import has_parameters
+from ..fqns import canonical_fqn, canonical_modules, has_parameters, nearest_names
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,11 +88,7 @@ class Units:
 
 
 def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...], ...]:
-    """Units as canonical names.
-
-    Args:
-        units: per unit its names, or one name.
-        what: names them in errors.
+    """Units, each a list of names or one name, as canonical names; ``what`` names them in errors.
 
     Raises:
         TypeError: a string, or what can't be iterated; a name is no string.
@@ -113,13 +107,10 @@ def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...],
 @dataclass(frozen=True, repr=False)
 class UnitSpec(Units):
     """Units of modules, in the order of ``fully_shard`` calls, each in the order in which
-    ``fully_shard([...])`` would get them.
-
-    It can be passed wherever a list of units is taken.
+    ``fully_shard([...])`` would get them. It can be passed wherever a list of units is taken.
 
     Raises:
-        TypeError: as of :class:`Units`.
-        ValueError: as of :class:`Units`; no units, or an empty unit.
+        TypeError, ValueError: as of :class:`Units`; no units, or an empty unit.
     """
 
     def __post_init__(self) -> None:
@@ -134,13 +125,14 @@ class UnitSpec(Units):
         """FQNs of the parameters of ``model`` that no unit holds, in ``named_parameters()`` order.
 
         Raises:
-            ValueError: a unit names a module that is not in ``model``.
+            ValueError: as of :func:`find_units`.
         """
-        known = canonical_modules(model)
-        held: set[nn.Parameter] = set()
-        for unit in self.units:
-            for name in unit:
-                held.update(_module_named(name, known).parameters())
+        held = {
+            parameter
+            for _, modules in find_units(model, self.units)
+            for module in modules
+            for parameter in module.parameters()
+        }
         return tuple(canonical_fqn(fqn) for fqn, p in model.named_parameters() if p not in held)
 
 
@@ -152,17 +144,6 @@ def _check_not_empty(units: Sequence[Sequence[str]]) -> None:
     for index, unit in enumerate(units):
         if not unit:
             raise ValueError(f"unit {index} is empty: name its modules or leave it out")
-
-
-def _module_named(name: str, known: dict[str, nn.Module]) -> nn.Module:
-    """The module of that name.
-
-    Raises:
-        ValueError: there is none; the message has near names.
-    """
-    if name not in known:
-        raise ValueError(f"units: no module is named {name!r}" + nearest_names(name, known))
-    return known[name]
 
 
 def find_units(
@@ -189,7 +170,9 @@ def find_units(
         label = "+".join(names)
         modules: list[nn.Module] = []
         for name in names:
-            module = _module_named(name, known)
+            if name not in known:
+                raise ValueError(f"units: no module is named {name!r}" + nearest_names(name, known))
+            module = known[name]
             if module in modules:
                 raise ValueError(f"units: module {name!r} is listed twice in one unit")
             if module in unit_of:

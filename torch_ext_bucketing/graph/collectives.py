@@ -271,6 +271,18 @@ def waited_for(wait: fx.Node) -> fx.Node | None:
     return next(iter(wait.all_input_nodes), None)
 
 
+def only_wait(start: fx.Node) -> fx.Node | None:
+    """The wait for a collective; None where it is not the only node that reads the collective."""
+    users = list(start.users)
+    return users[0] if len(users) == 1 and is_wait(users[0]) else None
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Bytes of a tensor whose sizes are numbers."""
+    value = node.meta["val"]
+    return int(value.numel()) * int(value.element_size())
+
+
 def count_collectives(graph: fx.Graph) -> dict[str, int]:
     """Number of all-gathers, reduce-scatters and all-reduces in ``graph``, by kind."""
     found = Counter(kind_of(n) for n in graph.nodes)

@@ -18,8 +18,8 @@ from .collectives import (
     bucket_key,
     group_name,
     group_size,
-    is_wait,
     kind_of,
+    only_wait,
     reduce_op,
     sent_as_bytes,
     wire_bytes,
@@ -32,7 +32,7 @@ UNTAGGED = "it serves no known parameter"
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """The facts about one collective, each read from the graph once, however many plans are made.
+    """The facts about one collective, each read from the graph once, for any number of plans.
 
     Args:
         start: its node.
@@ -131,10 +131,11 @@ def unmergeable(start: fx.Node) -> str:
         return "its shape is unknown (no meta['val'])"
     if "out" in start.kwargs or is_bucket(start):
         return "it is a bucket already"
-    if len(start.users) != 1 or not is_wait(next(iter(start.users))):
+    wait = only_wait(start)
+    if wait is None:
         return "its result is used by other nodes than one wait"
     # What torch's merging takes for granted:
-    if start.kwargs or next(iter(start.users)).kwargs:
+    if start.kwargs or wait.kwargs:
         return "its arguments are given by keyword"
     value = start.all_input_nodes[0].meta.get("val")
     if not isinstance(value, torch.Tensor):

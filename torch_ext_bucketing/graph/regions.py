@@ -45,6 +45,18 @@ def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: i for i, node in enumerate(graph.nodes)}
 
 
+def nodes_behind(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """All calls that lead to ``nodes``, without these."""
+    found: dict[fx.Node, None] = {}
+    stack = [arg for node in nodes for arg in node.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node not in found and node.op == "call_function":
+            found[node] = None
+            stack += node.all_input_nodes
+    return found
+
+
 def gathered_values(
     gathers: Iterable[fx.Node], position: Mapping[fx.Node, int]
 ) -> dict[fx.Node, int]:
@@ -61,9 +73,7 @@ def gathered_values(
     structures = Structures(position)
     found = {}
     for start in gathers:
-        value = start.all_input_nodes[0]
-        cut = list(cuts_behind(value, position))[-1]
-        found[start] = structures.of(cut, value, name=cut.node)
+        _, found[start] = structures.from_source(start.all_input_nodes[0])
     return found
 
 
@@ -157,6 +167,12 @@ class Structures:
             )
             numbers[node] = self._number((str(node.target), said, str(spec)))
         return numbers[end]
+
+    def from_source(self, value: fx.Node) -> tuple[Cut, int]:
+        """The region behind a value from the first value that it is made of by linear steps, and
+        the number of what is done to that very value."""
+        source = list(cuts_behind(value, self._position))[-1]
+        return source, self.of(source, value, name=source.node)
 
     def _number(self, key: tuple[Any, ...]) -> int:
         return self._numbers.setdefault(key, len(self._numbers))

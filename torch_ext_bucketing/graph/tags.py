@@ -46,30 +46,14 @@ class Tag:
         object.__setattr__(self, "fqns", tuple(self.fqns))
 
 
-@dataclass(frozen=True)
-class Untagged:
-    """A collective that got no tag: its node name, kind and why."""
-
-    node: str
-    kind: Kind
-    reason: str
-
-
-@dataclass(frozen=True)
-class TagReport:
-    """The result of :func:`tag_joint_graph`, each tuple in graph order.
+def set_tag(node: fx.Node, tag: Tag, home_group: str | None = None) -> None:
+    """Tag a collective by hand.
 
     Args:
-        tagged: ``(node name, tag)``, those that were tagged already included.
-        skipped: collectives that serve no known parameter, such as those of tensor parallelism.
-    """
-
-    tagged: tuple[tuple[str, Tag], ...] = ()
-    skipped: tuple[Untagged, ...] = ()
-
-
-def set_tag(node: fx.Node, tag: Tag) -> None:
-    """Tag a collective by hand.
+        node: its start.
+        tag: its kind and parameters.
+        home_group: over which a gather's parameter is sharded, where the gather itself runs in a
+            smaller group (:mod:`.rewrites.reshard_to`).
 
     Raises:
         ValueError: ``node`` is no collective, or one of another kind than the tag's.
@@ -79,6 +63,8 @@ def set_tag(node: fx.Node, tag: Tag) -> None:
         what = "no collective" if kind is None else f"{'a' if kind[0] == 'r' else 'an'} {kind}"
         raise ValueError(f"can't tag {node.name} as {tag.kind}: it is {what}")
     _note(node, _TAG_KEY, (tag.kind, *tag.fqns))
+    if home_group is not None:
+        _note(node, _HOME_KEY, home_group)
 
 
 def set_member_tags(start: fx.Node, tags: Sequence[Tag | None]) -> None:
@@ -86,22 +72,10 @@ def set_member_tags(start: fx.Node, tags: Sequence[Tag | None]) -> None:
     _note(start, _MEMBERS_KEY, tuple(None if t is None else (t.kind, *t.fqns) for t in tags))
 
 
-def set_home_group(start: fx.Node, group: str) -> None:
-    """Record the process group over which the parameter of a gather is sharded, where the gather
-    itself runs in a smaller one (:mod:`.rewrites.reshard_to`)."""
-    _note(start, _HOME_KEY, group)
-
-
-def moved_from(start: fx.Node) -> str | None:
-    """The process group that :func:`set_home_group` recorded; None for a collective on its own
-    group."""
-    return _noted(start, _HOME_KEY)
-
-
 def home_group(start: fx.Node) -> str:
     """The process group that a collective counts for: the one that its parameter is sharded over,
     also where it gathers in a smaller one."""
-    return moved_from(start) or group_name(start)
+    return _noted(start, _HOME_KEY) or group_name(start)
 
 
 def mark_replaced(start: fx.Node) -> None:

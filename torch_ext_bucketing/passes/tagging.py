@@ -10,7 +10,6 @@ from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import check_passes_run_here
 from ..fsdp.order import FSDPParamOrder
 from ..fsdp.tag_graph import FqnOf, tag_joint_graph
-from ..graph.tags import tag_of
 from ..reports.compile import CompileReport
 from .base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 
@@ -55,12 +54,12 @@ class TagParameters(GraphPass):
         fqn_of = compilation.input_fqns if self.fqn_of is None else self.fqn_of
         if fqn_of is None:
             fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))
-        report = tag_joint_graph(graph, fqn_of, model=self.model)
+        tags = tag_joint_graph(graph, fqn_of, model=self.model)
         if self.order is not None:
-            for start in filter(tag_of, graph_of(graph).nodes):
+            for start in tags:
                 if (place := self.order(start)) is not None:
                     start.meta[PAYLOAD_FIELD] = place
-        compilation.tagged = len(report.tagged)
+        compilation.tagged = len(tags)
 
     def settings(self) -> tuple[Any, ...]:
         """The names of the model's parameters, and of the inputs of the graph that is being

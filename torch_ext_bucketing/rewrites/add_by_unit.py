@@ -1,7 +1,7 @@
 """The pass that has the gradients of an activation added unit by unit, as eager FSDP2 does.
 
-:mod:`.fsdp.unit_inputs` says what eager does, and has autograd do the same: nothing is rewritten
-here but views that are of no use any more.
+:mod:`.fsdp.unit_inputs` has autograd do it; here the views that this takes are dropped, and what
+was added is reported.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ class AddedByGraphWarning(UserWarning):
 
 
 class AddByUnit(GraphPass):
-    """Add the gradients of an activation that several units read unit by unit, as eager FSDP2 does.
+    """Add the gradients of an activation that several units read unit by unit, as eager FSDP2 does:
+    of cross-attention, skip connections, a position bias that is trained and shared. Without this,
+    a compiled model adds use by use, and has other bits upstream of such an activation.
 
-    Cross-attention, skip connections, a position bias that is trained and shared: eager FSDP2 adds
-    the gradients of all uses inside a unit before it adds them to those of other uses. Without
-    this, a compiled model adds use by use, and has other bits upstream of such an activation.
-
-    A backend with this pass puts a hook on the units' modules, which gives what they are called
-    with autograd nodes of their own (:mod:`.fsdp.unit_inputs`): make the backend before the model
-    is traced. The hooks stay, and change no value but by the order of these sums.
+    A backend with this pass puts a hook on the units' modules (:mod:`.fsdp.unit_inputs`): make the
+    backend before the model is traced. The hooks stay, and change no value but by the order of
+    these sums.
 
     What several graphs read is added graph by graph: where the order of the additions is then
     another, as of a unit with a graph break between two reads, there is a warning

@@ -22,29 +22,30 @@ recorded while autograd runs. ``((g3 + g2) + g1)``, whichever of them came throu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx as fx
-import torch.utils._pytree as pytree
 
 from .._torch import descriptors as _descriptors
 from .._torch.aot import in_backward
 from .._torch.sorting import sort_topologically
 from .._torch.symbols import same_shape
 from ..fsdp.tag_graph import in_other_form
-from ..graph.collectives import (
-    group_name,
-    group_size,
-    is_view,
-    is_wait,
-    kind_of,
-    wire_bytes,
-)
+from ..graph.collectives import group_name, group_size, is_view, kind_of, only_wait, wire_bytes
 from ..graph.moves import is_linear, keeps_values
-from ..graph.regions import Cut, Structures, cuts_behind, outside_reader, positions
+from ..graph.regions import (
+    Cut,
+    Structures,
+    cuts_behind,
+    nodes_behind,
+    outside_reader,
+    positions,
+)
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.snapshot import Snapshot, unchanged_on_error
 from ..graph.tags import tag_of
@@ -60,12 +61,8 @@ Fqns = tuple[str, ...]
 
 
 class CombineUses(GraphPass):
-    """One gather and one reduction per parameter and step, as eager FSDP2 has them.
-
-    A parameter that is read twice, tied weights, a head that is called per chunk of a loss: a
-    traced graph gathers and reduces them once per use. This adds their gradients before reducing
-    the sum, in the order and dtype in which autograd adds them in eager: the same bits as eager
-    FSDP2, and fewer bytes on the network.
+    """One gather and one reduction per parameter and step, as eager FSDP2 has them, with its bits
+    and fewer bytes on the network; see :mod:`.rewrites.combine_uses`.
 
     Args:
         peak: bounds what that may cost in memory: gathered parameters and gradients stay alive from
@@ -138,24 +135,19 @@ def combine_uses(
 
 
 def _repeated(graph: fx.Graph) -> list[Fqns]:
-    """Gathers or reductions over one group that a parameter has more than one of, in graph
-    order."""
-    count: dict[tuple[Any, ...], int] = {}
-    for node in graph.nodes:
-        tag = tag_of(node)
-        if tag is not None:
-            key = (tag.fqns, tag.kind, group_name(node))
-            count[key] = count.get(key, 0) + 1
-    return list(dict.fromkeys(fqns for (fqns, _, _), n in count.items() if n > 1))
+    """The parameters with several gathers or several reductions over one group, in graph order."""
+    tags = [(tag, group_name(n)) for n in graph.nodes if (tag := tag_of(n)) is not None]
+    return list(dict.fromkeys(tag.fqns for (tag, _), count in Counter(tags).items() if count > 1))
 
 
 def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str]]:
     """Combine the uses of one parameter; what was done, and why the rest was not."""
-    gathers = [n for n in graph.nodes if _serves(n, fqns) and kind_of(n) == "all_gather"]
+    mine = [n for n in graph.nodes if (tag := tag_of(n)) is not None and tag.fqns == fqns]
+    gathers = [n for n in mine if kind_of(n) == "all_gather"]
     if not unordered_writes(graph.nodes):
         _share_forms(graph, gathers)
     place = _Place(graph)
-    tree = _find_tree(graph, fqns, place)
+    tree = _find_tree(graph, mine, place)
     reasons: list[str] = []
     saved = 0
 
@@ -175,30 +167,21 @@ def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str
         left -= max(0, reads - 1)
         saved += max(0, reads - 1) * wire_bytes(first)
         for start in others:
-            _use_gather(start, first)
+            (wait,), (kept,) = start.users, first.users
+            wait.replace_all_uses_with(kept)
+            _erase_unused([wait])
     dtype = None
     if isinstance(plan, dict):
         assert tree is not None
         dtype = _name(next(iter(plan.values())).node.meta["val"].dtype)
         saved += _reduce_once(graph, tree, plan, place)
     number = 0 if tree is None else len(tree.uses)
-    if dtype is not None or any(len(group) > 1 for group in mergeable):
+    if dtype is not None or mergeable:
         sort_topologically(graph)
     if left == len(read) and dtype is None:
         return None, reasons
-    done = CombinedUses(
-        fqns,
-        (len(read), left),
-        (number, number if dtype is None else 1),
-        dtype,
-        saved,
-    )
-    return done, reasons
-
-
-def _serves(node: fx.Node, fqns: Fqns) -> bool:
-    tag = tag_of(node)
-    return tag is not None and tag.fqns == fqns
+    reduced = (number, number if dtype is None else 1)
+    return CombinedUses(fqns, (len(read), left), reduced, dtype, saved), reasons
 
 
 class _Place:
@@ -210,27 +193,20 @@ class _Place:
         self.structures = Structures(self.position)
         nodes = list(graph.nodes)
         self.written = written_roots(nodes)
-        self.writes: list[tuple[fx.Node, dict[fx.Node, None]]] = []
-        self.roots: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        found = unordered_writes(nodes)
-        if found:
-            self.roots = aliases_of(nodes)[0]
-            self.writes = [
-                (w, dict.fromkeys(r for v in written_values(w) for r in self.roots.get(v, ())))
-                for w in found
-            ]
+        self.writes = unordered_writes(nodes)
+        self.roots = aliases_of(nodes)[0] if self.writes else {}
 
     def is_written(self, node: fx.Node) -> bool:
-        """True where a node, later or earlier, writes to the memory of ``node``."""
+        """Whether a node, later or earlier, writes to the memory of ``node``."""
         return any(root in self.written for root in self.roots.get(node, (node,)))
 
-    def epoch(self, source: fx.Node, node: fx.Node) -> int:
-        """The number of writes to ``source`` before ``node``."""
-        at = self.position[node]
-        return sum(source in roots and self.position[w] < at for w, roots in self.writes)
-
-    def first_write(self, source: fx.Node) -> str:
-        return next((w.name for w, roots in self.writes if source in roots), "a node")
+    def writes_to(self, source: fx.Node) -> list[fx.Node]:
+        """The unordered writes to the memory of ``source``."""
+        return [
+            write
+            for write in self.writes
+            if any(source in self.roots.get(value, ()) for value in written_values(write))
+        ]
 
 
 # --- gathers -------------------------------------------------------------------------
@@ -243,27 +219,26 @@ def _same_gathers(
     groups: dict[Any, list[fx.Node]] = {}
     epochs: dict[fx.Node, dict[int, None]] = {}
     for start in gathers:
-        value = start.all_input_nodes[0]
-        source = list(cuts_behind(value, place.position))[-1]
-        users = list(start.users)
-        if "out" in start.kwargs or len(users) != 1 or not is_wait(users[0]):
+        wait = only_wait(start)
+        if "out" in start.kwargs or wait is None:
             reasons.append(f"{start.name} is read by other nodes than one wait")
             continue
-        if place.is_written(start) or place.is_written(users[0]):
+        if place.is_written(start) or place.is_written(wait):
             reasons.append(f"a node writes to what {start.name} gathers")
             continue
-        epoch = place.epoch(source.node, start)
-        chain = [n for n in source.inside if n is not source.node]
-        if any(place.epoch(source.node, n) != epoch for n in chain):
-            epoch = -1 - place.position[start]  # read before a write and gathered after it
+        source, number = place.structures.from_source(start.all_input_nodes[0])
+        # How many writes to the source stand before each node that leads from it to the gather:
+        # one number, but where the source is read before a write and gathered after it.
+        writes = [place.position[write] for write in place.writes_to(source.node)]
+        before = {bisect(writes, place.position[n]) for n in (*source.inside, start)}
+        epoch = before.pop() if len(before) == 1 else -1 - place.position[start]
         epochs.setdefault(source.node, {})[epoch] = None
-        number = place.structures.of(source, value, name=source.node)
         dtype, again = start.meta["val"].dtype, in_backward(start)
         key = (number, group_name(start), group_size(start), dtype, epoch, again)
         groups.setdefault(key, []).append(start)
     for node, found in epochs.items():
         if len(found) > 1:
-            reasons.append(f"{place.first_write(node)} writes to it between its uses")
+            reasons.append(f"{place.writes_to(node)[0].name} writes to it between its uses")
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -273,13 +248,7 @@ def _share_forms(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
     w -> abs -> max -> all_reduce -> ... -> mul -> ag      w -> ... -> mul -> ag
     w -> abs -> max -> all_reduce -> ... -> mul -> ag                     \\-> ag
     """
-    behind: dict[fx.Node, None] = {}
-    stack = [n for start in gathers for n in start.all_input_nodes]
-    while stack:
-        node = stack.pop()
-        if node not in behind and node.op == "call_function":
-            behind[node] = None
-            stack += node.all_input_nodes
+    behind = nodes_behind(gathers)
     first: dict[Any, fx.Node] = {}
     for node in [n for n in graph.nodes if n in behind]:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
@@ -295,13 +264,6 @@ def _share_forms(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
 def _is_read(node: fx.Node) -> bool:
     """True where something is computed from a result, or it is returned."""
     return any(u.op == "output" or not is_view(u) or _is_read(u) for u in node.users)
-
-
-def _use_gather(start: fx.Node, first: fx.Node) -> None:
-    """Let all that reads one gather read an earlier one of the same value."""
-    (wait,), (kept,) = start.users, first.users
-    wait.replace_all_uses_with(kept)
-    _erase_unused([wait, start, *start.all_input_nodes])
 
 
 def _erase_unused(nodes: Sequence[fx.Node]) -> None:
@@ -336,56 +298,46 @@ class _Tree:
     leaves: list[fx.Node] = field(default_factory=list)
     uses: dict[fx.Node, list[Cut]] = field(default_factory=dict)
 
+    def grow(self, add: fx.Node) -> None:
+        """Take in an addition, and those whose results only it adds."""
+        self.adds.append(add)
+        for summand in _summands_of(add):
+            if _summands_of(summand) and len(summand.users) == 1:
+                self.grow(summand)
+            else:
+                self.leaves.append(summand)
 
-def _is_addition(node: fx.Node) -> bool:
-    """An addition of two tensors of one shape and dtype, as autograd accumulates."""
-    if node.target is not _aten.add.Tensor or node.kwargs or len(node.args) != 2:
-        return False
-    values = [a.meta.get("val") if isinstance(a, fx.Node) else None for a in node.args]
+
+def _summands_of(add: fx.Node) -> tuple[fx.Node, ...]:
+    """The two tensors of one shape and dtype that a node adds, as autograd accumulates; nothing for
+    another node."""
+    if add.target is not _aten.add.Tensor or add.kwargs:
+        return ()
+    nodes = tuple(a for a in add.args if isinstance(a, fx.Node))
+    values = [v for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
+    if len(values) != 2:
+        return ()
     one, other = values
-    return (
-        isinstance(one, torch.Tensor)
-        and isinstance(other, torch.Tensor)
-        and same_shape(one.shape, other.shape)
-        and one.dtype == other.dtype
-    )
+    return nodes if same_shape(one.shape, other.shape) and one.dtype == other.dtype else ()
 
 
-def _find_tree(graph: fx.Graph, fqns: Fqns, place: _Place) -> _Tree | None:
-    """The sum of reduced gradients of a parameter, if it has one with two of them or more."""
-    for value in _outputs(graph):
-        node = value
-        while not _is_addition(node) and is_linear(node) and len(node.all_input_nodes) == 1:
-            node = node.all_input_nodes[0]
-        if not _is_addition(node):
-            continue
-        tree = _Tree(node)
-        for leaf in _leaves(node, tree.adds):
-            tree.leaves.append(leaf)
-            cuts = list(cuts_behind(leaf, place.position))
-            starts = [s for cut in cuts[-1:] for s in cut.reductions]
-            if starts and any(_serves(s, fqns) for s in starts):
-                tree.uses[leaf] = cuts
-        if len(tree.uses) > 1:
-            return tree
+def _find_tree(graph: fx.Graph, mine: Sequence[fx.Node], place: _Place) -> _Tree | None:
+    """The sum that holds two or more of the reductions among a parameter's collectives."""
+    for output in graph.find_nodes(op="output"):
+        for node in output.all_input_nodes:
+            while not _summands_of(node) and is_linear(node) and len(node.all_input_nodes) == 1:
+                node = node.all_input_nodes[0]
+            if not _summands_of(node):
+                continue
+            tree = _Tree(node)
+            tree.grow(node)
+            for leaf in tree.leaves:
+                cuts = list(cuts_behind(leaf, place.position))
+                if any(start in mine for start in cuts[-1].reductions):
+                    tree.uses[leaf] = cuts
+            if len(tree.uses) > 1:
+                return tree
     return None
-
-
-def _outputs(graph: fx.Graph) -> Iterator[fx.Node]:
-    output = next((n for n in reversed(graph.nodes) if n.op == "output"), None)
-    if output is not None:
-        values = pytree.tree_leaves(output.args)
-        yield from dict.fromkeys(v for v in values if isinstance(v, fx.Node))
-
-
-def _leaves(add: fx.Node, adds: list[fx.Node]) -> Iterator[fx.Node]:
-    adds.append(add)
-    for arg in add.args:
-        assert isinstance(arg, fx.Node)
-        if _is_addition(arg) and len(arg.users) == 1:
-            yield from _leaves(arg, adds)
-        else:
-            yield arg
 
 
 def _plan_reduction(
@@ -459,7 +411,7 @@ def _full(cuts: Sequence[Cut], reductions: int, dtype: torch.dtype) -> Cut | Non
 def _kept_dtype(tree: _Tree, place: _Place) -> dict[torch.dtype, None]:
     """The dtype that a parameter which is not sharded is used in: that of the cast that all of its
     uses go through, or else its own."""
-    output = next(n for n in reversed(place.graph.nodes) if n.op == "output")
+    (output,) = place.graph.find_nodes(op="output")
     for node, grad_of in _descriptors.gradient_outputs(output):
         while node is not tree.root and is_linear(node):
             node = node.all_input_nodes[0]
@@ -468,9 +420,7 @@ def _kept_dtype(tree: _Tree, place: _Place) -> dict[torch.dtype, None]:
         for parameter in place.graph.find_nodes(op="placeholder"):
             own = parameter.meta.get("desc")
             if own is not None and _descriptors.base_input(own) == _descriptors.base_input(grad_of):
-                if place.is_written(parameter):
-                    return {}
-                return _used_in(parameter)
+                return {} if place.is_written(parameter) else _used_in(parameter)
     return {}
 
 
@@ -531,11 +481,9 @@ def _summands(node: fx.Node, position: dict[fx.Node, int]) -> list[tuple[int, fx
     sum_ = node
     while keeps_values(sum_):
         sum_ = sum_.all_input_nodes[0]
-    if not _is_addition(sum_) or not sum_.meta.get("is_gradient_acc"):
+    if not _summands_of(sum_) or not sum_.meta.get("is_gradient_acc"):
         return [(position[node], node)]
-    buffer, new = sum_.args
-    assert isinstance(buffer, fx.Node)
-    assert isinstance(new, fx.Node)
+    buffer, new = _summands_of(sum_)
     return [*_summands(buffer, position), (position[sum_], new)]
 
 

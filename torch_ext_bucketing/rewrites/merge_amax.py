@@ -21,6 +21,7 @@ from .._torch.sorting import sort_topologically
 from ..bucketing.pack import pack
 from ..graph.collectives import bucket_key, kind_of, reduce_op
 from ..graph.records import unmergeable
+from ..graph.regions import nodes_behind
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
 from ..graph.writes import unordered_writes
@@ -29,11 +30,10 @@ from ..reports.rewrites import AmaxReport, LeftAlone
 
 
 class MergeAmax(GraphPass):
-    """Reduce the largest values of all parameters by one all-reduce per group, where gathers in 8
-    bits are scaled by them; see :mod:`.rewrites.merge_amax`.
+    """One all-reduce per group for the largest values of all parameters that are gathered in 8 bits
+    scaled by them; see :mod:`.rewrites.merge_amax`.
 
-    The first gather then waits for all of them, which takes reading every shard once. Put it behind
-    :class:`.CombineUses`.
+    The first gather then waits for all of them. Put it behind :class:`.CombineUses`.
     """
 
     stage: Stage = "joint"
@@ -52,41 +52,29 @@ def merge_amax(graph: fx.Graph) -> AmaxReport:
         graph: a tagged joint or inference graph, in topological order, which it stays. One with
             writes to its values is left as it is.
     """
-    found: dict[fx.Node, tuple[str, ...]] = {}
+    found: dict[fx.Node, dict[str, None]] = {}
     for start in graph.nodes:
         tag = tag_of(start)
         if tag is not None and kind_of(start) == "all_gather":
-            for node in _behind(start):
+            for node in nodes_behind([start]):
                 if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
-                    found[node] = tuple(dict.fromkeys((*found.get(node, ()), *tag.fqns)))
+                    found.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
     groups: dict[Any, list[fx.Node]] = {}
     left: list[LeftAlone] = []
     writes = unordered_writes(graph.nodes) if found else ()
     for node in [n for n in graph.nodes if n in found]:
         why = "the graph writes to its values" if writes else unmergeable(node)
-        if not why and any(other in found for other in _behind(node)):
+        if not why and any(other in found for other in nodes_behind([node])):
             why = "it waits for another one"
         if why:
-            left.append(LeftAlone(found[node], why, node.name))
+            left.append(LeftAlone(tuple(found[node]), why, node.name))
         else:
             groups.setdefault(bucket_key(node), []).append(node)
-    merged = tuple(len(members) for members in groups.values() if len(members) > 1)
+    merged = [members for members in groups.values() if len(members) > 1]
     with unchanged_on_error(graph):
-        for members in groups.values():
-            if len(members) > 1:
-                pack(graph, "all_reduce", members, members, members[-1].next)
+        for members in merged:
+            pack(graph, "all_reduce", members, members, members[-1].next)
         if merged:
             sort_topologically(graph)
             graph.lint()
-    return AmaxReport(merged, tuple(left))
-
-
-def _behind(node: fx.Node) -> dict[fx.Node, None]:
-    found: dict[fx.Node, None] = {}
-    stack = list(node.all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found and node.op == "call_function":
-            found[node] = None
-            stack += node.all_input_nodes
-    return found
+    return AmaxReport(tuple(map(len, merged)), tuple(left))

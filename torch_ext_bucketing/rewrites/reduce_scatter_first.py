@@ -1,8 +1,9 @@
 """Reduce-scatter inside the shard group before all-reducing across replicas, as eager FSDP2 does.
 
-DTensor's redistribution of a gradient that is partial over replicas and over shards all-reduces the
-whole of it across the replicas first, although a rank keeps one shard of it. Both steps add, so
-they can be swapped, and the replicas' network carries the shard alone::
+DTensor, and so torchtitan's ``hybrid_shard``, all-reduces the whole of a gradient that is partial
+over replicas and over shards across the replicas first, although a rank keeps one shard of it: as
+many times the bytes as there are shards. Both steps add, so they can be swapped, and the replicas'
+network carries the shard alone::
 
     g -> all_reduce -> wait -> split -> pad -> cat -> reduce_scatter -> wait -> slice -> gradient
 
@@ -21,10 +22,18 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
-from .._torch.process_groups import group_by_name, ranks_of
+from .._torch.process_groups import ranks_of
 from .._torch.sorting import sort_topologically
 from ..bucketing.groups import is_inside
-from ..graph.collectives import group_name, is_wait, kind_of, reduce_op, waited_for
+from ..graph.collectives import (
+    group_name,
+    is_wait,
+    kind_of,
+    nbytes_of,
+    only_wait,
+    reduce_op,
+    waited_for,
+)
 from ..graph.moves import SCALES, is_move
 from ..graph.regions import Cut, cuts_behind, outside_reader, positions
 from ..graph.snapshot import unchanged_on_error
@@ -37,11 +46,9 @@ _c10d = torch.ops._c10d_functional
 
 
 class ReduceScatterFirst(GraphPass):
-    """Reduce-scatter over the shards before all-reducing over the replicas (HSDP).
-
-    torchtitan's ``hybrid_shard`` does it the other way round, and so sends whole gradients over the
-    replicas' network: as many times the bytes as there are shards, and other bits than eager
-    FSDP2's. A graph in eager's order already is left as it is.
+    """Reduce-scatter over the shards before all-reducing over the replicas (HSDP), with the bits of
+    eager FSDP2; see :mod:`.rewrites.reduce_scatter_first`. A graph in eager's order already is left
+    as it is.
     """
 
     stage: Stage = "joint"
@@ -79,9 +86,9 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
             if reason or cut is None:
                 left.append(LeftAlone(tag.fqns, f"{reduce.name}, {scatter.name}: {reason}"))
                 continue
-            before = _nbytes(reduce)
+            before = nbytes_of(reduce)
             _swap(graph, reduce, scatter, cut)
-            swapped.append(ReducedShard(tag.fqns, (before, _nbytes(reduce))))
+            swapped.append(ReducedShard(tag.fqns, (before, nbytes_of(reduce))))
         if swapped:
             sort_topologically(graph)
             graph.lint()
@@ -118,7 +125,7 @@ def _why_not(reduce: fx.Node, scatter: fx.Node, cut: Cut | None, written: set[fx
     for start in (reduce, scatter):
         if reduce_op(start) not in ("sum", "avg"):
             return f"{start.name} is no sum and no average"
-        if len(start.users) != 1 or not is_wait(next(iter(start.users))):
+        if only_wait(start) is None:
             return f"the result of {start.name} is used by other nodes than one wait"
     if cut is None:
         return "what stands between them is more than moving values and padding with zeros"
@@ -129,25 +136,21 @@ def _why_not(reduce: fx.Node, scatter: fx.Node, cut: Cut | None, written: set[fx
             return f"{node.name} scales between them"
         if isinstance(value, torch.Tensor) and value.dtype is not dtype:
             return f"{node.name} casts between them"
-    (wait,) = reduce.users
+    (wait,), (last,) = reduce.users, scatter.users
     end = scatter.all_input_nodes[0]
-    inside = {**dict.fromkeys(cut.inside), scatter: None}
-    for node in (wait, end):
-        reader = next((u for u in node.users if u not in inside), None)
-        if reader is not None:
-            return f"{reader.name} reads what is between them"
-    reader = outside_reader(cut, end)
+    inside = {*cut.inside, scatter}
+    readers = (user for node in (wait, end) for user in node.users if user not in inside)
+    reader = next(readers, None) or outside_reader(cut, end)
     if reader is not None:
         return f"{reader.name} reads what is between them"
-    (last,) = scatter.users
     chain = (reduce.all_input_nodes[0], reduce, wait, *cut.inside, scatter, last)
     touched = next((n for n in chain if n in written), None)
     if touched is not None:
         return f"a node writes to {touched.name}"
-    replicas, shards = (group_by_name(group_name(s)) for s in (reduce, scatter))
-    if not on_one_grid(ranks_of(replicas), ranks_of(shards)):
+    replicas, shards = (ranks_of(group_name(start)) for start in (reduce, scatter))
+    if not on_one_grid(replicas, shards):
         return "their process groups are not the rows and columns of one grid of ranks"
-    if is_inside(ranks_of(replicas), ranks_of(shards)):
+    if is_inside(replicas, shards):
         return "it adds up inside one rank of the shards, as tensor parallelism does"
     return ""
 
@@ -197,8 +200,7 @@ def _swap(graph: fx.Graph, reduce: fx.Node, scatter: fx.Node, cut: Cut) -> None:
                 (gradient,),
                 {"memory_format": torch.contiguous_format},
             )
-        gradient.meta = {**wait.meta}
-        gradient.meta.pop("custom", None)
+        gradient.meta = {k: v for k, v in wait.meta.items() if k != "custom"}
     wait.replace_all_uses_with(gradient)
     scattered.append(reduce)
     reduce.append(wait)
@@ -207,8 +209,3 @@ def _swap(graph: fx.Graph, reduce: fx.Node, scatter: fx.Node, cut: Cut) -> None:
     for node in (reduce, wait):
         node.meta["val"] = scattered.meta["val"]
         node.meta.pop("tensor_meta", None)
-
-
-def _nbytes(start: fx.Node) -> int:
-    value = start.meta["val"]
-    return int(value.numel()) * int(value.element_size())

@@ -31,8 +31,9 @@ dtype that was gathered: equal parts on every rank, with the bytes that eager ke
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,15 +41,14 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.aot import mark_recompute, mark_save, read_in_backward
-from .._torch.process_groups import default_group, group_by_name, new_groups, ranks_of
+from .._torch.process_groups import default_group, new_groups, ranks_of
 from ..fsdp.tag_graph import parameter_chains, read_in_forward
-from ..graph.collectives import group_name, group_size, is_wait, kind_of
+from ..graph.collectives import group_name, group_size, kind_of, nbytes_of, only_wait
 from ..graph.snapshot import unchanged_on_error
-from ..graph.tags import Tag, is_bucket, moved_from, set_home_group, set_tag, tag_of
+from ..graph.tags import Tag, home_group, is_bucket, set_tag, tag_of
 from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
 from ..scheduling.partitioned import Smaller
 
-_c10d = torch.ops._c10d_functional
 # A copy, so that the whole can be freed. Not slice and clone: Inductor takes such a clone for one
 # that does nothing.
 _slice_copy = torch.ops.aten.slice_copy.Tensor
@@ -94,31 +94,26 @@ def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:
             stacklevel=3,
         )
         return None
-    group = to.get_group(to.ndim - 1) if isinstance(to, DeviceMesh) else _run_of_neighbours(size)
-    return SmallerGroup(group.group_name, ranks_of(group), group.rank())
-
-
-def _run_of_neighbours(size: int) -> dist.ProcessGroup:
-    """This rank's group of those that divide the job; see :func:`make_smaller_group`."""
-    if not dist.is_available() or not dist.is_initialized():
+    group: Any = default_group()
+    if isinstance(to, DeviceMesh):
+        group = to.get_group(to.ndim - 1)
+    elif group is None:
         raise ValueError(
             f"to={size} creates process groups: make this pass after init_process_group(), on "
             "every rank at the same point of the program"
         )
-    world = dist.get_world_size()
-    if size < 1 or world % size:
-        raise ValueError(f"to must be a factor of the {world} ranks of the job, got {size}")
-    if size == world:
-        return default_group()  # type: ignore[no-any-return]
-    rows = [range(first, first + size) for first in range(0, world, size)]
-    return new_groups(rows, dist.get_backend())  # type: ignore[no-any-return]
+    elif size < 1 or group.size() % size:
+        raise ValueError(f"to must be a factor of the {group.size()} ranks of the job, got {size}")
+    elif size < group.size():
+        rows = [range(first, first + size) for first in range(0, group.size(), size)]
+        group = new_groups(rows, dist.get_backend())
+    return SmallerGroup(group.group_name, ranks_of(group), group.rank())
 
 
 def reshard_to(
     graph: fx.Graph, smaller: SmallerGroup, wanted: Callable[[Tag], bool]
 ) -> ReshardReport:
-    """Let what reads gathered parameters read a second gather, in the smaller group, of a copy that
-    is saved for backward; the forward graph is for :func:`read_first_gathers`.
+    """Let what reads gathered parameters read a second gather, in the smaller group.
 
     A parameter whose gather can't be cut up is gathered again over its own group, and the report
     says why. One that backward does not read leaves no copy.
@@ -141,12 +136,13 @@ def reshard_to(
     resharded: list[Resharded] = []
     with unchanged_on_error(graph):
         for start, tag in tags.items():
-            chain = chains[start]
+            chain: Sequence[fx.Node] = chains[start]
             if reasons[start]:
                 left.append(LeftAlone(tag.fqns, reasons[start]))
-            elif start in twice and ranks_of(group_by_name(group_name(start))) != smaller.ranks:
-                chain, nbytes = _gather_twice(graph, start, tag, smaller, chain)
-                resharded.append(Resharded(tag.fqns, group_size(start), nbytes))
+            elif start in twice and ranks_of(group_name(start)) != smaller.ranks:
+                part, *chain = _gather_twice(graph, start, tag, smaller, chain)
+                mark_save(part)
+                resharded.append(Resharded(tag.fqns, group_size(start), nbytes_of(part)))
             for node in chain:
                 mark_recompute(node)
         if resharded:
@@ -185,7 +181,7 @@ def what_fits(graph: fx.Graph, smaller: SmallerGroup) -> Smaller:
 def _misfit(group: str, smaller: SmallerGroup) -> str:
     """The reason why parameters that are sharded over ``group`` can't be gathered in the smaller
     one; empty if they can."""
-    ranks = ranks_of(group_by_name(group))
+    ranks = ranks_of(group)
     if set(smaller.ranks) <= set(ranks) and len(ranks) % len(smaller.ranks) == 0:
         return ""
     return (
@@ -201,10 +197,10 @@ def _short(ranks: tuple[int, ...]) -> str:
 
 def _cannot_cut(start: fx.Node, smaller: SmallerGroup) -> str:
     """The reason why the result of a gather is left as it is; empty if it can be cut up."""
-    users = list(start.users)
-    if start.kwargs or is_bucket(start) or len(users) != 1 or not is_wait(users[0]):
+    wait = only_wait(start)
+    if start.kwargs or is_bucket(start) or wait is None:
         return f"{start.name} is no plain gather with one wait"
-    value = users[0].meta.get("val")
+    value = wait.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(value.shape[0], int):
         return f"the size of {start.name} is not known"
     if value.shape[0] % len(smaller.ranks):
@@ -213,13 +209,10 @@ def _cannot_cut(start: fx.Node, smaller: SmallerGroup) -> str:
 
 
 def _gather_twice(
-    graph: fx.Graph, start: fx.Node, tag: Tag, smaller: SmallerGroup, chain: tuple[fx.Node, ...]
-) -> tuple[tuple[fx.Node, ...], int]:
-    """Put the copy and the second gather behind the first one's wait.
-
-    Returns:
-        What is computed again in backward, and the bytes of the copy.
-    """
+    graph: fx.Graph, start: fx.Node, tag: Tag, smaller: SmallerGroup, chain: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """Put the copy and the second gather behind the first one's wait; returns the copy, and what is
+    computed of it in backward."""
     (wait,) = start.users
     readers = list(wait.users)
     whole = wait.meta["val"]
@@ -232,27 +225,15 @@ def _gather_twice(
         again = graph.call_function(start.target, (part, ranks, smaller.name))  # type: ignore[arg-type]
     with graph.inserting_after(again):
         wait_again = graph.call_function(wait.target, (again,))  # type: ignore[arg-type]
-    values: Mapping[fx.Node, torch.Tensor] = {
-        part: whole.new_empty((rows, *whole.shape[1:])),
-        again: torch.empty_like(whole),
-        wait_again: torch.empty_like(whole),
-    }
-    for node, value in values.items():
-        source = start if node is again else wait
+    for node, source in ((part, wait), (again, start), (wait_again, wait)):
         node.meta = {k: v for k, v in source.meta.items() if k != "tensor_meta"}
-        node.meta["val"] = value
-    set_tag(again, tag)
-    set_home_group(again, group_name(start))
+        node.meta["val"] = torch.empty_like(whole)
+    part.meta["val"] = whole.new_empty((rows, *whole.shape[1:]))
+    set_tag(again, tag, group_name(start))
     for reader in readers:
         reader.replace_input_with(wait, wait_again)
-    mark_save(part)
-    behind = dict.fromkeys(chain[chain.index(start) :])
-    return (again, wait_again, *(n for n in behind if n not in (start, wait))), _nbytes(part)
-
-
-def _nbytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return int(value.numel()) * int(value.element_size())
+    behind = [n for n in chain[chain.index(start) :] if n not in (start, wait)]
+    return [part, again, wait_again, *behind]
 
 
 def read_first_gathers(graph: fx.Graph) -> int:
@@ -265,8 +246,8 @@ def read_first_gathers(graph: fx.Graph) -> int:
         n
         for n in graph.nodes
         if kind_of(n) == "all_gather"
-        and moved_from(n) is not None
         and not is_bucket(n)
+        and home_group(n) != group_name(n)
         and n.args[0].target is _slice_copy
     ]
     for start in found:

@@ -1,4 +1,4 @@
-"""The pass that frees gathered parameters between forward and backward, or some of them."""
+"""The pass that decides which gathered parameters are freed between forward and backward."""
 
 from __future__ import annotations
 
@@ -62,26 +62,22 @@ class ReshardAfterForward(GraphPass):
     several uses leaves one copy; and into :func:`.backend`, which takes the second gather out of
     the forward graph again.
 
-    With ``keep="auto"`` memory that is to spare buys back communication: the units whose gathered
-    parameters stay are chosen so that the estimated peak of forward and backward keeps the bound
-    ``memory``, and the step of both, scheduled, is the shortest on the cost model::
+    With ``keep="auto"`` the units whose gathered parameters stay are chosen so that the step,
+    scheduled, is the shortest on the cost model among those with an estimated peak of forward and
+    backward under the bound ``memory`` (:mod:`.scheduling.keep`)::
 
         [ReshardAfterForward(keep="auto", memory=PeakMemory(gib=70)), BucketUnits(order), ...]
 
-    Together with ``to`` the smaller group is one of the choices, unit by unit: to gather again over
-    all ranks, for no memory; inside the node, for a copy of as much as makes the whole there; or to
-    keep it whole.
+    With ``to`` as well, each unit is gathered again over all ranks, or inside the node from a copy
+    of as much as makes the whole there, or kept whole. With ``activations``, groups of these, by
+    unit and sort, are saved or computed again (:mod:`.scheduling.activations`); what the user
+    marked, by ``torch.utils.checkpoint`` say, stays as it is.
 
-    With ``activations``, those that are saved are chosen, too, in groups, by unit and sort
-    (:mod:`.scheduling.activations`); backward computes the others again from what each unit hands
-    to the next. What the user marked, by ``torch.utils.checkpoint`` say, stays as it is.
-
-    :mod:`.scheduling.keep` says how. Whatever schedules the halves in the same backend keeps the
-    bound, too. The bound holds for what the graphs hold: inputs, parameters' shards and gradients
-    among them, and for ``state_bytes`` beside it, such as the optimizer's state. All ranks choose
-    alike, which is part of what they compare. With too little room for any unit nothing is kept,
-    and a ``NothingKeptWarning`` says by how much the cheapest unit misses. A choice that fails
-    keeps nothing, with a warning.
+    The bound holds for what the graphs hold, parameters' shards and gradients among it, and
+    ``state_bytes`` beside it; schedules of the same backend keep it, too. All ranks choose alike,
+    which is part of what they compare. With too little room for any unit nothing is kept, and a
+    ``NothingKeptWarning`` says by how much the cheapest unit misses. A choice that fails keeps
+    nothing, with a warning.
 
     Args:
         keep: FQNs of parameters or modules that stay gathered until backward, as eager FSDP2 keeps
@@ -167,9 +163,8 @@ class ReshardAfterForward(GraphPass):
             return all(self._kept.unit_of(f) is None for f in tag.fqns)
 
         g = graph_of(graph)
-        choice = _Choice()
+        choice = self._choose(g, compilation) if self.auto else _Choice()
         if self.auto or self.to is None:
-            choice = self._choose(g, compilation) if self.auto else choice
             _mark(parameter_chains(g), choice, is_freed)
         in_part = choice.is_part if self.auto else is_freed
         wanted = choice.parts if self.auto else _aot.stage_of(g) != "inference"
@@ -227,7 +222,7 @@ class ReshardAfterForward(GraphPass):
         if report.warning:
             compilation.warn(report.warning, NothingKeptWarning)
         compilation.report.rewrites.append(report)
-        return _choice(graph, planner.partitioned, outcome.kept)
+        return _choice(planner.partitioned, outcome.kept)
 
     def settings(self) -> tuple[Any, ...]:
         """The names that are kept, or what they are chosen by; the smaller group with this rank's
@@ -276,15 +271,10 @@ def _mark(
         _aot.mark_save(node)
 
 
-def _choice(graph: fx.Graph, partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
-    fqns = {f for k in kept if k not in partitioned.parts for f in partitioned.units[k].fqns}
+def _choice(partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
     parts = frozenset(f for k in kept if k in partitioned.parts for f in partitioned.units[k].fqns)
-    gathered: dict[fx.Node, None] = {}
-    chains = parameter_chains(graph)
-    for start in read_in_forward(chains):
-        tag = tag_of(start)
-        if tag is not None and fqns.issuperset(tag.fqns):
-            gathered.update(dict.fromkeys(chains[start]))
+    whole = [partitioned.units[k] for k in kept if k not in partitioned.parts]
+    gathered = dict.fromkeys(n for unit in whole if unit.starts for n in unit.chains)
     found = partitioned.activations
     if found is None:
         return _Choice(gathered, parts=parts)

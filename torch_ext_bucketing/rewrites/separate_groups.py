@@ -56,20 +56,16 @@ class SeparateGroups(GraphPass):
         self.kinds = check_kinds(kinds)
         self.mesh = mesh
         self.dims = None if dims is None else tuple(dims)
-        names = mesh.mesh_dim_names or ()
         given = range(mesh.ndim) if self.dims is None else self.dims
-        wanted = [_dim(d, names, mesh.ndim) for d in given]
         self.second: dict[str, str] = {}
         """The second group's name by the first one's."""
-        self._groups = [self._create(mesh, dim) for dim in dict.fromkeys(wanted)]
-
-    def _create(self, mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
-        """Create the second groups of all of a dimension's groups; returns this rank's."""
-        mine = mesh.get_group(dim)
-        rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
-        second = new_groups(rows, dist.get_backend(mine))
-        self.second[mine.group_name] = second.group_name
-        return second  # type: ignore[no-any-return]
+        self._groups: list[dist.ProcessGroup] = []
+        for dim in dict.fromkeys([_number_of(dim, mesh) for dim in given]):
+            mine = mesh.get_group(dim)
+            rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
+            second = new_groups(rows, dist.get_backend(mine))
+            self.second[mine.group_name] = second.group_name
+            self._groups.append(second)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)
@@ -84,10 +80,12 @@ class SeparateGroups(GraphPass):
         return (self.kinds, tuple(self.second.items()))
 
 
-def _dim(dim: str | int, names: tuple[str, ...], ndim: int) -> int:
+def _number_of(dim: str | int, mesh: DeviceMesh) -> int:
+    """The number of a mesh's dimension."""
+    names = mesh.mesh_dim_names or ()
     if isinstance(dim, str) and dim in names:
         return names.index(dim)
-    if isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < ndim:
+    if isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < mesh.ndim:
         return dim
     known = f"; its names are {', '.join(names)}" if names else ""
-    raise ValueError(f"the mesh has {ndim} dimension(s) and none {dim!r}{known}")
+    raise ValueError(f"the mesh has {mesh.ndim} dimension(s) and none {dim!r}{known}")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from .._torch.control_dependencies import run_after
+from .._torch.sorting import run_after
 from ..graph.collectives import is_collective, is_compute, is_view, started_by
 
 
