@@ -32,9 +32,9 @@ from ..reports.rewrites import CombineReport, RewriteReport, ScatterReport
 from ..rewrites.combine_uses import CombineUses
 from ..rewrites.reduce_scatter_first import ReduceScatterFirst
 from .comparison import Cause, CauseName, Comparison, Options
-from .demo.rounding import eager_rounding
 from .payloads import bucket_payloads, fsdp_payloads, layout_differences
 from .ranks import Rank
+from .rounding import eager_rounding
 from .trial import Hashes, Passes, Run, Trial, hash_of, state_of, unlike, wrap
 
 

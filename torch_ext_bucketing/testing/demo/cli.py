@@ -1,19 +1,19 @@
-"""``python -m torch_ext_bucketing demo``: options, checks, output, exit status."""
+"""``python -m torch_ext_bucketing demo``: options, checks, progress, output, exit status."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from ..ranks import Rank, RankError, run_ranks
+from ..ranks import Rank, RankError, run_ranks, sayer
 from ..target import output_file
-from .progress import on_messages
 from .results import RankReport, combine
 from .settings import Settings
-from .table import render
+from .table import label, render
 
 _DESCRIPTION = """\
 Train one LLaMA-style model on real text in three ways, side by side, on ranks that this command
@@ -61,30 +61,24 @@ def run(args: argparse.Namespace) -> int:
         settings = Settings(**{option.name: getattr(args, option.name) for option in _OPTIONS})
     except ValueError as error:
         args.parser.error(str(error))
-
     try:
         reports = run_ranks(
             _train_rank,
             settings.ranks,
             settings,
             timeout_s=settings.timeout_s,
-            on_message=on_messages(settings),
+            on_message=_progress(settings),
         )
-    except RankError as error:
-        print(f"{args.parser.prog}: {error}", file=sys.stderr)
-        return 1
+        result = combine(settings, reports)
+        print(render(result))
+        if args.json is not None:
+            args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     except KeyboardInterrupt:
         print(f"{args.parser.prog}: interrupted, all ranks ended", file=sys.stderr)
         return 130
-    result = combine(settings, reports)
-    print(render(result))
-    if args.json is not None:
-        text = json.dumps(result, indent=2) + "\n"
-        try:
-            args.json.write_text(text, encoding="utf-8")
-        except OSError as error:
-            print(f"{args.parser.prog}: cannot write {args.json}: {error}", file=sys.stderr)
-            return 1
+    except (RankError, OSError) as error:
+        print(f"{args.parser.prog}: {error}", file=sys.stderr)
+        return 1
     return 0 if result["passed"] else 1
 
 
@@ -93,3 +87,28 @@ def _train_rank(rank: Rank, settings: Settings) -> RankReport:
     from .train import train_rank
 
     return train_rank(rank, settings)
+
+
+def _progress(settings: Settings) -> Callable[[int, tuple[int, str, str]], None]:
+    """Takes each rank's ``(step, run, digest)``, step 0 before a run begins, and says how far the
+    runs are and how often they were equal."""
+    say, steps = sayer(), settings.steps
+    shards: dict[tuple[int, str], dict[int, str]] = {}
+    equal: dict[str, int] = {}
+    say(f"starting {settings.ranks} ranks")
+
+    def on_message(rank: int, message: tuple[int, str, str]) -> None:
+        step, run, digest = message
+        if run not in equal:
+            equal[run] = 0
+            say(f"first step of: {label(run)}")
+        mine = shards.setdefault((step, run), {})
+        mine[rank] = digest
+        if step == 0 or len(mine) < settings.ranks:
+            return
+        equal[run] += mine == shards[step, "eager"]
+        if run == list(equal)[-1] and (step % max(1, steps // 5) == 0 or step == steps):
+            found = "; ".join(f"{label(name)}: {n}" for name, n in equal.items() if name != "eager")
+            say(f"step {step} of {steps}, equal to eager so far: {found}")
+
+    return on_message
