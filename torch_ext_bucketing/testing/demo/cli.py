@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
-from ..ranks import Rank, RankError, run_ranks, sayer
-from ..target import output_file
+from ..ranks import Rank, run_ranks, sayer
+from ..target import add_command, add_options, options_of
 from .results import RankReport, combine
 from .settings import Settings
 from .table import label, render
@@ -30,55 +28,30 @@ _EPILOG = """\
 exit status: 0 if the run in FSDP2's order matches eager after every step (inductor: if its layout
 is eager's and it is reproducible), 1 if not or if a rank failed, 2 for bad options."""
 
-_OPTIONS = [field for field in fields(Settings) if field.metadata]
 
-
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add ``demo`` to a command's subparsers; the parsed arguments carry ``run(args) -> int``."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "demo",
-        help="train a model on CPU ranks and compare its weights with eager FSDP2's, bit for bit",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_parser(subparsers: Any) -> None:
+    """Add ``demo`` to a command's subparsers."""
+    about = "train a model on CPU ranks and compare its weights with eager FSDP2's, bit for bit"
+    parser = add_command(
+        subparsers, "demo", run, help=about, description=_DESCRIPTION, epilog=_EPILOG
     )
-    for option in _OPTIONS:
-        about = dict(option.metadata)
-        about["help"] = f"{about['help']} (default: {option.default})"
-        about |= {"type": type(option.default), "default": option.default, "dest": option.name}
-        name = option.name.removesuffix("_s").replace("_", "-")
-        parser.add_argument(f"--{name}", **about)
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="also write the result to FILE"
-    )
-    parser.set_defaults(run=run, parser=parser)
-    return parser
+    add_options(parser, Settings)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; returns the exit status. Bad options end in ``parser.error`` (status 2)."""
-    try:
-        settings = Settings(**{option.name: getattr(args, option.name) for option in _OPTIONS})
-    except ValueError as error:
-        args.parser.error(str(error))
-    try:
-        reports = run_ranks(
-            _train_rank,
-            settings.ranks,
-            settings,
-            timeout_s=settings.timeout_s,
-            on_message=_progress(settings),
-        )
-        result = combine(settings, reports)
-        print(render(result))
-        if args.json is not None:
-            args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    except KeyboardInterrupt:
-        print(f"{args.parser.prog}: interrupted, all ranks ended", file=sys.stderr)
-        return 130
-    except (RankError, OSError) as error:
-        print(f"{args.parser.prog}: {error}", file=sys.stderr)
-        return 1
+    """Run the demo; returns the exit status."""
+    settings = options_of(args, Settings)
+    reports = run_ranks(
+        _train_rank,
+        settings.ranks,
+        settings,
+        timeout_s=settings.timeout_s,
+        on_message=_progress(settings),
+    )
+    result = combine(settings, reports)
+    print(render(result))
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0 if result["passed"] else 1
 
 
