@@ -11,6 +11,7 @@ import bisect
 import json
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -200,29 +201,22 @@ class Machine:
         n, nodes = layout
         if n == 1:
             return 0.0
-        members: dict[int, int] = {}
-        for rank in ranks:
-            node = rank // self.ranks_per_node
-            members[node] = members.get(node, 0) + 1
-        fewest = min(members.values())
+        members = Counter(rank // self.ranks_per_node for rank in ranks)
+        fewest, most = min(members.values()), max(members.values())
         collective = COLLECTIVES[kind]
         if collective.buffer is None:
-            apart = (n - fewest) / n * (nbytes / 2)
-            inside = (max(members.values()) - 1) / n * (nbytes / 2)
-            times = [0.0]
-            if inside:
-                times.append(inside / self.intra.bandwidth * 1e3 + self.intra.latency_ms)
-            if apart:
-                times.append(apart / self.inter.bandwidth * 1e3 + self.inter.latency_ms)
-            return max(times)
-        rates = []
-        if max(members.values()) > 1:
-            rates.append(self.intra.bandwidth)
-        if nodes > 1:
-            rates.append(fewest * self.inter.bandwidth)
+            sent = (((most - 1) / n, self.intra), ((n - fewest) / n, self.inter))
+            times = (
+                part * (nbytes / 2) / level.bandwidth * 1e3 + level.latency_ms
+                for part, level in sent
+                if part
+            )
+            return max(times, default=0.0)
+        speeds = [self.intra.bandwidth] if most > 1 else []
+        speeds += [fewest * self.inter.bandwidth] if nodes > 1 else []
         steps = (n - nodes) * self.intra.latency_ms + (nodes - 1) * self.inter.latency_ms
         buffer = collective.buffer(nbytes, n)
-        return collective.rounds * (buffer * (n - 1) / n / min(rates) * 1e3 + steps)
+        return collective.rounds * (buffer * (n - 1) / n / min(speeds) * 1e3 + steps)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, for :meth:`load`.
@@ -235,24 +229,13 @@ class Machine:
             raise ValueError(
                 "a machine with an estimate can't be saved: no file can hold a callable"
             )
-        levels = {
-            name: None if level is None else [level.bandwidth, level.latency_ms]
-            for name, level in (("intra", self.intra), ("inter", self.inter))
-        }
-        document = {
-            "format": _FORMAT,
-            "name": self.name,
-            "flops": dict(self.flops),
-            "other_flops": self.other_flops,
-            "bandwidth": self.bandwidth,
-            "kernel_ms": self.kernel_ms,
-            "ranks_per_node": self.ranks_per_node,
-            **levels,
-            "collectives": [
-                [kind, layout, [list(point) for point in series]]
-                for (kind, layout), series in self.collectives.items()
-            ],
-        }
+        document = {"format": _FORMAT, **vars(self), "flops": dict(self.flops)}
+        del document["estimate"]
+        for name, level in (("intra", self.intra), ("inter", self.inter)):
+            document[name] = None if level is None else [level.bandwidth, level.latency_ms]
+        document["collectives"] = [
+            [*key, [list(point) for point in series]] for key, series in self.collectives.items()
+        ]
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -322,7 +305,7 @@ class Machine:
         if missing:
             warnings.warn(f"groups are left out: {left_out}", stacklevel=2)
         per_node = _ranks_per_node(traces) if ranks_per_node is None else ranks_per_node
-        found = rates(traces)
+        flops, bandwidth = rates(traces)
         base = replace(
             H100 if like is None else like,
             name=f"traced, {traces[0].world_size} ranks",
@@ -335,8 +318,8 @@ class Machine:
                 series[nbytes] = max(ms, series.get(nbytes, 0.0))
         return replace(
             base,
-            flops={**base.flops, **found.flops},
-            bandwidth=found.bandwidth or base.bandwidth,
+            flops={**base.flops, **flops},
+            bandwidth=bandwidth or base.bandwidth,
             collectives={
                 **base.collectives,
                 **{key: tuple(sorted(series.items())) for key, series in table.items()},
