@@ -154,27 +154,8 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """One reduce op on one dtype, as NCCL's device functions do it.
-
-    Args:
-        combine: adds into its first argument.
-        scale: a scalar that every contribution is multiplied by first, which rounds; None: by none.
-        divisor: of the sum, towards zero; None: by none.
-    """
-
-    combine: Callable[[Tensor, Tensor], object]
-    scale: Tensor | None = None
-    divisor: int | None = None
-
-    def __call__(self, contributions: Iterable[Tensor]) -> Tensor:
-        """Add up in the given order, into the first of them."""
-        scaled = (x if self.scale is None else x * self.scale for x in contributions)
-        total = next(scaled)
-        for x in scaled:
-            self.combine(total, x)
-        return total if self.divisor is None else total.div_(self.divisor, rounding_mode="trunc")
+Reduction = Callable[[Iterable[Tensor]], Tensor]
+"""Adds contributions up in the given order, into the first of them."""
 
 
 def make_reduction(
@@ -205,12 +186,21 @@ def make_reduction(
             f"(floating point), PRODUCT, MAX or MIN, on 16 bits or more where it is floating "
             f"point, or a gloo group for the others"
         )
-    if name not in ("AVG", "PREMUL_SUM"):
-        return Reduction(_COMBINE[name])
-    if not floating:
-        return Reduction(_COMBINE[name], divisor=world_size)
-    factor = torch.as_tensor(1.0 / world_size if name == "AVG" else op.factor)
-    return Reduction(_COMBINE[name], factor.reshape(()).to(dtype))
+    combine, scale, divisor = _COMBINE[name], None, None
+    if name == "AVG" and not floating:
+        divisor = world_size
+    elif name in ("AVG", "PREMUL_SUM"):
+        factor = torch.as_tensor(1.0 / world_size if name == "AVG" else op.factor)
+        scale = factor.reshape(()).to(dtype)
+
+    def reduce(contributions: Iterable[Tensor]) -> Tensor:
+        scaled = (x if scale is None else x * scale for x in contributions)
+        total = next(scaled)
+        for x in scaled:
+            combine(total, x)
+        return total if divisor is None else total.div_(divisor, rounding_mode="trunc")
+
+    return reduce
 
 
 def ring_sums(
