@@ -75,9 +75,9 @@ class Level:
     latency_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        if not _is_number(self.bandwidth) or not 0 < self.bandwidth < math.inf:
+        if not is_time(self.bandwidth) or not self.bandwidth:
             raise ValueError(f"bandwidth must be positive bytes per second, got {self.bandwidth!r}")
-        if not _is_number(self.latency_ms) or not 0 <= self.latency_ms < math.inf:
+        if not is_time(self.latency_ms):
             raise ValueError(f"latency_ms must be a time of at least 0, got {self.latency_ms!r}")
 
 
@@ -136,7 +136,7 @@ class Machine:
         for name, rate in rates.items():
             if not _is_number(rate) or not rate > 0:
                 raise ValueError(f"{name} must be a positive rate per second, got {rate!r}")
-        if not _is_number(self.kernel_ms) or not 0 <= self.kernel_ms < math.inf:
+        if not is_time(self.kernel_ms):
             raise ValueError(f"kernel_ms must be a time of at least 0, got {self.kernel_ms!r}")
         self._check_network()
         for key, series in self.collectives.items():
@@ -148,7 +148,7 @@ class Machine:
                 raise ValueError(f"collectives[{key!r}] has no measurement")
             for point in series:
                 pair = isinstance(point, (tuple, list)) and len(point) == 2
-                if not pair or not all(map(_is_number, point)) or not _is_measurement(*point):
+                if not pair or not all(map(is_time, point)) or not point[0]:
                     raise ValueError(f"collectives[{key!r}]: {point!r} is no (bytes above 0, ms)")
 
     def _check_network(self) -> None:
@@ -157,7 +157,7 @@ class Machine:
             if level is not None and not isinstance(level, Level):
                 raise TypeError(f"{name} must be a Level, got {level!r}")
         n = self.ranks_per_node
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+        if n is not None and not _is_count(n):
             raise ValueError(f"ranks_per_node must be a whole number of at least 1, got {n!r}")
         given = [name for name, level in levels if level is not None]
         if given and (len(given) < 2 or n is None):
@@ -352,16 +352,20 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def is_time(value: Any) -> bool:
+    """Whether it is a finite number of at least 0."""
+    return _is_number(value) and 0 <= value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _is_key(key: object) -> bool:
     if not isinstance(key, tuple) or len(key) != 2 or key[0] not in COLLECTIVES:
         return False
     layout = key[1] if isinstance(key[1], tuple) else (key[1],)
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in layout)
-    return whole and len(layout) in (1, 2)
-
-
-def _is_measurement(nbytes: float, ms: float) -> bool:
-    return 0 < nbytes < math.inf and 0 <= ms < math.inf
+    return len(layout) in (1, 2) and all(map(_is_count, layout))
 
 
 H100 = Machine(
