@@ -41,14 +41,8 @@ from .testing.target import TargetError, build, call, load_target
 
 @dataclass
 class Explanation:
-    """The result of :func:`explain`.
-
-    Args:
-        passes: that were run.
-        report: of all graphs.
-        drawn: the timelines of each graph, as compiled and as it became; empty where none was asked
-            for.
-    """
+    """The result of :func:`explain`: what was run, and the report of all graphs; with ``draw`` also
+    the timelines of each, as compiled and as it became."""
 
     passes: list[GraphPass]
     report: CompileReport

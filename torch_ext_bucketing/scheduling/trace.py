@@ -21,14 +21,7 @@ _SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", None: 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One order of one graph.
-
-    Args:
-        stage: of the graph, such as ``"backward"``.
-        version: ``"before"`` or ``"after"``.
-        model: the graph's.
-        timeline: the order's.
-    """
+    """One order of one graph: that of ``stage``, ``"before"`` or ``"after"`` the passes."""
 
     stage: str
     version: str
@@ -51,11 +44,8 @@ def label(start: fx.Node, hints: SizeHints | None = None) -> str:
 
 def _trace_events(drawn: Sequence[Drawn]) -> Iterator[dict[str, Any]]:
     """Chrome trace events: per order a process with one row for computation, one for each process
-    group, and a counter of live bytes. The graphs of one version follow each other in time.
-
-    Args:
-        drawn: the orders, those of one version in the order in which they run.
-    """
+    group, and a counter of live bytes. The graphs of one version follow each other in time, in the
+    order in which they are given."""
     versions = list(dict.fromkeys(d.version for d in drawn))
     for pid, version in enumerate(versions, 1):
         yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": version}}

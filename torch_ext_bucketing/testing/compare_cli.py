@@ -60,7 +60,6 @@ def compare(
 
     Raises:
         TargetError: ``build`` is not found or raises, or its result can't be trained.
-        TypeError: an unknown option.
         ValueError: as of :class:`.Options`.
         RankError: a rank failed or was too slow.
     """

@@ -72,13 +72,11 @@ def compare_on_rank(rank: Rank, options: Options) -> Comparison:
 
 @dataclass
 class _Search:
-    """What the experiments share.
+    """What the experiments share: a trial, whose weights become those before the first step after
+    which weights differ, and the gradients of that step.
 
     Attributes:
-        trial: its weights become those before the step.
-        step: the first one after which weights differ.
-        eager: eager FSDP2's gradients in it.
-        ours: those of ``passes``, by which ``model`` was compiled by ``compiler``.
+        ours: gradients with ``passes``, by which ``model`` was compiled by ``compiler``.
         order: of the parameters in backward.
         known: gradients of ``_WAYS`` on one rank.
         failed: experiments that raised, in words.

@@ -101,14 +101,12 @@ class _RingWork(dist.Work):
 
     def get_future(self) -> Future[list[Tensor]]:
         if self._future is None:
-            future: Future[list[Tensor]] = Future()
+            self._future = Future()
             try:
                 self.wait()
+                self._future.set_result(self._outputs)
             except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(self._outputs)
-            self._future = future
+                self._future.set_exception(error)
         return self._future
 
 
@@ -131,16 +129,8 @@ def _listed(tensors: Tensor | list[Tensor]) -> list[Tensor]:
 
 
 class RingProcessGroup(dist.ProcessGroup):
-    """One rank of a group with simulated ring reductions. Made by c10d, not by hand.
-
-    Args:
-        store: the group's own (prefixed) store.
-        rank: group rank.
-        size: ranks in the group.
-        group_ranks: global ranks of the group in group order.
-        topology: nodes and channels.
-        timeout: of gloo's operations.
-    """
+    """One rank of a group with simulated ring reductions. Made by c10d, not by hand, with a store
+    of its own; ``group_ranks`` are the global ranks in group order."""
 
     def __init__(
         self,
@@ -403,12 +393,9 @@ def init_ring_process_group(
     """``dist.init_process_group`` with the ring backend for all groups.
 
     Args:
-        rank: global rank.
         world_size: number of ranks; must fill whole nodes of the topology.
         store: or ``init_method``: as for ``dist.init_process_group``. With neither, ``env://``.
-        topology: nodes and channels; all ranks on one node if ``None``, whatever was registered
-            before.
-        timeout: of gloo's operations.
+        topology: all ranks on one node if ``None``, whatever was registered before.
 
     Raises:
         ValueError: a world that doesn't fit the topology, before any rank is contacted.
@@ -482,17 +469,8 @@ def ring_rank(
 def on_ranks(
     function: Callable[..., T], *args: object, world: int = 2, timeout_s: float = 240
 ) -> list[T]:
-    """Results by rank of ``function(rank, *args)`` on ranks of one ring group.
-
-    Args:
-        function: as for :func:`.run_ranks`, but its first argument is the rank's number.
-        args: picklable.
-        world: number of ranks, all on one node.
-        timeout_s: limit in seconds.
-
-    Raises:
-        RankError: as of :func:`.run_ranks`.
-    """
+    """:func:`.run_ranks` on ``world`` ranks of one ring group, all on one node; ``function`` gets
+    the rank's number in place of the rank."""
     return run_ranks(_in_group, world, function, args, timeout_s=timeout_s)
 
 
