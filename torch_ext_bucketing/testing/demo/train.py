@@ -7,10 +7,9 @@ rank hashes its shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,20 +88,19 @@ def _train(rank: Rank, settings: Settings) -> RankReport:
     if settings.backend == "inductor":
         names += ["fsdp_order_again", "fsdp_order_precise"]
     for name in names:
-        model, compilers[name], run = trial.ours(
-            _passes(None if name == "graph_order" else "units")
-        )
+        model, compilers[name], run = trial.ours(partial(_passes, name != "graph_order"))
         runs[name] = training(model, run)
+    called: dict[str, int] = {}
     for step in range(settings.steps):
         for name, one in runs.items():
             if step == 0:
                 rank.send((0, name, ""))
             precise = name == "fsdp_order_precise" and step == 0
+            rounding = eager_rounding() if precise else nullcontext()
+            counting = count_collectives() if name == "eager" else nullcontext(called)
             dist.barrier()  # so that no run pays for another one's stragglers
-            with eager_rounding() if precise else nullcontext(), count_collectives() as counts:
+            with rounding, counting as called:
                 one.take()
-            if name == "eager":
-                called = counts
             rank.send((step + 1, name, one.done.digests[-1]))
     order = FSDPParamOrder.from_fsdp(eager)
     payloads = fsdp_payloads(
@@ -137,13 +135,9 @@ def _train(rank: Rank, settings: Settings) -> RankReport:
     )
 
 
-def _passes(payload_order: Literal["units"] | None) -> Callable[[nn.Module], Sequence[GraphPass]]:
+def _passes(by_unit: bool, model: Any) -> list[GraphPass]:
     """One collective per parameter is merged into FSDP2's units."""
-
-    def passes(model: Any) -> list[GraphPass]:
-        order = FSDPParamOrder.from_model(model, units=model.unit_names())
-        # fully_shard leaves the root's parameters gathered between forward and backward.
-        reshard = ReshardAfterForward(keep=order.units[-1])
-        return [reshard, BucketUnits(order, payload_order=payload_order)]
-
-    return passes
+    order = FSDPParamOrder.from_model(model, units=model.unit_names())
+    # fully_shard leaves the root's parameters gathered between forward and backward.
+    reshard = ReshardAfterForward(keep=order.units[-1])
+    return [reshard, BucketUnits(order, payload_order="units" if by_unit else None)]
