@@ -134,15 +134,14 @@ class ScatterReport(RewriteReport):
     @property
     def replica_bytes(self) -> tuple[int, int]:
         """Bytes of the inputs of all swapped all-reduces, before and after."""
-        before, after = ([s.replica_bytes[side] for s in self.swapped] for side in (0, 1))
-        return sum(before), sum(after)
+        each = [s.replica_bytes for s in self.swapped]
+        return sum(before for before, _ in each), sum(after for _, after in each)
 
     def _lines(self) -> list[str]:
-        if not self.swapped:
-            return []
+        """The total."""
         before, after = map(size_text, self.replica_bytes)
-        number = len(self.swapped)
-        return [f"{number} gradients; all-reduced over the replicas: {before} -> {after}"]
+        said = f"{len(self.swapped)} gradients; all-reduced over the replicas: {before} -> {after}"
+        return [said] if self.swapped else []
 
 
 @dataclass(frozen=True)
@@ -176,11 +175,10 @@ class ReshardReport(RewriteReport):
     left: tuple[LeftAlone, ...] = ()
 
     def _lines(self) -> list[str]:
-        if not self.resharded:
-            return []
-        kept = size_text(sum(r.saved_bytes for r in self.resharded))
-        gathers = f"{len(self.resharded)} gathers of backward among {self.ranks} ranks"
-        return [f"{gathers}; kept for them: {kept}"]
+        """The total."""
+        nbytes = sum(r.saved_bytes for r in self.resharded)
+        said = f"{len(self.resharded)} gathers of backward among {self.ranks} ranks; kept for them:"
+        return [f"{said} {size_text(nbytes)}"] if self.resharded else []
 
 
 @dataclass(frozen=True)
