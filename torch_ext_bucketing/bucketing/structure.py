@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.fx as fx
 
-from ..graph.collectives import group_name, is_wait, kind_of
-
-_c10d = torch.ops._c10d_functional
-_aten = torch.ops.aten
+from ..graph.analysis import GraphAnalysis
+from ..graph.collectives import is_wait
 
 
-def fsdp_starts(graph: fx.Graph) -> dict[fx.Node, None]:
+def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
     """The starts that torch takes for FSDP's by structure, in graph order.
 
     A gather that derives from exactly one placeholder (``is_fsdp_all_gather``), a reduce-scatter
@@ -22,7 +19,7 @@ def fsdp_starts(graph: fx.Graph) -> dict[fx.Node, None]:
     (``bucket_fsdp_all_reduce``). torch walks the graph once per collective; this is one walk each
     way for all of them.
     """
-    nodes = list(graph.nodes)
+    nodes = analysis.nodes
     several: Any = object()
     source: dict[fx.Node, Any] = {}  # the only placeholder behind a node, None, or several
     for node in nodes:
@@ -46,20 +43,19 @@ def fsdp_starts(graph: fx.Graph) -> dict[fx.Node, None]:
             for user in node.users
         )
 
-    gathers = [n for n in nodes if kind_of(n) == "all_gather"]
-    gathers = [n for n in gathers if source[n] is not None and source[n] is not several]
-    groups = dict.fromkeys(group_name(n) for n in gathers)
-    ours = dict.fromkeys(gathers)
-    found_starts: dict[fx.Node, None] = {}
-    for node in nodes:
-        kind = kind_of(node)
-        if kind == "reduce_scatter":
-            waits = [u for u in node.users if is_wait(u)]
+    gathers = [c for c in analysis.collectives.values() if c.kind == "all_gather"]
+    gathers = [c for c in gathers if source[c.start] not in (None, several)]
+    groups = dict.fromkeys(c.group for c in gathers)
+    ours = dict.fromkeys(c.start for c in gathers)
+    starts: dict[fx.Node, None] = {}
+    for start, c in analysis.collectives.items():
+        if c.kind == "reduce_scatter":
+            waits = [u for u in start.users if is_wait(u)]
             matches = bool(waits) and all(w.users and only_outputs[w] for w in waits)
-        elif kind == "all_reduce":
-            matches = group_name(node) in groups
+        elif c.kind == "all_reduce":
+            matches = c.group in groups
         else:
-            matches = node in ours
+            matches = start in ours
         if matches:
-            found_starts[node] = None
-    return found_starts
+            starts[start] = None
+    return starts

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch.fx as fx
 
-from .._torch.aot import in_backward
-from ..fsdp.tags import Tag
 from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
-from ..graph.regions import Structures, cuts_behind, positions
+from ..graph.records import UNTAGGED, Collective
+from ..graph.tags import Tag
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy
 from .contraction import Contraction
-from .members import UNTAGGED, Collective, collectives_of
-from .plan import Bucket, MergePlan
+from .plan import Bucket, MergePlan, left_alone
 
 
 class UncoveredParametersWarning(UserWarning):
@@ -45,26 +43,26 @@ def plan_units(
     duplicates: list[tuple[fx.Node, fx.Node]] = []
     first_gather: dict[tuple[Any, ...], fx.Node] = {}
     analysis = GraphAnalysis.of(graph)
-    found = collectives_of(analysis, kinds)
-    contracted = Contraction(analysis.nodes, analysis.unordered_writes)
-    position = positions(analysis.graph)
-    structures = Structures(position)
-    for c in found:
+    contracted = Contraction(analysis)
+    for c in analysis.collectives.values():
+        if c.kind not in kinds:
+            continue
         if c.tag is None:
-            left.append(c.left_alone(UNTAGGED))
+            left.append(left_alone(c, UNTAGGED))
             continue
         unit, why = _unit_of(c.tag, units)
         if unit is None:
             uncovered.update(dict.fromkeys(f for f in c.fqns if units.unit_of(f) is None))
-            left.append(c.left_alone(why))
+            left.append(left_alone(c, why))
             continue
         if c.why_not:
-            left.append(c.left_alone(c.why_not))
+            left.append(left_alone(c, c.why_not))
             continue
         # In a trace of a whole step, a gather in backward is there to free memory in between.
-        again = c.kind == "all_gather" and in_backward(c.start)
+        again = c.kind == "all_gather" and c.in_backward
         if c.kind == "all_gather" and c.start not in analysis.written_roots:
-            same = (c.start.target, again, *_gathered(c, position, structures))
+            value = analysis.gathered_values[c.start]
+            same = (value, again, c.start.target, c.start.meta["val"].dtype, c.ranks, c.group)
             earlier = first_gather.setdefault(same, c.start)
             if earlier is not c.start:
                 contracted.open(earlier)
@@ -95,8 +93,8 @@ def plan_units(
                 buckets.append(Bucket(first.kind, unit, starts, closed_by, detail))
             else:
                 why = "nothing can be merged with it without a cycle"
-                left.append(members[0].left_alone(why))
-    buckets.sort(key=lambda b: position[b.members[0]])
+                left.append(left_alone(members[0], why))
+    buckets.sort(key=lambda b: analysis.position[b.members[0]])
     return MergePlan(
         tuple(buckets),
         tuple(duplicates),
@@ -130,18 +128,3 @@ def _unit_of(tag: Tag, units: Units) -> tuple[int | None, str]:
     if len(set(found.values())) > 1:
         return None, f"its parameters {', '.join(tag.fqns)} are in several units"
     return found[tag.fqns[0]], ""
-
-
-def _gathered(
-    gather: Collective, position: Mapping[fx.Node, int], structures: Structures
-) -> tuple[Any, ...]:
-    """A key that equal gathers share: the value, the casts and pads between, dtype, group.
-
-    Pads, too: ranks whose shard of an uneven parameter is short have them, and must find the same
-    gathers equal as the others.
-    """
-    start = gather.start
-    value = start.all_input_nodes[0]
-    cut = list(cuts_behind(value, position))[-1]
-    number = structures.of(cut, value, name=cut.node)
-    return (number, start.meta["val"].dtype, start.args[1], gather.group)

@@ -33,7 +33,7 @@ from ..fqns import canonical_fqn
 from ..graph.collectives import Kind, is_compute, is_start, kind_of
 from ..graph.graph_of import graph_of
 from ..graph.moves import CONSTANTS, SCALES, is_move
-from .tags import Tag, TagReport, Untagged, is_bucket, set_tag, tag_of
+from ..graph.tags import Tag, TagReport, Untagged, is_bucket, set_tag, tag_of
 
 _aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ A sum of two such ends is the end of one such part whose first value is the sum,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,28 @@ class Cut:
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     """The place of every node in the graph, from 0."""
     return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def gathered_values(
+    gathers: Iterable[fx.Node], position: Mapping[fx.Node, int]
+) -> dict[fx.Node, int]:
+    """By gather, the number of the value that it gathers: equal where the first values, and the
+    casts and pads between, are.
+
+    Pads, too: ranks whose shard of an uneven parameter is short have them, and must find the same
+    gathers equal as the others.
+
+    Args:
+        gathers: starts.
+        position: the place of every node in the graph.
+    """
+    structures = Structures(position)
+    found = {}
+    for start in gathers:
+        value = start.all_input_nodes[0]
+        cut = list(cuts_behind(value, position))[-1]
+        found[start] = structures.of(cut, value, name=cut.node)
+    return found
 
 
 def cuts_behind(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:

@@ -10,7 +10,7 @@ from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import check_passes_run_here
 from ..fsdp.order import FSDPParamOrder
 from ..fsdp.tag_graph import FqnOf, tag_joint_graph
-from ..fsdp.tags import tag_of
+from ..graph.tags import tag_of
 from ..reports.compile import CompileReport
 from .base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch.fx as fx
 
 from .._torch.sorting import sort_topologically
-from ..bucketing.members import unmergeable
 from ..bucketing.pack import pack
-from ..fsdp.tags import tag_of
 from ..graph.collectives import bucket_key, kind_of, reduce_op
+from ..graph.records import unmergeable
 from ..graph.snapshot import unchanged_on_error
+from ..graph.tags import tag_of
 from ..graph.writes import unordered_writes
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import AmaxReport, LeftAlone
@@ -74,7 +74,7 @@ def merge_amax(graph: fx.Graph) -> AmaxReport:
     with unchanged_on_error(graph):
         for members in groups.values():
             if len(members) > 1:
-                pack(graph, members, members, members[-1].next)
+                pack(graph, "all_reduce", members, members, members[-1].next)
         if merged:
             sort_topologically(graph)
             graph.lint()

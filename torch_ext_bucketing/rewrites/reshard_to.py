@@ -42,9 +42,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch.aot import mark_recompute, mark_save, read_in_backward
 from .._torch.process_groups import default_group, group_by_name, new_groups, ranks_of
 from ..fsdp.tag_graph import parameter_chains, read_in_forward
-from ..fsdp.tags import Tag, is_bucket, moved_from, set_home_group, set_tag, tag_of
 from ..graph.collectives import group_name, group_size, is_wait, kind_of
 from ..graph.snapshot import unchanged_on_error
+from ..graph.tags import Tag, is_bucket, moved_from, set_home_group, set_tag, tag_of
 from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
 from ..scheduling.partitioned import Smaller
 
