@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.fx as fx
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.devices import start, synchronize
 from benchmarks.train_ways import WARMUP_STEPS, RankReport, Training, WayReport
@@ -44,15 +45,11 @@ from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.demo.settings import Settings
-from torch_ext_bucketing.testing.demo.train import (
-    PARAM_DTYPE,
-    REDUCE_DTYPES,
-    eager_run,
-    model_config,
-)
+from torch_ext_bucketing.testing.demo.train import PARAM_DTYPE, REDUCE_DTYPES, make_model
 from torch_ext_bucketing.testing.model import Transformer
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.training import digest
+from torch_ext_bucketing.testing.trial import wrap
 
 CAP_MB = 25.0
 MEMORY_STEPS = 3
@@ -228,15 +225,15 @@ def make_way(
     name: str, training: Training, settings: Settings, mesh: DeviceMesh, machine: Machine = H100
 ) -> Way:
     """The model, sharded, and how it is run; ours plan for ``machine``."""
+    model = make_model(settings).to(mesh.device_type)
+    reduce_dtype = REDUCE_DTYPES[settings.reduce_dtype]
     if name == "eager":
-        run = eager_run(settings, mesh)
-        return Way(run.module, run.forward, run.optimizer, WayReport())
-    model = Transformer(model_config(settings), seed=settings.seed, dtype=PARAM_DTYPE)
-    model.to(mesh.device_type)
+        policy = MixedPrecisionPolicy(PARAM_DTYPE, reduce_dtype, cast_forward_inputs=False)
+        wrap(model, [(unit,) for unit in model.unit_names()], mesh, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, foreach=True)
+        return Way(model, model, optimizer, WayReport())
     order = FSDPParamOrder.from_model(model, units=model.unit_names())
-    data_parallel(
-        model, mesh, param_dtype=PARAM_DTYPE, reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype]
-    )
+    data_parallel(model, mesh, param_dtype=PARAM_DTYPE, reduce_dtype=reduce_dtype)
     # fully_shard leaves the root's parameters gathered between forward and backward.
     reshard = ReshardAfterForward(keep=order.units[-1])
     kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter")

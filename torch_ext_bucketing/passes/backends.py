@@ -178,15 +178,16 @@ class BucketingBackend:
             if not agrees:
                 return lambda run: run
             launches = launches_after()
-            return lambda run: before_first_run(run, launches, self.agree_timeout, fresh)
+            return lambda run: before_first_run(run, launches, self.agree_timeout)
 
-        return _aot.compile_aot(
+        compiled = _aot.compile_aot(
             gm,
             example_inputs,
             joint=lambda graph: self.passes.run("joint", graph, compilation),
             each=each,
             compiler=None if self.compiler == "aot_eager" else self.compiler,  # type: ignore[arg-type]
         )
+        return as_fresh_frame(compiled) if agrees and fresh else compiled
 
     def __repr__(self) -> str:
         defaults = {"prefetch": _PREFETCH, "agree": True}
