@@ -15,21 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "add_json",
-    "add_number",
-    "document_of",
-    "matching",
-    "names_of",
-    "now",
-    "parser_of",
-    "sayer",
-    "title",
-    "write_json",
-    "write_results",
-]
-
-
 # --- options -----------------------------------------------------------------------------
 
 

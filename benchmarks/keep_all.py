@@ -24,8 +24,6 @@ from torch_ext_bucketing.scheduling.model import Model
 
 from .keep_models import random_planner
 
-__all__ = ["against_all", "least_ms"]
-
 CLOSE = 1.02
 
 

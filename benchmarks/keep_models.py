@@ -14,8 +14,6 @@ from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, what_fit
 from torch_ext_bucketing.scheduling.keep import KeepPlanner
 from torch_ext_bucketing.scheduling.machine import Level, Machine
 
-__all__ = ["GROUP", "random_joint", "random_planner", "unit_of"]
-
 GROUP = "0"
 _MODE = FakeTensorMode()
 _aten = torch.ops.aten

@@ -30,8 +30,6 @@ from torch_ext_bucketing.testing.demo.table import columns
 from .command import add_json, names_of, parser_of, write_json
 from .machines import nodes
 
-__all__ = ["Estimate", "estimate"]
-
 GIB = 2**30
 
 CONFIGS = ("llama3_8b_fsdp64", "deepseek_v3_fsdp64_ep8")

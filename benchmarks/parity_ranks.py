@@ -130,26 +130,6 @@ class RowReport:
         self.notes = list(dict.fromkeys([*self.notes, *found]))
 
 
-def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
-    """Entry point of a rank: run ``rows``, all of one topology, and send a report of each."""
-    with row_group(rank, rows[0]):
-        for row in rows:
-            rank.send(("run", row.name))
-            rank.send(("row", runs_of(rank, row, steps).report()))
-
-
-def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
-    """What runs a row on this rank."""
-    kind: type[Runs] = Runs
-    if row.case:
-        from benchmarks.parity_cases import CaseRuns as kind
-    elif row.client == "torchtitan's model":
-        from benchmarks.parity_titan import TitanRuns as kind
-    elif row.client == "torchtitan's trainer":
-        from benchmarks.parity_trainer import TrainerRuns as kind
-    return kind(rank, row, mesh_of(row), steps)
-
-
 @functools.cache
 def _mesh(device: str, sizes: tuple[int, ...]) -> DeviceMesh:
     names = ("dp",) if len(sizes) == 1 else ("outer", "inner")
@@ -193,42 +173,6 @@ def aten_kernels() -> Iterator[None]:
         decomposition.fast_random_decomps.cache_clear()
 
 
-class GraphOrderTwin(GraphPass):
-    """Makes the control of a run from the same compile: every graph a second time, its buckets
-    packed in graph order, to be run in place of the first while ``active``.
-
-    Comes before the run's own ``BucketUnits``, and compiles the graphs, too: as ``"aot_eager"``
-    does, by running them as they are.
-
-    Args:
-        bucket: buckets in graph order.
-    """
-
-    stage: Stage = "forward_backward"
-
-    def __init__(self, bucket: BucketUnits) -> None:
-        self.active = False
-        self._bucket = bucket
-        self._twin: fx.GraphModule | None = None
-
-    def run(self, graph: fx.GraphModule | fx.Graph, compilation: Compilation) -> None:
-        """Copy ``graph`` and bucket the copy."""
-        assert isinstance(graph, fx.GraphModule)
-        self._twin = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-        self._bucket(self._twin)
-        self._twin.recompile()
-
-    def compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Run ``graph``, or its twin while ``active``."""
-        twin, self._twin = self._twin, None
-        assert twin is not None
-
-        def run(*args: Any) -> Any:
-            return (twin if self.active else graph).forward(*args)
-
-        return run
-
-
 Sent = list[tuple[str, str, int]]
 """Level, kind and bytes of each collective of a graph."""
 
@@ -250,38 +194,52 @@ class AsTraced(GraphPass):
         self.sent = collectives_of(graph_of(graph).nodes, self.per_node)
 
 
-class Tally:
-    """Counts what the compiled graphs of a run send, each time that one of them runs, and what
-    they would send as traced.
+class GraphOrderTwin(GraphPass):
+    """Makes the control of a run from the same compile: every graph a second time, its buckets
+    packed in graph order, to be run in place of the first while ``active``.
+
+    Comes before the run's own ``BucketUnits``, and compiles the graphs, too: as ``"aot_eager"``
+    does, by running them as they are. Counts what they send, each time that one of them runs.
 
     Args:
-        per_node: ranks of a simulated node.
-        twin: makes the control of a run.
+        bucket: buckets in graph order.
+        as_traced: what the graphs of a compile would send as traced.
     """
 
-    def __init__(self, per_node: int, twin: GraphOrderTwin) -> None:
+    stage: Stage = "forward_backward"
+
+    def __init__(self, bucket: BucketUnits, as_traced: AsTraced) -> None:
+        self.active = False
         self.before: Traffic = {}
         self.after: Traffic = {}
-        self.as_traced = AsTraced(per_node)
-        self._twin = twin
+        self._bucket = bucket
+        self._as_traced = as_traced
+        self._twin: fx.GraphModule | None = None
+
+    def run(self, graph: fx.GraphModule | fx.Graph, compilation: Compilation) -> None:
+        """Copy ``graph`` and bucket the copy."""
+        assert isinstance(graph, fx.GraphModule)
+        self._twin = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+        self._bucket(self._twin)
+        self._twin.recompile()
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Run ``graph`` as it is, or its twin."""
-        run = self._twin.compile(graph, inputs)
-        sent = collectives_of(graph.graph.nodes, self.as_traced.per_node)
-        traced: Sent = []
+        """Run ``graph``, or its twin while ``active``."""
+        twin, self._twin = self._twin, None
+        assert twin is not None
+        sent = collectives_of(graph.graph.nodes, self._as_traced.per_node)
+        traced = self._as_traced.sent
         if stage_of(graph.graph) == "backward":
             # Freed after forward: a matter of memory, no part of what is compared.
             sent = [(a, "gathered again" if k == "all_gather" else k, n) for a, k, n in sent]
-        else:
-            traced = self.as_traced.sent
+            traced = []
 
-        def counted(*args: Any) -> Any:
+        def run(*args: Any) -> Any:
             add_sent(self.before, traced)
             add_sent(self.after, sent)
-            return run(*args)
+            return (twin if self.active else graph).forward(*args)
 
-        return counted
+        return run
 
 
 def collectives_of(nodes: Iterable[fx.Node], per_node: int) -> Sent:
@@ -366,14 +324,14 @@ class Runs:
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
         passes = self.passes(model, eager)
         at, bucket = next((i, p) for i, p in enumerate(passes) if isinstance(p, BucketUnits))
-        twin = GraphOrderTwin(in_graph_order(bucket))
-        tally = Tally(self.row.per_node, twin)
-        passes = [tally.as_traced, *passes[:at], twin, *passes[at:]]
-        compiler = backend(tally.compile, passes=passes, model=model)
+        as_traced = AsTraced(self.row.per_node)
+        twin = GraphOrderTwin(in_graph_order(bucket), as_traced)
+        passes = [as_traced, *passes[:at], twin, *passes[at:]]
+        compiler = backend(twin.compile, passes=passes, model=model)
 
         def after_first() -> None:
             if not twin.active:
-                report.before, report.after = copy.deepcopy((tally.before, tally.after))
+                report.before, report.after = copy.deepcopy((twin.before, twin.after))
 
         step = self.step(model, self.compiled(model, compiler), compiler, after_first)
         report.ran("fsdp_order", self.train(model, step))
@@ -477,11 +435,9 @@ class Runs:
             given: dict[str, Any] = {"memory": bound, "machine": machine, "to": to}
             return recipe(model, units=units, state_bytes_per_parameter=0, **given)
         passes = recipe(model, units=units)
-        order = next(p.units for p in passes if isinstance(p, BucketUnits))
-        assert isinstance(order, FSDPParamOrder)
-        again = ReshardAfterForward(keep=order.units[-1])
-        if self.row.to:
-            again = ReshardAfterForward(to=self.row.to)
+        order = FSDPParamOrder.from_model(model, units)
+        keep = () if self.row.to else order.units[-1]
+        again = ReshardAfterForward(keep=keep, to=self.row.to or None)
         return [again if isinstance(p, ReshardAfterForward) else p for p in passes]
 
     # --- steps ----------------------------------------------------------------------

@@ -37,8 +37,6 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from .symbols import Symbols, expression_to_data, symbols_to_data
 
-__all__ = ["from_data", "to_data"]
-
 _META = ("val", "custom", "desc", "partitioner_tag", "autograd_backward", "unbacked_bindings")
 _LARGEST_CONSTANT = 64  # elements
 _TRACED_ON = torch.device("cpu")

@@ -20,8 +20,6 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 from torch.utils._traceback import CapturedTraceback
 
-__all__ = ["Symbols", "expression_to_data", "symbols_to_data"]
-
 
 def expression_to_data(expression: Any) -> Any:
     """What ``json`` can write.

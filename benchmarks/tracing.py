@@ -26,8 +26,6 @@ from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.passes.tagging import TagParameters
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 
-__all__ = ["Phase", "Say", "copy_graph", "partitioner", "trace_model"]
-
 Phase = Literal["forward", "backward"]
 
 

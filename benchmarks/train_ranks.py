@@ -15,9 +15,9 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.devices import start, synchronize
-from benchmarks.train_ways import WARMUP_STEPS, RankReport, Training, WayReport
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph.collectives import Kind
@@ -54,9 +53,95 @@ from torch_ext_bucketing.testing.model import Transformer
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.training import digest
 
+WAYS = {
+    "eager": "eager FSDP2",
+    "unbucketed": "compiled, no buckets",
+    "torch": "compiled, torch's buckets",
+    "units": "ours: FSDP2's units",
+    "cap": "ours: 25 MiB cap",
+    "auto": "ours: caps by cost model",
+}
+"""The names of the ways, and for people. All but the first are compiled."""
+
+OURS = ("units", "cap", "auto")
+Backend = Literal["aot_eager", "inductor"]
+BACKENDS: tuple[Backend, ...] = ("aot_eager", "inductor")
+WARMUP_STEPS = 3
+"""Steps that compile, initialize and touch memory for the first time."""
+
+
 CAP_MB = 25.0
 MEMORY_STEPS = 3
 TRACED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Training:
+    """One group of ranks and one backend.
+
+    Attributes:
+        ranks: processes.
+        backend: what compiles the graphs.
+        ways: names out of :data:`WAYS`, ``"eager"`` first.
+        rounds: timed steps of each way.
+        layers: transformer blocks.
+        dim: model width, a multiple of 64.
+        batch: sequences per rank and step.
+        seq: bytes of text per sequence.
+        reduce_dtype: dtype that gradients are reduced in.
+        predict: whether the ranks measure their machine first, which ours then plan with and the
+            cost model times all graphs on.
+        device: ``"cpu"``, whose ranks talk over gloo, or ``"cuda"``, over NCCL.
+        traces: where each rank leaves a trace of some steps of all ways, ``""`` for none; graphs
+            are then timed on the machine that these traces show, too.
+    """
+
+    ranks: int
+    backend: Backend
+    ways: tuple[str, ...] = tuple(WAYS)
+    rounds: int = 30
+    layers: int = 4
+    dim: int = 512
+    batch: int = 2
+    seq: int = 64
+    reduce_dtype: Literal["bf16", "fp32"] = "bf16"
+    predict: bool = False
+    device: Literal["cpu", "cuda"] = "cpu"
+    traces: str = ""
+
+
+@dataclass
+class WayReport:
+    """One way on one rank; times in milliseconds, of every timed step.
+
+    Attributes:
+        first_step_s: seconds of the first step, which compiles.
+        step_ms: from the model's call to the end of the optimizer's step.
+        graphs_ms: the part up to the end of backward.
+        loss: of every step, from the first on.
+        digests: sha256 of this rank's shards after every step.
+        collectives: calls of the process group in one step, by kind.
+        predicted_ms: ``graphs_ms`` by the cost model: the forward and the backward graph, one after
+            the other, as they were compiled.
+        traced_ms: the same on the machine that the traces show.
+        rest_bytes: resident memory before a step; on a GPU, what its allocator has given out.
+        step_bytes: what it grows by at most during that step.
+    """
+
+    first_step_s: float = 0.0
+    step_ms: list[float] = field(default_factory=list)
+    graphs_ms: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    collectives: dict[str, int] = field(default_factory=dict)
+    predicted_ms: float = 0.0
+    traced_ms: float = 0.0
+    rest_bytes: int = 0
+    step_bytes: int = 0
+
+
+RankReport = tuple[dict[str, WayReport], dict[str, Any]]
+"""What one rank hands back: its ways, and what the table says of the model and the machines."""
 
 
 class TorchBuckets(GraphPass):
@@ -194,16 +279,15 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
             way.report.predicted_ms = way.predict.ms(machine)
             way.report.traced_ms = way.predict.ms(traced) if traced is not None else 0.0
     sizes = [p.numel() for p in ways[names[0]].model.parameters()]
-    reports = {name: way.report for name, way in ways.items()}
-    return RankReport(
-        reports,
-        sum(sizes),
-        len(sizes),
-        torch.__version__,
-        str(machine) if training.predict else "",
-        str(traced) if traced is not None else "",
-        "CPU" if mesh.device_type == "cpu" else torch.cuda.get_device_name(),
-    )
+    about = {
+        "weights": sum(sizes),
+        "tensors": len(sizes),
+        "torch": torch.__version__,
+        "device_name": torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU",
+        "machine": str(machine) if training.predict else "",
+        "traced_machine": "" if traced is None else str(traced),
+    }
+    return {name: way.report for name, way in ways.items()}, about
 
 
 def _traced_machine(
