@@ -24,11 +24,10 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import torch_ext_bucketing as teb
 from benchmarks.parity_base import Unit
 from benchmarks.parity_ranks import RowReport, Runs, aten_kernels, wrap_units
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.passes.backends import BucketingBackend, backend
-from torch_ext_bucketing.recipes import recipe
+from torch_ext_bucketing.passes.backends import BucketingBackend
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.training import digest
 
@@ -109,8 +108,8 @@ class Way:
     ) -> nn.Module:
         """Shard ``model`` in place; gathers and reductions in ``dtype``."""
         if self.compiled:
-            data_parallel(model, self.mesh, param_dtype=dtype, reduce_dtype=dtype)
-            self._passes = recipe(model, units=units)
+            teb.data_parallel(model, self.mesh, param_dtype=dtype, reduce_dtype=dtype)
+            self._passes = teb.recipe(model, units=units)
             return model
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False
@@ -121,7 +120,7 @@ class Way:
 
     def backend(self, compiler: Any = "aot_eager", **options: Any) -> BucketingBackend:
         """For the model that was sharded last."""
-        self.backends.append(backend(compiler, passes=self._passes, **options))
+        self.backends.append(teb.backend(compiler, passes=self._passes, **options))
         return self.backends[-1]
 
     def compile(self, model: nn.Module, compiler: Any = "aot_eager", **options: Any) -> Any:

@@ -20,13 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import torch_ext_bucketing as teb
 from benchmarks.parity_models import batch_of, build, units_of
 from benchmarks.parity_ranks import in_graph_order, wrap_units
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.reports.buckets import BucketReport
 from torch_ext_bucketing.testing.payloads import (
     Payload,
@@ -114,7 +110,7 @@ def eager_payloads(model: str, layers: int, mesh: DeviceMesh) -> list[Payload]:
     module = build(model, layers=layers)
     policy = MixedPrecisionPolicy(DTYPE, DTYPE)
     wrap_units(module, units_of(model, module), mesh=mesh, mp_policy=policy)
-    order = FSDPParamOrder.from_fsdp(module)
+    order = teb.FSDPParamOrder.from_fsdp(module)
     found = fsdp_payloads(module, order, shards=mesh.size(), param_dtype=DTYPE, reduce_dtype=DTYPE)
     return [payload for payload in found if payload.kind == "reduce_scatter"]
 
@@ -125,11 +121,11 @@ def compiled_buckets(
     """The reduce-scatters of the compiled backward graph, one for each unit."""
     torch._dynamo.reset()
     module = build(model, layers=layers)
-    data_parallel(module, mesh, param_dtype=DTYPE, reduce_dtype=DTYPE)
-    passes = recipe(module, units=units_of(model, module))
+    teb.data_parallel(module, mesh, param_dtype=DTYPE, reduce_dtype=DTYPE)
+    passes = teb.recipe(module, units=units_of(model, module))
     if not in_order:
-        passes = [in_graph_order(p) if isinstance(p, BucketUnits) else p for p in passes]
-    compiler = backend("aot_eager", passes=passes, model=module)
+        passes = [in_graph_order(p) if isinstance(p, teb.BucketUnits) else p for p in passes]
+    compiler = teb.backend("aot_eager", passes=passes, model=module)
     torch.compile(module, backend=compiler, fullgraph=True)(*batch_of(0, 0)).backward()
     backward = compiler.last_report().graph("backward")
     assert backward is not None

@@ -32,18 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+import torch_ext_bucketing as teb
 from benchmarks.parity_ranks import DTYPES, wrap_units
 from torch_ext_bucketing._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.base import GraphPass
-from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
-from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
-from torch_ext_bucketing.reports.compile import CompileReport
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
-from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.testing.model import RMSNorm
 from torch_ext_bucketing.testing.payloads import (
     Payload,
@@ -343,9 +334,9 @@ def _tie_matrices(model: Model, unit_of: Any) -> None:
 
 
 _BOUNDS: dict[str, Callable[..., Any]] = {
-    "Overlap": Overlap,
-    "PeakMemory": PeakMemory,
-    "CapComputeRun": CapComputeRun,
+    "Overlap": teb.Overlap,
+    "PeakMemory": teb.PeakMemory,
+    "CapComputeRun": teb.CapComputeRun,
 }
 
 
@@ -379,7 +370,7 @@ class CaseReport:
 class ReversedOrder:
     """An order that is wrong on purpose."""
 
-    def __init__(self, order: FSDPParamOrder) -> None:
+    def __init__(self, order: teb.FSDPParamOrder) -> None:
         self._order = order
 
     def __call__(self, start: fx.Node) -> Any:
@@ -457,11 +448,11 @@ def _run_case(
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
     options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": case.reshard}
     wrap_units(eager, units, **options)
-    real_order = FSDPParamOrder.from_fsdp(eager)
+    real_order = teb.FSDPParamOrder.from_fsdp(eager)
     expected = _train(case, eager, eager, soak.steps, rank)
 
     model, _ = build(case)
-    order = FSDPParamOrder.from_model(model, units=units)
+    order = teb.FSDPParamOrder.from_model(model, units=units)
     if order != real_order:
         report.mismatches.append(f"from_model gives {order.units}, FSDP2 has {real_order.units}")
     shared = tied(model)
@@ -469,13 +460,13 @@ def _run_case(
         # One reduction per use, where eager FSDP2 adds up first: equal bits are promised to the
         # same model uncompiled.
         plain, _ = build(case)
-        data_parallel(plain, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        teb.data_parallel(plain, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         per_use = _train(case, plain, plain, soak.steps, rank)
         _compare(report, "per-use reductions", per_use, expected, exact=False)
         expected = per_use
-    data_parallel(model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    teb.data_parallel(model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     key: Any = ReversedOrder(order) if soak.wrong_order else order
-    compiler = backend(case.backend, passes=_passes(case, order, key), model=model)
+    compiler = teb.backend(case.backend, passes=_passes(case, order, key), model=model)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
     found = _train(case, model, compiled, soak.steps, rank)
@@ -499,25 +490,22 @@ def _run_case(
     return {"the compiled model": weakref.ref(model), "the backend": weakref.ref(compiler)}
 
 
-def _passes(case: Case, order: FSDPParamOrder, key: Any) -> list[GraphPass]:
+def _passes(case: Case, order: teb.FSDPParamOrder, key: Any) -> list[teb.GraphPass]:
     options = dict(case.options)
     bounds = [_BOUNDS[name](**given) for name, given in options.pop("bounds", ())]
-    ordered = options.pop("payload_order", True)
-    passes: list[GraphPass] = [ReshardAfterForward()] if case.reshard else []
+    by_cap = key if options.pop("payload_order", True) else None
+    passes: list[teb.GraphPass] = [teb.ReshardAfterForward()] if case.reshard else []
     if case.policy.startswith("units"):
-        passes.append(BucketUnits(order, payload_order=key))
+        passes.append(teb.BucketUnits(order, payload_order=key))
     elif case.policy == "coarse_units":
         plan = coarser([tuple(u) for u in order.units], random.Random(case.unit_seed))
-        passes.append(BucketUnits(plan, payload_order=key))
+        passes.append(teb.BucketUnits(plan, payload_order=key))
     elif case.policy.startswith("cap"):
         kinds: Any = ("all_gather", "reduce_scatter")
-        passes.append(BucketByCap(kinds=kinds, payload_order=key if ordered else None, **options))
+        passes.append(teb.BucketByCap(kinds=kinds, payload_order=by_cap, **options))
     elif case.policy == "auto":
-        return [
-            *passes,
-            BucketAndSchedule(bounds, payload_order=key if ordered else None, **options),
-        ]
-    return [*passes, Schedule(bounds)] if bounds else passes
+        return [*passes, teb.BucketAndSchedule(bounds, payload_order=by_cap, **options)]
+    return [*passes, teb.Schedule(bounds)] if bounds else passes
 
 
 def _train(
@@ -549,8 +537,8 @@ def _compare(report: CaseReport, what: str, mine: Trained, theirs: Trained, exac
 
 def _layout_mismatches(
     case: Case,
-    report: CompileReport,
-    order: FSDPParamOrder,
+    report: teb.CompileReport,
+    order: teb.FSDPParamOrder,
     payloads: Sequence[Payload],
     exact_places: bool,
 ) -> list[str]:

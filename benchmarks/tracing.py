@@ -21,10 +21,9 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.tag_graph import FqnOf
-from torch_ext_bucketing.passes.base import Compilation, GraphPass
-from torch_ext_bucketing.passes.tagging import TagParameters
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
+from torch_ext_bucketing.passes.base import Compilation
 
 Phase = Literal["forward", "backward"]
 
@@ -37,7 +36,7 @@ def trace_model(
     build: Callable[[], nn.Module],
     shape: tuple[int, int],
     say: Say,
-    ways: Mapping[Any, Sequence[GraphPass]] | None = None,
+    ways: Mapping[Any, Sequence[teb.GraphPass]] | None = None,
 ) -> dict[tuple[Phase, Any], fx.GraphModule]:
     """Trace a model without weights.
 
@@ -84,7 +83,7 @@ def partitioner(
     graphs: dict[tuple[Phase, Any], fx.GraphModule],
     say: Say,
     fqn_of: FqnOf,
-    ways: Mapping[Any, Sequence[GraphPass]] | None = None,
+    ways: Mapping[Any, Sequence[teb.GraphPass]] | None = None,
 ) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
     """The default partitioner, on the tagged joint graph, once for each of ``ways``.
 
@@ -96,13 +95,13 @@ def partitioner(
     """
     from torch._functorch.partitioners import default_partition
 
-    wanted = ways or {True: [ReshardAfterForward()], False: []}
+    wanted = ways or {True: [teb.ReshardAfterForward()], False: []}
 
     def partition(
         joint: fx.GraphModule, inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         say("tag")
-        TagParameters(fqn_of=fqn_of)(joint, Compilation())
+        teb.TagParameters(fqn_of=fqn_of)(joint, Compilation())
         for way, passes in wanted.items():
             say(f"partition, {way}" if ways else "partition")
             last = way == list(wanted)[-1]

@@ -25,21 +25,14 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import torch_ext_bucketing as teb
 from benchmarks.devices import start, synchronize
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph.collectives import Kind
 from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.measure import measure
-from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage
-from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
-from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
-from torch_ext_bucketing.passes.tagging import TagParameters
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-from torch_ext_bucketing.scheduling.machine import H100, Machine
+from torch_ext_bucketing.passes.base import Compilation, GraphLike, Stage
+from torch_ext_bucketing.scheduling.machine import H100
 from torch_ext_bucketing.scheduling.model import model_of
-from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.demo.settings import Settings
@@ -144,7 +137,7 @@ RankReport = tuple[dict[str, WayReport], dict[str, Any]]
 """What one rank hands back: its ways, and what the table says of the model and the machines."""
 
 
-class TorchBuckets(GraphPass):
+class TorchBuckets(teb.GraphPass):
     """torch's own bucketing of FSDP's collectives with torch's defaults and no hook set, as
     Inductor does it with :data:`TORCH_BUCKETS`, for graphs that Inductor does not see."""
 
@@ -164,25 +157,7 @@ class TorchBuckets(GraphPass):
         stable_topological_sort(graph.graph)
 
 
-class InTurn(GraphPass):
-    """Several passes of the joint graph as one hook; before 2.13 torch takes one only."""
-
-    stage: Stage = "joint"
-
-    def __init__(self, *passes: GraphPass) -> None:
-        self.passes = passes
-
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        """Run each."""
-        for p in self.passes:
-            p(graph)
-
-    def settings(self) -> tuple[GraphPass, ...]:
-        """The passes."""
-        return self.passes
-
-
-class Predict(GraphPass):
+class Predict(teb.GraphPass):
     """What the cost model says of a way's graphs, as they are compiled."""
 
     stage: Stage = "forward_backward"
@@ -194,12 +169,15 @@ class Predict(GraphPass):
         """Keep ``graph``."""
         self.graphs.append(graph_of(graph))
 
-    def ms(self, machine: Machine) -> float:
+    def ms(self, machine: teb.Machine) -> float:
         """The time of all graphs, one after the other, on ``machine``."""
         return sum(Timeline.of(model_of(graph, machine)).step_ms for graph in self.graphs)
 
 
-TORCH_BUCKETS = {"bucket_all_gathers_fx": "only_fsdp", "bucket_reduce_scatters_fx": "fsdp"}
+TORCH_BUCKETS: dict[str, Any] = {
+    "bucket_all_gathers_fx": "only_fsdp",
+    "bucket_reduce_scatters_fx": "fsdp",
+}
 
 
 @dataclass
@@ -291,8 +269,8 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
 
 
 def _traced_machine(
-    rank: Rank, training: Training, step: Callable[[], None], measured: Machine
-) -> Machine:
+    rank: Rank, training: Training, step: Callable[[], None], measured: teb.Machine
+) -> teb.Machine:
     """The machine that traces of :data:`TRACED_STEPS` steps of every way show; what they don't show
     is as measured."""
     with torch.profiler.profile(record_shapes=True) as profile:
@@ -305,11 +283,11 @@ def _traced_machine(
     raw.unlink()
     dist.barrier()
     paths = [folder / f"rank{r}.json.gz" for r in range(rank.world_size)]
-    return Machine.from_traces(paths, ranks_per_node=rank.world_size, like=measured)
+    return teb.Machine.from_traces(paths, ranks_per_node=rank.world_size, like=measured)
 
 
 def make_way(
-    name: str, training: Training, settings: Settings, mesh: DeviceMesh, machine: Machine = H100
+    name: str, training: Training, settings: Settings, mesh: DeviceMesh, machine: teb.Machine = H100
 ) -> Way:
     """The model, sharded, and how it is run; ours plan for ``machine``."""
     if name == "eager":
@@ -317,40 +295,30 @@ def make_way(
         return Way(run.module, run.forward, run.optimizer, WayReport())
     model = Transformer(model_config(settings), seed=settings.seed, dtype=PARAM_DTYPE)
     model.to(mesh.device_type)
-    order = FSDPParamOrder.from_model(model, units=model.unit_names())
-    data_parallel(
+    order = teb.FSDPParamOrder.from_model(model, units=model.unit_names())
+    teb.data_parallel(
         model, mesh, param_dtype=PARAM_DTYPE, reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype]
     )
     # fully_shard leaves the root's parameters gathered between forward and backward.
-    reshard = ReshardAfterForward(keep=order.units[-1])
+    reshard = teb.ReshardAfterForward(keep=order.units[-1])
     kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter")
-    passes: Mapping[str, list[GraphPass]] = {
+    passes: Mapping[str, list[teb.GraphPass]] = {
         "unbucketed": [],
-        "torch": [TorchBuckets()],
-        "units": [BucketUnits(order), Schedule([Overlap()], machine)],
+        "torch": [TorchBuckets()] if training.backend == "aot_eager" else [],
+        "units": [teb.BucketUnits(order), teb.Schedule([teb.Overlap()], machine)],
         "cap": [
-            BucketByCap(CAP_MB, kinds=kinds, payload_order=order),
-            Schedule([Overlap()], machine),
+            teb.BucketByCap(CAP_MB, kinds=kinds, payload_order=order),
+            teb.Schedule([teb.Overlap()], machine),
         ],
-        "auto": [BucketAndSchedule([Overlap()], payload_order=order, machine=machine)],
+        "auto": [teb.BucketAndSchedule([teb.Overlap()], payload_order=order, machine=machine)],
     }
-    report = WayReport()
     predict = Predict() if training.predict else None
     last = [] if predict is None else [predict]
-    forward: Any
-    if training.backend == "inductor" and name in ("unbucketed", "torch"):
-        # As without the package; only what is recomputed is the same as in all other ways.
-        options = {"joint_custom_post_pass": InTurn(TagParameters(model), reshard)}
-        forward = torch.compile(
-            model,
-            fullgraph=True,
-            options={**options, **(TORCH_BUCKETS if name == "torch" else {})},  # type: ignore[dict-item]
-        )
-    else:
-        compiler = backend(training.backend, passes=[reshard, *passes[name], *last], model=model)
-        forward = torch.compile(model, backend=compiler, fullgraph=True)
+    compiler = teb.backend(training.backend, [reshard, *passes[name], *last], model)
+    options = TORCH_BUCKETS if name == "torch" and training.backend == "inductor" else {}
+    forward: Any = torch.compile(model, backend=compiler, fullgraph=True, options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, foreach=True)
-    return Way(model, forward, optimizer, report, predict)
+    return Way(model, forward, optimizer, WayReport(), predict)
 
 
 def _step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None:
