@@ -29,7 +29,7 @@ from torch_ext_bucketing.graph.collectives import group_size, kind_of
 from torch_ext_bucketing.scheduling.machine import H100
 from torch_ext_bucketing.testing.demo.table import columns
 
-from .command import add_json, names_of, parser_of, write_json
+from .command import add_json, add_names, parser_of, write_json
 from .graphs import CONFIGS, builder
 from .machines import nodes
 from .parallel import start_world
@@ -111,9 +111,7 @@ def _scheduled(gm: fx.GraphModule, machine: teb.Machine) -> tuple[float, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = parser_of("python -m benchmarks.keep_to", __doc__)
-    parser.add_argument(
-        "--only", type=names_of(MODELS), default=list(MODELS), metavar="NAMES", help="by commas"
-    )
+    add_names(parser, "only", MODELS, "models")
     parser.add_argument("--layers", type=int, help="instead of each model's own number")
     parser.add_argument("--between", type=float, help="GB/s of a rank between nodes (default: 42)")
     add_json(parser)

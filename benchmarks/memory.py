@@ -45,6 +45,7 @@ from .graphs import available
 from .keep import GIB, MODELS, Sharded
 from .keep_random import against_all
 from .machines import nodes
+from .tracing import copy_graph
 
 _UNBOUNDED = 2**62
 PARTS = (1.0, 1.05, 1.1, 1.25)
@@ -69,7 +70,7 @@ def saved_by_torch(joint: fx.Graph, outputs: int, budget: float) -> set[str]:
         outputs: of forward.
         budget: between 0 and 1.
     """
-    gm = fx.GraphModule({}, _copy(joint))
+    gm = fx.GraphModule({}, copy_graph(joint))
     for chain in parameter_chains(gm.graph).values():
         for node in chain:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -86,17 +87,11 @@ def saved_by_torch(joint: fx.Graph, outputs: int, budget: float) -> set[str]:
 
 def by_torch(sharded: Sharded, saved: set[str], machine: Machine) -> Outcome:
     """The schedules where nothing is saved but what ``saved`` names."""
-    graph = _copy(sharded.joint)
+    graph = copy_graph(sharded.joint)
     for node in graph.nodes:
         if node.op == "call_function" and node.name not in saved:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     return sharded.planner(machine, graph).scheduled((), _UNBOUNDED)
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    new = fx.Graph()
-    new.output(new.graph_copy(graph, {}))
-    return new
 
 
 def smaller_group(joint: fx.Graph, to: int) -> Smaller | None:

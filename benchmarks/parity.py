@@ -42,9 +42,9 @@ import torch
 
 from benchmarks.command import (
     add_json,
+    add_names,
     add_number,
     document_of,
-    names_of,
     now,
     parser_of,
     sayer,
@@ -275,18 +275,13 @@ def _virtual_ranks(given: str) -> list[int]:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("parity.py", __doc__)
 
-    def choice(name: str, values: Sequence[str], text: str, default: Sequence[str]) -> None:
-        shown = f"{text}, separated by commas (default: {','.join(default)})"
-        parse, given = names_of(values), list(default)
-        parser.add_argument(f"--{name}", type=parse, default=given, metavar="LIST", help=shown)
-
     all_here = [name for name in IN_MATRIX if not MODELS[name].needs]
     topologies = (*TOPOLOGIES, *MORE_TOPOLOGIES)
-    choice("models", (*IN_MATRIX, *GROUPS), "models, or groups of them", all_here)
-    choice("topologies", topologies, "nodes x ranks per node", TOPOLOGIES)
-    choice("backends", BACKENDS, "backends of torch.compile", BACKENDS)
-    choice("parallelism", tuple(PARALLELISM), "parallelism", tuple(PARALLELISM))
-    choice("reduce-dtype", DTYPES, "dtypes of gathers and reductions", DTYPES)
+    add_names(parser, "models", (*IN_MATRIX, *GROUPS), "models, or groups of them", all_here)
+    add_names(parser, "topologies", topologies, "nodes x ranks per node", TOPOLOGIES)
+    add_names(parser, "backends", BACKENDS, "backends of torch.compile")
+    add_names(parser, "parallelism", tuple(PARALLELISM), "parallelism")
+    add_names(parser, "reduce-dtype", DTYPES, "dtypes of gathers and reductions")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="rows whose name matches")
     parser.add_argument("--rows", metavar="PATTERNS", help="instead: named rows, such as 'blocks'")

@@ -121,7 +121,5 @@ def partitioner(
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy that shares metadata's values."""
     copy = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        nodes[node] = copy.node_copy(node, lambda n: nodes[n])
+    copy.output(copy.graph_copy(graph, {}))
     return copy

@@ -42,15 +42,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch_ext_bucketing.testing.demo.settings import Settings
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.ranks import RankError, run_ranks
 
 from .command import (
     add_json,
+    add_names,
     add_number,
     document_of,
-    names_of,
     now,
     parser_of,
     sayer,
@@ -59,6 +58,14 @@ from .command import (
 )
 from .devices import why_no_nccl
 from .train_ranks import BACKENDS, OURS, WAYS, RankReport, Training, train_rank
+
+SIZES = {
+    "steps": "timed steps of each way",
+    "layers": "transformer blocks",
+    "dim": "model width, a multiple of 64",
+    "batch": "sequences per rank and step",
+    "seq": "bytes of text per sequence",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,26 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--device cuda: {why}")
     backends = tuple(b for b in BACKENDS if args.backend in (b, "both"))
     ways = tuple(name for name in WAYS if name == "eager" or name in args.ways)
-    trainings = [
-        Training(
-            ranks,
-            backend,
-            ways,
-            args.steps,
-            args.layers,
-            args.dim,
-            args.batch,
-            args.seq,
-            predict=args.predict,
-            device=args.device,
-            traces="" if args.traces is None else str(args.traces.absolute()),
-        )
-        for backend in backends
-        for ranks in args.ranks
-    ]
+    sizes = {name: getattr(args, name) for name in SIZES}
+    traces = "" if args.traces is None else str(args.traces.absolute())
+    more = {"ways": ways, "predict": args.predict, "device": args.device, "traces": traces}
     try:
-        for t in trainings:  # bad sizes are known before the first of them runs
-            Settings(ranks=t.ranks, nodes=1, steps=t.rounds, layers=t.layers, dim=t.dim)
+        trainings = [
+            Training(ranks, backend=backend, **sizes, **more)
+            for backend in backends
+            for ranks in args.ranks
+        ]
     except ValueError as error:
         parser.error(str(error))
     document = document_of("python -m benchmarks.train", argv)
@@ -186,6 +182,7 @@ def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
     return {
         **asdict(training),
         **about,
+        "rounds": training.steps,
         "steps": len(of("eager", "loss")[0]),
         "results": found,
         "compiled_by_time": by_time,
@@ -344,23 +341,13 @@ def _ranks(given: str) -> list[int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("python -m benchmarks.train", __doc__)
-    default = Training(2, "aot_eager")
     parser.add_argument("--ranks", type=_ranks, default=[2, 4], metavar="LIST", help="default: 2,4")
     parser.add_argument(
         "--backend", choices=(*BACKENDS, "both"), default="both", help="default: both"
     )
-    parser.add_argument(
-        "--ways",
-        type=names_of(tuple(WAYS)),
-        default=list(WAYS),
-        metavar="LIST",
-        help=f"beside eager (default: {','.join(WAYS)})",
-    )
-    add_number(parser, "steps", default.rounds, "timed steps of each way")
-    add_number(parser, "layers", default.layers, "transformer blocks")
-    add_number(parser, "dim", default.dim, "model width, a multiple of 64")
-    add_number(parser, "batch", default.batch, "sequences per rank and step")
-    add_number(parser, "seq", default.seq, "bytes of text per sequence")
+    add_names(parser, "ways", tuple(WAYS), "beside eager")
+    for name, about in SIZES.items():
+        add_number(parser, name, getattr(Training, name), about)
     parser.add_argument(
         "--predict", action="store_true", help="measure the machine, predict the steps (aot_eager)"
     )

@@ -69,19 +69,11 @@ TRACED_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Training:
-    """One group of ranks and one backend.
+class Training(Settings):
+    """One group of ranks and one backend: the demo's settings, larger; ``steps`` are timed.
 
     Attributes:
-        ranks: processes.
-        backend: what compiles the graphs.
         ways: names out of :data:`WAYS`, ``"eager"`` first.
-        rounds: timed steps of each way.
-        layers: transformer blocks.
-        dim: model width, a multiple of 64.
-        batch: sequences per rank and step.
-        seq: bytes of text per sequence.
-        reduce_dtype: dtype that gradients are reduced in.
         predict: whether the ranks measure their machine first, which ours then plan with and the
             cost model times all graphs on.
         device: ``"cpu"``, whose ranks talk over gloo, or ``"cuda"``, over NCCL.
@@ -89,15 +81,10 @@ class Training:
             are then timed on the machine that these traces show, too.
     """
 
-    ranks: int
-    backend: Backend
-    ways: tuple[str, ...] = tuple(WAYS)
-    rounds: int = 30
-    layers: int = 4
+    nodes: int = 1
+    steps: int = 30
     dim: int = 512
-    batch: int = 2
-    seq: int = 64
-    reduce_dtype: Literal["bf16", "fp32"] = "bf16"
+    ways: tuple[str, ...] = tuple(WAYS)
     predict: bool = False
     device: Literal["cpu", "cuda"] = "cpu"
     traces: str = ""
@@ -203,25 +190,16 @@ def train_rank(rank: Rank, training: Training) -> RankReport:
 
 
 def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
-    settings = Settings(
-        ranks=training.ranks,
-        nodes=1,
-        layers=training.layers,
-        dim=training.dim,
-        batch=training.batch,
-        seq=training.seq,
-        reduce_dtype=training.reduce_dtype,
-    )
     machine = H100
     if training.predict:
         machine = measure((rank.world_size,), kib=(4, 64, 512, 4096, 16384))
-    ways = {name: make_way(name, training, settings, mesh, machine) for name in training.ways}
+    ways = {name: make_way(name, training, mesh, machine) for name in training.ways}
     names = list(ways)
     steps = itertools.count()
 
     def each_once(take: Callable[[Way, torch.Tensor, torch.Tensor], None], first: int) -> None:
         tokens, targets = text.batch(
-            next(steps), rank.rank, size=training.batch, seq=training.seq, seed=settings.seed
+            next(steps), rank.rank, size=training.batch, seq=training.seq, seed=training.seed
         )
         tokens, targets = tokens.to(mesh.device_type), targets.to(mesh.device_type)
         for name in names[first:] + names[:first]:
@@ -237,9 +215,9 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
         way.report.step_ms.clear()
         way.report.graphs_ms.clear()
     with torch.compiler.set_stance("fail_on_recompile"):
-        for done in range(training.rounds):
+        for done in range(training.steps):
             each_once(_step, done % len(names))
-            rank.send((done + 1, training.rounds))
+            rank.send((done + 1, training.steps))
         timed = {
             name: (list(way.report.step_ms), list(way.report.graphs_ms))
             for name, way in ways.items()
@@ -286,18 +264,16 @@ def _traced_machine(
     return teb.Machine.from_traces(paths, ranks_per_node=rank.world_size, like=measured)
 
 
-def make_way(
-    name: str, training: Training, settings: Settings, mesh: DeviceMesh, machine: teb.Machine = H100
-) -> Way:
+def make_way(name: str, training: Training, mesh: DeviceMesh, machine: teb.Machine = H100) -> Way:
     """The model, sharded, and how it is run; ours plan for ``machine``."""
     if name == "eager":
-        run = eager_run(settings, mesh)
+        run = eager_run(training, mesh)
         return Way(run.module, run.forward, run.optimizer, WayReport())
-    model = Transformer(model_config(settings), seed=settings.seed, dtype=PARAM_DTYPE)
+    model = Transformer(model_config(training), seed=training.seed, dtype=PARAM_DTYPE)
     model.to(mesh.device_type)
     order = teb.FSDPParamOrder.from_model(model, units=model.unit_names())
     teb.data_parallel(
-        model, mesh, param_dtype=PARAM_DTYPE, reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype]
+        model, mesh, param_dtype=PARAM_DTYPE, reduce_dtype=REDUCE_DTYPES[training.reduce_dtype]
     )
     # fully_shard leaves the root's parameters gathered between forward and backward.
     reshard = teb.ReshardAfterForward(keep=order.units[-1])
@@ -317,7 +293,7 @@ def make_way(
     compiler = teb.backend(training.backend, [reshard, *passes[name], *last], model)
     options = TORCH_BUCKETS if name == "torch" and training.backend == "inductor" else {}
     forward: Any = torch.compile(model, backend=compiler, fullgraph=True, options=options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, foreach=True)
     return Way(model, forward, optimizer, WayReport(), predict)
 
 
