@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import torch_ext_bucketing as teb
-from benchmarks.keep_models import random_joint, unit_of
+from benchmarks.keep_random import random_joint, unit_of
 from torch_ext_bucketing.agreement.launches import launches_of
 from torch_ext_bucketing.bucketing.all_to_all import reduce_by_all_to_all
 from torch_ext_bucketing.bucketing.caps import plan_by_cap

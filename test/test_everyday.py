@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.parity_ranks import run_rows
+from benchmarks.parity import run_rows
 from benchmarks.parity_results import combine
 from benchmarks.parity_rows import ROWS
 from torch_ext_bucketing._torch import inductor

@@ -22,8 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_tru
 from benchmarks import graphs, parallel, titan, tracing
 from benchmarks.graphs import NAMES, count, load, main
 from benchmarks.models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
-from benchmarks.serialize import from_data, to_data
-from benchmarks.symbols import Symbols, symbols_to_data
+from benchmarks.serialize import Symbols, from_data, symbols_to_data, to_data
 from torch_ext_bucketing._torch.symbols import symbol_facts
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_assertion, kind_of, started_by

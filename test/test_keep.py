@@ -17,8 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
-from benchmarks.keep_all import least_ms
-from benchmarks.keep_models import random_joint, random_planner, unit_of
+from benchmarks.keep_random import least_ms, random_joint, random_planner, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute, stage_of
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.fsdp.tag_graph import parameter_chains

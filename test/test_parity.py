@@ -207,7 +207,7 @@ def fails_on_one(rank: Rank, rows: list[Row], steps: int) -> None:
 
 
 def test_a_failing_rank_ends_all_and_loses_nothing(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(parity, "_run_rows", fails_on_one)
+    monkeypatch.setattr(parity, "run_rows", fails_on_one)
     path = tmp_path / "rows.json"
     options = ["--only", "uneven/2x2/aot_eager/fsdp*/bf16", "--steps", "1", "--json", str(path)]
     assert parity.main(options) == 1

@@ -34,9 +34,7 @@ def test_ways_to_use_a_parameter_again(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def _runs(rank: Rank, row: Row):
-    from benchmarks.parity_ranks import runs_of
-
-    return runs_of(rank, row, STEPS)
+    return parity.runs_of(rank, row, STEPS)
 
 
 def _equal(runs, eager, model, passes):
