@@ -8,15 +8,14 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.fx as fx
 import torch.nn as nn
-from hypothesis import HealthCheck, assume, given, settings
+from collective_graphs import fake_group
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from unit_models import (
     MoEBlock,
     blocks,
@@ -40,9 +39,8 @@ WORLD = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def mesh():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    yield init_device_mesh("cpu", (WORLD,))
-    dist.destroy_process_group()
+    with fake_group(WORLD):
+        yield init_device_mesh("cpu", (WORLD,))
 
 
 @pytest.fixture(autouse=True)
@@ -294,15 +292,7 @@ def specs(depth):
     )
 
 
-@settings(
-    max_examples=250,
-    deadline=None,
-    suppress_health_check=[
-        HealthCheck.too_slow,
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.filter_too_much,
-    ],
-)
+@settings(max_examples=250)
 @given(spec=specs(3), data=st.data())
 def test_random_trees_like_fsdp2(mesh, spec, data):
     plain = Node(spec, [new_parameter(), new_parameter()])

@@ -175,7 +175,7 @@ class TestBlocks:
         with pytest.raises(ValueError, match="ReLU has no parameters"):
             transformer_block_plan(nn.ReLU())
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(
         n=st.integers(2, 6),
         container=st.sampled_from(["dict", "list", "sequential"]),
