@@ -17,11 +17,10 @@ import os
 import sys
 
 import torch
-import torch.distributed as dist
+from collective_graphs import fake_group
 from sharded_models import shard_by_parametrization
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from warm_child import Pair, states
 
 import torch_ext_bucketing as teb
@@ -149,11 +148,10 @@ def run(name: str, mesh) -> dict[str, object]:
 def main(names: list[str]) -> None:
     if any(name.startswith("config") for name in names):
         teb.hooks.install()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    for name in names:
-        print(json.dumps(run(name, mesh)), flush=True)
-    dist.destroy_process_group()
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        for name in names:
+            print(json.dumps(run(name, mesh)), flush=True)
     os._exit(0)
 
 

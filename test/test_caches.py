@@ -9,20 +9,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import json
 import logging
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from collective_graphs import fake_group
 from patching_trees import copy_package, run_python
 from test_pack import CONFIG
-from test_warm import BYPASS, HIT, MISS, assert_state
+from test_warm import BYPASS, HIT, MISS, assert_state, run
 from torch._inductor import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -34,8 +31,6 @@ from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.scheduling.machine import Level
 
 CHILD = Path(__file__).parent / "cache_child.py"
-LIMIT_S = 400
-
 HOOKS = """
 from torch_ext_bucketing import BucketUnits
 
@@ -56,29 +51,10 @@ class Checkout:
         self.hooks = self.folder / "hooks.py"
         self.hooks.write_text(HOOKS)
 
-    def command(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        ours = ("TORCH_", "TORCHINDUCTOR")
-        env = {k: v for k, v in os.environ.items() if not k.startswith(ours) or "VEC_ISA" in k}
-        env |= {
-            "PYTHONPATH": os.pathsep.join([str(self.folder), str(CHILD.parent)]),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.cache),
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        }
-        return subprocess.run(
-            [sys.executable, *arguments],
-            env=env,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-
     def run(self, *names: str) -> dict[str, dict[str, Any]]:
         """Results by name, of a new process."""
-        done = self.command(str(CHILD), *names)
-        assert done.returncode == 0, done.stderr[-6000:]
-        results = [json.loads(line) for line in done.stdout.splitlines()]
+        paths, cache = (self.folder, CHILD.parent), str(self.cache)
+        results = run(str(CHILD), *names, paths=paths, TORCHINDUCTOR_CACHE_DIR=cache)
         assert [r["name"] for r in results] == list(names)
         assert all(Path(r.get("file", self.folder)).is_relative_to(self.folder) for r in results)
         return {r["name"]: r for r in results}
@@ -333,15 +309,9 @@ def test_what_has_no_uuid(caplog):
 
 
 def test_group_sizes_and_ranks_count():
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     def uuid(world: int, rank: int = 0) -> str | None:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        try:
+        with fake_group(world, rank):
             return teb.BucketByCap(kinds=("all_reduce",)).uuid()
-        finally:
-            dist.destroy_process_group()
 
     assert uuid(4) == uuid(4) != uuid(8)
     assert uuid(4, rank=1) == uuid(4, rank=1) != uuid(4), "a bucketed gather has the rank inside"

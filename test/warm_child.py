@@ -11,8 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from collective_graphs import fake_group
 from extended_models import OtherScaled, TensorScaled, wrap
 from sharded_models import shard_by_parametrization
 from torch._dynamo.utils import counters
@@ -66,17 +66,6 @@ WAYS: dict[str, tuple[Shard, int]] = {
     "float8": (shard_scaled, 8),
     "other float8": (partial(shard_scaled, cls=OtherScaled), 8),
 }
-
-
-@contextmanager
-def fake_rank(rank: int, world: int = 2) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def model_of(way: str) -> nn.Module:
@@ -127,7 +116,7 @@ def compile_step(way: str) -> dict[str, Any]:
 
 
 def as_rank(rank: int, way: str) -> dict[str, Any]:
-    with fake_rank(rank):
+    with fake_group(2, rank):
         return {**compile_step(way), "rank": rank, "values": None}
 
 
