@@ -10,15 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_graphs import C10D, all_reduce, reduce_scatter, run_all_ranks, starts, trace
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipe_ranks import small_model, trained
-from sharded_models import TwoBlocks
+from sharded_models import TwoBlocks, eager_fsdp2, small_transformer, tokens_of, trained
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 import torch_ext_bucketing as teb
 from benchmarks.keep_models import random_joint, unit_of
@@ -96,9 +95,7 @@ def in_rank_order(gradients, op):
 
 
 @pytest.mark.parametrize("fake_world", [2, 3, 5], indirect=True)
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40)
 @given(made=members, cap_mb=st.sampled_from((1e-5, 1e-4, 25)), seed=st.integers(0, 99))
 def test_gradients_are_added_in_the_order_of_the_ranks(fake_world, made, cap_mb, seed):
     gm, inputs = graph_of(made, fake_world)
@@ -202,7 +199,7 @@ def test_the_list_is_checked(fake_world):
 
 
 def test_recipes_take_it_by_name(fake_world):
-    model = teb.data_parallel(small_model(), init_device_mesh("cpu", (4,)))
+    model = teb.data_parallel(small_transformer(), init_device_mesh("cpu", (4,)))
     parity = teb.recipe(model, reduce="all_to_all")
     assert [type(p).__name__ for p in parity][-3:] == [
         "BucketUnits",
@@ -400,11 +397,12 @@ def test_inductor_reads_what_is_received_once(fake_world):
 # --- real ranks ----------------------------------------------------------------------------------
 
 
+def hashes(rank, model, run):
+    return trained(model, run, tokens_of(rank.rank, 37, 2, 8), steps=2)
+
+
 def eager(mesh, reduce_dtype, units, twin):
-    model = small_model(layers=1)
-    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, cast_forward_inputs=False)
-    for module in [*units(model), model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+    model = eager_fsdp2(small_transformer(layers=1), units, mesh, torch.bfloat16, reduce_dtype)
     if twin:
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -412,12 +410,8 @@ def eager(mesh, reduce_dtype, units, twin):
     return model
 
 
-def by_block(model):
-    return [model.embed, *model.blocks, [model.norm, model.output]]
-
-
-def other_units(model):
-    return [[model.embed, model.blocks[0]]]
+BY_BLOCK = ["embed", "blocks.0", ["norm", "output"], ""]
+OTHER_UNITS = [["embed", "blocks.0"], ""]
 
 
 WAYS = {
@@ -453,14 +447,14 @@ def digests(rank, reduce_dtype, shape, ways):
         names = ("replicate", "shard")[-len(shape) :]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for twin in (False, True) if RING in ways else (True,):
-            for name, units in (("units", by_block), ("other units", other_units)):
+            for name, units in (("units", BY_BLOCK), ("other units", OTHER_UNITS)):
                 model = eager(mesh, reduce_dtype, units, twin)
-                found["sums" if twin else RING, name] = trained(rank.rank, model, model)
-        order = teb.FSDPParamOrder.from_fsdp(eager(mesh, reduce_dtype, by_block, False))
+                found["sums" if twin else RING, name] = hashes(rank, model, model)
+        order = teb.FSDPParamOrder.from_fsdp(eager(mesh, reduce_dtype, BY_BLOCK, False))
         kinds = ("all_gather", "reduce_scatter", "all_reduce")[: len(shape) + 1]
         for name in ways:
             run = compiled_digests(
-                rank, small_model(layers=1), mesh, reduce_dtype, name, order, kinds
+                rank, small_transformer(layers=1), mesh, reduce_dtype, name, order, kinds
             )
             found[RING if name == RING else "sums", "", name] = run
     return found
@@ -471,7 +465,7 @@ def compiled_digests(rank, model, mesh, reduce_dtype, name, order, kinds, compil
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
     teb.data_parallel(model, mesh, "fully_shard" if mesh.ndim == 1 else "hybrid_shard", **dtypes)
     backend = teb.backend(compiler, passes_of(name, order, kinds, model))
-    return trained(rank.rank, model, torch.compile(model, backend=backend))
+    return hashes(rank, model, torch.compile(model, backend=backend))
 
 
 SOME = ("small, FSDP2 order", "speed", RING)
@@ -558,7 +552,7 @@ def _fails_in(rank, methods, *passes):
         )
         teb.data_parallel(model, init_device_mesh("cpu", (rank.world_size,)))
         backend = teb.backend("aot_eager", [buckets, *passes])
-        trained(rank.rank, model, torch.compile(model, backend=backend))
+        hashes(rank, model, torch.compile(model, backend=backend))
 
 
 @pytest.mark.parametrize("reduces", [[], [teb.ReduceByAllToAll()]], ids=["rings", "all-to-alls"])
@@ -577,23 +571,23 @@ def over_replicas(rank, *shape):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         sharded = (mesh, "hybrid_shard") if shape[1] > 1 else (mesh["replicate"], "replicate")
         average = teb.AllToAllAllReduce(mesh["replicate"].get_group())
-        for name, units in (("twin", by_block), ("twin, other units", other_units)):
+        for name, units in (("twin", BY_BLOCK), ("twin, other units", OTHER_UNITS)):
             model = eager(mesh["shard"], torch.bfloat16, units, True)
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_all_reduce_hook(average)
-            found[name] = trained(rank.rank, model, model)
+            found[name] = hashes(rank, model, model)
         for cap_mb in (0.002, 25):
             torch._dynamo.reset()
             bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
-            model = small_model(layers=1)
+            model = small_transformer(layers=1)
             teb.data_parallel(model, *sharded, **bf16)
             passes = [teb.ReduceScatterFirst()] * (shape[1] > 1)
             passes += [teb.BucketByCap(cap_mb, kinds=KINDS), teb.ReduceByAllToAll()]
             compiled = torch.compile(model, backend=teb.backend("aot_eager", passes))
-            found[f"{cap_mb} MiB"] = trained(rank.rank, model, compiled)
-        model = eager(mesh, torch.bfloat16, by_block, True)
-        found["ring"] = trained(rank.rank, model, model)
+            found[f"{cap_mb} MiB"] = hashes(rank, model, compiled)
+        model = eager(mesh, torch.bfloat16, BY_BLOCK, True)
+        found["ring"] = hashes(rank, model, model)
     return found
 
 
