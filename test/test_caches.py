@@ -19,7 +19,7 @@ import torch
 from collective_graphs import fake_group
 from patching_trees import copy_package, run_python
 from test_pack import CONFIG
-from test_warm import BYPASS, HIT, MISS, assert_state, run
+from test_warm import BYPASS, CHILD, HIT, MISS, assert_state, run
 from torch._inductor import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -30,7 +30,6 @@ from torch_ext_bucketing.passes import cache_key as _cache_key
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.scheduling.machine import Level
 
-CHILD = Path(__file__).parent / "cache_child.py"
 HOOKS = """
 from torch_ext_bucketing import BucketUnits
 
@@ -54,7 +53,7 @@ class Checkout:
     def run(self, *names: str) -> dict[str, dict[str, Any]]:
         """Results by name, of a new process."""
         paths, cache = (self.folder, CHILD.parent), str(self.cache)
-        results = run(str(CHILD), *names, paths=paths, TORCHINDUCTOR_CACHE_DIR=cache)
+        results = run(str(CHILD), "setups", *names, paths=paths, TORCHINDUCTOR_CACHE_DIR=cache)
         assert [r["name"] for r in results] == list(names)
         assert all(Path(r.get("file", self.folder)).is_relative_to(self.folder) for r in results)
         return {r["name"]: r for r in results}
@@ -80,34 +79,23 @@ def cold(checkout: Checkout) -> dict[str, dict[str, Any]]:
     return checkout.run(*CACHED)
 
 
-def test_cold_processes_miss(cold: dict[str, dict[str, Any]]):
-    for name in CACHED:
-        assert_state(cold[name], MISS)
-        assert len(cold[name]["codes"]) == 2, cold[name]
-
-
 @pytest.fixture(scope="module")
 def warm(checkout: Checkout, cold: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """A second process: the same settings again, then others."""
     return checkout.run(*CACHED, *OTHERS, "backend, lambda")
 
 
-def test_same_settings_hit_in_a_new_process(warm, cold):
+def test_the_same_settings_hit_in_a_new_process_and_others_miss(warm, cold):
     for name in CACHED:
+        assert_state(cold[name], MISS)
+        assert len(cold[name]["codes"]) == 2, cold[name]
         assert_state(warm[name], HIT)
         assert warm[name]["codes"] == cold[name]["codes"]
         assert not warm[name]["log"]
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_settings_miss(warm, name):
-    assert_state(warm[name], MISS)
-
-
-def test_another_order_makes_other_code(warm, cold):
-    forward, backward = warm["backend, other order"]["codes"]
-    assert forward != cold["backend"]["codes"][0]
-    assert backward != cold["backend"]["codes"][1]
+    for name in OTHERS:
+        assert_state(warm[name], MISS)
+    codes = zip(warm["backend, other order"]["codes"], cold["backend"]["codes"], strict=True)
+    assert all(one != other for one, other in codes)
 
 
 def test_a_plain_function_bypasses_with_a_reason(warm):

@@ -160,18 +160,12 @@ def test_a_number_stands_for_each_symbol_and_sizes_stay_in_proportion(env):
     hints = SizeHints(16)
     assert [hints(n) for n in (7, tokens, 8 * tokens, tokens + others)] == [7, 16, 128, 32]
     assert hints.used == {"u0": 16, "u1": 16}
-
-
-@pytest.mark.parametrize("given", [10_000, lambda symbol: 10_000, None])
-def test_no_number_is_above_what_the_size_can_be(env, given):
-    assert SizeHints(given)(unbacked(env, most=64)) == 64
-
-
-def test_a_callable_is_asked_once_per_symbol(env):
+    assert SizeHints(0)(64 // tokens) == DEFAULT  # that has no value for the number
+    most = unbacked(env, most=64)
+    assert [SizeHints(n)(most) for n in (10_000, lambda symbol: 10_000, None)] == [64] * 3
     asked = []
     hints = SizeHints(lambda symbol: asked.append(str(symbol)) or 3)
-    size = unbacked(env)
-    assert [hints(size), hints(2 * size), hints(size)] == [3, 6, 3]
+    assert [hints(tokens), hints(2 * tokens), hints(tokens)] == [3, 6, 3]
     assert asked == ["u0"]
 
 
@@ -181,11 +175,6 @@ def test_a_callable_that_fails_costs_no_compile_and_is_reported(env, answer):
     assert hints(unbacked(env)) == DEFAULT
     (problem,) = hints.problems
     assert problem.startswith("size_hints(u0): ")
-
-
-def test_an_expression_without_a_value_for_the_number_takes_the_default(env):
-    size = unbacked(env)
-    assert SizeHints(0)(64 // size) == DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -293,23 +282,9 @@ def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
 def _data_dependent_graph(seed: int) -> fx.GraphModule:
     """Gathers and reductions between rows that are picked by value, their counts and assertions."""
     rng = random.Random(seed)
-    b = Builder()
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-
-    def op(target, *args):
-        node = b.graph.call_function(target, args)
-        with mode:
-            node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-        return node
-
-    def leaf():
-        node = b.graph.placeholder(f"p{len(b.leaves)}")
-        with mode:
-            node.meta["val"] = torch.empty(4)
-        b.leaves.append(node)
-        return node
-
-    vectors = [leaf() for _ in range(4)]
+    b = Builder(mode=FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True))
+    op = b.op
+    vectors = [b.shaped((4,)) for _ in range(4)]
     counts, outputs = [], []
     for i in range(rng.randint(3, 12)):
         x = rng.choice(vectors)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-CHILD = HERE / "warm_child.py"
+CHILD = HERE / "cache_child.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LIMIT_S = 400
 
