@@ -70,7 +70,7 @@ def test_ranks_that_disagree():
     assert model[1] == "The first to differ is collective 2 of 3 on this group:"
     for rank in (0, 1):
         assert model[2 + rank].startswith(
-            f"rank {rank}: all_gather float32, bucket of 4: layers.{rank}.w1.weight at byte 0"
+            f"rank {rank}: all_gather float32, bucket of 2: layers.{rank}.weight at byte 0"
         )
     assert "rank 1: all_gather float32, embedding.weight at byte 0" in lines("no buckets")[3]
     # The same bytes, of other values.
