@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -25,10 +26,20 @@ def small_model(layers=2):
 def wrapped(mesh):
     """Eager FSDP2 as trainers call it: the embedding, each block, norm and head, then the root."""
     model = small_model()
+    return _wrapped(model, [model.embed, *model.blocks, [model.norm, model.output]], mesh)
+
+
+def _wrapped(model, units, mesh):
     policy = MixedPrecisionPolicy(**DTYPES, cast_forward_inputs=False)
-    for module in (model.embed, *model.blocks, [model.norm, model.output], model):
+    for module in (*units, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     return model
+
+
+def blocks():
+    """With blocks, as a recipe needs them, that are fast to compile."""
+    torch.manual_seed(0)
+    return TwoBlocks(dim=32, vocabulary=37)
 
 
 def trained(rank, model, run):
@@ -50,12 +61,13 @@ def quick_starts(rank, cases):
         import torch_ext_bucketing as teb
 
         mesh = init_device_mesh("cpu", (rank.world_size,))
-        eager = wrapped(mesh)
+        eager = blocks()
+        eager = _wrapped(eager, [eager.embedding, *eager.layers, eager.head], mesh)
         units = teb.FSDPParamOrder.from_fsdp(eager).units
         results = {"eager": (trained(rank.rank, eager, eager), units, "")}
         for name, options in cases.items():
             torch._dynamo.reset()
-            model = teb.data_parallel(small_model(), mesh, **DTYPES)
+            model = teb.data_parallel(blocks(), mesh, **DTYPES)
             with warnings.catch_warnings():
                 if name != "speed":  # whose bound on memory a model this small can't keep
                     warnings.simplefilter("error", UserWarning)
