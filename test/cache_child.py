@@ -3,7 +3,7 @@
     python cache_child.py NAME [NAME ...]
 
 Prints a line of JSON for each name: hits, misses and bypasses of both caches, digests of the code
-that ran (forward, backward) and what was logged. The process is rank 0 of a fake group of two. Names of
+that ran (forward, backward) and what was logged; of "uuids" those of some passes. The process is rank 0 of a fake group of two. Names of
 config entries need the hooks, which are installed where one is asked for.
 """
 
@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from warm_child import Pair, states
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing import _source
 
 AB = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
 BA = teb.FSDPParamOrder.from_fqns([["b.weight", "a.weight"]])
@@ -68,6 +69,12 @@ def from_hooks(name, *args):
     return getattr(hooks, name)(*args)
 
 
+def edited(model):
+    """As after an edit of the package."""
+    _source._PACKAGE = "another digest"
+    return SETUPS["backend"](model)
+
+
 SETUPS = {
     "backend": by_backend(lambda: teb.BucketUnits(AB)),
     "backend, other order": by_backend(lambda: teb.BucketUnits(BA)),
@@ -75,6 +82,7 @@ SETUPS = {
     "backend, lambda": by_backend(lambda: teb.BucketUnits(AB, payload_order=lambda start: 0)),
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
     "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
+    "backend, edited": edited,
     "config": by_config(AB),
     "config, other order": by_config(BA),
     "config, model turned": by_config(AB),
@@ -133,7 +141,8 @@ def run(name: str, mesh) -> dict[str, object]:
     model = Pair(turned="turned" in name)
     compiler, settings = SETUPS[name](model)
     shard_by_parametrization(model, mesh)
-    with config.patch(settings), codes_run() as codes:
+    # The code that calls kernels shows whatever a pass changes; none need be compiled.
+    with config.patch({"fallback_by_default": True, **settings}), codes_run() as codes:
         torch.compile(model, backend=compiler)(torch.ones(4, 8)).sum().backward()
     for logger in loggers:
         logger.removeHandler(log)
@@ -146,13 +155,37 @@ def run(name: str, mesh) -> dict[str, object]:
     }
 
 
+def uuids(name: str) -> dict[str, object]:
+    """Before anything imports the passes that are switched off here."""
+    off = ["combine_uses", "separate_groups"]
+    assert not [m for m in off if f"torch_ext_bucketing.rewrites.{m}" in sys.modules]
+    os.environ["TORCH_EXT_BUCKETING_DISABLE"] = "CombineUses, SeparateGroups"
+    disabled = teb.backend("aot_eager").passes.disabled
+    from torch_ext_bucketing.passes.pipeline import Pipeline
+
+    order = teb.FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
+    passes = [
+        teb.ReshardAfterForward(["a"]),
+        teb.TagParameters(),
+        teb.ReshardAfterForward(),
+        teb.BucketUnits(order),
+        teb.BucketUnits(order, payload_order=None),
+        teb.BucketUnits(order, kinds=("all_gather",)),
+        teb.BucketUnits([["a"]]),
+    ]
+    found = [*(p.uuid() for p in passes), Pipeline(passes[1:]).uuid()]
+    del os.environ["TORCH_EXT_BUCKETING_DISABLE"]
+    return {"name": name, "disabled": disabled, "uuids": found}
+
+
 def main(names: list[str]) -> None:
     if any(name.startswith("config") for name in names):
         teb.hooks.install()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     for name in names:
-        print(json.dumps(run(name, mesh)), flush=True)
+        result = uuids(name) if name == "uuids" else run(name, mesh)
+        print(json.dumps(result), flush=True)
     dist.destroy_process_group()
     os._exit(0)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -631,40 +629,6 @@ def test_every_passs_time_is_in_the_report(fake_world):
     (line,) = [x for x in report.to_text().splitlines() if x.startswith("joint")]
     assert line.split() == ["joint", "TagParameters", f"{report.passes[0].seconds:.3f}"]
     assert report.as_dict()["passes"][1]["name"] == "BucketUnits"
-
-
-CHILD = """
-import os
-os.environ["TORCH_EXT_BUCKETING_DISABLE"] = "CombineUses, SeparateGroups"
-from torch_ext_bucketing import backend
-print(*backend("aot_eager").passes.disabled, "known before they are imported")
-from torch_ext_bucketing import BucketUnits, FSDPParamOrder, ReshardAfterForward, TagParameters
-from torch_ext_bucketing.passes.pipeline import Pipeline
-o = FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
-passes = [ReshardAfterForward(["a"]), TagParameters(), ReshardAfterForward(), BucketUnits(o),
-          BucketUnits(o, payload_order=None), BucketUnits(o, kinds=("all_gather",)), BucketUnits([["a"]])]
-print(*[p.uuid() for p in passes], Pipeline(passes[1:]).uuid())
-"""
-
-
-@pytest.mark.once
-def test_uuids_differ_by_settings_and_not_by_process():
-    """And all passes can be switched off by name in a process that has imported none of them."""
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", CHILD],
-            env={"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        ).stdout.splitlines()
-        for seed in ("1", "2")
-    ]
-    assert runs[0] == runs[1]
-    known, uuids = runs[0]
-    assert known == "known before they are imported"
-    assert len(set(uuids.split())) == len(uuids.split()) == 8
 
 
 def test_plain_function_is_not_cached():
