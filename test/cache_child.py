@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing import _source
 
 ORDER = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
 
@@ -242,6 +243,12 @@ def from_hooks(name, *args):
     return getattr(hooks, name)(*args)
 
 
+def edited(model):
+    """As after an edit of the package."""
+    _source._PACKAGE = "another digest"
+    return SETUPS["backend"](model)
+
+
 SETUPS = {
     "backend": by_backend(lambda: teb.BucketUnits(AB)),
     "backend, other order": by_backend(lambda: teb.BucketUnits(BA)),
@@ -249,6 +256,7 @@ SETUPS = {
     "backend, lambda": by_backend(lambda: teb.BucketUnits(AB, payload_order=lambda start: 0)),
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
     "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
+    "backend, edited": edited,
     "config": by_config(AB),
     "config, other order": by_config(BA),
     "config, model turned": by_config(AB),
@@ -307,22 +315,46 @@ def state_of(name: str, mesh: Any) -> dict[str, Any]:
     model = Pair(turned="turned" in name)
     compiler, settings = SETUPS[name](model)
     shard_by_parametrization(model, mesh)
-    with config.patch(settings), codes_run() as codes:
+    # The code that calls kernels shows whatever a pass changes; none need be compiled.
+    with config.patch({"fallback_by_default": True, **settings}), codes_run() as codes:
         torch.compile(model, backend=compiler)(torch.ones(4, 8)).sum().backward()
     for logger in loggers:
         logger.removeHandler(log)
     return {"name": name, **states(), "codes": codes, "log": log.messages, "file": teb.__file__}
 
 
+def uuids(name: str) -> dict[str, Any]:
+    """Before anything imports the passes that are switched off here."""
+    off = ["combine_uses", "separate_groups"]
+    assert not [m for m in off if f"torch_ext_bucketing.rewrites.{m}" in sys.modules]
+    os.environ["TORCH_EXT_BUCKETING_DISABLE"] = "CombineUses, SeparateGroups"
+    disabled = teb.backend("aot_eager").passes.disabled
+    from torch_ext_bucketing.passes.pipeline import Pipeline
+
+    order = teb.FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
+    passes = [
+        teb.ReshardAfterForward(["a"]),
+        teb.TagParameters(),
+        teb.ReshardAfterForward(),
+        teb.BucketUnits(order),
+        teb.BucketUnits(order, payload_order=None),
+        teb.BucketUnits(order, kinds=("all_gather",)),
+        teb.BucketUnits([["a"]]),
+    ]
+    found = [*(p.uuid() for p in passes), Pipeline(passes[1:]).uuid()]
+    del os.environ["TORCH_EXT_BUCKETING_DISABLE"]
+    return {"name": name, "disabled": disabled, "uuids": found}
+
+
 def setups(*names: str) -> list[dict[str, Any]]:
     """Hits, misses and bypasses of both caches for each of ``SETUPS``, digests of the code that ran
-    (forward, backward) and what was logged. Names of config entries need the hooks, which are
+    (forward, backward) and what was logged; of "uuids" those of some passes. Names of config entries need the hooks, which are
     installed where one is asked for."""
     if any(name.startswith("config") for name in names):
         teb.hooks.install()
     with fake_group(2):
         mesh = init_device_mesh("cpu", (2,))
-        return [state_of(name, mesh) for name in names]
+        return [uuids(n) if n == "uuids" else state_of(n, mesh) for n in names]
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +21,6 @@ from torch_ext_bucketing.fsdp.tags import TagReport
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.training import train
-from torch_ext_bucketing.testing.trial import wrap
 
 
 class Block(nn.Module):
@@ -187,8 +186,11 @@ def eager_fsdp2(
 ) -> nn.Module:
     """``fully_shard`` per unit, in place, with no cast of the model's inputs."""
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
-    named = [[unit] if isinstance(unit, str) else unit for unit in units]
-    return wrap(model, named, mesh, mp_policy=policy, **more)
+    for unit in units:
+        names = [unit] if isinstance(unit, str) else unit
+        modules = [model.get_submodule(name) for name in names]
+        fully_shard(modules, mesh=mesh, mp_policy=policy, **more)
+    return model
 
 
 def small_transformer(layers: int = 2) -> Transformer:

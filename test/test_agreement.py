@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from collective_graphs import C10D, all_gather, all_reduce, trace
 from extended_models import OtherScaled, TensorScaled, wrap
-from sharded_models import TwoBlocks
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,7 +64,23 @@ class Die(teb.GraphPass):
         raise RuntimeError("gone")
 
 
-class OtherBlocks(TwoBlocks):
+class Layers(nn.Module):
+    """Few parameters, as each makes a compile longer."""
+
+    def __init__(self, dim=8, vocabulary=12):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class OtherLayers(Layers):
     """The same parameters, used the other way round."""
 
     def forward(self, tokens):
@@ -98,7 +113,7 @@ def sharded(model, mode="fully_shard"):
     return teb.data_parallel(model, mesh, mode)
 
 
-def two_blocks(mode="fully_shard", model=TwoBlocks):
+def two_layers(mode="fully_shard", model=Layers):
     torch.manual_seed(0)
     return sharded(model(dim=9, vocabulary=13), mode)
 
@@ -106,13 +121,13 @@ def two_blocks(mode="fully_shard", model=TwoBlocks):
 def in_float8(cls):
     """The head is gathered in float8."""
     torch.manual_seed(0)
-    model = TwoBlocks(vocabulary=14)
+    model = Layers(vocabulary=14)
     wrap(model.head, cls)
     return sharded(model, "fully_shard")
 
 
 def fsdp_order():
-    return teb.FSDPParamOrder.from_model(TwoBlocks(), ["layers.0", "layers.1", ""])
+    return teb.FSDPParamOrder.from_model(Layers(), ["layers.0", "layers.1", ""])
 
 
 def tokens(rows=2):
@@ -150,7 +165,7 @@ def disagree(rank):
 
     def case(name, passes, model=None, **options):
         torch._dynamo.reset()
-        module = two_blocks() if model is None else model
+        module = two_layers() if model is None else model
         backend = teb.backend("aot_eager", passes, agree_timeout=SOON, **options)
         compiled = torch.compile(module, backend=backend, dynamic=False)
         results[name] = outcome(lambda: step(compiled, tokens()))
@@ -170,7 +185,7 @@ def disagree(rank):
     results["compiles"] = len(backend.reports)
     agreement.groups.default_store = store
 
-    case("other model", same, two_blocks(model=OtherBlocks if second else TwoBlocks))
+    case("other model", same, two_layers(model=OtherLayers if second else Layers))
     hook = Backwards(order) if second else order
     case("other hook", [teb.BucketUnits(order, payload_order=hook)])
     units = [["layers.0"], ["layers.1", "head"]] if second else [["layers.0"], ["layers.1"]]
@@ -195,7 +210,7 @@ def in_another_group(rank):
     """Ranks 2 and 3 shard together, and differ in their reduce-scatters."""
     order = fsdp_order()
     hook = Backwards(order, ("reduce_scatter",)) if rank == 3 else order
-    module = two_blocks(mode="hybrid_shard")
+    module = two_layers(mode="hybrid_shard")
     passes = [teb.BucketUnits(order, KINDS, payload_order=hook)]
     compiled = torch.compile(module, backend=teb.backend("aot_eager", passes, agree_timeout=SOON))
     return {"backward": outcome(lambda: step(compiled, tokens()))}
@@ -208,7 +223,7 @@ def dies(rank):
     dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=90), **sizes)
     passes = [teb.BucketUnits(fsdp_order()), *([Die()] if rank.rank == 2 else [])]
     backend = teb.backend("aot_eager", passes, agree_timeout=timedelta(seconds=2))
-    compiled = torch.compile(two_blocks(), backend=backend)
+    compiled = torch.compile(two_layers(), backend=backend)
     results = {"step": outcome(lambda: step(compiled, tokens()))}
     if rank.rank != 1:
         return None  # and the process ends
@@ -238,7 +253,7 @@ def other_edition(rank):
         agreement.package_digest = "another edition".__str__
     passes = [teb.BucketUnits(fsdp_order())]
     compiled = torch.compile(
-        two_blocks(), backend=teb.backend("aot_eager", passes, agree_timeout=SOON)
+        two_layers(), backend=teb.backend("aot_eager", passes, agree_timeout=SOON)
     )
     return outcome(lambda: step(compiled, tokens()))
 
@@ -320,7 +335,7 @@ def test_ranks_that_disagree():
     assert model[1] == "The first to differ is collective 2 of 3 on this group:"
     for rank in (0, 1):
         assert model[2 + rank].startswith(
-            f"rank {rank}: all_gather float32, bucket of 4: layers.{rank}.w1.weight at byte 0"
+            f"rank {rank}: all_gather float32, bucket of 2: layers.{rank}.weight at byte 0"
         )
     assert "rank 1: all_gather float32, embedding.weight at byte 0" in lines("no buckets")[3]
     # The same bytes, of other values.

@@ -50,10 +50,12 @@ class Checkout:
         self.hooks = self.folder / "hooks.py"
         self.hooks.write_text(HOOKS)
 
-    def run(self, *names: str) -> dict[str, dict[str, Any]]:
-        """Results by name, of a new process."""
-        paths, cache = (self.folder, CHILD.parent), str(self.cache)
-        results = run(str(CHILD), "setups", *names, paths=paths, TORCHINDUCTOR_CACHE_DIR=cache)
+    def run(self, *names: str, seed: int = 0) -> dict[str, dict[str, Any]]:
+        """Results by name, of a new process, whose hashes of strings are by ``seed``."""
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(self.cache), "PYTHONHASHSEED": str(seed)}
+        results = run(
+            str(CHILD), "setups", *names, paths=(self.folder, CHILD.parent), **environment
+        )
         assert [r["name"] for r in results] == list(names)
         assert all(Path(r.get("file", self.folder)).is_relative_to(self.folder) for r in results)
         return {r["name"]: r for r in results}
@@ -76,13 +78,21 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 @pytest.fixture(scope="module")
 def cold(checkout: Checkout) -> dict[str, dict[str, Any]]:
     """The first process. What every later one is compared with."""
-    return checkout.run(*CACHED)
+    return checkout.run("uuids", *CACHED, seed=1)
 
 
 @pytest.fixture(scope="module")
 def warm(checkout: Checkout, cold: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """A second process: the same settings again, then others."""
-    return checkout.run(*CACHED, *OTHERS, "backend, lambda")
+    return checkout.run("uuids", *CACHED, *OTHERS, "backend, lambda", "backend, edited", seed=2)
+
+
+def test_uuids_differ_by_settings_and_not_by_process(warm, cold):
+    """And all passes can be switched off by name in a process that has imported none of them."""
+    assert warm["uuids"] == cold["uuids"]
+    assert cold["uuids"]["disabled"] == []  # of no pass, and no error
+    uuids = cold["uuids"]["uuids"]
+    assert len(set(uuids)) == len(uuids) == 8
 
 
 def test_the_same_settings_hit_in_a_new_process_and_others_miss(warm, cold):
@@ -110,8 +120,7 @@ def test_a_plain_function_bypasses_with_a_reason(warm):
     assert "give it a uuid() to be cached" in line
 
 
-def test_edited_sources_do_not_get_the_old_graph(checkout, cold):
-    """Of a user's pass, then of the package."""
+def test_an_edited_pass_does_not_get_the_old_graph(checkout, cold):
     checkout.hooks.write_text(EDITED_HOOKS)
     try:
         now = checkout.run("backend, own pass", "backend")
@@ -123,14 +132,12 @@ def test_edited_sources_do_not_get_the_old_graph(checkout, cold):
     ):
         assert was != code
     assert_state(now["backend"], HIT)
-    module = checkout.folder / "torch_ext_bucketing" / "bucketing" / "caps.py"
-    checkout.edit(module, "_MIB = 1024 * 1024\n", "_MIB = 1024 * 1024 \n")
-    try:
-        now = checkout.run("backend")
-    finally:
-        checkout.edit(module, "_MIB = 1024 * 1024 \n", "_MIB = 1024 * 1024\n")
-    assert_state(now["backend"], MISS)
-    assert now["backend"]["codes"] == cold["backend"]["codes"]
+
+
+def test_an_edited_package_does_not_get_the_old_graph(warm, cold):
+    """That an edit of any module changes the digest, is shown below."""
+    assert_state(warm["backend, edited"], MISS)
+    assert warm["backend, edited"]["codes"] == cold["backend"]["codes"]
 
 
 def test_compiling_in_a_subprocess_is_refused(fake_world, monkeypatch):

@@ -72,11 +72,11 @@ def test_whole_model_fits_one_bucket():
 
 PARITY = """\
 recipe(model, 'parity'):
-  AddByUnit(model, manual_plan(['embed', 'blocks.[0-3]', 'norm+output'], model))
+  AddByUnit(model, manual_plan(['embedding', 'layers.[0-1]', 'head'], model))
   CombineUses()
-  ReshardAfterForward(keep=['norm', 'output'])
+  ReshardAfterForward(keep=['head'])
   BucketUnits(FSDPParamOrder.from_model(model, units=manual_plan(\
-['embed', 'blocks.[0-3]', 'norm+output'], model)))
+['embedding', 'layers.[0-1]', 'head'], model)))
   Schedule([Overlap()], machine=Machine("""
 
 
@@ -84,7 +84,8 @@ recipe(model, 'parity'):
 def test_a_goal_shows_what_its_recipe_does(capsys, tmp_path):
     file = tmp_path / "machine.json"
     Machine(name="mine", flops={"bfloat16": 1e12}).save(file)
-    assert main(["explain", "--goal", "parity", "--brief", "--machine", str(file)]) == 0
+    words = ["explain", f"{HERE}:two_blocks", "--goal", "parity", "--brief"]
+    assert main([*words, "--machine", str(file)]) == 0
     said = capsys.readouterr().out
     assert said.startswith(PARITY)
     assert "name='mine'" in said

@@ -18,7 +18,6 @@ from collective_graphs import (
     run_all_ranks,
     show,
     trace,
-    under_hash_seeds,
 )
 from expecttest import assert_expected_inline
 from sharded_models import TWO_BLOCKS_FQNS, Keep, TwoBlocks, checkpointed, collectives, step
@@ -655,30 +654,6 @@ def test_every_passs_time_is_in_the_report(fake_world):
     (line,) = [x for x in report.to_text().splitlines() if x.startswith("joint")]
     assert line.split() == ["joint", "TagParameters", f"{report.passes[0].seconds:.3f}"]
     assert report.as_dict()["passes"][1]["name"] == "BucketUnits"
-
-
-CHILD = """
-import json, os
-os.environ["TORCH_EXT_BUCKETING_DISABLE"] = "CombineUses, SeparateGroups"
-from torch_ext_bucketing import backend
-disabled = backend("aot_eager").passes.disabled  # names are known before they are imported
-from torch_ext_bucketing import BucketUnits, FSDPParamOrder, ReshardAfterForward, TagParameters
-from torch_ext_bucketing.passes.pipeline import Pipeline
-o = FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
-passes = [ReshardAfterForward(["a"]), TagParameters(), ReshardAfterForward(), BucketUnits(o),
-          BucketUnits(o, payload_order=None), BucketUnits(o, kinds=("all_gather",)), BucketUnits([["a"]])]
-print(json.dumps([disabled, *[p.uuid() for p in passes], Pipeline(passes[1:]).uuid()]))
-"""
-
-
-@pytest.mark.once
-def test_uuids_differ_by_settings_and_not_by_process():
-    """And all passes can be switched off by name in a process that has imported none of them."""
-    one, other = under_hash_seeds(CHILD)
-    assert one == other
-    disabled, *uuids = one
-    assert disabled == []  # there is none of them to switch off
-    assert len(set(uuids)) == len(uuids) == 8
 
 
 def test_plain_functions_are_not_cached():
