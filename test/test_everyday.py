@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +13,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.parity import run_rows
 from benchmarks.parity_results import combine

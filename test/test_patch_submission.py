@@ -16,17 +16,21 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from linked_torch import (
+from patching_trees import (
+    CONFIG,
     PATCHES,
+    ROOT,
     SERIES,
+    TORCH_DIR,
     LinkedTorch,
     git,
     make_repository,
+    needs_unpatched_torch,
     patches_of,
+    run_python,
     series_folder,
     touched,
 )
-from patching_trees import CONFIG, ROOT, TORCH_DIR, needs_unpatched_torch, run_python
 
 from torch_ext_bucketing.hooks import disk, series
 from torch_ext_bucketing.hooks.patches import apply_patches
