@@ -139,20 +139,14 @@ class ScatterReport(RewriteReport):
     @property
     def replica_bytes(self) -> tuple[int, int]:
         """Bytes of the inputs of all swapped all-reduces, before and after."""
-        return (
-            sum(s.replica_bytes[0] for s in self.swapped),
-            sum(s.replica_bytes[1] for s in self.swapped),
-        )
+        each = [s.replica_bytes for s in self.swapped]
+        return sum(before for before, _ in each), sum(after for _, after in each)
 
     def _lines(self) -> list[str]:
         """The total."""
-        lines = []
-        if self.swapped:
-            before, after = map(size_text, self.replica_bytes)
-            lines.append(
-                f"{len(self.swapped)} gradients; all-reduced over the replicas: {before} -> {after}"
-            )
-        return lines
+        before, after = map(size_text, self.replica_bytes)
+        said = f"{len(self.swapped)} gradients; all-reduced over the replicas: {before} -> {after}"
+        return [said] if self.swapped else []
 
 
 @dataclass(frozen=True)
@@ -187,14 +181,9 @@ class ReshardReport(RewriteReport):
 
     def _lines(self) -> list[str]:
         """The total."""
-        lines = []
-        if self.resharded:
-            nbytes = sum(r.saved_bytes for r in self.resharded)
-            lines.append(
-                f"{len(self.resharded)} gathers of backward among {self.ranks} ranks; kept for "
-                f"them: {size_text(nbytes)}"
-            )
-        return lines
+        nbytes = sum(r.saved_bytes for r in self.resharded)
+        said = f"{len(self.resharded)} gathers of backward among {self.ranks} ranks; kept for them:"
+        return [f"{said} {size_text(nbytes)}"] if self.resharded else []
 
 
 @dataclass(frozen=True)
