@@ -24,7 +24,7 @@ from ..graph.collectives import (
     sent_as_bytes,
 )
 from ..graph.hook_guard import reading_only
-from ..graph.regions import positions
+from ..graph.regions import erase_unused, positions
 from ..graph.snapshot import unchanged_on_error
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
 from ..reports.graph import GraphReport, emit
@@ -107,7 +107,9 @@ def merge_buckets(
     ``packed_by`` says who gave the keys, see :class:`.BucketReport`.
     """
     for duplicate, original in plan.duplicates:
-        _reuse_gather(duplicate, original)
+        (wait,), (earlier,) = duplicate.users, original.users
+        wait.replace_all_uses_with(earlier)
+        erase_unused([wait])
     position = positions(graph)
     reports = []
     for bucket in plan.buckets:
@@ -217,15 +219,6 @@ def _hoist_inputs(bucket: Bucket, position: dict[fx.Node, int]) -> None:
         for node in sorted(late, key=position.__getitem__):
             first.prepend(node)
             position[node] = limit
-
-
-def _reuse_gather(duplicate: fx.Node, original: fx.Node) -> None:
-    (wait,) = duplicate.users
-    (earlier,) = original.users
-    wait.replace_all_uses_with(earlier)
-    graph = duplicate.graph
-    graph.erase_node(wait)
-    graph.erase_node(duplicate)
 
 
 def _payload_shape(start: fx.Node) -> tuple[int, ...]:
