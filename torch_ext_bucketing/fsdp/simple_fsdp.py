@@ -192,15 +192,12 @@ class _Unshard:
                 full = (self.extension or self).gather(shard)
         return attach(shard, self.unreduced, self.reduction, full)
 
-    def accumulate(self, sharded: DTensor) -> torch.Tensor:
-        """Let gradients of the full parameter add up in the ``grad`` of a tensor, returned.
-
-        That is a leaf of the parameter's full shape with a single element of memory.
-        """
+    def leaf(self, sharded: DTensor) -> torch.Tensor:
+        """A leaf in whose ``grad`` gradients of the full parameter can add up, of its full shape
+        with a single element of memory."""
         dtype = self.param_dtype or sharded.dtype
         one = torch.empty((), dtype=self.reduction[0] or dtype, device=sharded.device)
-        self.unreduced = one.expand(self.shape).requires_grad_()
-        return self.unreduced
+        return one.expand(self.shape).requires_grad_()
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         full = shard if self.param_dtype is None else shard.to(self.param_dtype)
@@ -455,10 +452,9 @@ class ReduceOnce:
                 for unshard in unshards:
                     unshard.full = full
         for param in self._trained:
-            first, *others = self._of[param]
-            self._unreduced.append(first.accumulate(param))
-            for unshard in others:
-                unshard.unreduced = first.unreduced
+            self._unreduced.append(self._of[param][0].leaf(param))
+            for unshard in self._of[param]:
+                unshard.unreduced = self._unreduced[-1]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
