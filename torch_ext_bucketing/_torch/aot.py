@@ -21,10 +21,9 @@ _RECOMPUTE_REGION = 100_000
 def mark_recompute(node: fx.Node) -> None:
     """Make the partitioner compute ``node`` again in backward rather than save it.
 
-    An operator of several results that might draw random numbers is not marked itself: its results
-    are, which has the same effect. Otherwise the partitioner would save the generator's state, too,
-    even where there is no dropout, and behind the meshes among the outputs, where AOTAutograd looks
-    for tensors in vain (torch 2.13).
+    Of an operator of several results that might draw random numbers the results alone are marked,
+    which has the same effect. Otherwise the partitioner would save the generator's state, too, and
+    behind the meshes among the outputs, where AOTAutograd looks for tensors in vain (torch 2.13).
     """
     node.meta["ac_graph_id"] = _RECOMPUTE_REGION
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

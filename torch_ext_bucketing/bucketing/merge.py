@@ -78,8 +78,8 @@ def apply_plan(
         graph: the graph that the plan was made for, unchanged since.
         plan: what to merge.
         payload_key: ascending key of a member's bytes, ties in graph order; a bucket with a member
-            whose key is None keeps graph order as a whole, as all do where this is None. It is
-            called once per member, before anything changes, and may only read the graph.
+            whose key is None keeps graph order, as all do where this is None. It is called once per
+            member, before anything changes, and may only read the graph.
 
     Returns:
         One report per bucket, in graph order.

@@ -50,10 +50,9 @@ def data_parallel(
     as an attribute, ``module.weight``, gathers it: all ranks have to. What is written to that, as
     by ``torch.nn.init``, is lost: initialize before, or write to those of ``named_parameters()``,
     which are also the ones to freeze. Each module becomes one of a subclass of its class, as with
-    ``fully_shard``. Parametrizations
-    (``torch.nn.utils.parametrize``), registered before or afterwards, get the gathered parameter.
-    A parameter that follows FSDP2's protocol for gathers of its own is gathered by it, see
-    :mod:`.fsdp.extensions`; with ``"replicate"``, which gathers nothing, it is as any other.
+    ``fully_shard``. Parametrizations (``torch.nn.utils.parametrize``), registered before or
+    afterwards, get the gathered parameter. A parameter that follows FSDP2's protocol for gathers of
+    its own is gathered by it, see :mod:`.fsdp.extensions`, but for ``"replicate"``.
 
     Args:
         model: its parameters are plain tensors on the mesh's device, equal on all ranks or not:
@@ -248,9 +247,9 @@ def _reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
 def _gathering_class(cls: Any, names: tuple[str, ...]) -> Any:
     """A subclass of ``cls`` whose parameters are gathered when they are read as attributes.
 
-    The parameters stay where they are, in ``module._parameters``, which is what
-    ``named_parameters()``, ``state_dict()`` and optimizers read: all names are as before. Modules
-    of one class share the result, so that code that was compiled for one serves the others.
+    They stay in ``module._parameters``, which ``named_parameters()``, ``state_dict()`` and
+    optimizers read. Modules of one class share the result, so that code that was compiled for one
+    serves the others.
     """
 
     def read(module: Any, name: str) -> torch.Tensor:
