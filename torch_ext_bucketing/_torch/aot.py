@@ -21,10 +21,9 @@ _RECOMPUTE_REGION = 100_000
 def mark_recompute(node: fx.Node) -> None:
     """Make the partitioner compute ``node`` again in backward rather than save it.
 
-    An operator of several results that might draw random numbers is not marked itself: its results
-    are, which has the same effect. Otherwise the partitioner would save the generator's state, too,
-    even where there is no dropout, and behind the meshes among the outputs, where AOTAutograd looks
-    for tensors in vain (torch 2.13).
+    Of an operator of several results that might draw random numbers the results alone are marked,
+    which has the same effect. Otherwise the partitioner would save the generator's state, too, and
+    behind the meshes among the outputs, where AOTAutograd looks for tensors in vain (torch 2.13).
     """
     node.meta["ac_graph_id"] = _RECOMPUTE_REGION
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -85,11 +84,13 @@ def recomputed_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
 def stage_of(graph: fx.Graph) -> str:
     """``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``, told by the inputs and what
     the partitioner left on the nodes."""
-    tangents = any(_is_tangent(n) for n in graph.find_nodes(op="placeholder"))
-    tags = dict.fromkeys(n.meta.get("partitioner_tag") for n in graph.nodes)
-    if tangents:
-        return "joint" if "is_forward" in tags and not _is_partitioned(graph) else "backward"
-    return "forward" if "is_forward" in tags else "inference"
+    inputs = graph.find_nodes(op="placeholder")
+    forward = any(n.meta.get("partitioner_tag") == "is_forward" for n in graph.nodes)
+    if any(map(_is_tangent, inputs)):
+        # In a joint graph every gradient hangs on an input; a backward graph has saved values too,
+        # which are no inputs of the compiled function and carry no descriptor.
+        return "joint" if forward and all("desc" in n.meta for n in inputs) else "backward"
+    return "forward" if forward else "inference"
 
 
 def in_backward(node: fx.Node) -> bool:
@@ -146,12 +147,6 @@ def is_saved(placeholder: fx.Node) -> bool:
     """Whether an input of a backward graph is what forward saved for it, and neither an input of
     the compiled function (a parameter, say) nor a tangent."""
     return "desc" not in placeholder.meta and not _is_tangent(placeholder)
-
-
-def _is_partitioned(graph: fx.Graph) -> bool:
-    # In a joint graph every gradient hangs on an input; a backward graph has saved values too,
-    # which are no inputs of the compiled function and carry no descriptor.
-    return any("desc" not in n.meta for n in graph.find_nodes(op="placeholder"))
 
 
 def _is_tangent(node: fx.Node) -> bool:

@@ -8,9 +8,8 @@ Versions (``torch/distributed/fsdp/_fully_shard``):
   never splits by dtype up to 2.15.
 * The all-gather packs a group in the order of ``fsdp_params``, and so does the reduce-scatter up to
   2.14. 2.15 packs the reduce-scatter by gradient dtype, in order of first appearance, and within
-  one dtype in the order of ``fsdp_params`` (``_init_reduce_scatter_param_order``). That differs
-  only where ``param.grad_dtype`` was set on some parameters of a group or frozen parameters have
-  another dtype.
+  one dtype in that order (``_init_reduce_scatter_param_order``): another one only where
+  ``param.grad_dtype`` was set on some parameters or frozen parameters have another dtype.
 """
 
 from __future__ import annotations

@@ -21,11 +21,6 @@ def compiles_for_all_ranks() -> bool:
     return bool(torch.distributed.config.compile_on_one_rank if found is None else found)
 
 
-def group_size_of(group: str) -> int:
-    """Number of ranks in the process group of that name."""
-    return int(group_by_name(group).size())
-
-
 def group_places() -> tuple[tuple[str, int, int], ...]:
     """The process groups that this rank knows, sorted: name, number of ranks, and this rank's place
     among them (-1: it has none, or compiles for all of them)."""

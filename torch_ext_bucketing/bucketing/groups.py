@@ -1,9 +1,7 @@
-"""Which process groups are bucketed: for :mod:`.caps` and for torch's ``fsdp_group_filter``.
+"""Filters of process groups, for :mod:`.caps` and for torch's ``fsdp_group_filter``.
 
-A policy is called once per graph with ``counts[group][kind]``, the number of FSDP collectives of
-each kind on each process group that has any, in graph order, and returns the groups to bucket.
-For :mod:`.caps`, what gathers in a part of a parameter's group counts for that group, and is
-bucketed with it.
+A filter is called once per graph with ``counts[group][kind]``, the number of FSDP collectives of
+each kind on each process group that has any, in graph order, and returns those to bucket.
 """
 
 from __future__ import annotations

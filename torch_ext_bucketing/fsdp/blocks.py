@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -77,10 +78,7 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
         )
     front, sections, tail = _around(tree, lists)
     blocks = [[name for name, _ in tree.children(path)] for path in lists]
-    side = [[name] for name in front]
-    for between in sections:
-        side.extend(between)
-    side.append(tail)
+    side = [*([name] for name in front), *itertools.chain(*sections), tail]
     merged = iter(_merge_shared(side, tree))
     units: list[tuple[str, ...]] = [tuple(next(merged)) for _ in front]
     found_experts = False
@@ -294,24 +292,20 @@ def _merge_shared(units: list[list[str]], tree: _ModuleTree) -> list[list[str]]:
 
 def _experts(block: str, tree: _ModuleTree, moe_experts: bool | str) -> list[str]:
     found: list[str] = []
-
-    def visit(path: str) -> None:
-        for name, _ in tree.children(path):
-            key = name.rpartition(".")[2]
-            if key == moe_experts or (
-                moe_experts is True and "experts" in key and "shared" not in key
-            ):
-                found.append(_narrowed(name))
-            else:
-                visit(name)
-
-    def _narrowed(path: str) -> str:
-        children = tree.children(path)
-        if len(children) == 1 and not _is_plain_container(tree.modules[path]):
-            name, child = children[0]
-            if set(child.parameters()) == set(tree.modules[path].parameters()):
-                return _narrowed(name)
-        return path
-
-    visit(block)
+    for name, _ in tree.children(block):
+        key = name.rpartition(".")[2]
+        if key == moe_experts or (moe_experts is True and "experts" in key and "shared" not in key):
+            found.append(_narrowed(name, tree))
+        else:
+            found += _experts(name, tree, moe_experts)
     return found
+
+
+def _narrowed(path: str, tree: _ModuleTree) -> str:
+    """The innermost module that holds all parameters of this one."""
+    children = tree.children(path)
+    if len(children) == 1 and not _is_plain_container(tree.modules[path]):
+        name, child = children[0]
+        if set(child.parameters()) == set(tree.modules[path].parameters()):
+            return _narrowed(name, tree)
+    return path

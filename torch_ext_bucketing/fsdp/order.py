@@ -1,7 +1,5 @@
 """The order in which eager FSDP2 packs parameters.
 
-    order = FSDPParamOrder.from_model(model, units=["tok_embeddings", "layers.0", ["norm", "head"]])
-
 With it, the members of every bucket lie in the packed buffer as in eager FSDP2's, so that a
 collective which adds in an order that depends on the byte offset (NCCL over several nodes) rounds
 the same way.
@@ -131,18 +129,17 @@ class FSDPParamOrder(Units, CustomPassBase):
         ignored_params: Collection[nn.Parameter | str] = (),
         group_key: Callable[[str, nn.Parameter], Hashable] | None = None,
     ) -> FSDPParamOrder:
-        """The order that ``fully_shard`` would give to a model that it was never called on.
+        """The order that ``fully_shard`` would give to a model that it was never called on::
+
+            order = FSDPParamOrder.from_model(model, ["emb", "layers.0", ["norm", "head"]])
 
         The rule is that of ``_get_managed_modules`` and ``_get_managed_states`` in torch 2.11 to
         2.15 (``torch/distributed/fsdp/_fully_shard/_fsdp_init.py``): the modules of a unit
         depth-first, children before the module itself, stopping at the modules of earlier units;
         then each module's own parameters in the order of registration. A parameter counts once,
-        where first seen. Frozen parameters count like all others, as FSDP2 gathers them too. No
-        parameter is read, so meta devices and parametrizations are fine.
-
-        Where ``torch.nn.utils.parametrize`` has moved only some parameters of a module into its
-        children, they are visited before the rest, as by FSDP2 on that same module; for the order
-        of the plain module take it before parametrizing.
+        where first seen, frozen or not. No parameter is read, so meta devices and parametrizations
+        are fine; parameters that ``torch.nn.utils.parametrize`` has moved into children come before
+        the rest, as FSDP2 visits them.
 
         Args:
             model: The model, wrapped or not.
@@ -154,9 +151,7 @@ class FSDPParamOrder(Units, CustomPassBase):
                 parameters or FQNs.
             group_key: Splits units like a ``shard_placement_fn`` with several meshes: from the FQN
                 and the parameter to any hashable that stands for its mesh. Each key is a payload,
-                in order of first appearance.
-                Default: one payload per unit, as ``fully_shard`` does without
-                ``shard_placement_fn``.
+                in order of first appearance. Default: one payload per unit.
 
         Raises:
             TypeError: ``units`` is a string, or an item is neither a string nor a list of strings.
@@ -232,12 +227,11 @@ class FSDPParamOrder(Units, CustomPassBase):
         return f"FSDPParamOrder.from_fqns([{units}])"
 
     def __call__(self, start: fx.Node) -> tuple[int, int] | None:
-        """The sort key of a collective's launch node: its parameter's (payload, position in it).
+        """The sort key of a collective's launch node: (payload, position in it) of its parameter,
+        or of several (fused weights) that of the one that is packed first.
 
-        A collective of several parameters (fused weights) sorts by the one that is packed first.
-        ``None``, which keeps its whole bucket in graph order, is the answer for a collective
-        without a tag and for one with any parameter that the order doesn't know; what was not found
-        is logged as a warning, once.
+        ``None``, which keeps its whole bucket in graph order, for a collective without a tag and
+        for one with a parameter that the order doesn't know, which is logged as a warning, once.
         """
         tag = tags.tag_of(start)
         if tag is None or not tag.fqns:

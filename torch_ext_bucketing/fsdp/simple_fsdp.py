@@ -50,10 +50,9 @@ def data_parallel(
     as an attribute, ``module.weight``, gathers it: all ranks have to. What is written to that, as
     by ``torch.nn.init``, is lost: initialize before, or write to those of ``named_parameters()``,
     which are also the ones to freeze. Each module becomes one of a subclass of its class, as with
-    ``fully_shard``. Parametrizations
-    (``torch.nn.utils.parametrize``), registered before or afterwards, get the gathered parameter.
-    A parameter that follows FSDP2's protocol for gathers of its own is gathered by it, see
-    :mod:`.fsdp.extensions`; with ``"replicate"``, which gathers nothing, it is as any other.
+    ``fully_shard``. Parametrizations (``torch.nn.utils.parametrize``), registered before or
+    afterwards, get the gathered parameter. A parameter that follows FSDP2's protocol for gathers of
+    its own is gathered by it, see :mod:`.fsdp.extensions`, but for ``"replicate"``.
 
     Args:
         model: its parameters are plain tensors on the mesh's device, equal on all ranks or not:
@@ -192,15 +191,12 @@ class _Unshard:
                 full = (self.extension or self).gather(shard)
         return attach(shard, self.unreduced, self.reduction, full)
 
-    def accumulate(self, sharded: DTensor) -> torch.Tensor:
-        """Let gradients of the full parameter add up in the ``grad`` of a tensor, returned.
-
-        That is a leaf of the parameter's full shape with a single element of memory.
-        """
+    def leaf(self, sharded: DTensor) -> torch.Tensor:
+        """A leaf in whose ``grad`` gradients of the full parameter can add up, of its full shape
+        with a single element of memory."""
         dtype = self.param_dtype or sharded.dtype
         one = torch.empty((), dtype=self.reduction[0] or dtype, device=sharded.device)
-        self.unreduced = one.expand(self.shape).requires_grad_()
-        return self.unreduced
+        return one.expand(self.shape).requires_grad_()
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         full = shard if self.param_dtype is None else shard.to(self.param_dtype)
@@ -251,9 +247,9 @@ def _reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
 def _gathering_class(cls: Any, names: tuple[str, ...]) -> Any:
     """A subclass of ``cls`` whose parameters are gathered when they are read as attributes.
 
-    The parameters stay where they are, in ``module._parameters``, which is what
-    ``named_parameters()``, ``state_dict()`` and optimizers read: all names are as before. Modules
-    of one class share the result, so that code that was compiled for one serves the others.
+    They stay in ``module._parameters``, which ``named_parameters()``, ``state_dict()`` and
+    optimizers read. Modules of one class share the result, so that code that was compiled for one
+    serves the others.
     """
 
     def read(module: Any, name: str) -> torch.Tensor:
@@ -455,10 +451,9 @@ class ReduceOnce:
                 for unshard in unshards:
                     unshard.full = full
         for param in self._trained:
-            first, *others = self._of[param]
-            self._unreduced.append(first.accumulate(param))
-            for unshard in others:
-                unshard.unreduced = first.unreduced
+            self._unreduced.append(self._of[param][0].leaf(param))
+            for unshard in self._of[param]:
+                unshard.unreduced = self._unreduced[-1]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:

@@ -17,7 +17,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 
 from .._torch.estimates import size_hint
-from .._torch.process_groups import group_size_of
+from .._torch.process_groups import group_by_name
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
@@ -222,12 +222,9 @@ def collective_group(node: fx.Node) -> str | None:
 
 def group_size(start: fx.Node) -> int:
     """Number of ranks in a collective's process group."""
-    kind = kind_of(start)
-    if kind == "all_gather":
+    if kind_of(start) in ("all_gather", "reduce_scatter"):
         return int(argument(start, "group_size"))
-    if kind == "reduce_scatter":
-        return int(argument(start, "group_size"))
-    return group_size_of(group_name(start))
+    return int(group_by_name(group_name(start)).size())
 
 
 def reduce_op(start: fx.Node) -> str | None:

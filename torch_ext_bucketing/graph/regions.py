@@ -77,6 +77,18 @@ def gathered_values(
     return found
 
 
+def erase_unused(nodes: Iterable[fx.Node]) -> None:
+    """Erase those that nothing reads, and then what only they read."""
+    stack = list(nodes)
+    erased: dict[fx.Node, None] = {}
+    while stack:
+        node = stack.pop()
+        if node not in erased and not node.users and node.op == "call_function":
+            stack += node.all_input_nodes
+            node.graph.erase_node(node)
+            erased[node] = None
+
+
 def cuts_behind(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
     """The cuts of the region that ends in ``end``, from ``end`` itself backwards.
 

@@ -1,9 +1,8 @@
 """A collective's tag: its kind and the parameters (FQNs) whose bytes it moves.
 
-Tags are made on the joint forward+backward graph (:mod:`.fsdp.tag_graph`) and stored in
-``node.meta["custom"]``. That dictionary is copied by the partitioners, by recomputation and by
-Inductor's passes, and torch's bucketing collects it from every member of a bucket, so a tag can be
-read at every later stage with :func:`tag_of` and :func:`member_tags`.
+Tags are made on the joint graph (:mod:`.fsdp.tag_graph`) and stored in ``node.meta["custom"]``.
+That dictionary is copied by the partitioners, by recomputation and by Inductor's passes, and
+torch's bucketing collects it from every member of a bucket, so a tag can be read ever after.
 """
 
 from __future__ import annotations
@@ -109,11 +108,8 @@ def tag_of(node: fx.Node) -> Tag | None:
 
 
 def member_tags(start: fx.Node) -> tuple[Tag, ...]:
-    """The tags of a bucketed collective's members, in payload order where known.
-
-    A collective that is no bucket is its own only member. Members without a tag are left out;
-    the result is empty for a node that starts no collective.
-    """
+    """The tags of a bucketed collective's members, in payload order where known, those without one
+    left out. A collective that is no bucket is its own only member; other nodes have none."""
     if replaced_kind(start) is None:
         return ()
     if is_bucket(start):

@@ -42,6 +42,7 @@ from ..graph.regions import (
     Cut,
     Structures,
     cuts_behind,
+    erase_unused,
     nodes_behind,
     outside_reader,
     positions,
@@ -169,7 +170,7 @@ def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str
         for start in others:
             (wait,), (kept,) = start.users, first.users
             wait.replace_all_uses_with(kept)
-            _erase_unused([wait])
+            erase_unused([wait])
     dtype = None
     if isinstance(plan, dict):
         assert tree is not None
@@ -264,19 +265,6 @@ def _share_forms(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
 def _is_read(node: fx.Node) -> bool:
     """True where something is computed from a result, or it is returned."""
     return any(u.op == "output" or not is_view(u) or _is_read(u) for u in node.users)
-
-
-def _erase_unused(nodes: Sequence[fx.Node]) -> None:
-    """Erase those that nothing reads, and then their inputs likewise."""
-    stack = list(nodes)
-    erased: dict[fx.Node, None] = {}
-    while stack:
-        node = stack.pop()
-        if node in erased or node.users or node.op != "call_function":
-            continue
-        stack += node.all_input_nodes
-        node.graph.erase_node(node)
-        erased[node] = None
 
 
 # --- reductions ----------------------------------------------------------------------
@@ -472,7 +460,7 @@ def _reduce_once(graph: fx.Graph, tree: _Tree, cuts: dict[fx.Node, Cut], place: 
             add.replace_all_uses_with(rest)
             graph.erase_node(add)  # at once: a dead sum must not count as a reader of the rest
             unused.append(leaf)
-    _erase_unused(unused)
+    erase_unused(unused)
     return saved
 
 

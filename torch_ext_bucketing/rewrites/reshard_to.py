@@ -44,6 +44,7 @@ from .._torch.aot import mark_recompute, mark_save, read_in_backward
 from .._torch.process_groups import default_group, new_groups, ranks_of
 from ..fsdp.tag_graph import parameter_chains, read_in_forward
 from ..graph.collectives import group_name, group_size, kind_of, nbytes_of, only_wait
+from ..graph.regions import erase_unused
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import Tag, home_group, is_bucket, set_tag, tag_of
 from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
@@ -251,13 +252,9 @@ def read_first_gathers(graph: fx.Graph) -> int:
         and n.args[0].target is _slice_copy
     ]
     for start in found:
-        part = start.args[0]
         (wait,) = start.users
-        wait.replace_all_uses_with(part.args[0])
-        graph.erase_node(wait)
-        graph.erase_node(start)
-        if not part.users:
-            graph.erase_node(part)
+        wait.replace_all_uses_with(start.args[0].args[0])
+        erase_unused([wait])
     if found:
         graph.lint()
     return len(found)
