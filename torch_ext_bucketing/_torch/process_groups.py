@@ -28,7 +28,8 @@ def group_size_of(group: str) -> int:
 
 def group_places() -> tuple[tuple[str, int, int], ...]:
     """Of all process groups that this rank knows, sorted: the name, the number of ranks, and which
-    of them this one is (-1: none, or it compiles for all of them)."""
+    of them this one is (-1: none). Where one rank compiles for all, without name and place, which
+    others have others of."""
     if not dist.is_available() or not dist.is_initialized():
         return ()
     with private_torch():
@@ -37,7 +38,7 @@ def group_places() -> tuple[tuple[str, int, int], ...]:
     for_all = compiles_for_all_ranks()
     return tuple(
         sorted(
-            (name, group.size(), -1 if for_all else group.rank())
+            ("", group.size(), -1) if for_all else (name, group.size(), group.rank())
             for group, name in _world.pg_names.items()
         )
     )

@@ -170,6 +170,7 @@ class BucketingBackend:
                 mode=kwargs.get("mode"),
                 cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
                 prefetch=self.prefetch,
+                meshes=meshes,
             )
             return as_fresh_frame(compiled) if agrees and fresh else compiled
 
