@@ -30,7 +30,8 @@ from torch._functorch import config as functorch_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.utils import parametrize
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing import _source
@@ -59,14 +60,41 @@ def shard_scaled(model: nn.Module, mesh: Any, cls: Any = TensorScaled) -> nn.Mod
     return teb.data_parallel(model, mesh)
 
 
-Shard = Callable[[nn.Module, Any], nn.Module]
-WAYS: dict[str, tuple[Shard, int]] = {
+class TensorParallelPair(Pair):
+    """Of parameters that are sharded over both dimensions of a mesh, columns and then rows over the
+    second one, and gathered over the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mesh = self.a.parametrizations.weight.original.device_mesh
+        placements = [Shard(0), Replicate()]
+        y = super().forward(DTensor.from_local(x, mesh, placements))
+        return y.redistribute(placements=placements).to_local()
+
+
+class GatheredOverTheFirst(nn.Module):
+    def forward(self, weight: DTensor) -> DTensor:
+        return weight.redistribute(placements=[Replicate(), weight.placements[1]])
+
+
+def shard_twice(model: nn.Module, mesh: Any) -> nn.Module:
+    model.__class__ = TensorParallelPair
+    for linear, rows in ((model.a, 1), (model.b, 0)):
+        shards = distribute_tensor(linear.weight.detach(), mesh, [Shard(rows), Shard(1 - rows)])
+        linear.weight = nn.Parameter(shards)
+        parametrize.register_parametrization(linear, "weight", GatheredOverTheFirst(), unsafe=True)
+    return model
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module, Any], nn.Module], int]] = {
     # Nothing of an even graph but the merged gather differs between ranks.
     "even": (shard_by_parametrization, 8),
     "uneven": (shard_by_parametrization, 7),
     # Gradients are reduced in a wider dtype, which makes a node of the package's own.
     "data_parallel": (partial(teb.data_parallel, reduce_dtype=torch.float64), 7),
     "data_parallel, even": (partial(teb.data_parallel, reduce_dtype=torch.float64), 8),
+    "2-D": (shard_by_parametrization, 8),
+    "2-D, tensor parallel": (shard_twice, 8),
+    "2-D, data_parallel": (partial(teb.data_parallel, mode="hybrid_shard"), 8),
     "float8": (shard_scaled, 8),
     "other float8": (partial(shard_scaled, cls=OtherScaled), 8),
 }
@@ -75,7 +103,9 @@ WAYS: dict[str, tuple[Shard, int]] = {
 def model_of(way: str) -> nn.Module:
     shard, rows = WAYS[way]
     torch.manual_seed(0)
-    return shard(Pair(rows), init_device_mesh("cpu", (dist.get_world_size(),)))
+    world = dist.get_world_size()
+    shape = (2, world // 2) if way.startswith("2-D") else (world,)
+    return shard(Pair(rows), init_device_mesh("cpu", shape))
 
 
 def step(model: Any) -> list[Any]:

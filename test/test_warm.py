@@ -106,16 +106,26 @@ def test_artifacts_of_rank_0_serve_rank_0_alone():
     assert one["places"] == [0, 4 * 8 + 4 * 7]
 
 
-def test_artifacts_of_one_rank_that_compiles_for_all_serve_all():
+@pytest.mark.parametrize(
+    ("way", "places"),
+    [
+        ("data_parallel, even", [0]),
+        # Groups are known at run time, so that no launches are compared.
+        ("2-D", []),
+        ("2-D, data_parallel", []),
+        ("2-D, tensor parallel", []),
+    ],
+)
+def test_artifacts_of_one_rank_that_compiles_for_all_serve_all(way, places):
     """On 4 ranks, with nothing of a rank in the code, in keys, or in what the caches keep."""
     torchrun = (*TORCHRUN[:-1], "4")
-    results = run(*torchrun, str(CHILD), "one_for_all", "data_parallel, even")
+    results = run(*torchrun, str(CHILD), "one_for_all", way)
     assert sorted(result["rank"] for result in results) == [0, 1, 2, 3]
     for result in results:
         each, loaded = result["each"], result["loaded"]
         assert_state(each, MISS)
         assert_state(loaded, HIT)
-        assert each["places"] == loaded["places"] == [0]
+        assert each["places"] == loaded["places"] == places
         assert loaded["values"] == each["values"], "the same bits"
         for value, expected in zip(loaded["values"], result["expected"], strict=True):
             torch.testing.assert_close(torch.tensor(value), torch.tensor(expected))
