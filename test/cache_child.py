@@ -100,12 +100,15 @@ WAYS: dict[str, tuple[Callable[[nn.Module, Any], nn.Module], int]] = {
 }
 
 
-def model_of(way: str) -> nn.Module:
+def mesh_of(way: str) -> Any:
+    world = dist.get_world_size()
+    return init_device_mesh("cpu", (2, world // 2) if way.startswith("2-D") else (world,))
+
+
+def model_of(way: str, mesh: Any = None) -> nn.Module:
     shard, rows = WAYS[way]
     torch.manual_seed(0)
-    world = dist.get_world_size()
-    shape = (2, world // 2) if way.startswith("2-D") else (world,)
-    return shard(Pair(rows), init_device_mesh("cpu", shape))
+    return shard(Pair(rows), mesh or mesh_of(way))
 
 
 def step(model: Any) -> list[Any]:
@@ -127,11 +130,11 @@ def states() -> dict[str, list[int]]:
     }
 
 
-def compile_step(way: str) -> dict[str, Any]:
+def compile_step(way: str, mesh: Any = None) -> dict[str, Any]:
     """Compile a step, or load it, and run it."""
     torch._dynamo.reset()
     counters.clear()
-    model = model_of(way)
+    model = model_of(way, mesh)
     backend = teb.backend("inductor", [teb.BucketUnits(ORDER)])
     found: list[Any] = []
     compiled = torch.compile(model, backend=backend)
@@ -215,16 +218,17 @@ def one_for_all(way: str) -> list[dict[str, Any]]:
     make of it, and what the model without a compiler gives."""
     torch.distributed.config.compile_on_one_rank = True
     dist.init_process_group("gloo")
+    mesh = mesh_of(way)  # one, as each makes process groups
     with fresh_cache():
-        each = compile_step(way)
+        each = compile_step(way, mesh)
         saved = torch.compiler.save_cache_artifacts()
     box = [saved[0] if saved is not None and dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
     with fresh_cache():
         torch.compiler.load_cache_artifacts(box[0])
-        loaded = compile_step(way)
+        loaded = compile_step(way, mesh)
     result = {"rank": dist.get_rank(), "each": each, "loaded": loaded}
-    result["expected"] = step(model_of(way))
+    result["expected"] = step(model_of(way, mesh))
     dist.barrier()
     return [result]
 

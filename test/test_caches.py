@@ -10,7 +10,9 @@ import copy
 import dataclasses
 import inspect
 import logging
+import pickle
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._source import _sources
+from torch_ext_bucketing._torch.caches import watched_caches
 from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.passes import cache_key as _cache_key
 from torch_ext_bucketing.passes.pipeline import Pipeline
@@ -312,6 +315,62 @@ def test_group_sizes_and_ranks_count():
     assert uuid(4, rank=1) == uuid(4, rank=1) != uuid(4), "a bucketed gather has the rank inside"
     with CONFIG.patch(compile_on_one_rank=True):
         assert uuid(4, rank=1) == uuid(4) != uuid(8), "and as one rank compiles for all, none"
+
+
+def test_a_mesh_of_a_graph_for_all_ranks_is_pickled_without_a_rank_and_gets_the_one_it_comes_to():
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    texts, states, groups = [], [], []
+    for rank in (0, 3):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        try:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            with CONFIG.patch(compile_on_one_rank=True), watched_caches():
+                states.append(repr(mesh.__getstate__()))
+                texts.append(pickle.dumps(mesh))
+                loaded = pickle.loads(texts[0])
+            assert loaded == mesh
+            assert loaded.get_coordinate() == mesh.get_coordinate() == (rank // 2, rank % 2)
+            groups.append([g.group_name for g in loaded.get_all_groups()])
+            assert groups[-1] == [g.group_name for g in mesh.get_all_groups()]
+            no_such = pytest.raises(RuntimeError, match="its graph here has none such")
+            with CONFIG.patch(compile_on_one_rank=True), watched_caches(), no_such:
+                pickle.loads(texts[0])
+        finally:
+            dist.destroy_process_group()
+    assert states[0] == states[1]
+    assert groups[0] != groups[1]
+
+
+def test_no_cache_keeps_a_graph_for_all_ranks_with_the_place_of_one(caplog, monkeypatch):
+    import torch.distributed as dist
+    from torch._inductor.output_code import CompiledFxGraph
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def made(look: Callable[[Any], Any]) -> CompiledFxGraph:
+        with CONFIG.patch(compile_on_one_rank=True), watched_caches():
+            look(mesh)
+            return CompiledFxGraph()
+
+    def init(self: Any) -> None:
+        """The real one reads all that Inductor knows of a graph."""
+        self.compiled_fn_runner = None
+
+    monkeypatch.setattr(CompiledFxGraph, "__init__", init)
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for look in (lambda m: m.get_coordinate() is None, lambda m: m.size(0)):
+            pickle.dumps(made(look))
+            assert not caplog.messages
+        for look in (lambda m: m.get_coordinate()[1], lambda m: m.get_local_rank(0)):
+            with pytest.raises(pickle.PicklingError, match="the place of this rank in DeviceMesh"):
+                pickle.dumps(made(look))
+            assert "No cache keeps a graph that is compiled for all ranks" in caplog.text
+            caplog.clear()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_every_module_of_the_package_counts(tmp_path: Path):

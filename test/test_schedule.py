@@ -716,6 +716,18 @@ def test_a_path_that_ends_last_is_not_delayed_by_what_does_not_fit_into_its_wait
     assert timeline.step_ms == pytest.approx(11.5, abs=0.01)  # 13.5 with a product in the wait
 
 
+def test_of_two_paths_the_one_that_sends_first_keeps_their_stream_busy():
+    """The longer path is that behind the product of 4, which would leave the stream idle for 4."""
+    b = Trainer()
+    x, w = b.matrix(), b.matrix()
+    products = [b.mm(x, w) for _ in range(2)]
+    gm = b.finish([b.mm(b.start("all_to_all", product), w) for product in products])
+    on = replace(machine(2.0), estimate=lambda n, _: 4.0 if n is products[0] else None)
+    model = model_of(gm.graph, on)
+    timeline = Timeline.of(model, list_schedule(model, Options(window=100)))
+    assert timeline.step_ms == pytest.approx(8, abs=0.01)  # 9 with the longer path first
+
+
 def test_a_deadline_within_a_kernel_is_kept_before_it():
     """The second gather may go before its turn from 2.5 ms on, which is in the midst of a product."""
     b = Trainer()

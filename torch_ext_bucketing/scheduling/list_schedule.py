@@ -13,9 +13,10 @@ Nodes are of three sorts:
   would have to wait for communication, if they need none themselves. One that nothing uses comes
   as soon as what it needs is there.
 - *kernels*, all others. They follow the order of the graph, except that one which would have to
-  wait for communication lets others go first, and that within ``window`` compute nodes the kernel
-  with the longest remaining path, the critical one, has priority. Where that path would be the last
-  to end, it is not delayed: only what fits into the wait goes first.
+  wait for communication lets others go first, and that within ``window`` compute nodes of two
+  kernels that one goes first with which all that follows both ends earlier: the one with the longer
+  path behind its next collective, or the one that keeps the stream busy which both send on. Where
+  a path would be the last to end, it is not delayed: only what fits into the wait goes first.
 
 ::
 
@@ -37,6 +38,7 @@ from collections.abc import Sequence
 
 from ..graph.liveness import LiveBytes
 from .model import Model
+from .model_analysis import Send
 from .options import Options
 from .streams import Streams
 
@@ -100,6 +102,7 @@ class ListScheduler:
         self.left_ms = self.analysis.all_ms  # of what is no collective
         self.streams = Streams(model.group, model.ms, model.shared)
         self.end = self.streams.end
+        self.last: dict[str | None, int] = {}  # launched, by group
         self.to_send = dict(self.analysis.sent_ms)  # milliseconds, by group
         self.next_gather = dict.fromkeys(self.analysis.gathers, 0)
         self.next_filler = 0
@@ -222,6 +225,7 @@ class ListScheduler:
     def _launch(self, i: int) -> None:
         self.streams.launch(i, self.now)
         group = str(self.model.group[i])
+        self.last[group] = i
         self.to_send[group] -= self.model.ms[i]
         after = max(self.analysis.tail[i] - self.model.ms[i], self.to_send[group])
         if self.end[i] + after > self.at_most_ms:
@@ -397,8 +401,8 @@ class ListScheduler:
             tail = tails[kernel]
             if now + tail > self.at_most_ms:
                 self.lost = True
-            # Without a window the first one that need not wait goes, else the longest path.
-            if best >= 0 and tail <= best_tail:
+            # Without a window the first one that need not wait goes.
+            if best >= 0 and not self._goes_first(kernel, kernels[best]):
                 continue
             if capped and compute[kernel] and kernel not in self.wanted:
                 continue
@@ -426,6 +430,31 @@ class ListScheduler:
             n for n in self.ready if not model.compute[kernels[n]] or kernels[n] in self.wanted
         )
         return next(allowed, self.ready[0])
+
+    def _goes_first(self, kernel: int, other: int) -> bool:
+        """Whether all that follows both ends earlier with ``kernel`` ahead of ``other``; among
+        equals the longer path goes first."""
+        mine, others = self.analysis.sends[kernel], self.analysis.sends[other]
+        sooner = self._end_of(others, mine) - self._end_of(mine, others)
+        if abs(sooner) > _NO_STALL_MS:
+            return sooner > 0
+        return self.analysis.tail[kernel] > self.analysis.tail[other]
+
+    def _end_of(self, first: Send, second: Send) -> float:
+        """Milliseconds until all is done that follows two kernels, each run through to its next
+        collective. Collectives of one group go one after the other::
+
+            compute    | first | second |
+            group              [ of first  ][ of second  ] what follows
+        """
+        begin = max(first.compute_ms, self._busy_ms(first.group))
+        free = begin + first.ms if first.group == second.group else self._busy_ms(second.group)
+        behind = max(first.compute_ms + second.compute_ms, free)
+        return max(begin + first.tail, behind + second.tail)
+
+    def _busy_ms(self, group: str | None) -> float:
+        last = self.last.get(group)
+        return 0.0 if last is None else self.end[last] - self.now
 
     def _delays(self, kernel: int, path_ms: float, stall: float, tail: float) -> bool:
         """Whether all would end later with ``kernel``, whose path takes ``tail``, than with a wait
