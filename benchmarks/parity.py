@@ -171,7 +171,8 @@ def run(
             limit = min(limit, START_S) if alone else limit
             done, error = run_topology(left, steps, finish, say, limit)
             if error:
-                errors.append(f"{left[done].name}: {error}")
+                at = left[done].name if done < len(left) else f"after {left[-1].name}"
+                errors.append(f"{at}: {error}")
             left = left[done + 1 :]
     return errors
 
