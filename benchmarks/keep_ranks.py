@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -57,9 +57,17 @@ _REQUESTED = "requested_bytes.all"
 UNITS = [["embed"], *([f"blocks.{i}"] for i in range(LAYERS)), ["norm", "output"]]
 
 
-def _model(device: str) -> Transformer:
+class Loss(Transformer):
+    """The loss is compiled with the model: of what one outside of the graphs holds, no estimate
+    knows."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens).float().square().mean()
+
+
+def _model(device: str) -> Loss:
     torch.manual_seed(0)
-    return Transformer(CONFIGS[device]).to(device)
+    return Loss(CONFIGS[device]).to(device)
 
 
 def _tokens(rank: int, step: int, device: str) -> torch.Tensor:
@@ -68,19 +76,9 @@ def _tokens(rank: int, step: int, device: str) -> torch.Tensor:
     return torch.randint(config.vocab, (BATCH, config.max_seq), generator=generator).to(device)
 
 
-def _loss_of(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Compiled with the model: of what a loss outside of the graphs holds, no estimate knows."""
-
-    def run(tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(tokens).float().square().mean()
-        return loss
-
-    return run
-
-
-def _train(run: Any, parameters: Any, rank: int, steps: int, first: int = 0) -> list[float]:
+def _train(run: Any, model: Loss, rank: int, steps: int, first: int = 0) -> list[float]:
     """Plain gradient descent, without momentum: the optimizer holds nothing."""
-    losses = []
+    losses, parameters = [], list(model.parameters())
     for step in range(first, first + steps):
         loss = run(_tokens(rank, step, parameters[0].device.type))
         loss.backward()
@@ -103,11 +101,9 @@ def _profiled(run: Any) -> tuple[dict[str, int], int]:
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=not cuda) as profile:
         run()
-    counts: dict[str, int] = {}
-    for event in profile.events():
-        for kind in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-            if event.name.startswith(f"_c10d_functional::{kind}"):
-                counts[kind] = counts.get(kind, 0) + 1
+    starts = [event.name.removeprefix("_c10d_functional::") for event in profile.events()]
+    kinds = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    counts = {kind: sum(name.startswith(kind) for name in starts) for kind in kinds}
     if cuda:
         return counts, torch.cuda.memory_stats()[f"{_REQUESTED}.peak"] - before
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
@@ -150,29 +146,25 @@ def _train_ours(
     order = teb.FSDPParamOrder.from_model(ours, units=UNITS)
     passes = [teb.CombineUses(), reshard, teb.BucketUnits(order), teb.Schedule(teb.Overlap())]
     compiler = teb.backend(backend, passes, ours)
-    compiled = torch.compile(_loss_of(ours), backend=compiler)
-    losses = _train(compiled, list(ours.parameters()), rank, STEPS)
+    compiled = torch.compile(ours, backend=compiler)
+    losses = _train(compiled, ours, rank, STEPS)
     weights = digest(ours)
-    parameters = list(ours.parameters())
-    inputs = sum(p._local_tensor.nbytes for p in parameters)  # type: ignore[attr-defined]
-    counts, above = _profiled(lambda: _train(compiled, parameters, rank, 1, STEPS))
+    inputs = sum(p._local_tensor.nbytes for p in ours.parameters())  # type: ignore[attr-defined]
+    counts, above = _profiled(lambda: _train(compiled, ours, rank, 1, STEPS))
     buffers = sum(b.nbytes for b in ours.buffers())
     tokens = _tokens(0, 0, device).nbytes
     return compiler, losses, weights, counts, inputs + buffers + tokens + above
 
 
-def _train_eager(rank: int, units: Sequence[str], device: str) -> tuple[list[float], str]:
+def _train_eager(rank: int, kept: Sequence[str], device: str) -> tuple[list[float], str]:
     """FSDP2 that keeps some units gathered."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    kept = {int(n.split(".")[1]) for n in units if n.startswith("blocks.")}
-    last = any("output" in n for n in units)
     eager = _model(device)
-    for i, block in enumerate(eager.blocks):
-        fully_shard(block, mesh=mesh, reshard_after_forward=i not in kept)
-    fully_shard(eager.embed, mesh=mesh)
-    fully_shard([eager.norm, eager.output], mesh=mesh, reshard_after_forward=not last)
+    for unit in UNITS:
+        modules = [eager.get_submodule(name) for name in unit]
+        fully_shard(modules, mesh=mesh, reshard_after_forward=", ".join(unit) not in kept)
     fully_shard(eager, mesh=mesh)
-    return _train(_loss_of(eager), list(eager.parameters()), rank, STEPS), digest(eager)
+    return _train(eager, eager, rank, STEPS), digest(eager)
 
 
 def _compare(

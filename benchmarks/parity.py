@@ -167,49 +167,49 @@ def run(
     errors = []
     for left in groups:
         while left and time.monotonic() < deadline:
-            done: list[Row] = []
-
-            def complete(result: RowResult, done: list[Row] = done) -> None:
-                done.append(result.row)
-                finish(result)
-
             limit = deadline - time.monotonic()
-            try:
-                run_topology(left, steps, complete, say, min(limit, START_S) if alone else limit)
-                break
-            except RankError as error:
-                errors.append(f"{left[len(done)].name}: {error}")
-                left = left[len(done) + 1 :]
+            limit = min(limit, START_S) if alone else limit
+            done, error = run_topology(left, steps, finish, say, limit)
+            if error:
+                at = left[done].name if done < len(left) else f"after {left[-1].name}"
+                errors.append(f"{at}: {error}")
+            left = left[done + 1 :]
     return errors
 
 
 def run_topology(
     rows: Sequence[Row],
     steps: int,
-    complete: Callable[[RowResult], None],
+    finish: Callable[[RowResult], None],
     say: Callable[[str], None],
     timeout_s: float,
-) -> None:
+) -> tuple[int, str]:
     """Run rows of one topology on one set of ranks.
 
-    Raises:
-        RankError: a rank failed or the time limit passed; rows completed before are unaffected.
+    Returns how many were finished, and how a rank failed, if one did or the time limit passed.
     """
     reports: dict[str, dict[int, Any]] = {}
+    done = 0
 
     def on_message(rank: int, message: tuple[str, Any]) -> None:
+        nonlocal done
         kind, payload = message
         if kind == "row":
             by_rank = reports.setdefault(payload.row.name, {})
             by_rank[rank] = payload
             if len(by_rank) == rows[0].ranks:
-                complete(combine([by_rank[r] for r in sorted(by_rank)], steps))
+                done += 1
+                finish(combine([by_rank[r] for r in sorted(by_rank)], steps))
         elif rank == 0:
             say(payload)
 
-    run_ranks(
-        run_rows, rows[0].ranks, list(rows), steps, timeout_s=timeout_s, on_message=on_message
-    )
+    try:
+        run_ranks(
+            run_rows, rows[0].ranks, list(rows), steps, timeout_s=timeout_s, on_message=on_message
+        )
+    except RankError as error:
+        return done, str(error)
+    return done, ""
 
 
 def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:

@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -265,13 +265,8 @@ class Model(nn.Module):
 def build(case: Case) -> tuple[Model, list[str | list[str]]]:
     """The model, with the same weights at every call, and its units."""
     model = Model(case)
-    rng = random.Random(case.unit_seed)
-    holders = [
-        name
-        for name, module in model.named_modules()
-        if name and next(module.parameters(), None) is not None
-    ]
-    units = random_units(holders, rng)
+    holders = [n for n, m in model.named_modules() if n and next(m.parameters(), None) is not None]
+    units = random_units(holders, random.Random(case.unit_seed))
     unit_of = _unit_finder(units)
     # FSDP2 takes a shared parameter only where all its users are in one unit.
     if case.tied and unit_of("embed.weight") == unit_of("head.weight"):
@@ -294,9 +289,7 @@ def build(case: Case) -> tuple[Model, list[str | list[str]]]:
 
 def tied(model: nn.Module) -> bool:
     """Whether a parameter is shared."""
-    return len(list(model.named_parameters(remove_duplicate=False))) != len(
-        list(model.named_parameters())
-    )
+    return len(list(model.named_parameters(remove_duplicate=False))) != len([*model.parameters()])
 
 
 def batch(case: Case, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,12 +299,9 @@ def batch(case: Case, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _unit_finder(units: Sequence[str | list[str]]) -> Any:
-    index = {
-        name: i
-        for i, unit in enumerate(units)
-        for name in ([unit] if isinstance(unit, str) else unit)
-    }
+def _unit_finder(units: Sequence[str | list[str]]) -> Callable[[str], int]:
+    listed = [[unit] if isinstance(unit, str) else unit for unit in units]
+    index = {name: i for i, unit in enumerate(listed) for name in unit}
 
     def unit_of(fqn: str) -> int:
         while fqn not in index:
@@ -321,7 +311,7 @@ def _unit_finder(units: Sequence[str | list[str]]) -> Any:
     return unit_of
 
 
-def _tie_matrices(model: Model, unit_of: Any) -> None:
+def _tie_matrices(model: Model, unit_of: Callable[[str], int]) -> None:
     seen: dict[tuple[Any, ...], nn.Parameter] = {}
     for fqn, parameter in list(model.named_parameters()):
         owner, _, name = fqn.rpartition(".")
@@ -345,15 +335,11 @@ class CaseReport:
     """One case on one rank.
 
     Attributes:
-        index: the case's number.
-        text: the case in words.
-        steps: that were trained.
         buckets: that were merged, in all graphs.
         collectives: before and after bucketing.
         mismatches: in words.
         kept_alive: what of the case was still referred to after it, traced graphs among it.
         rss_bytes: resident memory after it.
-        seconds: what it took.
     """
 
     index: int
@@ -365,21 +351,6 @@ class CaseReport:
     kept_alive: list[str] = field(default_factory=list)
     rss_bytes: int = 0
     seconds: float = 0.0
-
-
-class ReversedOrder:
-    """An order that is wrong on purpose."""
-
-    def __init__(self, order: teb.FSDPParamOrder) -> None:
-        self._order = order
-
-    def __call__(self, start: fx.Node) -> Any:
-        key = self._order(start)
-        return None if key is None else tuple(-part for part in key)
-
-    def uuid(self) -> str:
-        """A cache key, as hooks have it."""
-        return f"reversed {self._order.uuid()}"
 
 
 def soak_rank(rank: Rank, soak: argparse.Namespace) -> None:
@@ -465,7 +436,12 @@ def _run_case(
         _compare(report, "per-use reductions", per_use, expected, exact=False)
         expected = per_use
     teb.data_parallel(model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    key: Any = ReversedOrder(order) if soak.wrong_order else order
+    key = order
+    if soak.wrong_order:
+        gathered, reduced = (
+            tuple(unit[::-1] for unit in payloads) for payloads in (order.units, order.reduce_units)
+        )
+        key = replace(order, units=gathered, reduce_units=reduced)
     compiler = teb.backend(case.backend, passes=_passes(case, order, key), model=model)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
@@ -490,7 +466,7 @@ def _run_case(
     return {"the compiled model": weakref.ref(model), "the backend": weakref.ref(compiler)}
 
 
-def _passes(case: Case, order: teb.FSDPParamOrder, key: Any) -> list[teb.GraphPass]:
+def _passes(case: Case, order: teb.FSDPParamOrder, key: teb.FSDPParamOrder) -> list[teb.GraphPass]:
     options = dict(case.options)
     bounds = [_BOUNDS[name](**given) for name, given in options.pop("bounds", ())]
     by_cap = key if options.pop("payload_order", True) else None

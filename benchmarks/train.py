@@ -34,6 +34,7 @@ from eager's, or a rank failed; times decide nothing. 2 for bad options.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -190,34 +191,6 @@ def combine(training: Training, ranks: Sequence[RankReport]) -> dict[str, Any]:
     }
 
 
-def ranking(result: dict[str, Any], by: str = "predicted") -> dict[str, Any]:
-    """How the cost model's times of the compiled ways compare with the measured ones.
-
-    ``by``: ``"predicted"``, on the measured machine, or ``"traced"``, on that of the traces.
-    ``errors``: predicted over measured, less one. ``pairs``: of two ways that were not predicted to
-    take the same time, whether the one that was predicted to be faster was. ``orders``: the names
-    by each, fastest first.
-    """
-    ways = {name: way for name, way in result["results"].items() if way[f"{by}_ms"]}
-    pairs = {}
-    names = list(ways)
-    for i, one in enumerate(names):
-        for other in names[i + 1 :]:
-            if ways[one][f"{by}_ms"] == ways[other][f"{by}_ms"]:
-                continue  # the same graphs
-            predicted = ways[one][f"{by}_ms"] < ways[other][f"{by}_ms"]
-            measured = ways[one]["graphs_ms"] < ways[other]["graphs_ms"]
-            pairs[f"{one}, {other}"] = predicted == measured
-    return {
-        "errors": {n: way[f"{by}_ms"] / way["graphs_ms"] - 1 for n, way in ways.items()},
-        "pairs": pairs,
-        "orders": {
-            name: sorted(ways, key=lambda way: ways[way][f"{times}_ms"])
-            for name, times in (("predicted", by), ("measured", "graphs"))
-        },
-    }
-
-
 def problems(result: dict[str, Any]) -> list[str]:
     """What must not be: ``units`` of ``aot_eager`` promises eager's bits, every way a loss near
     eager's."""
@@ -250,11 +223,7 @@ def _ratio_of(mine: Sequence[float], others: Sequence[float]) -> dict[str, float
     n = len(ratios)
     # The number of ratios below the median is binomial: n/2 give or take 1.96 sqrt(n)/2.
     low = max(0, int(n / 2 - 0.98 * n**0.5))
-    return {
-        "median": statistics.median(ratios),
-        "low": ratios[low],
-        "high": ratios[n - 1 - low],
-    }
+    return {"median": statistics.median(ratios), "low": ratios[low], "high": ratios[n - 1 - low]}
 
 
 def render(document: dict[str, Any]) -> str:
@@ -305,20 +274,31 @@ def _table(cell: dict[str, Any]) -> str:
 
 
 def _predictions(cell: dict[str, Any], by: str) -> str:
-    found = ranking(cell, by)
+    """How the cost model's times of the compiled ways compare with the measured ones.
+
+    ``by``: ``"predicted"``, on the measured machine, or ``"traced"``, on that of the traces.
+    """
+    ways = {name: way for name, way in cell["results"].items() if way[f"{by}_ms"]}
+    predicted = {name: way[f"{by}_ms"] for name, way in ways.items()}
+    measured = {name: way["graphs_ms"] for name, way in ways.items()}
     rows = [["forward and backward, ms", "predicted", "measured", "error"]]
-    for name, error in found["errors"].items():
-        way = cell["results"][name]
-        times = [f"{way[f'{by}_ms']:.1f}", f"{way['graphs_ms']:.1f}", f"{error:+.0%}"]
-        rows.append([WAYS[name], *times])
-    wrong = [pair for pair, right in found["pairs"].items() if not right]
+    for name, ms in predicted.items():
+        error = f"{ms / measured[name] - 1:+.0%}"
+        rows.append([WAYS[name], f"{ms:.1f}", f"{measured[name]:.1f}", error])
+    # Those that were predicted to take the same time have the same graphs.
+    pairs = [(a, b) for a, b in itertools.combinations(ways, 2) if predicted[a] != predicted[b]]
+    wrong = [
+        f"{a}, {b}"
+        for a, b in pairs
+        if (predicted[a] < predicted[b]) != (measured[a] < measured[b])
+    ]
     return "\n".join(
         [
             columns(rows),
             "",
-            "fastest first, predicted: " + ", ".join(found["orders"]["predicted"]),
-            "fastest first, measured: " + ", ".join(found["orders"]["measured"]),
-            f"of {len(found['pairs'])} pairs of ways {len(wrong)} are predicted the wrong way round"
+            "fastest first, predicted: " + ", ".join(sorted(ways, key=predicted.__getitem__)),
+            "fastest first, measured: " + ", ".join(sorted(ways, key=measured.__getitem__)),
+            f"of {len(pairs)} pairs of ways {len(wrong)} are predicted the wrong way round"
             + (f": {'; '.join(wrong)}" if wrong else ""),
         ]
     )

@@ -22,7 +22,6 @@ Exit status: 0, or 1 if anything was otherwise.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib
 import importlib.util
 import json
@@ -45,7 +44,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.testing.demo.table import columns
-from torch_ext_bucketing.testing.training import raw_bytes
+from torch_ext_bucketing.testing.payloads import whole_digest
+from torch_ext_bucketing.testing.trial import hash_of
 
 from .command import add_json, document_of, parser_of, title, write_results
 from .warm import cache_counts, counted, environment, pair, step_of_pair
@@ -128,7 +128,6 @@ def start(folder: Path, name: str, world: int, expected: dict[str, str]) -> list
             for r in ranks
             for kind, n in (("graphs", 2), ("aot", 1))
         )
-        values = hashlib.sha256("".join(r["cells"][cell]["values"] for r in ranks).encode())
         rows.append(
             {
                 "start": name,
@@ -138,7 +137,7 @@ def start(folder: Path, name: str, world: int, expected: dict[str, str]) -> list
                 "aot": aot,
                 "expected": state,
                 "found": state if as_expected else "something else",
-                "values": values.hexdigest()[:12],
+                "values": whole_digest([r["cells"][cell]["values"] for r in ranks])[:12],
             }
         )
     return rows
@@ -192,8 +191,7 @@ def run_cell(cell: str) -> dict[str, Any]:
     compiled = torch.compile(
         model, backend=teb.backend("inductor", [bucket, teb.Schedule(overlap)])
     )
-    bits = b"".join(map(raw_bytes, step_of_pair(model, compiled)))
-    return {**cache_counts(), "values": hashlib.sha256(bits).hexdigest()}
+    return {**cache_counts(), "values": hash_of(step_of_pair(model, compiled))}
 
 
 def table(document: dict[str, Any]) -> str:

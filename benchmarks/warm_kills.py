@@ -15,8 +15,7 @@ Exit status: 0, or 1 if a rank hung, failed otherwise or computed other values.
 
 from __future__ import annotations
 
-import functools
-import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -26,8 +25,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -130,71 +130,61 @@ def run_ranks(
     """What two forks did.
 
     Args:
-        folder: for the store and the results; the cache folder lies in it.
+        folder: for the store; the cache folder lies in it.
         kill: the write at which rank 1 kills itself, and the seconds until it does.
         end_peer: end the other rank when one has ended badly.
         compiled: or the model as it is.
     """
+    forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        sys.stdout.flush()
-        pids: dict[int, int] = {}
-        for rank in (0, 1):
-            pid = os.fork()
-            if not pid:
-                mine = kill if rank else None
-                end(functools.partial(run_rank, rank, Path(name), mine, compiled), name, rank)
-            pids[rank] = pid
-        results: list[dict[str, Any]] = [{}, {}]
-        began = time.monotonic()
-        while pids:
-            for rank, pid in list(pids.items()):
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    del pids[rank]
-                    file = Path(name) / f"rank{rank}"
-                    killed = {"end": results[rank].get("end", "killed")}
-                    results[rank] = json.loads(file.read_text()) if file.exists() else killed
-                    if end_peer and results[rank]["end"] != "done":
-                        for other, peer in pids.items():
-                            results[other] = {"end": "ended as by torchrun"}
-                            os.kill(peer, signal.SIGKILL)
-            if time.monotonic() - began > LIMIT_S:
-                for rank, pid in pids.items():
+        pipes = [forks.Pipe(duplex=False) for _ in range(2)]
+        running = {}
+        for rank, (_, sent) in enumerate(pipes):
+            mine = (rank, Path(name), kill if rank else None, compiled, sent)
+            running[rank] = forks.Process(target=run_rank, args=mine)
+            running[rank].start()
+        results: list[dict[str, Any]] = [{"end": "killed"}, {"end": "killed"}]
+        deadline = time.monotonic() + LIMIT_S
+        while running:
+            for rank, process in list(running.items()):
+                if process.is_alive():
+                    continue
+                del running[rank]
+                if pipes[rank][0].poll():
+                    results[rank] = pipes[rank][0].recv()
+                if end_peer and results[rank]["end"] != "done":
+                    for other, peer in running.items():
+                        results[other] = {"end": "ended as by torchrun"}
+                        peer.kill()
+            if time.monotonic() > deadline:
+                for rank, process in running.items():
                     results[rank] = {"end": "HUNG"}
-                    os.kill(pid, signal.SIGKILL)
+                    process.kill()
             time.sleep(0.02)
     return results
 
 
-def end(run: Callable[[], dict[str, Any]], folder: str, rank: int) -> None:
-    """Run, write what came of it, and end the process."""
-    try:
-        try:
-            result = {"end": "done", **run()}
-        except BaseException as error:
-            result = {"end": f"{type(error).__name__}: {error}"}
-        partial = Path(folder) / f"partial{rank}"
-        partial.write_text(json.dumps(result))
-        partial.rename(partial.with_name(f"rank{rank}"))
-    finally:
-        os._exit(0)
-
-
 def run_rank(
-    rank: int, folder: Path, kill: tuple[int, float] | None, compiled: bool
-) -> dict[str, Any]:
-    """One rank: a step."""
+    rank: int, folder: Path, kill: tuple[int, float] | None, compiled: bool, sent: Connection
+) -> None:
+    """One rank: a step; sends what came of it, and ends the process."""
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 1)
         os.dup2(null.fileno(), 2)
     counters.clear()
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    writes = Writes(os.environ["TORCHINDUCTOR_CACHE_DIR"], kill)
-    sys.addaudithook(writes)
-    values = step(2, compiled)
-    result = {"values": values, "graphs": cache_counts()["graphs"], "writes": writes.number}
-    dist.barrier()
-    return result
+    result: dict[str, Any] = {"end": "done"}
+    try:
+        store = dist.FileStore(str(folder / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        writes = Writes(os.environ["TORCHINDUCTOR_CACHE_DIR"], kill)
+        sys.addaudithook(writes)
+        result["values"] = step(2, compiled)
+        result |= {"graphs": cache_counts()["graphs"], "writes": writes.number}
+        dist.barrier()
+    except BaseException as error:
+        result["end"] = f"{type(error).__name__}: {error}"
+    sent.send(result)
+    os._exit(0)
 
 
 def step(world: int, compiled: bool) -> list[list[float]]:
