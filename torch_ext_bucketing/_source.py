@@ -67,32 +67,23 @@ def _sources(folder: Traversable, apart: tuple[str, ...] = (), path: str = "") -
 _noted: dict[str, str] = {}
 
 
-def note_sources(cls: type) -> None:
-    """Note the sources of a class and its bases, those of this package and of torch excepted.
+def note_sources(cls: type) -> dict[str, str]:
+    """The modules that define a class and its bases, each with the digest of its source as it was
+    when this met it first, empty where that can't be read. Not among them are those that have a
+    digest of their own: this package's, and torch's, which Inductor's keys name.
 
     To be called when a class is made: what is on disk later may not be what runs.
     """
-    for name in modules_of(cls):
+    modules = dict.fromkeys(c.__module__ for c in cls.__mro__)
+    known = ("builtins", "abc", "typing", "collections", "torch", __package__)
+    names = [name for name in modules if name.partition(".")[0] not in known]
+    for name in names:
         if name not in _noted:
             try:
                 _noted[name] = source_digest(name)
             except RuntimeError:
                 _noted[name] = ""
-
-
-def noted_sources(cls: type) -> dict[str, str]:
-    """The modules of a class and its bases, each with the digest of its source when
-    :func:`note_sources` met it first; an empty one where the source can't be read."""
-    note_sources(cls)
-    return {name: _noted[name] for name in modules_of(cls)}
-
-
-def modules_of(cls: type) -> list[str]:
-    """The modules that define a class and its bases, but for those that have a digest of their own:
-    this package, and torch, which Inductor's keys name."""
-    modules = dict.fromkeys(c.__module__ for c in cls.__mro__)
-    known = ("builtins", "abc", "typing", "collections", "torch", __package__)
-    return [name for name in modules if name.partition(".")[0] not in known]
+    return {name: _noted[name] for name in names}
 
 
 def _source_of(name: str) -> str | None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .launches import GroupLaunches, Launch, Member, first_difference
+from .launches import GroupLaunches, Launch
 
 
 class Version(NamedTuple):
@@ -48,7 +48,7 @@ def mismatch_text(
     if len(plannings) > 1:
         lines.append("They planned with different times or size hints:")
         lines += [f"  {ranks_text(ranks)}: {v.planned_with or 'none'}" for ranks, v in versions]
-    at = first_difference([v.of_group for _, v in versions])
+    at = _first_difference([v.of_group.launches for _, v in versions])
     if at is None and len(plannings) > 1:
         lines.append(
             "Their collectives are still the same; the next change of the model may part them. "
@@ -74,7 +74,8 @@ def _launches_text(versions: Sequence[tuple[list[int], Version]], at: int) -> li
     for ranks, version in versions:
         launches = version.of_group.launches
         ranks_of.setdefault(launches[at] if at < len(launches) else None, []).extend(ranks)
-    place = _first_member([() if launch is None else launch.members for launch in ranks_of])
+    members = [() if launch is None else launch.members for launch in ranks_of]
+    place = _first_difference(members) if all(members) else None
     lines = []
     for launch, ranks in ranks_of.items():
         text = "no such collective" if launch is None else launch.to_text(place or 0)
@@ -84,12 +85,10 @@ def _launches_text(versions: Sequence[tuple[list[int], Version]], at: int) -> li
     return lines
 
 
-def _first_member(members: Sequence[tuple[Member, ...]]) -> int | None:
-    """The first place, from 0, at which lists of members differ; None where one is empty."""
-    if not all(members):
-        return None
-    for place in range(max(map(len, members))):
-        if len({m[place] if place < len(m) else None for m in members}) > 1:
+def _first_difference(lists: Sequence[Sequence[object]]) -> int | None:
+    """The first place, from 0, at which they are not all the same."""
+    for place in range(max(map(len, lists))):
+        if len({x[place] if place < len(x) else None for x in lists}) > 1:
             return place
     return None
 

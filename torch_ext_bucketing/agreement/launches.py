@@ -17,7 +17,7 @@ import base64
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -153,16 +153,6 @@ def launches_of(
     return GraphLaunches(
         stage, tuple(GroupLaunches(g, tuple(found)) for g, found in groups.items()), planned_with
     )
-
-
-def first_difference(versions: Sequence[GroupLaunches]) -> int | None:
-    """The place, from 0, of the first collective that is not the same in all of ``versions``."""
-    longest = max((len(p.launches) for p in versions), default=0)
-    for at in range(longest):
-        found = {p.launches[at] if at < len(p.launches) else None for p in versions}
-        if len(found) > 1:
-            return at
-    return None
 
 
 def _launch_of(node: fx.Node, known: Mapping[str, BucketReport]) -> Launch:

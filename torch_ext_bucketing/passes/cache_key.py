@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .._source import noted_sources
+from .._source import note_sources
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def sources_of(cls: type) -> tuple[str, ...]:
     Raises:
         NoUuidError: the source of a module can't be read, as of a notebook's.
     """
-    sources = noted_sources(cls)
+    sources = note_sources(cls)
     unknown = [name for name, digest in sources.items() if not digest]
     if unknown:
         raise NoUuidError(f"the source of {', '.join(unknown)}, which defines it, can't be read")

@@ -23,7 +23,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True)
 class Options:
-    """What is compared, and how.
+    """What is compared, and how; what is not told below, the options' texts say.
 
     Functions travel to the ranks by name: they have to be importable there.
 
@@ -38,15 +38,11 @@ class Options:
             None takes :func:`.transformer_block_plan`'s.
         shard: of the model and the mesh, shards what is compiled, in place; None for
             :func:`.data_parallel`.
-        ranks: processes to start.
-        nodes: simulated; reductions add in the order of NCCL's rings over them. Divides ``ranks``.
-        replicas: more than 1 is hybrid sharding: groups of ranks that each hold the whole model, on
-            a mesh with the replicas first. Divides ``ranks``.
+        nodes: reductions add in the order of NCCL's rings over them.
+        replicas: divides ``ranks``; with more than 1 the mesh has the replicas first.
         steps: of AdamW. Random numbers of a step (dropout) are the same both ways.
-        backend: ``"aot_eager"`` or ``"inductor"``.
         param_dtype: as of FSDP2's ``MixedPrecisionPolicy``, or its name; None: each parameter's.
         reduce_dtype: the same.
-        timeout_s: limit in seconds for all.
 
     Raises:
         ValueError: a value is out of range; the message starts with the option's name.

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class TargetError(Exception):
-    """The target can't be taken; the message says why and what to do."""
+    """What a command was given can't be taken; the message says why and what to do."""
 
 
 def add_command(
