@@ -152,7 +152,10 @@ def real_inputs(gm: fx.GraphModule, world: int = WORLD) -> list[list[torch.Tenso
     """Per rank, integers so small that sums are exact in bf16: any order of addition is the same."""
     leaves = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     return [
-        [((torch.arange(v.numel()) * (i + 2) + rank) % 3).to(v.dtype) for i, v in enumerate(leaves)]
+        [
+            ((torch.arange(v.numel()) * (i + 2) + rank) % 3).to(v.dtype).view(v.shape)
+            for i, v in enumerate(leaves)
+        ]
         for rank in range(world)
     ]
 
