@@ -193,14 +193,28 @@ def programs(draw):
     return calls, units, draw(st.booleans())
 
 
-@settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # an example takes seconds
-)
+LIMITS = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": [Phase.explicit, Phase.reuse, Phase.generate],  # an example takes seconds
+}
+
+
+@settings(**LIMITS, max_examples=4)
+@given(programs(), st.integers(0, 1000))
+def test_some_programs_of_units(program, seed):
+    check_program(program, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+@settings(**LIMITS, max_examples=12)
 @given(programs(), st.integers(0, 1000))
 def test_any_program_of_units(program, seed):
+    check_program(program, seed)
+
+
+def check_program(program, seed):
     torch.manual_seed(seed)
     model = Program(*program)
     nested = ["units.0.inner"] if program[2] else []
@@ -249,7 +263,7 @@ class EncoderDecoder(nn.Module):
 UNITS = [f"{side}.{i}" for side in ("encoder", "decoder") for i in range(3)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def translated():
     torch.manual_seed(0)
     tokens = torch.randint(16, (2, 6), generator=torch.Generator().manual_seed(0))
