@@ -84,10 +84,12 @@ def without(name: str, model: nn.Module) -> Any:
 
 
 def tied_and_uneven() -> Any:
-    """Of several uses, one by a layer that is uneven over the ranks."""
+    """Of several uses; blocks are uneven over the ranks."""
     model = Model("twice")
-    model.blocks[1].up.weight = model.blocks[0].up.weight
-    model.last = nn.Linear(DIM, DIM + 1)
+    model.last.weight = model.first.weight
+    for block in model.blocks:
+        block.up = nn.Linear(DIM, 2 * DIM + 1)
+        block.down = nn.Linear(2 * DIM + 1, DIM, bias=False)
     return model, rounded()[1]
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import C10D, run_all_ranks
-from random_graphs import WORLD, Builder
+from random_graphs import WORLD, Builder, real_inputs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -131,15 +131,6 @@ def odd_graph(rng: random.Random) -> tuple[fx.GraphModule, bool]:
             node.meta.pop("val", None)
         runs = False
     return gm, runs
-
-
-def inputs_of(gm: fx.GraphModule) -> list[list[torch.Tensor]]:
-    """Integers so small that sums are exact in bf16, whatever the order of addition."""
-    values = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
-    return [
-        [((torch.arange(v.numel()) * (i + 2) + rank) % 3).to(v.dtype).view(v.shape) for i, v in e]
-        for rank, e in ((rank, list(enumerate(values))) for rank in range(WORLD))
-    ]
 
 
 def described(graph: fx.Graph) -> list[Any]:
@@ -538,7 +529,7 @@ def run_example(seed: int) -> tuple[str, str]:
     rng = random.Random(seed)
     gm, runs = odd_graph(rng)
     ordered, computes = in_order(gm.graph), [n.op for n in gm.graph.nodes].count("output")
-    inputs = inputs_of(gm) if runs else []
+    inputs = real_inputs(gm) if runs else []
     try:
         expected = run_all_ranks(gm, inputs) if runs else []
     except RuntimeError:  # a copy to what it overlaps with

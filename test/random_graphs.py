@@ -1,7 +1,9 @@
-"""Random graphs of collectives, built node by node with fake values: about a millisecond each."""
+"""Graphs of collectives, random and as training makes them: built node by node with fake values,
+which takes about a millisecond, or traced."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Sequence
@@ -10,10 +12,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 from collective_graphs import C10D
+from sharded_models import Keep
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 
+import torch_ext_bucketing as teb
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
 from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
 WORLD = 2
 DTYPES = (torch.float32, torch.bfloat16)
@@ -146,7 +152,10 @@ def real_inputs(gm: fx.GraphModule, world: int = WORLD) -> list[list[torch.Tenso
     """Per rank, integers so small that sums are exact in bf16: any order of addition is the same."""
     leaves = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     return [
-        [((torch.arange(v.numel()) * (i + 2) + rank) % 3).to(v.dtype) for i, v in enumerate(leaves)]
+        [
+            ((torch.arange(v.numel()) * (i + 2) + rank) % 3).to(v.dtype).view(v.shape)
+            for i, v in enumerate(leaves)
+        ]
         for rank in range(world)
     ]
 
@@ -179,3 +188,99 @@ def layered_graph(
         if kind in ("all_gather", "reduce_scatter"):
             set_tag(node, Tag(kind, (f"w{i}",)))
     return gm
+
+
+# --- what a scheduler is shown ---------------------------------------------------------------------
+
+DIM = 64
+
+
+class Trainer(Builder):
+    """Builds graphs with matrix products, whose costs are given by name."""
+
+    def mm(self, x: fx.Node, w: fx.Node) -> fx.Node:
+        node = self.graph.call_function(_aten.mm.default, (x, w))
+        with self.mode:
+            node.meta["val"] = torch.empty(
+                x.meta["val"].shape[0], w.meta["val"].shape[1], dtype=x.meta["val"].dtype
+            )
+        return node
+
+    def start(self, kind: str, x: fx.Node, fqn: str = "") -> fx.Node:
+        rows, columns = x.meta["val"].shape
+        if kind == "all_gather":
+            target, args, rows = C10D.all_gather_into_tensor.default, (x, 2, "0"), rows * 2
+        elif kind == "all_to_all":
+            sizes = [rows // 2] * 2
+            target, args = C10D.all_to_all_single.default, (x, sizes, sizes, "0")
+        else:
+            target, args = C10D.reduce_scatter_tensor.default, (x, "sum", 2, "0")
+            rows //= 2
+        start = self.graph.call_function(target, args)
+        wait = self.graph.call_function(C10D.wait_tensor.default, (start,))
+        for node in (start, wait):
+            with self.mode:
+                node.meta["val"] = torch.empty(rows, columns)
+        if fqn:
+            set_tag(start, Tag(kind, (fqn,)))
+        return wait
+
+    def matrix(self, rows: int = DIM) -> fx.Node:
+        return self.shaped((rows, DIM))
+
+
+def forward_graph(layers: int = 3) -> fx.GraphModule:
+    """Gather, product, gather, product: what eager order looks like without prefetching."""
+    b = Trainer()
+    shards = [b.matrix(DIM // 2) for _ in range(layers)]
+    x = b.matrix()
+    for i, shard in enumerate(shards):
+        x = b.mm(x, b.start("all_gather", shard, f"layers.{i}.w"))
+    return b.finish([x])
+
+
+def backward_graph(layers: int = 4, products: int = 3) -> fx.GraphModule:
+    """Per layer some products, and at the very end all reduce-scatters, as a sort leaves them."""
+    b = Trainer()
+    x, w = b.matrix(), b.matrix()
+    gradients = []
+    for _ in range(layers):
+        for _ in range(products):
+            x = b.mm(x, w)
+        gradients.append(b.mm(x, w))
+    return b.finish(
+        [b.start("reduce_scatter", g, f"layers.{i}.w") for i, g in enumerate(gradients)]
+    )
+
+
+def machine(collective_ms: float = 1.0, mm_ms: float = 1.0) -> teb.Machine:
+    """Products of DIM x DIM and collectives take what is asked for, other kernels next to nothing."""
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    return teb.Machine(
+        flops={"float32": 2 * DIM**3 / (mm_ms * 1e-3)},
+        bandwidth=1e18,
+        kernel_ms=1e-6,
+        collectives={(k, 2): ((1, collective_ms), (2**40, collective_ms)) for k in kinds},
+    )
+
+
+def order_of(gm: fx.GraphModule) -> str:
+    skip = ("placeholder", "output", "get_attr")
+    return " ".join(n.name for n in gm.graph.nodes if n.op not in skip)
+
+
+def demo_graphs() -> dict[str, fx.GraphModule]:
+    """The demo model's forward and backward graphs, one collective per parameter; traced once, on
+    a world of two ranks."""
+    return {stage: copy.deepcopy(gm) for stage, gm in _traced_demo().items()}
+
+
+@functools.cache
+def _traced_demo() -> dict[str, fx.GraphModule]:
+    found = Keep()
+    torch._dynamo.reset()
+    config = ModelConfig(layers=2)
+    model = teb.data_parallel(Transformer(config), init_device_mesh("cpu", (2,)))
+    compiled = torch.compile(model, backend=teb.backend(found, [teb.ReshardAfterForward()]))
+    compiled(torch.zeros(2, config.max_seq, dtype=torch.long)).sum().backward()
+    return {stage: fx.GraphModule(gm, copy.deepcopy(gm.graph)) for stage, gm in found.items()}

@@ -12,6 +12,7 @@ import torch._inductor.compile_fx
 import torch.distributed._composable.replicate
 import torch.distributed.fsdp
 import torch.distributed.tensor.experimental  # noqa: F401
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 import torch_ext_bucketing as teb
 
@@ -31,6 +32,9 @@ for name in (
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+
+# Small programs are compiled for the answer, which all ranks find here, whatever their cache.
+valid_vec_isa_list()
 
 gc.collect()
 gc.freeze()

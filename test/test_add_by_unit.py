@@ -186,12 +186,24 @@ def programs(draw):
     return calls, units, draw(st.booleans())
 
 
-@settings(
-    max_examples=12,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # an example takes seconds
-)
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # an example takes seconds
+
+
+@settings(max_examples=4, phases=PHASES)
+@given(programs(), st.integers(0, 1000))
+def test_some_programs_of_units(program, seed):
+    check_program(program, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+@settings(max_examples=12, phases=PHASES)
 @given(programs(), st.integers(0, 1000))
 def test_any_program_of_units(program, seed):
+    check_program(program, seed)
+
+
+def check_program(program, seed):
     torch.manual_seed(seed)
     model = Program(*program)
     nested = ["units.0.inner"] if program[2] else []

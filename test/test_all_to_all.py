@@ -523,6 +523,7 @@ def inductor_digests(rank, ways):
 
 
 @pytest.mark.slow
+@pytest.mark.once
 def test_one_hash_of_inductor():
     """Its kernels round otherwise than eager's; the same in every bucket and order."""
     ways = ("per unit", "small, graph order", RING)
@@ -589,7 +590,9 @@ def over_replicas(rank, *shape):
     return found
 
 
-@pytest.mark.parametrize("shape", [(3, 1), pytest.param((3, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "shape", [(3, 1), pytest.param((3, 2), marks=[pytest.mark.slow, pytest.mark.once])]
+)
 def test_one_hash_over_more_than_two_replicas(shape):
     for rank in run_ranks(over_replicas, math.prod(shape), *shape, timeout_s=300):
         ring = rank.pop("ring")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from test_schedule import _MODE, DIM, Trainer, machine, schedule
+from random_graphs import DIM, Trainer, machine
 
 from torch_ext_bucketing.graph.collectives import started_by
 from torch_ext_bucketing.scheduling.list_schedule import list_schedule
@@ -22,6 +22,7 @@ from torch_ext_bucketing.scheduling.model import Model, model_of
 from torch_ext_bucketing.scheduling.options import Options
 from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.policy import Policy
+from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.scheduling.timeline import Timeline
 
 pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
@@ -34,12 +35,6 @@ def backward_with_deferrable_gradients() -> fx.GraphModule:
     b = Trainer()
     tensor_parallel = dist.new_group([0, 1]).group_name
 
-    def leaf(rows: int, columns: int) -> fx.Node:
-        node = b.matrix()
-        with _MODE:
-            node.meta["val"] = torch.empty(rows, columns)
-        return node
-
     def exchanged(x: fx.Node) -> fx.Node:
         for kind in ("reduce_scatter", "all_gather"):
             x = b.start(kind, x)
@@ -47,8 +42,8 @@ def backward_with_deferrable_gradients() -> fx.GraphModule:
             start.args = (*start.args[:-1], tensor_parallel)
         return x
 
-    weight, x = leaf(DIM, DIM), leaf(ROWS, DIM)
-    saved = [leaf(DIM, ROWS) for _ in range(LAYERS)]
+    weight, x = b.matrix(), b.matrix(ROWS)
+    saved = [b.shaped((DIM, ROWS)) for _ in range(LAYERS)]
     gradients = []
     for i, activation in enumerate(saved):
         y = b.mm(x, weight)
@@ -76,7 +71,7 @@ def spike(rows: int = 4 * DIM) -> fx.GraphModule:
     table = b.graph.call_function(torch.ops.aten.full.default, ([rows, DIM], 0.0))
     added = b.graph.call_function(torch.ops.aten.add.Tensor, (table, z))
     for node in (table, added):
-        with _MODE:
+        with b.mode:
             node.meta["val"] = torch.empty(rows, DIM)
     return b.finish([reduced, b.mm(added, w)])
 
@@ -114,7 +109,7 @@ def test_what_overtakes_leaves_room_for_what_it_overtakes(fake_world):
 
     def then(target, *args: fx.Node, like: fx.Node | None = None) -> fx.Node:
         node = b.graph.call_function(target, args)
-        with _MODE:
+        with b.mode:
             node.meta["val"] = torch.empty(() if like is None else like.meta["val"].shape)
         return node
 

@@ -131,6 +131,7 @@ def test_the_cause_is_named(group: str, name: str):
 
 
 @pytest.mark.slow
+@pytest.mark.once
 def test_inductors_rounding_is_named():
     comparison = teb.testing.compare(
         models.rounded,

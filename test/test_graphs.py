@@ -270,7 +270,7 @@ def small_deepseek(world):
     ("build", "layout"),
     [
         (small_llama, parallel.Layout(fsdp=4, tensor=2)),
-        (small_deepseek, parallel.Layout(fsdp=4, expert=2)),
+        pytest.param(small_deepseek, parallel.Layout(fsdp=4, expert=2), marks=pytest.mark.slow),
     ],
     ids=["llama", "deepseek"],
 )

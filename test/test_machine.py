@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from test_schedule import DIM, forward_graph
+from random_graphs import DIM, forward_graph
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_ext_bucketing as teb

@@ -11,8 +11,7 @@ import torch.fx as fx
 from collective_graphs import fake_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import WORLD, Builder, layered_graph, random_graph
-from test_schedule import demo_graphs
+from random_graphs import WORLD, Builder, demo_graphs, layered_graph, random_graph
 
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import merge_buckets

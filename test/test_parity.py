@@ -163,6 +163,7 @@ REUSED = ("twice", "tied_chunked", "block_twice", "checkpointed")
 
 
 @pytest.mark.slow
+@pytest.mark.once
 def test_ways_to_use_a_parameter_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "cells.json"
     options = ["--models", ",".join(REUSED), "--only", "*/2x2/*/fsdp/bf16"]

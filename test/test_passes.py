@@ -673,32 +673,28 @@ def test_plain_functions_are_not_cached():
 # -- what a list of passes may be -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (
-            lambda: [Schedule(Overlap()), BucketByCap(), BucketUnits(UNITS)],
-            r"BucketByCap comes after Schedule and would undo what that decides, the order of the "
-            r"nodes\. The right order: \[BucketByCap, BucketUnits, Schedule\]",
-        ),
-        (
-            lambda: [Schedule(Overlap()), ReshardAfterForward(), Schedule([])],
-            "Schedule and Schedule both decide the order of the nodes: give one of them",
-        ),
-        (
-            lambda: [BucketAndSchedule(Overlap()), Schedule(Overlap())],
-            "BucketAndSchedule and Schedule both decide the order",
-        ),
-        (
-            lambda: [ReshardAfterForward(), ReshardAfterForward(keep=["head"])],
-            "both decide which parameters backward gathers again",
-        ),
-        (lambda: [TagParameters(), TagParameters()], "both decide the tags of collectives"),
-    ],
-)
-def test_a_list_in_which_passes_undo_each_others_work_is_refused(make, match):
+REFUSED = {
+    r"BucketByCap comes after Schedule and would undo what that decides, the order of the "
+    r"nodes\. The right order: \[BucketByCap, BucketUnits, Schedule\]": (
+        lambda: [Schedule(Overlap()), BucketByCap(), BucketUnits(UNITS)]
+    ),
+    "Schedule and Schedule both decide the order of the nodes: give one of them": (
+        lambda: [Schedule(Overlap()), ReshardAfterForward(), Schedule([])]
+    ),
+    "BucketAndSchedule and Schedule both decide the order": (
+        lambda: [BucketAndSchedule(Overlap()), Schedule(Overlap())]
+    ),
+    "both decide which parameters backward gathers again": (
+        lambda: [ReshardAfterForward(), ReshardAfterForward(keep=["head"])]
+    ),
+    "both decide the tags of collectives": lambda: [TagParameters(), TagParameters()],
+}
+
+
+@pytest.mark.parametrize("match", REFUSED)
+def test_a_list_in_which_passes_undo_each_others_work_is_refused(match):
     with pytest.raises(ValueError, match=match):
-        backend("aot_eager", make())
+        backend("aot_eager", REFUSED[match]())
 
 
 def test_the_right_order_is_taken():

@@ -19,6 +19,8 @@ from torch_ext_bucketing.rewrites.separate_groups import SeparateGroups
 from torch_ext_bucketing.testing.ring import on_ranks
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+# Beside other modes, which show the same of this one.
+MORE = (pytest.mark.slow, pytest.mark.once)
 
 
 def model():
@@ -83,7 +85,12 @@ def _aot_eager_equals_uncompiled(rank, mode, reshard):
 
 @pytest.mark.parametrize(
     ("mode", "reshard"),
-    [("fully_shard", False), ("fully_shard", True), ("hybrid_shard", True), ("replicate", False)],
+    [
+        pytest.param("fully_shard", False, marks=MORE),
+        ("fully_shard", True),
+        ("hybrid_shard", True),
+        ("replicate", False),
+    ],
 )
 def test_aot_eager_equals_uncompiled(mode, reshard):
     on_ranks(_aot_eager_equals_uncompiled, mode, reshard)
@@ -101,6 +108,7 @@ def _inductor_equals_inductor_without_buckets(rank):
 
 
 @pytest.mark.slow
+@pytest.mark.once
 def test_inductor_equals_inductor_without_buckets():
     on_ranks(_inductor_equals_inductor_without_buckets)
 
@@ -132,7 +140,10 @@ def _reductions_on_their_own_groups(rank, mode):
         assert groups["all_reduce"] == {separate.second[where.get_group(0).group_name]}
 
 
-@pytest.mark.parametrize(("mode", "world"), [("fully_shard", 2), ("hybrid_shard", 4)])
+@pytest.mark.parametrize(
+    ("mode", "world"),
+    [pytest.param("fully_shard", 2, marks=MORE), ("hybrid_shard", 4)],
+)
 def test_reductions_on_their_own_groups(mode, world):
     on_ranks(_reductions_on_their_own_groups, mode, world=world)
 

@@ -170,8 +170,6 @@ class TestBlocks:
     def test_what_is_no_list_of_blocks(self, case):
         with pytest.raises(ValueError, match=r"no repeated blocks found in \w+.*manual_plan"):
             transformer_block_plan(NO_LISTS[case]())
-
-    def test_no_parameters(self):
         with pytest.raises(ValueError, match="ReLU has no parameters"):
             transformer_block_plan(nn.ReLU())
 
@@ -228,6 +226,32 @@ class TestExperts:
             transformer_block_plan(llama(), moe_experts="ffn_experts")
 
 
+ERRORS = {
+    "there are no units": [[]],
+    "unit 1 is empty": [["layers.0", []]],
+    r"'tok_embedding' matches nothing.*did you mean 'tok_embeddings'": [["tok_embedding"]],
+    r"'layers.\[0-5\]' matches nothing, there is no module 'layers.3'.*'layers.[012]'": [
+        ["layers.[0-5]"]
+    ],
+    r"did you mean 'layers.0.attn'": [["attn"]],
+    r"\[2-0\] in 'layers.\[2-0\]' is reversed: write \[0-2\]": [["layers.[2-0]"]],
+    "malformed range": [["layers.[0:2]"], ["layers.[a-b]"], ["layers.0]"]],
+    r"'layers.x\*' matches no module with parameters": [["layers.x*"]],
+    "empty component": [["layers..0"]],
+    r"'norm\+' joins modules, but one of their names is empty": [["norm+"]],
+    "units: module 'layers.0' is listed twice, before in unit 'layers.0'": [
+        ["layers.0", "layers.[0-1]"]
+    ],
+    r"module 'norm' is listed twice, before in unit 'norm\+output'": [["norm+output", "norm"]],
+    "'norm' is listed twice in one unit": [["norm+norm"]],
+    "'layers.0.attn' lies inside 'layers.0', which comes earlier.*: list inner": [
+        ["layers.0", "layers.0.attn"]
+    ],
+    "'layers.1.mlp.act' has no parameters": [["layers.1.mlp.act"]],
+}
+"""Names of units that the first words say what is wrong with."""
+
+
 class TestManual:
     @pytest.mark.parametrize(
         ("entry", "expected"),
@@ -265,40 +289,9 @@ class TestManual:
         assert plan.uncovered(llama()) == ("norm.weight", "norm.bias", "output.weight")
 
     @pytest.mark.parametrize(
-        ("entries", "message"),
-        [
-            ([], "there are no units"),
-            (["layers.0", []], "unit 1 is empty"),
-            (["tok_embedding"], r"'tok_embedding' matches nothing.*did you mean 'tok_embeddings'"),
-            (
-                ["layers.[0-5]"],
-                r"'layers.\[0-5\]' matches nothing, there is no module 'layers.3'.*'layers.[012]'",
-            ),
-            (["attn"], r"did you mean 'layers.0.attn'"),
-            (["layers.[2-0]"], r"\[2-0\] in 'layers.\[2-0\]' is reversed: write \[0-2\]"),
-            (["layers.[0:2]"], "malformed range"),
-            (["layers.[a-b]"], "malformed range"),
-            (["layers.0]"], "malformed range"),
-            (["layers.x*"], r"'layers.x\*' matches no module with parameters"),
-            (["layers..0"], "empty component"),
-            (["norm+"], r"'norm\+' joins modules, but one of their names is empty"),
-            (
-                ["layers.0", "layers.[0-1]"],
-                "units: module 'layers.0' is listed twice, before in unit 'layers.0'",
-            ),
-            (
-                ["norm+output", "norm"],
-                r"module 'norm' is listed twice, before in unit 'norm\+output'",
-            ),
-            (["norm+norm"], "'norm' is listed twice in one unit"),
-            (
-                ["layers.0", "layers.0.attn"],
-                "'layers.0.attn' lies inside 'layers.0', which comes earlier.*: list inner",
-            ),
-            (["layers.1.mlp.act"], "'layers.1.mlp.act' has no parameters"),
-        ],
+        ("message", "entries"), [(m, e) for m, rows in ERRORS.items() for e in rows]
     )
-    def test_errors(self, entries, message):
+    def test_errors(self, message, entries):
         with pytest.raises(ValueError, match=message):
             manual_plan(entries, llama())
 

@@ -17,8 +17,15 @@ import torch.fx as fx
 from collective_graphs import assert_same, run_all_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import random_graph, real_inputs
-from test_schedule import Trainer, backward_graph, forward_graph, machine, order_of
+from random_graphs import (
+    Trainer,
+    backward_graph,
+    forward_graph,
+    machine,
+    order_of,
+    random_graph,
+    real_inputs,
+)
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing import _source

@@ -137,48 +137,32 @@ def flat(mesh):
     return teb.data_parallel(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh)
 
 
+BAD = {
+    TypeError: {"model must be a torch.nn.Module, got 3": lambda mesh: teb.recipe(3)},
+    ValueError: {
+        r"not sharded.*data_parallel\(model": lambda mesh: teb.recipe(small_transformer()),
+        r"no repeated blocks.*units=\[\.\.\.\]": lambda mesh: teb.recipe(flat(mesh)),
+        r"fully_shard\(\).*reference=model": lambda mesh: teb.recipe(wrapped(mesh)),
+        "'parity' or 'speed', got 'fast'": lambda mesh: teb.recipe(flat(mesh), "fast"),
+        'belong to goal "p': lambda mesh: teb.recipe(flat(mesh), "speed", units=[""]),
+        "not both": lambda mesh: teb.recipe(flat(mesh), units=[""], reference=wrapped(mesh)),
+        "parameters that the model has not: embed.weight": (
+            lambda mesh: teb.recipe(flat(mesh), reference=wrapped(mesh))
+        ),
+        r"before any activation, .* of parameters, .* of gradients, .* of optimizer state": (
+            lambda mesh: teb.recipe(sharded(), memory=teb.PeakMemory(gib=1e-6))
+        ),
+        "belong to memory=": lambda mesh: teb.recipe(sharded(), state_bytes_per_parameter=4),
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "match"),
-    [
-        (
-            lambda mesh: teb.recipe(small_transformer()),
-            ValueError,
-            r"not sharded.*data_parallel\(model",
-        ),
-        (lambda mesh: teb.recipe(flat(mesh)), ValueError, r"no repeated blocks.*units=\[\.\.\.\]"),
-        (lambda mesh: teb.recipe(wrapped(mesh)), ValueError, r"fully_shard\(\).*reference=model"),
-        (
-            lambda mesh: teb.recipe(flat(mesh), "fast"),
-            ValueError,
-            "'parity' or 'speed', got 'fast'",
-        ),
-        (lambda mesh: teb.recipe(3), TypeError, "model must be a torch.nn.Module, got 3"),
-        (lambda mesh: teb.recipe(flat(mesh), "speed", units=[""]), ValueError, 'belong to goal "p'),
-        (
-            lambda mesh: teb.recipe(flat(mesh), units=[""], reference=wrapped(mesh)),
-            ValueError,
-            "not both",
-        ),
-        (
-            lambda mesh: teb.recipe(flat(mesh), reference=wrapped(mesh)),
-            ValueError,
-            "parameters that the model has not: embed.weight",
-        ),
-        (
-            lambda mesh: teb.recipe(sharded(), memory=teb.PeakMemory(gib=1e-6)),
-            ValueError,
-            r"before any activation, .* of parameters, .* of gradients, .* of optimizer state",
-        ),
-        (
-            lambda mesh: teb.recipe(sharded(), state_bytes_per_parameter=4),
-            ValueError,
-            "belong to memory=",
-        ),
-    ],
+    ("error", "match"), [(error, match) for error, calls in BAD.items() for match in calls]
 )
-def test_bad_arguments(fake_world, call, error, match):
+def test_bad_arguments(fake_world, error, match):
     with pytest.raises(error, match=match):
-        call(init_device_mesh("cpu", (4,)))
+        BAD[error][match](init_device_mesh("cpu", (4,)))
 
 
 @pytest.mark.parametrize("goal", ["parity", "speed"])

@@ -126,18 +126,19 @@ def test_nothing_to_do_is_said(fake_world):
     assert report.to_text() == "inference: no collectives\n"
 
 
-GRAPHS = """
+CHILD = """
 import torch
 import torch_ext_bucketing as teb
 import torch.distributed as dist
+import test_report as t
 from sharded_models import TwoBlocks, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+print(t.bucketed().summary())
 model = teb.data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)))
 backend = teb.backend("aot_eager", teb.recipe(model))
 step(torch.compile(model, backend=backend), torch.zeros(2, 3, dtype=torch.long))
-print(*(g.summary() for g in backend.last_report().graphs), sep="\\n")
 """
 
 PASSES = [
@@ -151,13 +152,28 @@ PASSES = [
 ]
 
 
-def test_trace_and_log_have_the_report_and_the_graph_before_and_after_each_pass(tmp_path):
-    run = in_child(GRAPHS, tmp_path)
-    found = artifacts(tmp_path, '"name": "torch_ext_bucketing_[a-z]+_[0-9]_')
-    assert [name for name, _ in found] == [
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """A process with a log, and the folder of its trace."""
+    trace = tmp_path_factory.mktemp("trace")
+    here = Path(__file__).parent
+    env = os.environ | {"TORCH_TRACE": str(trace), "TORCH_LOGS": "+torch_ext_bucketing"}
+    env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
+    run = subprocess.run(
+        [sys.executable, "-c", CHILD], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    return run, trace
+
+
+def test_trace_and_log_have_the_graph_before_and_after_each_pass(traced):
+    run, trace = traced
+    found = artifacts(trace, '"name": "torch_ext_bucketing_[a-z]+_[0-9]_')
+    graphs = dict(found)
+    assert len(graphs) == len(found)
+    assert list(graphs) == [
         f"torch_ext_bucketing_{name}_{when}" for name in PASSES for when in ("before", "after")
     ]
-    graphs = dict(found)
 
     def gathers(name):
         return graphs[f"torch_ext_bucketing_{name}"].count("all_gather_into_tensor")
@@ -168,30 +184,24 @@ def test_trace_and_log_have_the_report_and_the_graph_before_and_after_each_pass(
     assert "f32[" in after_units
     for name in graphs:
         assert f"{name.removeprefix('torch_ext_bucketing_')}\n" in run.stderr
-    # Of each bucketed graph the report: a line, and one artifact, whose payload is the JSON.
-    assert all(line in run.stderr for line in run.stdout.splitlines()[-2:])
-    reports = [json.loads(payload) for _, payload in artifacts(tmp_path, f'"name": "{ARTIFACT}"')]
-    assert [r["stage"] for r in reports] == ["forward", "backward"]
 
 
-def in_child(code, trace):
-    here = Path(__file__).parent
-    env = os.environ | {"TORCH_TRACE": str(trace), "TORCH_LOGS": "+torch_ext_bucketing"}
-    env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    return run
+def test_trace_has_the_report(traced):
+    """In TORCH_TRACE's log: one artifact per graph, whose payload is the JSON."""
+    run, trace = traced
+    assert run.stdout.strip() in run.stderr, "TORCH_LOGS shows the line"
+    found = artifacts(trace, f'"name": "{ARTIFACT}"')
+    stages = [json.loads(payload)["stage"] for _, payload in found]
+    assert stages == ["inference", "forward", "backward"]
 
 
 def artifacts(trace, pattern):
-    """Names and payloads of the artifacts whose line matches."""
+    """Name and payload of each artifact whose line matches."""
     lines = [line for f in trace.iterdir() for line in f.read_text().splitlines()]
     found = []
     for i, line in enumerate(lines):
         if re.search(pattern, line):
-            payload = itertools.takewhile(lambda x: x.startswith("\t"), lines[i + 1 :])
             name = re.search('"name": "(.*?)"', line)[1]
+            payload = itertools.takewhile(lambda x: x.startswith("\t"), lines[i + 1 :])
             found.append((name, "\n".join(x[1:] for x in payload)))
     return found

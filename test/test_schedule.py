@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import gc
 import itertools
 import math
@@ -11,7 +9,6 @@ import random
 import re
 import statistics
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,19 +17,29 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 import torch.utils._pytree as pytree
-from collective_graphs import C10D, assert_same, run_all_ranks
+from collective_graphs import assert_same, run_all_ranks
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import Builder, layered_graph, random_graph, real_inputs
-from torch._subclasses.fake_tensor import FakeTensorMode
+from random_graphs import (
+    DIM,
+    Builder,
+    Trainer,
+    backward_graph,
+    demo_graphs,
+    forward_graph,
+    layered_graph,
+    machine,
+    order_of,
+    random_graph,
+    real_inputs,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_features import has_simple_overlap
 
 from benchmarks.schedule_off import off_by, steps_off
 from torch_ext_bucketing._gc import paused_gc
-from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
 from torch_ext_bucketing.bucketing.merge import apply_plan
@@ -41,11 +48,10 @@ from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute, kind_of, started_by
 from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.liveness import donated_by_autograd
-from torch_ext_bucketing.graph.tags import Tag, set_tag, tag_of
+from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.scheduling import Schedule
 from torch_ext_bucketing.reports.text import sizes_text
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling import cap_search
 from torch_ext_bucketing.scheduling.cap_search import _Search, choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
@@ -58,97 +64,12 @@ from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.pin_order import pin_order
 from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning, schedule, schedule_model
 from torch_ext_bucketing.scheduling.timeline import Timeline, longest_compute_run
-from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
 _aten = torch.ops.aten
 pytestmark = [
     pytest.mark.usefixtures("fake_world"),
     pytest.mark.parametrize("fake_world", [2], indirect=True),
 ]
-
-DIM = 64
-
-
-class Trainer(Builder):
-    """Builds graphs with matrix products, whose costs are given by name."""
-
-    def mm(self, x: fx.Node, w: fx.Node) -> fx.Node:
-        node = self.graph.call_function(_aten.mm.default, (x, w))
-        with _MODE:
-            node.meta["val"] = torch.empty(
-                x.meta["val"].shape[0], w.meta["val"].shape[1], dtype=x.meta["val"].dtype
-            )
-        return node
-
-    def start(self, kind: str, x: fx.Node, fqn: str = "") -> fx.Node:
-        rows, columns = x.meta["val"].shape
-        if kind == "all_gather":
-            target, args, rows = C10D.all_gather_into_tensor.default, (x, 2, "0"), rows * 2
-        elif kind == "all_to_all":
-            sizes = [rows // 2] * 2
-            target, args = C10D.all_to_all_single.default, (x, sizes, sizes, "0")
-        else:
-            target, args = C10D.reduce_scatter_tensor.default, (x, "sum", 2, "0")
-            rows //= 2
-        start = self.graph.call_function(target, args)
-        wait = self.graph.call_function(C10D.wait_tensor.default, (start,))
-        for node in (start, wait):
-            with _MODE:
-                node.meta["val"] = torch.empty(rows, columns)
-        if fqn:
-            set_tag(start, Tag(kind, (fqn,)))
-        return wait
-
-    def matrix(self, rows: int = DIM) -> fx.Node:
-        node = self.graph.placeholder(f"p{len(self.leaves)}")
-        with _MODE:
-            node.meta["val"] = torch.empty(rows, DIM)
-        self.leaves.append(node)
-        return node
-
-
-_MODE = FakeTensorMode()
-
-
-def forward_graph(layers: int = 3) -> fx.GraphModule:
-    """Gather, product, gather, product: what eager order looks like without prefetching."""
-    b = Trainer()
-    shards = [b.matrix(DIM // 2) for _ in range(layers)]
-    x = b.matrix()
-    for i, shard in enumerate(shards):
-        x = b.mm(x, b.start("all_gather", shard, f"layers.{i}.w"))
-    return b.finish([x])
-
-
-def backward_graph(layers: int = 4, products: int = 3) -> fx.GraphModule:
-    """Per layer some products, and at the very end all reduce-scatters, as a sort leaves them."""
-    b = Trainer()
-    x, w = b.matrix(), b.matrix()
-    gradients = []
-    for _ in range(layers):
-        for _ in range(products):
-            x = b.mm(x, w)
-        gradients.append(b.mm(x, w))
-    return b.finish(
-        [b.start("reduce_scatter", g, f"layers.{i}.w") for i, g in enumerate(gradients)]
-    )
-
-
-def machine(collective_ms: float = 1.0, mm_ms: float = 1.0) -> Machine:
-    """Products of DIM x DIM and collectives take what is asked for, other kernels next to nothing."""
-    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-    return Machine(
-        flops={"float32": 2 * DIM**3 / (mm_ms * 1e-3)},
-        bandwidth=1e18,
-        kernel_ms=1e-6,
-        collectives={(k, 2): ((1, collective_ms), (2**40, collective_ms)) for k in kinds},
-    )
-
-
-def order_of(gm: fx.GraphModule) -> str:
-    skip = ("placeholder", "output", "get_attr")
-    return " ".join(n.name for n in gm.graph.nodes if n.op not in skip)
-
 
 _SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", None: "A2A"}
 
@@ -609,28 +530,6 @@ def test_estimated_peak_equals_a_run_on_the_demo_model(fake_world, stage: str, b
     assert peak_bytes(gm) == pytest.approx(measured, rel=0.02)
     if stage == "backward":
         assert any(donated(n) for n in gm.graph.find_nodes(op="placeholder"))
-
-
-def demo_graphs() -> dict[str, fx.GraphModule]:
-    """The demo model's forward and backward graphs, one collective per parameter; traced once, on
-    a world of two ranks."""
-    return {stage: copy.deepcopy(gm) for stage, gm in _traced_demo().items()}
-
-
-@functools.cache
-def _traced_demo() -> dict[str, fx.GraphModule]:
-    found: dict[str, fx.GraphModule] = {}
-
-    def keep(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        found[stage_of(gm.graph)] = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-        return gm.forward
-
-    torch._dynamo.reset()
-    config = ModelConfig(layers=2)
-    model = data_parallel(Transformer(config), init_device_mesh("cpu", (2,)))
-    compiled = torch.compile(model, backend=backend(keep, passes=[ReshardAfterForward()]))
-    compiled(torch.zeros(2, config.max_seq, dtype=torch.long)).sum().backward()
-    return found
 
 
 def test_aliases_count_once_and_in_flight_buffers_until_the_wait():

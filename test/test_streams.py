@@ -7,7 +7,7 @@ import random
 import pytest
 import torch.distributed as dist
 import torch.fx as fx
-from test_schedule import Trainer
+from random_graphs import Trainer
 
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute, started_by
 from torch_ext_bucketing.scheduling.cost import Costs
