@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm_child
 
-CHILD = Path(__file__).parent / "warm_child.py"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+from torch_ext_bucketing.testing.ranks import run_ranks
+
 LIMIT_S = 400
 
 HIT, MISS, BYPASS = [1, 0, 0], [0, 1, 0], [0, 0, 1]
@@ -22,15 +19,10 @@ HIT, MISS, BYPASS = [1, 0, 0], [0, 1, 0], [0, 0, 1]
 pytestmark = pytest.mark.slow
 
 
-def run(*arguments: str, **environment: str) -> list[dict[str, Any]]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCH_", "TORCHINDUCTOR"))}
-    paths = [str(CHILD.parent.parent), str(CHILD.parent)]
-    env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def run(name: str, *arguments: str) -> list[dict[str, Any]]:
+    """What a function of ``warm_child`` makes of ranks that take turns in a new process."""
+    (results,) = run_ranks(warm_child.in_turns, 1, name, *arguments, timeout_s=LIMIT_S)
+    return results
 
 
 def assert_state(result: dict[str, Any], state: list[int]) -> None:
@@ -42,15 +34,15 @@ def assert_state(result: dict[str, Any], state: list[int]) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """A folder that rank 0 and then rank 1 came to, a copy from between ("-0"), and what they did."""
     folder = tmp_path_factory.mktemp("ranks") / "cache"
-    return folder, run(str(CHILD), "ranks", "even", str(folder))
+    return folder, run("ranks", "even", str(folder))
 
 
 def test_ranks_that_share_a_folder_run_their_own_code(ranks):
     results = ranks[1]
     for result, state in zip(results, (MISS, MISS, HIT, HIT), strict=True):
         assert_state(result, state)
-        # Two shards of 32 elements in a buffer of 128; what is reduced is sent whole.
-        assert result["places"] == [0, 64 * result["rank"]]
+        # Two shards of 32 elements in a buffer of 128.
+        assert result["places"] == [64 * result["rank"]]
 
 
 def test_a_hit_shows_the_report_of_the_compile_that_filled_the_cache(ranks):
@@ -67,8 +59,8 @@ def test_a_hit_shows_the_report_of_the_compile_that_filled_the_cache(ranks):
 
 
 def test_a_folder_that_rank_0_made_serves_rank_0_alone(ranks):
-    results = run(*TORCHRUN, str(CHILD), "real", "even", TORCHINDUCTOR_CACHE_DIR=f"{ranks[0]}-0")
-    zero, one = sorted(results, key=lambda r: r["rank"])
+    folder = {"TORCHINDUCTOR_CACHE_DIR": f"{ranks[0]}-0"}
+    zero, one = run_ranks(warm_child.real, 2, "even", timeout_s=LIMIT_S, environment=folder)
     assert_state(zero, HIT)
     assert_state(one, MISS)
     for result in (zero, one):
@@ -78,7 +70,7 @@ def test_a_folder_that_rank_0_made_serves_rank_0_alone(ranks):
 
 def test_gathers_in_float8_hit_and_those_of_another_kind_miss(tmp_path: Path):
     """In the FX graph cache: AOTAutograd's takes no graph with an operator of the package's own."""
-    results = run(str(CHILD), "turns", str(tmp_path), *4 * ("float8",), "other float8")
+    results = run("turns", str(tmp_path), *4 * ("float8",), "other float8")
     states = [result["graphs"] for result in results]
     # Backward reads what forward unpacked.
     assert states == [[0, 2, 0], [0, 2, 0], [2, 0, 0], [2, 0, 0], [1, 1, 0]]
@@ -86,7 +78,7 @@ def test_gathers_in_float8_hit_and_those_of_another_kind_miss(tmp_path: Path):
 
 def test_artifacts_of_rank_0_serve_rank_0_alone():
     """Uneven shards."""
-    saved, one, zero = run(str(CHILD), "artifacts", "data_parallel")
+    saved, one, zero = run("artifacts", "data_parallel")
     assert_state(saved, MISS)
     assert_state(one, MISS)
     assert_state(zero, HIT)
@@ -95,21 +87,19 @@ def test_artifacts_of_rank_0_serve_rank_0_alone():
     assert [g.pop("from_cache") for g in zero["report"]["graphs"]] == [True] * 2
     assert [g.pop("from_cache") for g in saved["report"]["graphs"]] == [False] * 2
     assert zero["report"] == saved["report"]
-    assert saved["places"] == zero["places"] == [0, 0]
+    assert saved["places"] == zero["places"] == [0]
     # Rank 0 has 4 of 7 rows of 8, and 4 rows of 7.
-    assert one["places"] == [0, 4 * 8 + 4 * 7]
+    assert one["places"] == [4 * 8 + 4 * 7]
 
 
 def test_artifacts_of_one_rank_that_compiles_for_all_serve_all():
-    """On 4 ranks, with nothing of a rank in the code, in keys, or in what the caches keep."""
-    torchrun = (*TORCHRUN[:-1], "4")
-    results = run(*torchrun, str(CHILD), "one_for_all", "data_parallel, even")
-    assert sorted(result["rank"] for result in results) == [0, 1, 2, 3]
-    for result in results:
+    """With nothing of a rank in the code, in keys, or in what the caches keep."""
+    way = "data_parallel, even"
+    for result in run_ranks(warm_child.one_for_all, 2, way, timeout_s=LIMIT_S):
         each, loaded = result["each"], result["loaded"]
         assert_state(each, MISS)
         assert_state(loaded, HIT)
-        assert each["places"] == loaded["places"] == [0]
+        assert each["places"] == loaded["places"] == []
         assert loaded["values"] == each["values"], "the same bits"
         for value, expected in zip(loaded["values"], result["expected"], strict=True):
             torch.testing.assert_close(torch.tensor(value), torch.tensor(expected))

@@ -1,16 +1,12 @@
-"""A process of test_warm.py: ``python warm_child.py FUNCTION [ARGUMENT ...]``.
-
-Prints one line of JSON per rank. Ranks of a fake group take turns in one process; under torchrun
-they are a gloo group.
+"""What the processes of test_warm.py do. Ranks of a fake group take turns in one process; others are
+a gloo group.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,12 +20,14 @@ from extended_models import OtherScaled, TensorScaled, wrap
 from sharded_models import shard_by_parametrization
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.testing.ranks import Rank
 
 ORDER = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
 
@@ -113,13 +111,15 @@ def compile_step(way: str) -> dict[str, Any]:
     found: list[Any] = []
     compiled = torch.compile(model, backend=backend)
     codes = run_and_get_code(lambda: found.extend(step(compiled)))[1]
-    # The place of this rank's shards in the buffer, in elements.
+    # The place of this rank's shards in the buffer, in elements. What is reduced is sent whole.
     places = re.findall(
-        r"agree\.default\(reinterpret_tensor\(\w+, \(\d+, \), \(1, \), (\d+)\)", "".join(codes)
+        r"aten\.empty\.memory_format\(.*?aten\.slice\.Tensor\(\w+, 0, (\d+), \d+\)",
+        "".join(codes),
+        re.DOTALL,
     )
     return {
         **states(),
-        "places": sorted(map(int, places)),
+        "places": [int(place) for place in places],
         "values": found,
         "report": backend.last_report().as_dict(),
         "text": backend.last_report().to_text(),
@@ -179,19 +179,34 @@ def damaged(way: str) -> list[dict[str, Any]]:
         return results + [as_rank(1, way) for _ in range(2)]
 
 
-def real(way: str) -> list[dict[str, Any]]:
+@contextmanager
+def gloo(rank: Rank) -> Iterator[None]:
+    store = dist.FileStore(rank.store_path, rank.world_size)
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def real(rank: Rank, way: str) -> dict[str, Any]:
     """A rank of a gloo group, and what the model without a compiler gives."""
-    dist.init_process_group("gloo")
-    result = {"expected": step(model_of(way)), "rank": dist.get_rank(), **compile_step(way)}
-    dist.barrier()
-    return [result]
+    configure()
+    with gloo(rank):
+        return {"expected": step(model_of(way)), **compile_step(way)}
 
 
-def one_for_all(way: str) -> list[dict[str, Any]]:
+def one_for_all(rank: Rank, way: str) -> dict[str, Any]:
     """A rank of a gloo group, compiling for all ranks: what it makes, what the artifacts of rank 0
     make of it, and what the model without a compiler gives."""
+    configure()
     torch.distributed.config.compile_on_one_rank = True
-    dist.init_process_group("gloo")
+    with gloo(rank):
+        return _one_for_all(way)
+
+
+def _one_for_all(way: str) -> dict[str, Any]:
     with fresh_cache():
         each = compile_step(way)
         saved = torch.compiler.save_cache_artifacts()
@@ -200,22 +215,17 @@ def one_for_all(way: str) -> list[dict[str, Any]]:
     with fresh_cache():
         torch.compiler.load_cache_artifacts(box[0])
         loaded = compile_step(way)
-    result = {"rank": dist.get_rank(), "each": each, "loaded": loaded}
-    result["expected"] = step(model_of(way))
-    dist.barrier()
-    return [result]
+    return {"each": each, "loaded": loaded, "expected": step(model_of(way))}
 
 
-def main() -> None:
+def configure() -> None:
     torch.set_num_threads(1)
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
-    name, *arguments = sys.argv[1:]
-    results = globals()[name](*arguments)
-    lines = "".join(json.dumps(r) + "\n" for r in results)
-    sys.stdout.write(lines)  # at once, so that lines of two ranks don't mix
-    sys.stdout.flush()
-    os._exit(0)
+    # The code that calls kernels shows whatever a pass changes; none need be compiled.
+    inductor_config.fallback_by_default = True
 
 
-if __name__ == "__main__":
-    main()
+def in_turns(rank: Rank, name: str, *arguments: str) -> list[dict[str, Any]]:
+    """What a function makes of several ranks in this process."""
+    configure()
+    return globals()[name](*arguments)
