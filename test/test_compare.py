@@ -26,19 +26,21 @@ Case = dict[str, Any]
 
 MODELS: dict[str, Case] = {
     "equal": {"build": models.sound},
+    "nondeterminism": {"build": models.randomly},
+    "Dynamo": {"build": models.branching},
+    "decompositions": {"build": models.decomposed},
+    "activations": {"build": models.crossing, "passes": models.without_add_by_unit},
+    "no collective": {"build": models.sound, "shard": models.all_but_last},
+    "uses": {"build": models.twice, "passes": models.without_combine_uses},
+}
+MORE: dict[str, Case] = {
     "equal in bf16": {"build": models.rounded, "param_dtype": "bfloat16"},
     "equal reduced in fp32": {
         "build": models.rounded,
         "param_dtype": "bfloat16",
         "reduce_dtype": "float32",
     },
-    "nondeterminism": {"build": models.randomly},
-    "Dynamo": {"build": models.branching},
-    "decompositions": {"build": models.decomposed},
-    "activations": {"build": models.crossing, "passes": models.without_add_by_unit},
     "equal by unit": {"build": models.crossing},
-    "no collective": {"build": models.sound, "shard": models.all_but_last},
-    "uses": {"build": models.twice, "passes": models.without_combine_uses},
 }
 # On two ranks a + b is b + a.
 ORDERS: dict[str, Case] = {
@@ -55,8 +57,8 @@ ORDERS: dict[str, Case] = {
 }
 
 
-GROUPS = {"models": (2, MODELS), "orders": (4, ORDERS)}
-ORDER_MARKS = (pytest.mark.slow, pytest.mark.once)
+GROUPS = {"models": (2, MODELS), "more": (2, MORE), "orders": (4, ORDERS)}
+MORE_MARKS = (pytest.mark.slow, pytest.mark.once)
 
 
 def compare_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Comparison]:
@@ -90,7 +92,8 @@ FOUND = {
     ("group", "name"),
     [
         *(("models", name) for name in MODELS),
-        *(pytest.param("orders", name, marks=ORDER_MARKS) for name in ORDERS),
+        *(pytest.param("more", name, marks=MORE_MARKS) for name in MORE),
+        *(pytest.param("orders", name, marks=MORE_MARKS) for name in ORDERS),
     ],
 )
 def test_the_cause_is_named(group: str, name: str):
