@@ -64,17 +64,20 @@ LONG = (
     "test_explain.py",
 )
 
-# What works on plain FX graphs and names alone.
+# What works on plain FX graphs, names and processes alone.
 ONCE = (
     "test_bounds.py",
     "test_dependencies.py",
     "test_faults.py",
+    "test_fuzz.py",
     "test_hooks_disk.py",
     "test_hooks_patches.py",
+    "test_layout.py",
     "test_machine.py",
     "test_merged_model.py",
     "test_plans.py",
     "test_policy.py",
+    "test_ranks.py",
     "test_streams.py",
 )
 

@@ -26,9 +26,12 @@ Case = dict[str, Any]
 
 MODELS: dict[str, Case] = {
     "equal": {"build": models.sound},
-    "nondeterminism": {"build": models.randomly},
     "Dynamo": {"build": models.branching},
     "decompositions": {"build": models.decomposed},
+}
+# Of which no torch is the cause.
+FAULTS: dict[str, Case] = {
+    "nondeterminism": {"build": models.randomly},
     "activations": {"build": models.crossing, "passes": models.without_add_by_unit},
     "no collective": {"build": models.sound, "shard": models.all_but_last},
     "uses": {"build": models.twice, "passes": models.without_combine_uses},
@@ -57,7 +60,12 @@ ORDERS: dict[str, Case] = {
 }
 
 
-GROUPS = {"models": (2, MODELS), "more": (2, MORE), "orders": (4, ORDERS)}
+GROUPS = {
+    "models": (2, MODELS),
+    "faults": (2, FAULTS),
+    "more": (2, MORE),
+    "orders": (4, ORDERS),
+}
 MORE_MARKS = (pytest.mark.slow, pytest.mark.once)
 
 
@@ -92,6 +100,7 @@ FOUND = {
     ("group", "name"),
     [
         *(("models", name) for name in MODELS),
+        *(pytest.param("faults", name, marks=pytest.mark.once) for name in FAULTS),
         *(pytest.param("more", name, marks=MORE_MARKS) for name in MORE),
         *(pytest.param("orders", name, marks=MORE_MARKS) for name in ORDERS),
     ],
