@@ -64,7 +64,7 @@ LONG = (
     "test_explain.py",
 )
 
-# What works on plain FX graphs, names and processes alone.
+# What works on plain FX graphs, files and names alone.
 ONCE = (
     "test_bounds.py",
     "test_dependencies.py",
@@ -77,7 +77,6 @@ ONCE = (
     "test_merged_model.py",
     "test_plans.py",
     "test_policy.py",
-    "test_ranks.py",
     "test_streams.py",
 )
 
