@@ -28,25 +28,30 @@ Case = dict[str, Any]
 
 MODELS: dict[str, Case] = {
     "equal": {"build": models.sound},
+    "Dynamo": {"build": partial(models.of_kind, "branch")},
+    "decompositions": {"build": partial(models.of_kind, "decomposed")},
+}
+# Of which no torch is the cause.
+FAULTS: dict[str, Case] = {
+    "nondeterminism": {"build": models.randomly},
+    "activations": {
+        "build": partial(models.of_kind, "crossing"),
+        "passes": partial(models.without, "AddByUnit"),
+    },
+    "no collective": {"build": models.sound, "shard": models.all_but_last},
+    "uses": {
+        "build": partial(models.of_kind, "twice"),
+        "passes": partial(models.without, "CombineUses"),
+    },
+}
+MORE: dict[str, Case] = {
     "equal in bf16": {"build": models.rounded, "param_dtype": "bfloat16"},
     "equal reduced in fp32": {
         "build": models.rounded,
         "param_dtype": "bfloat16",
         "reduce_dtype": "float32",
     },
-    "nondeterminism": {"build": models.randomly},
-    "Dynamo": {"build": partial(models.of_kind, "branch")},
-    "decompositions": {"build": partial(models.of_kind, "decomposed")},
-    "activations": {
-        "build": partial(models.of_kind, "crossing"),
-        "passes": partial(models.without, "AddByUnit"),
-    },
     "equal by unit": {"build": partial(models.of_kind, "crossing")},
-    "no collective": {"build": models.sound, "shard": models.all_but_last},
-    "uses": {
-        "build": partial(models.of_kind, "twice"),
-        "passes": partial(models.without, "CombineUses"),
-    },
 }
 # On two ranks a + b is b + a.
 ORDERS: dict[str, Case] = {
@@ -72,8 +77,14 @@ HYBRID: dict[str, Case] = {
         "reduce_dtype": "float32",
     },
 }
-GROUPS = {"models": (2, MODELS), "orders": (4, ORDERS), "hybrid": (4, HYBRID)}
-ORDER_MARKS = (pytest.mark.slow, pytest.mark.once)
+GROUPS = {
+    "models": (2, MODELS),
+    "faults": (2, FAULTS),
+    "more": (2, MORE),
+    "orders": (4, ORDERS),
+    "hybrid": (4, HYBRID),
+}
+MORE_MARKS = (pytest.mark.slow, pytest.mark.once)
 
 
 def compare_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Comparison]:
@@ -107,8 +118,10 @@ FOUND = {
     ("group", "name"),
     [
         *(("models", name) for name in MODELS),
-        *(("hybrid", name) for name in HYBRID),
-        *(pytest.param("orders", name, marks=ORDER_MARKS) for name in ORDERS),
+        *(pytest.param("faults", name, marks=pytest.mark.once) for name in FAULTS),
+        *(pytest.param("hybrid", name, marks=pytest.mark.once) for name in HYBRID),
+        *(pytest.param("more", name, marks=MORE_MARKS) for name in MORE),
+        *(pytest.param("orders", name, marks=MORE_MARKS) for name in ORDERS),
     ],
 )
 def test_the_cause_is_named(group: str, name: str):

@@ -39,6 +39,7 @@ def on_two_ranks(*args: object) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.once
 def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path):
     """Under eager FSDP2 until it is killed, compiled from its checkpoint on."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"

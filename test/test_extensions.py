@@ -90,7 +90,9 @@ def _compared(
 
 
 @pytest.mark.parametrize(
-    "names", [SOME, pytest.param(REST, marks=pytest.mark.slow)], ids=["some", "rest"]
+    "names",
+    [SOME, pytest.param(REST, marks=[pytest.mark.slow, pytest.mark.once])],
+    ids=["some", "rest"],
 )
 def test_weights_are_eagers(names: tuple[str, ...]) -> None:
     first, *others = run_ranks(_compared, 4, names, timeout_s=600)

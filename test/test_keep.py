@@ -437,6 +437,7 @@ def _bounded_beside_eager(rank):
 
 
 @pytest.mark.slow
+@pytest.mark.once
 def test_bits_do_not_change_with_the_bound():
     for found, expected in on_ranks(_bounded_beside_eager):
         assert [hashes for hashes, *_ in found] == [expected] * len(found)

@@ -56,9 +56,21 @@ ONE_EACH = sorted((f,) for f in TWO_BLOCKS_FQNS)
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
 
-@pytest.mark.parametrize("partitioner", ["default", "min_cut"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["own_dtype", "bf16"])
-@pytest.mark.parametrize("shard", [shard_by_parametrization, shard_by_property])
+WAYS = [
+    (shard_by_parametrization, None, "default"),
+    (shard_by_parametrization, torch.bfloat16, "min_cut"),
+    (shard_by_property, None, "min_cut"),
+    (shard_by_property, torch.bfloat16, "default"),
+]
+"""Each two values of two arguments once; the other half is ``slow``."""
+MORE = (pytest.mark.slow, pytest.mark.once)
+OTHERS = [(w, d, {"default": "min_cut", "min_cut": "default"}[p]) for w, d, p in WAYS]
+
+
+@pytest.mark.parametrize(
+    ("shard", "dtype", "partitioner"),
+    [*WAYS, *(pytest.param(*way, marks=MORE) for way in OTHERS)],
+)
 def test_compiled_dtensor_parameters(fake_world, shard, dtype, partitioner):
     # 12 and 10 rows over 4 ranks: one parameter is even, one is padded
     model = shard(TwoBlocks(), mesh_1d(), dtype)

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from test_warm import CHILD, HIT, MISS, assert_state, run
+from test_warm import HIT, MISS, assert_state, run
 
 from torch_ext_bucketing._torch import caches
 from torch_ext_bucketing.testing.untouched import require_untouched_torch, touched_torch
@@ -50,10 +49,9 @@ def test_what_a_compile_wraps_in_torch_is_found_and_is_gone_afterwards():
 @pytest.mark.slow
 def test_damaged_entries_are_compiled_anew():
     """Every entry of every cache cut in half."""
-    cold, damaged, warm = run(str(CHILD), "damaged", "data_parallel")
+    cold, damaged, warm = run("damaged", "data_parallel")
     for result, state in ((cold, MISS), (damaged, MISS), (warm, HIT)):
         assert_state(result, state)
         assert result["places"] == cold["places"]
         assert [g["from_cache"] for g in result["report"]["graphs"]] == [state == HIT] * 2
-    assert len(cold["places"]) == 2
-    assert torch.tensor(cold["places"]).sum() > 0
+    assert cold["places"] == [4 * 8 + 4 * 7]
