@@ -61,10 +61,10 @@ hold fewer gradients at once. Tried where no policy bounds runs."""
 _NEAR_BOUND = 1.02
 """A step within so many times its bound is not worth more caps."""
 
-_MOVES = 80
-"""Plans that are made at most by moving members,"""
 _SMALL = 2000
-"""for graphs of so many nodes at most."""
+"""Members are moved between buckets in graphs of so many nodes at most;"""
+_MOVED_NODES = 40_000
+"""the plans that are made so have no more than so many nodes together."""
 _MIB = 2**20
 
 _Cap: TypeAlias = float | tuple[float, ...]
@@ -215,7 +215,8 @@ class _Search:
         """Move members between the buckets of the best plan as long as the step becomes shorter, in
         orders of the sort that was the best; then try all orders of what came of it."""
         like = self.tried[self.best()].chosen
-        left, at, fruitless = _MOVES, 0, 0  # fruitless: places since the last move that helped
+        left = _MOVED_NODES // len(self._analysis.nodes)
+        at = fruitless = 0  # places since the last move that helped
         while left > 0:
             sizes = self._planner.sizes(self._chosen(smallest))
             places = [(key, i) for key, buckets in sizes.items() for i in range(len(buckets))]
