@@ -90,8 +90,9 @@ def choose_caps(
             data are taken as, and what is in memory beside the inputs.
         policies: as of :func:`.schedule`.
         caps_mb: what to try, ascending, in MiB; None tries :data:`CAPS_MB`, larger ones where the
-            largest is the best, and ones between. Where all miss a bound, smaller ones are tried.
-            Caps that can't make a faster step than others are passed over.
+            largest is the best, ones between, and in small graphs buckets of other sizes. Where
+            all miss a bound, smaller ones are tried. Caps that can't make a faster step than others
+            are passed over.
         kinds: what is bucketed.
         machine: what the cost model times nodes for.
         reference_bytes: see :func:`.schedule`; None: the peak of ``graph``.
