@@ -114,7 +114,7 @@ def run_ours(
         plan, search = choose_caps(
             analysis, policies, machine=machine, reference_bytes=reference, **options
         )
-        caps = sorted({cap for _, cap in search.caps_mb})
+        caps = [c for _, cap in search.caps_mb for c in (cap if isinstance(cap, tuple) else (cap,))]
     else:
         plan = plan_by_cap(graph.gm.graph, cap_mb, **options)
         caps = [cap_mb]
@@ -262,7 +262,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             [
                 r["graph"],
-                ", ".join(f"{cap:g}" for cap in r["caps_mb"]),
+                ", ".join(f"{cap:.3g}" for cap in sorted({*r["caps_mb"]})),
                 *(f"{r[key]:.1f}" for key in times),
                 f"{r['step_ms'] / r['bound_ms']:.3f}",
                 f"{peak:.2f} GiB",

@@ -426,6 +426,9 @@ def test_each_group_has_its_own_cap(monkeypatch):
     for bucket in plan.buckets:
         members[group_name(bucket.members[0])].append(len(bucket.members))
     assert members == {"0": [2, 2, 2], "1": [2, 3]}
+    each = tuple(n * one / MIB for n in (2, 1, 3))
+    plan = plan_by_cap(gathers_on(*"0" * 9).graph, each, eligible=everything)
+    assert [len(b.members) for b in plan.buckets] == [2, 3, 3]
     asked = []
     monkeypatch.setattr(
         caps_module, "default_cap_mb", lambda size: asked.append(size) or 3 * one / MIB
@@ -485,6 +488,10 @@ def test_group_names_that_are_nodes():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
+        ({"cap_mb": 0}, "positive number"),
+        ({"cap_mb": ()}, "positive number"),
+        ({"cap_mb": (1.0, 0.0)}, "positive number"),
+        ({"cap_mb": {"0": -1.0}}, "cap_mb of group 0"),
         ({"kinds": ("all_to_all",)}, "kinds must be some of"),
         ({"kinds": "all_gather"}, "kinds must be some of"),
         ({"eligible": "names"}, "eligible must be"),

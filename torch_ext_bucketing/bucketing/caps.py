@@ -20,6 +20,7 @@ already.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -38,7 +39,7 @@ from .groups import Counts, GroupFilter, chosen_groups
 from .plan import Bucket, MergePlan, left_alone
 from .structure import fsdp_starts
 
-Cap: TypeAlias = float | Callable[[int], float]
+Cap: TypeAlias = float | tuple[float, ...] | Callable[[int], float]
 CapMb: TypeAlias = Cap | Mapping[str, Cap] | Mapping[tuple[str, str], Cap] | None
 Eligible: TypeAlias = Literal["tag", "structure"] | Callable[[fx.Node], bool]
 
@@ -60,9 +61,10 @@ def plan_by_cap(
 
     Args:
         graph: in topological order, or what is known of it.
-        cap_mb: in MiB, counted as the larger of a member's input and output: a number, a callable
-            of the bucket's index within its bucket key (0, 1, ...), or either per process group
-            name, or per group name and kind. None, and what the mapping lacks: what saturates the
+        cap_mb: in MiB, counted as the larger of a member's input and output: a number, a tuple of
+            one per bucket of a bucket key (the last one holds for all further), a callable of the
+            bucket's index (0, 1, ...), or any per process group name, or per group name and kind.
+            None, and what the mapping lacks: what saturates the
             network of a group of that size, by torch's own estimate. A member above the cap is a
             bucket of its own.
         kinds: what is bucketed; others are left alone and not reported one by one.
@@ -151,6 +153,23 @@ class CapPlanner:
             ineligible=tuple(left),
             unmerged=tuple(u for _, u in sorted(planner.unmerged, key=lambda item: item[0])),
         )
+
+    def sizes(self, plan: MergePlan) -> dict[tuple[str, str], list[list[int]]]:
+        """By process group and kind, the bytes of each bucket's members, in the order in which
+        they were filled, unmerged ones as buckets of their own. Where a group has several bucket
+        keys of one kind, it is left out."""
+        number = {m: i for i, bucket in enumerate(plan.buckets) for m in bucket.members}
+        chosen = {group for groups in self._scopes for group in groups or ()}
+        found: dict[tuple[str, str], list[list[int]]] = {}
+        several = set[tuple[str, str]]()
+        for mine in self._candidates.in_wait_order.values():
+            members = [c for c in mine if self._scopes == [None] or c.home in chosen]
+            for run in _runs(members, non_adjacent=True):
+                name = (run[0].group, run[0].kind)
+                several.update((name,) if name in found else ())
+                buckets = itertools.groupby(run, lambda c: number.get(c.start, c.start))
+                found[name] = [[c.wire_bytes for c in bucket] for _, bucket in buckets]
+        return {name: buckets for name, buckets in found.items() if name not in several}
 
 
 def _reading_only(graph: fx.Graph, **hooks: Any) -> contextlib.AbstractContextManager[Any]:
@@ -316,7 +335,7 @@ class _Planner:
             cap = self._default[c.ranks]
 
         def cap_bytes(index: int) -> int:
-            value = cap
+            value = cap[min(index, len(cap) - 1)] if isinstance(cap, tuple) else cap
             if callable(cap):
                 try:
                     value = cap(index)
@@ -354,7 +373,8 @@ def check_options(
     )
     for group, cap in caps:
         if cap is not None and not callable(cap):
-            check_cap(cap, f"cap_mb of group {group}" if group else "cap_mb")
+            for one in cap if isinstance(cap, tuple) and cap else (cap,):
+                check_cap(one, f"cap_mb of group {group}" if group else "cap_mb")
 
 
 def check_cap(cap: Any, what: str) -> None:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from .base import Report
 
-NamedCaps: TypeAlias = tuple[tuple[str, float], ...]
+NamedCaps: TypeAlias = tuple[tuple[str, float | tuple[float, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class TriedCaps:
     """Caps that were tried on the cost model, and the best order that was found with them.
 
     Args:
-        caps_mb: byte cap in MiB per process group and kind, such as ``"0 all_gather"``.
+        caps_mb: byte cap in MiB per process group and kind, such as ``"0 all_gather"``; where
+            members were moved between buckets, what each of them holds.
         step_ms: time of the graph.
         peak_bytes: estimated peak of live bytes.
         longest_run: most compute nodes between two reduce-scatters.
@@ -48,10 +49,16 @@ class CapsReport(Report):
 
     @property
     def caps_mb(self) -> NamedCaps:
-        """Byte cap in MiB per process group and kind, such as ``"0 all_gather"``."""
+        """As of :class:`TriedCaps`."""
         return self.chosen.caps_mb
 
     def to_text(self) -> str:
         """The caps that were chosen, and of how many, in one line."""
-        caps = ", ".join(f"{cap:g} for {name}" for name, cap in self.caps_mb)
+        caps = ", ".join(f"{_cap_text(cap)} for {name}" for name, cap in self.caps_mb)
         return f"{caps}, of {len(self.tried)} tried"
+
+
+def _cap_text(cap: float | tuple[float, ...]) -> str:
+    if not isinstance(cap, tuple):
+        return f"{cap:g}"
+    return f"{len(cap)} bucket(s) of {min(cap):.3g} to {max(cap):.3g}"

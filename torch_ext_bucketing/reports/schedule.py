@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .base import Report
-from .caps import CapsReport
+from .caps import CapsReport, NamedCaps
 from .text import aligned
 
 
@@ -103,7 +103,7 @@ class ScheduleReport(Report):
         return self.figure("forced_run") or 0
 
     @property
-    def caps_mb(self) -> tuple[tuple[str, float], ...]:
+    def caps_mb(self) -> NamedCaps:
         """As of :class:`.CapsReport`; empty where no caps were chosen."""
         return () if self.caps is None else self.caps.caps_mb
 

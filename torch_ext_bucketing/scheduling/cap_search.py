@@ -5,9 +5,11 @@ hold less memory and leave less communication at the ends of a graph. Which is b
 the graph, so several caps are tried: each is planned, and the graph as it would be after merging is
 scheduled on the cost model (:mod:`.merged_model`). First all process groups and kinds get the same
 cap. Then the gathers and the reductions of each group in turn try the next smaller and the next
-larger one, and, where the step is still far from what no order can beat, caps between these. Last,
+larger one, and, where the step is still far from what no order can beat, caps between these. Then,
 with the best caps and the next larger ones, buckets of reductions are closed
-where runs of computation between them would become long.
+where runs of computation between them would become long. Last, in graphs that are small enough to
+try many plans, single buckets of the best one take members over from their neighbours, are joined,
+or cut.
 
 Planning is cheap, scheduling is not. So the caps whose collectives need the least time come first,
 and a plan is not scheduled if its collectives alone keep a process group busy for longer than the
@@ -16,11 +18,12 @@ best step so far, and its scheduling ends where the step is known to become long
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import time
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -58,7 +61,14 @@ hold fewer gradients at once. Tried where no policy bounds runs."""
 _NEAR_BOUND = 1.02
 """A step within so many times its bound is not worth more caps."""
 
-_Caps: TypeAlias = tuple[tuple[tuple[str, str], float], ...]
+_SMALL = 2000
+"""Members are moved between buckets in graphs of so many nodes at most;"""
+_MOVED_NODES = 40_000
+"""the plans that are made so have no more than so many nodes together."""
+_MIB = 2**20
+
+_Cap: TypeAlias = float | tuple[float, ...]
+_Caps: TypeAlias = tuple[tuple[tuple[str, str], _Cap], ...]
 
 
 def choose_caps(
@@ -80,8 +90,9 @@ def choose_caps(
             data are taken as, and what is in memory beside the inputs.
         policies: as of :func:`.schedule`.
         caps_mb: what to try, ascending, in MiB; None tries :data:`CAPS_MB`, larger ones where the
-            largest is the best, and ones between. Where all miss a bound, smaller ones are tried.
-            Caps that can't make a faster step than others are passed over.
+            largest is the best, ones between, and in small graphs buckets of other sizes. Where
+            all miss a bound, smaller ones are tried. Caps that can't make a faster step than others
+            are passed over.
         kinds: what is bucketed.
         machine: what the cost model times nodes for.
         reference_bytes: see :func:`.schedule`; None: the peak of ``graph``.
@@ -180,7 +191,7 @@ class _Search:
             ladder.append(min(4 * ladder[-1], largest))
             self.attempt(ladder[-1])
         for key, _ in self.best():
-            caps = dict(self.best())
+            caps: dict[tuple[str, str], Any] = dict(self.best())
             at = ladder.index(caps[key])
             for near in (at - 1, at + 1):
                 if 0 <= near < len(ladder):
@@ -192,8 +203,38 @@ class _Search:
             self._try(dict(best) or ladder[0], _SHORT_RUN)
             for cap in [cap for cap in ladder if cap > _top(best)][:1]:
                 self._try(cap, _SHORT_RUN)
+        if largest and len(self._analysis.nodes) <= _SMALL:
+            self._move_members(ladder[0])
+        return self._chosen(ladder[0])
+
+    def _chosen(self, smallest: float) -> MergePlan:
+        """The plan of the best caps; where nothing could be merged, these have no names."""
         chosen = self.best()
-        return self.plan(dict(chosen) or ladder[0], self.runs[chosen])
+        return self.plan(dict(chosen) or smallest, self.runs[chosen])
+
+    def _move_members(self, smallest: float) -> None:
+        """Move members between the buckets of the best plan as long as the step becomes shorter, in
+        orders of the sort that was the best; then try all orders of what came of it."""
+        like = self.tried[self.best()].chosen
+        left = _MOVED_NODES // len(self._analysis.nodes)
+        at = fruitless = 0  # places since the last move that helped
+        while left > 0:
+            sizes = self._planner.sizes(self._chosen(smallest))
+            places = [(key, i) for key, buckets in sizes.items() for i in range(len(buckets))]
+            if fruitless >= len(places):
+                break
+            key, i = places[at % len(places)]
+            best = self.best()
+            for buckets in _moves(sizes[key], i):
+                left -= 1
+                moved = {**sizes, key: buckets}
+                caps = {k: tuple(sum(b) / _MIB for b in bs) for k, bs in moved.items()}
+                self._try({**dict(best), **caps}, None, like)
+                if self.best() != best:
+                    break
+            fruitless = 0 if self.best() != best else fruitless + 1
+            at += fruitless > 0
+        self._try(dict(self.best()), self.runs[self.best()])
 
     def _try_between(self, ladder: list[float]) -> None:
         """Caps between the best and the next smaller or larger ones of ``ladder``: for all groups
@@ -205,7 +246,7 @@ class _Search:
                 report = self.tried[best]
                 if report.step_ms[1] <= _NEAR_BOUND * report.bound_ms:
                     return
-                caps = dict(best)
+                caps: dict[tuple[str, str], Any] = dict(best)
                 for key in keys:
                     at = rungs.index(caps[key]) + step
                     caps[key] = rungs[at] if 0 <= at < len(rungs) else caps[key]
@@ -219,25 +260,27 @@ class _Search:
             self._plans[name] = self._planner.plan(caps, max_compute_run=max_run)
         return self._plans[name]
 
-    def attempt(self, caps: dict[tuple[str, str], float] | float) -> None:
+    def attempt(self, caps: dict[tuple[str, str], _Cap] | float) -> None:
         """Try caps with buckets that leave runs of the length that policies bound; while nothing
         keeps the policies' bounds, of any length, or short ones where no policy bounds it."""
         self._try(caps, self._max_run)
         if self.tried[self.best()].misses:
             self._try(caps, None if self._max_run is not None else _SHORT_RUN)
 
-    def _try(self, caps: dict[tuple[str, str], float] | float, max_run: int | None) -> None:
+    def _try(
+        self, caps: dict[tuple[str, str], _Cap] | float, max_run: int | None, like: str = ""
+    ) -> None:
         plan = self.plan(caps, max_run)
         if self._too_slow(plan):
             return
-        outcome = self._outcome(plan)
+        outcome = self._outcome(plan, like)
         if outcome is None:
             return
         name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in _keys(plan))
         if name not in self.tried or _rank(outcome) < _rank(self.tried[name]):
             self.tried[name], self.runs[name] = outcome, max_run
 
-    def busiest_ms(self, caps: dict[tuple[str, str], float] | float) -> float:
+    def busiest_ms(self, caps: dict[tuple[str, str], _Cap] | float) -> float:
         """The time that the collectives of the busiest process group take: no step is faster."""
         return self._busiest_ms(self.plan(caps, self._max_run))
 
@@ -266,9 +309,10 @@ class _Search:
         best = self.tried[self.best()] if self.tried else None
         return math.inf if best is None or best.misses else best.step_ms[1]
 
-    def _outcome(self, plan: MergePlan) -> ScheduleReport | None:
-        """The schedule of a plan; None if it is known to be slower than the best so far."""
-        members = tuple(b.members for b in plan.buckets)
+    def _outcome(self, plan: MergePlan, like: str = "") -> ScheduleReport | None:
+        """The schedule of a plan, in orders like the one of that name; None if it is known to be
+        slower than the best so far."""
+        members = (like, *(b.members for b in plan.buckets))
         if members not in self._known:
             best_ms = self._best_ms()
             with paused_gc():  # for one model at a time: a copy of the graph holds cycles
@@ -276,7 +320,12 @@ class _Search:
                 found: ScheduleReport | None
                 # All orders: by few of them, plans are ranked by how these few do under the bounds.
                 found, _ = schedule_model(
-                    model, self._policies, self._reference, at_most_ms=best_ms, priced=False
+                    model,
+                    self._policies,
+                    self._reference,
+                    at_most_ms=best_ms,
+                    priced=False,
+                    like=like,
                 )
             slower = found.step_ms[1] > best_ms
             self._known[members] = None if slower else found
@@ -310,18 +359,34 @@ class _Search:
         return min(self.tried, key=lambda k: _rank(self.tried[k]))
 
 
+def _moves(buckets: list[list[int]], at: int) -> Iterator[list[list[int]]]:
+    """Bucket ``at`` with a member more or less than its neighbour behind, cut in two, or joined to
+    that."""
+    before, mine, behind = buckets[:at], buckets[at], buckets[at + 1 :]
+    if behind and len(behind[0]) > 1:
+        yield [*before, [*mine, behind[0][0]], behind[0][1:], *behind[1:]]
+    if behind and len(mine) > 1:
+        yield [*before, mine[:-1], [mine[-1], *behind[0]], *behind[1:]]
+    if len(mine) > 1:
+        cut = max(1, bisect.bisect(list(itertools.accumulate(mine)), sum(mine) / 2))
+        yield [*before, mine[:cut], mine[cut:], *behind]
+    if behind:
+        yield [*before, [*mine, *behind[0]], *behind[1:]]
+
+
 def _between(cap: float, larger: float) -> float:
     """The geometric mean, in two digits."""
     return float(f"{math.sqrt(cap * larger):.2g}")
 
 
 def _top(caps: _Caps) -> float:
-    return max((cap for _, cap in caps), default=0.0)
+    return max((cap for _, cap in caps if isinstance(cap, float)), default=0.0)
 
 
-def _rank(report: ScheduleReport) -> tuple[float, float]:
-    """Of equals, whose times are sums of the same in another order, the first one tried stays."""
-    return report.misses, round(report.step_ms[1], 9)
+def _rank(report: ScheduleReport) -> tuple[float, float, float]:
+    """Of equals, whose times are sums of the same in another order, the one that could be shorter
+    by its bound, or else the first one tried."""
+    return report.misses, round(report.step_ms[1], 9), round(report.bound_ms, 9)
 
 
 def _keys(plan: MergePlan) -> Iterable[tuple[str, str]]:

@@ -156,6 +156,7 @@ def schedule_model(
     quick: bool = False,
     at_most_ms: float = math.inf,
     priced: bool = True,
+    like: str = "",
 ) -> tuple[ScheduleReport, Sequence[int]]:
     """The report and the order of a model, as places of its nodes; no graph is touched.
 
@@ -166,6 +167,7 @@ def schedule_model(
         quick: few orders are tried.
         at_most_ms: orders that take longer are given up.
         priced: what the bounds cost is found out, unless ``quick``.
+        like: only orders of the sort with this name, or one that it begins with, are made.
     """
     policies = policies_of(policy)
     clock = time.perf_counter()
@@ -190,6 +192,7 @@ def schedule_model(
         return _Try(name, timeline, misses)
 
     wanted = [c for p in policies for c in p.candidates(case, quick)]
+    wanted = [c for c in wanted if like.startswith(c[0])] or wanted
     passes = list[tuple[ListScheduler, Timeline | None]]()
     bound = model.analysis.bound_ms
 
