@@ -34,7 +34,6 @@ from benchmarks.parallel import Layout, shard_llama, start_world
 from benchmarks.parity_models import MODELS, build, units_of
 from benchmarks.tracing import Say, copy_graph, trace_model
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.fsdp.tags import tag_of
 from torch_ext_bucketing.graph.collectives import (
     count_collectives,
     is_view,
@@ -42,6 +41,7 @@ from torch_ext_bucketing.graph.collectives import (
     tensors_in,
     wire_bytes,
 )
+from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule

@@ -317,7 +317,7 @@ _TRACED_WITH = (
     "graph.collectives",
     "fsdp.simple_fsdp",
     "fsdp.tag_graph",
-    "fsdp.tags",
+    "graph.tags",
 )
 """Modules of the package that decide what a traced graph looks like."""
 

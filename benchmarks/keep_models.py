@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_ext_bucketing.fsdp.tags import Tag, set_tag
+from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, what_fits
 from torch_ext_bucketing.scheduling.keep import KeepPlanner
 from torch_ext_bucketing.scheduling.machine import Level, Machine

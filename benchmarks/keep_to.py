@@ -23,7 +23,7 @@ import torch
 import torch.fx as fx
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.fsdp.tags import tag_of
+from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.scheduling.machine import H100
 from torch_ext_bucketing.testing.demo.table import columns
 

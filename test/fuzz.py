@@ -36,9 +36,9 @@ from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.bucketing.plan import MergePlan
 from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce
 from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
-from torch_ext_bucketing.fsdp.tags import Tag, set_tag, tag_of
 from torch_ext_bucketing.fsdp.units import UnitSpec
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
+from torch_ext_bucketing.graph.tags import Tag, set_tag, tag_of
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
 from torch_ext_bucketing.reports.graph import GraphReport
 from torch_ext_bucketing.reports.schedule import ScheduleReport

@@ -15,8 +15,8 @@ from collective_graphs import C10D
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_ext_bucketing.fsdp.tags import Tag, set_tag
 from torch_ext_bucketing.graph.collectives import argument, group_name, kind_of, set_group_name
+from torch_ext_bucketing.graph.tags import Tag, set_tag
 
 
 class Joint:

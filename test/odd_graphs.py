@@ -11,8 +11,8 @@ import torch.fx as fx
 from collective_graphs import C10D, all_gather, all_reduce, reduce_scatter, trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_ext_bucketing.fsdp.tags import Tag, set_tag
 from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.graph.tags import Tag, set_tag
 
 ODD: dict[str, Callable[[], fx.GraphModule]] = {}
 CAN_RUN: set[str] = set()

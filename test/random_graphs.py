@@ -11,8 +11,8 @@ import torch.fx as fx
 from collective_graphs import C10D
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_ext_bucketing.fsdp.tags import Tag, set_tag
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
+from torch_ext_bucketing.graph.tags import Tag, set_tag
 
 WORLD = 2
 DTYPES = (torch.float32, torch.bfloat16)

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.nn.utils import parametrize
 
 from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
-from torch_ext_bucketing.fsdp.tags import Tag
 from torch_ext_bucketing.graph.collectives import Kind, kind_of
+from torch_ext_bucketing.graph.tags import Tag
 
 
 class Block(nn.Module):

@@ -26,8 +26,8 @@ from torch_ext_bucketing.agreement.launches import launches_of
 from torch_ext_bucketing.bucketing.all_to_all import reduce_by_all_to_all
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import merge_buckets
-from torch_ext_bucketing.fsdp.tags import Tag, member_tags, set_tag
 from torch_ext_bucketing.graph.collectives import KINDS, group_name, kind_of
+from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag
 from torch_ext_bucketing.passes.backends import _run_each
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline

@@ -45,8 +45,9 @@ from torch_ext_bucketing.bucketing.groups import chosen_groups, primary_group
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
 from torch_ext_bucketing.bucketing.structure import fsdp_starts
-from torch_ext_bucketing.fsdp.tags import Tag, set_tag
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import KINDS, bucket_key, group_name, kind_of, wire_bytes
+from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.graph.writes import unordered_writes
 
 MIB = 2**20
@@ -480,7 +481,7 @@ def test_structure_is_what_torch_takes_for_fsdp(seed, size):
             or (kind == "all_reduce" and group_name(node) in groups)
         ):
             expected.append(node)
-    assert list(fsdp_starts(gm.graph)) == expected
+    assert list(fsdp_starts(GraphAnalysis(gm.graph))) == expected
 
 
 @pytest.mark.skipif(
@@ -679,8 +680,7 @@ def test_contraction_refuses_just_what_closes_a_cycle(seed, size):
     """Against Kahn's algorithm, with buckets of any starts, and buckets that join others."""
     gm = random_graph(seed, size, GROUPS, writes=False)
     starts = [n for n in gm.graph.nodes if kind_of(n) is not None]
-    nodes = list(gm.graph.nodes)
-    contracted = Contraction(nodes, unordered_writes(nodes))
+    contracted = Contraction(GraphAnalysis(gm.graph))
     rng = random.Random(seed)
     buckets: list[list[fx.Node]] = [[s] for s in starts]
     for _ in range(2 * len(starts)):

@@ -453,6 +453,6 @@ def grids(fake_world):
 
 
 def collectives_of(gm, fqn):
-    from torch_ext_bucketing.fsdp.tags import tag_of
+    from torch_ext_bucketing.graph.tags import tag_of
 
     return [t.kind for n in gm.graph.nodes if (t := tag_of(n)) is not None and t.fqns == (fqn,)]

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.fsdp.tags import tag_of
 from torch_ext_bucketing.graph.collectives import group_size, kind_of
+from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.testing.comparison import Comparison, Options
 from torch_ext_bucketing.testing.experiments import compare_on_rank
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks

@@ -29,10 +29,10 @@ from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import plan_units
 from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
-from torch_ext_bucketing.fsdp.tags import Tag, set_tag
 from torch_ext_bucketing.fsdp.units import Units, UnitSpec
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
 from torch_ext_bucketing.graph.snapshot import Snapshot, unchanged_on_error
+from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.scheduling.model import peak_bytes
 from torch_ext_bucketing.scheduling.scheduler import schedule

@@ -25,10 +25,10 @@ from benchmarks.models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
 from benchmarks.serialize import from_data, to_data
 from benchmarks.symbols import Symbols, symbols_to_data
 from torch_ext_bucketing._torch.symbols import symbol_facts
-from torch_ext_bucketing.fsdp.tags import tag_of
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_assertion, kind_of, started_by
 from torch_ext_bucketing.graph.size_hints import SizeHints
+from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.scheduling import BucketAndSchedule
 from torch_ext_bucketing.scheduling.memory import PeakMemory

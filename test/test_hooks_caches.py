@@ -12,7 +12,7 @@ from test_caches import HIT, MISS, Checkout, assert_state
 
 ORDER = """
 from torch_ext_bucketing import TagParameters
-from torch_ext_bucketing.fsdp.tags import tag_of
+from torch_ext_bucketing.graph.tags import tag_of
 
 class OwnOrder(TagParameters):
     def run(self, graph, compilation):

@@ -22,9 +22,9 @@ from benchmarks.keep_models import random_joint, random_planner, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute, stage_of
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.fsdp.tag_graph import parameter_chains
-from torch_ext_bucketing.fsdp.tags import member_tags, tag_of
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.graph_of import graph_of
+from torch_ext_bucketing.graph.tags import member_tags, tag_of
 from torch_ext_bucketing.passes import step_memory
 from torch_ext_bucketing.passes.backends import _run_each, backend
 from torch_ext_bucketing.passes.base import Compilation

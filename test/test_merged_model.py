@@ -18,9 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import merge_buckets
 from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
-from torch_ext_bucketing.fsdp.tags import tag_of
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.liveness import LiveBytes
+from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.scheduling import cap_search as auto_cap
 from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine

@@ -23,8 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_ext_bucketing._torch import fsdp2 as _fsdp2
 from torch_ext_bucketing.fqns import canonical_fqn, canonical_modules, parameter_names
 from torch_ext_bucketing.fsdp import order as order_module
-from torch_ext_bucketing.fsdp import tags
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.graph import tags
 
 WORLD = 4
 

@@ -37,11 +37,11 @@ from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.fsdp.tags import Tag, set_tag, tag_of
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute, kind_of, started_by
 from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.liveness import donated_by_autograd
+from torch_ext_bucketing.graph.tags import Tag, set_tag, tag_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.scheduling import Schedule
 from torch_ext_bucketing.reports.text import sizes_text

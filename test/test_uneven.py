@@ -16,10 +16,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.fsdp.tags import member_tags, tag_of
 from torch_ext_bucketing.graph import analysis
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.graph.tags import member_tags, tag_of
 from torch_ext_bucketing.graph.uneven import ShardSide, shard_side
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward

@@ -12,8 +12,8 @@ What most programs need is here; a module of its own has each of the rest:
 - ``fsdp.simple_fsdp.ReduceOnce``: several backwards, one reduction;
 - ``scheduling.machine.Level``, ``H100``: networks and machines for the cost model;
 - ``scheduling.scheduler.schedule``, ``scheduling.model.peak_bytes``,
-  ``bucketing.caps.plan_by_cap``, ``agreement.before_run.agree``, ``fsdp.tags``: what the passes do,
-  as functions of one graph;
+  ``bucketing.caps.plan_by_cap``, ``agreement.before_run.agree``, ``graph.tags``: what the passes
+  do, as functions of one graph;
 - ``bucketing.groups.primary_group``: a filter of process groups;
 - ``testing``: for testing a model of your own on CPU ranks, bit for bit against eager FSDP2.
 """

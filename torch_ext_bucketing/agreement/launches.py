@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from ..fsdp.tags import is_bucket, member_tags, tag_of
 from ..graph.collectives import argument, collective_group, kind_of, sent_as_bytes
+from ..graph.tags import is_bucket, member_tags, tag_of
 from ..reports.buckets import BucketReport
 
 _POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")

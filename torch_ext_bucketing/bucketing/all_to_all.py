@@ -23,7 +23,7 @@ and for Inductor one kernel that reads the buffer once (:mod:`._torch.lowering`)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 import torch.fx as fx
@@ -31,8 +31,10 @@ import torch.fx as fx
 from .._torch.aot import in_backward, mark_backward
 from .._torch.process_groups import ranks_of
 from ..fsdp.all_to_all import SUM, steps_of
-from ..fsdp.tags import Tag, mark_replaced, tag_of
-from ..graph.collectives import argument, group_name, group_size, kind_of, only_wait, reduce_op
+from ..graph.analysis import GraphAnalysis
+from ..graph.collectives import argument, only_wait
+from ..graph.records import Collective
+from ..graph.tags import mark_replaced
 from .groups import is_inside
 from .pack import Writer
 
@@ -49,49 +51,51 @@ def reduce_by_all_to_all(graph: fx.Graph, accumulate: torch.dtype) -> None:
         graph: a tagged graph, changed in place.
         accumulate: the dtype of the sums.
     """
-    for start in replaceable(graph.nodes):
-        _replace(graph, start, accumulate)
+    for c in replaceable(GraphAnalysis(graph).collectives).values():
+        _replace(graph, c, accumulate)
 
 
-def replaceable(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """The reductions among the nodes of a graph that add up gradients over data-parallel ranks.
+def replaceable(collectives: Mapping[fx.Node, Collective]) -> dict[fx.Node, Collective]:
+    """The reductions of a graph that add up gradients over data-parallel ranks, by their starts.
 
     Not an all-reduce inside one of these ranks, as of tensor parallelism, whose result another
     reduction of the same parameter adds up: a process group adds it for eager FSDP2 as well.
+
+    Args:
+        collectives: all of the graph.
     """
-    tags = {n: tag for n in nodes if _adds(n) and (tag := tag_of(n)) is not None}
+    found = {start: c for start, c in collectives.items() if _adds_gradients(c)}
     groups: dict[str, dict[str, None]] = {}
-    for node, tag in tags.items():
-        for fqn in tag.fqns:
-            groups.setdefault(fqn, {})[group_name(node)] = None
+    for c in found.values():
+        for fqn in c.fqns:
+            groups.setdefault(fqn, {})[c.group] = None
     ranks = {group: ranks_of(group) for of_one in groups.values() for group in of_one}
 
-    def inside(start: fx.Node, tag: Tag) -> bool:
-        mine, others = ranks[group_name(start)], (g for fqn in tag.fqns for g in groups[fqn])
-        return any(is_inside(mine, ranks[other]) for other in others)
+    def inside(c: Collective) -> bool:
+        others = (group for fqn in c.fqns for group in groups[fqn])
+        return any(is_inside(ranks[c.group], ranks[other]) for other in others)
 
-    return {n: None for n, tag in tags.items() if tag.kind != "all_reduce" or not inside(n, tag)}
+    return {n: c for n, c in found.items() if c.kind != "all_reduce" or not inside(c)}
 
 
-def _adds(start: fx.Node) -> bool:
-    """Whether it adds up over ranks in floating point, and one wait alone reads it."""
+def _adds_gradients(c: Collective) -> bool:
+    """Whether it adds up gradients of parameters, and one wait alone reads it."""
     return (
-        start.target in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
-        and reduce_op(start) in ("sum", "avg")
-        and start.meta["val"].dtype in _DTYPES
-        and group_size(start) > 1
-        and only_wait(start) is not None
+        c.start.target in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
+        and c.tag is not None
+        and c.reduce_op in ("sum", "avg")
+        and c.start.meta["val"].dtype in _DTYPES
+        and c.ranks > 1
+        and only_wait(c.start) is not None
     )
 
 
-def _replace(graph: fx.Graph, start: fx.Node, accumulate: torch.dtype) -> None:
+def _replace(graph: fx.Graph, c: Collective, accumulate: torch.dtype) -> None:
     """Replace a reduction. Its start becomes that of the all-to-all or the gather, under the same
     name, by which reports know it; the sum stands behind its wait."""
-    (wait,) = start.users
+    start, wait, kind, ranks = c.start, c.wait, c.kind, c.ranks
     readers = list(wait.users)
-    ranks, group = group_size(start), argument(start, "group_name")
-    average, kind = reduce_op(start) == "avg", kind_of(start)
-    assert kind is not None
+    average, group = c.reduce_op == "avg", argument(start, "group_name")
     value = start.all_input_nodes[0]
     dtype = value.meta["val"].dtype
     w = Writer(graph, [start])

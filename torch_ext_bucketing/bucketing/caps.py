@@ -27,16 +27,15 @@ from typing import Any, Literal, TypeAlias
 import torch.fx as fx
 
 from .._torch.estimates import default_cap_mb
-from ..fsdp.tags import is_bucket, member_count
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import KINDS, Kind, check_kinds, started_by
+from ..graph.collectives import KINDS, Kind, check_kinds
 from ..graph.hook_guard import reading_only
+from ..graph.records import UNTAGGED, Collective
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 from .contraction import Contraction
 from .groups import Counts, GroupFilter, chosen_groups
-from .members import UNTAGGED, Collective, collectives_of
-from .plan import Bucket, MergePlan
+from .plan import Bucket, MergePlan, left_alone
 from .structure import fsdp_starts
 
 Cap: TypeAlias = float | Callable[[int], float]
@@ -113,7 +112,7 @@ class CapPlanner:
         analysis = GraphAnalysis.of(graph)
         self._graph = analysis.graph
         with _reading_only(self._graph, eligible=eligible, group_filter=group_filter):
-            self._contracted = Contraction(analysis.nodes, analysis.unordered_writes)
+            self._contracted = Contraction(analysis)
             self._candidates = _candidates(analysis, kinds, eligible)
             self._scopes = _scopes(self._candidates.counts, group_filter)
         self._analysis = analysis
@@ -142,7 +141,7 @@ class CapPlanner:
         if self._scopes != [None]:
             chosen = {group for groups in self._scopes for group in groups or ()}
             left += [
-                c.left_alone(f"the group filter leaves out group {c.home}")
+                left_alone(c, f"the group filter leaves out group {c.home}")
                 for c in found.mergeable
                 if c.home not in chosen
             ]
@@ -185,30 +184,29 @@ def _candidates(
     if eligible == "tag":
         is_eligible, otherwise = (lambda c: c.tag), UNTAGGED
     elif eligible == "structure":
-        ours = fsdp_starts(analysis.graph)
-        is_eligible = lambda c: c.start in ours or is_bucket(c.start)  # noqa: E731
+        ours = fsdp_starts(analysis)
+        is_eligible = lambda c: c.start in ours or c.merged  # noqa: E731
         otherwise = "it is no collective of FSDP by its place in the graph"
     else:
         is_eligible, otherwise = _asking(eligible), "it is not eligible"
 
-    for c in collectives_of(analysis, {*kinds, "all_gather"}):
+    for c in analysis.collectives.values():
+        if c.kind not in kinds and c.kind != "all_gather":
+            continue
         wanted = is_eligible(c)
         if wanted:
             # A bucket counts as its members, so that planning again comes out the same.
             counts = found.counts.setdefault(c.home, dict.fromkeys(KINDS, 0))
-            counts[c.kind] += member_count(c.start)
+            counts[c.kind] += c.count
         if c.kind not in kinds:
             continue
         why = c.why_not or ("" if wanted else otherwise)
         if why:
-            found.left.append(c.left_alone(why))
+            found.left.append(left_alone(c, why))
         else:
             found.mergeable.append(c)
-    by_start = {c.start: c for c in found.mergeable}
-    for node in analysis.nodes:
-        start = started_by(node)
-        if start in by_start:
-            found.in_wait_order[by_start[start].kind].append(by_start[start])
+    for c in sorted(found.mergeable, key=lambda c: analysis.position[c.wait]):
+        found.in_wait_order[c.kind].append(c)
     return found
 
 

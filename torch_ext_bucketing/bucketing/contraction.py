@@ -24,12 +24,11 @@ members read; a start that has a write between its cast and itself merges with n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
 
-from ..graph.collectives import kind_of
+from ..graph.analysis import GraphAnalysis
 from .pack import merged_cast
 
 
@@ -49,21 +48,20 @@ class Contraction:
     contracts nothing. A start that is in a closed bucket already brings that whole bucket along.
 
     Args:
-        nodes: of a graph in topological order, unchanged as long as this is used.
-        writes: those of them that :func:`.unordered_writes` finds.
+        analysis: of a graph in topological order.
 
     Raises:
         ValueError: a node stands before one of its inputs.
     """
 
-    def __init__(self, nodes: Sequence[fx.Node], writes: Sequence[fx.Node]) -> None:
+    def __init__(self, analysis: GraphAnalysis) -> None:
         self.starts: list[fx.Node] = []
         self._index: dict[fx.Node, int] = {}
         self._up: list[int] = []  # what each start needs, by edges of the graph alone
         self._epoch: list[int] = []  # number of unordered writes before it
         self._alone: dict[int, fx.Node] = {}  # the write between it and what a bucket would read
-        self._writes = writes
-        self._project(nodes)
+        self._writes = analysis.unordered_writes
+        self._project(analysis)
         self.reset()
 
     def reset(self) -> None:
@@ -78,13 +76,13 @@ class Contraction:
         self._open_epoch = 0
         self._open_alone: fx.Node | None = None
 
-    def _project(self, nodes: Sequence[fx.Node]) -> None:
+    def _project(self, analysis: GraphAnalysis) -> None:
         writes = dict.fromkeys(self._writes)
         needs: dict[fx.Node, int] = {}
         uses: dict[fx.Node, int] = {}
         epoch = 0
         epochs: dict[fx.Node, int] = {}
-        for node in nodes:
+        for node in analysis.nodes:
             if node.op == "output":
                 continue
             mask = 0
@@ -102,7 +100,7 @@ class Contraction:
                 if left == 1:
                     del needs[arg]
                 uses[arg] = left - 1
-            if kind_of(node) is not None:
+            if node in analysis.kinds:
                 self._index[node] = len(self.starts)
                 self._up.append(mask)
                 self._epoch.append(epoch)

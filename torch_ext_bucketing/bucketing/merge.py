@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch.fx as fx
 
 from .._gc import paused_gc
-from .._torch.aot import in_backward, mark_backward, stage_of
-from .._torch.estimates import size_hint
+from .._torch.aot import mark_backward
 from .._torch.sorting import sort_topologically
-from ..fsdp.tags import set_member_tags, tag_of
-from ..graph.collectives import (
-    Kind,
-    count_collectives,
-    group_name,
-    group_size,
-    kind_of,
-    reduce_op,
-    sent_as_bytes,
-)
+from ..graph.analysis import GraphAnalysis
+from ..graph.collectives import Kind
 from ..graph.hook_guard import reading_only
-from ..graph.regions import erase_unused, positions
+from ..graph.records import Collective
 from ..graph.snapshot import unchanged_on_error
+from ..graph.tags import set_member_tags
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
 from ..reports.graph import GraphReport, emit
 from .pack import pack, packed_values
@@ -52,22 +44,27 @@ def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
 
 
 def merge_and_report(
-    graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey | None, kinds: Collection[Kind]
+    analysis: GraphAnalysis,
+    plan: MergePlan,
+    payload_key: PayloadKey | None,
+    kinds: Collection[Kind],
 ) -> GraphReport:
     """:func:`apply_plan` of a plan that was asked to bucket ``kinds``; returns the report of the
     graph, which is also logged."""
-    stage, before = stage_of(graph), count_collectives(graph)
-    buckets = tuple(apply_plan(graph, plan, payload_key))
-    after = count_collectives(graph)
+    stage, before = analysis.stage, analysis.counts
+    buckets = tuple(apply_plan(analysis, plan, payload_key))
+    gone = Counter[str](b.kind for b in plan.buckets for _ in b.members[1:])
+    gone.update(analysis.kinds[duplicate] for duplicate, _ in plan.duplicates)
+    after = {kind: n - gone[kind] for kind, n in before.items()}
     report = GraphReport(stage, before, after, buckets, tuple(kinds), **plan.not_merged())
     emit(report)
     return report
 
 
 def apply_plan(
-    graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey | None = None
+    graph: fx.Graph | GraphAnalysis, plan: MergePlan, payload_key: PayloadKey | None = None
 ) -> list[BucketReport]:
-    """Merge the plan's buckets. ``graph`` is in topological order afterwards.
+    """Merge the plan's buckets. The graph is in topological order afterwards.
 
     A gather bucket starts where its first member started, a reduction where its last did::
 
@@ -75,7 +72,7 @@ def apply_plan(
         rs(a) w use ... rs(b) w use        ... ... RS(a, b) W split use use
 
     Args:
-        graph: the graph that the plan was made for, unchanged since.
+        graph: the graph that the plan was made for, unchanged since, or what is known of it.
         plan: what to merge.
         payload_key: ascending key of a member's bytes, ties in graph order; a bucket with a member
             whose key is None keeps graph order, as all do where this is None. It is called once per
@@ -88,16 +85,16 @@ def apply_plan(
         RuntimeError: the key failed at a node, its keys for one bucket have no order, or it changed
             the graph or communicated; or a symbolic size has no hint. The graph is as it was.
     """
-    keys, packed_by = None, GRAPH_ORDER
+    analysis, keys, packed_by = GraphAnalysis.of(graph), None, GRAPH_ORDER
     if payload_key is not None:
-        keys = _payload_keys(graph, plan, payload_key)
+        keys = _payload_keys(analysis.graph, plan, payload_key)
         packed_by = str(getattr(payload_key, "__qualname__", type(payload_key).__qualname__))
-    with paused_gc(), unchanged_on_error(graph):
-        return merge_buckets(graph, plan, keys, packed_by)
+    with paused_gc(), unchanged_on_error(analysis.graph):
+        return merge_buckets(analysis, plan, keys, packed_by)
 
 
 def merge_buckets(
-    graph: fx.Graph,
+    graph: fx.Graph | GraphAnalysis,
     plan: MergePlan,
     keys: Mapping[fx.Node, Any] | None = None,
     packed_by: str = GRAPH_ORDER,
@@ -106,16 +103,16 @@ def merge_buckets(
 
     ``packed_by`` says who gave the keys, see :class:`.BucketReport`.
     """
+    analysis = GraphAnalysis.of(graph)
+    graph, position = analysis.graph, dict(analysis.position)
     for duplicate, original in plan.duplicates:
-        (wait,), (earlier,) = duplicate.users, original.users
-        wait.replace_all_uses_with(earlier)
-        erase_unused([wait])
-    position = positions(graph)
+        _reuse_gather(duplicate, original)
     reports = []
     for bucket in plan.buckets:
         if bucket.kind == "all_gather":
-            _hoist_inputs(bucket, position)
-        reports.append(_apply_bucket(graph, bucket, keys, packed_by))
+            _hoist_inputs(bucket, position, analysis.collectives)
+        members = [analysis.collectives[m] for m in bucket.members]
+        reports.append(_apply_bucket(graph, bucket, members, keys, packed_by))
     if reports or plan.duplicates:
         sort_topologically(graph)
         graph.lint()
@@ -149,34 +146,32 @@ def _check_order(keys: Mapping[fx.Node, Any]) -> None:
 
 
 def _apply_bucket(
-    graph: fx.Graph, bucket: Bucket, keys: Mapping[fx.Node, Any] | None, packed_by: str
+    graph: fx.Graph,
+    bucket: Bucket,
+    members: Sequence[Collective],
+    keys: Mapping[fx.Node, Any] | None,
+    packed_by: str,
 ) -> BucketReport:
-    members, first, last = bucket.members, bucket.members[0], bucket.members[-1]
-    payload, keyless = list(members), []
+    first, payload, keyless = members[0], list(members), list[Collective]()
     if keys is not None:
-        keyless = [m for m in members if keys[m] is None]
+        keyless = [m for m in members if keys[m.start] is None]
         if keyless:  # never a half-sorted bucket
             packed_by = NO_KEY
         else:
-            payload.sort(key=keys.__getitem__)
-    tags = [tag_of(m) for m in payload]
+            payload.sort(key=lambda m: keys[m.start])
     layout, offset = [], 0
-    for member, tag in zip(payload, tags, strict=True):
-        fqns = () if tag is None else tag.fqns
-        shape, dtype = _payload_shape(member), sent_as_bytes(member) or member.meta["val"].dtype
-        nbytes = math.prod(shape) * dtype.itemsize
-        name = str(dtype).removeprefix("torch.")
-        layout.append(PayloadMember(fqns, offset, nbytes, shape, name))
-        offset += nbytes
-    keyless_names = [", ".join(tag.fqns) if (tag := tag_of(m)) else m.name for m in keyless]
-    wire = (group_name(first), group_size(first), reduce_op(first))
-    backward = all(map(in_backward, members))
+    for m in payload:
+        name = str(m.dtype).removeprefix("torch.")
+        layout.append(PayloadMember(m.fqns, offset, m.nbytes, m.shape, name))
+        offset += m.nbytes
+    wire = (first.group, first.ranks, first.reduce_op)
 
-    new_nodes = pack(graph, members, payload, first if bucket.kind == "all_gather" else last.next)
-    start = next(n for n in new_nodes if kind_of(n) is not None)
+    before = first.start if bucket.kind == "all_gather" else members[-1].start.next
+    in_order = [m.start for m in payload]
+    start, new_nodes = pack(graph, bucket.kind, bucket.members, in_order, before)
     # Every new node has the first member's annotations; the start alone lists all members.
-    set_member_tags(start, tags)
-    if backward:
+    set_member_tags(start, [m.tag for m in payload])
+    if all(m.in_backward for m in members):
         mark_backward(new_nodes)
     return BucketReport(
         bucket.kind,
@@ -189,11 +184,13 @@ def _apply_bucket(
         bucket.wire_bytes,
         bucket.cap_bytes,
         packed_by,
-        tuple(keyless_names),
+        tuple(", ".join(m.fqns) or m.start.name for m in keyless),
     )
 
 
-def _hoist_inputs(bucket: Bucket, position: dict[fx.Node, int]) -> None:
+def _hoist_inputs(
+    bucket: Bucket, position: dict[fx.Node, int], collectives: Collection[fx.Node]
+) -> None:
     """Move what leads from the parameters to a bucket's later members before its first member.
 
     Which ranks pad their shard of an uneven parameter differs, and so does whether there is a node
@@ -214,19 +211,17 @@ def _hoist_inputs(bucket: Bucket, position: dict[fx.Node, int]) -> None:
                 late[node] = None
                 stack.extend(node.all_input_nodes)
         # Behind another collective it can't be moved alone; the final sort places it.
-        if any(n not in position or kind_of(n) is not None for n in late):
+        if any(n not in position or n in collectives for n in late):
             continue
         for node in sorted(late, key=position.__getitem__):
             first.prepend(node)
             position[node] = limit
 
 
-def _payload_shape(start: fx.Node) -> tuple[int, ...]:
-    """Shape of a member in one rank's part of the buffer."""
-    if kind_of(start) == "all_gather":
-        value = start.args[0]
-        assert isinstance(value, fx.Node)
-        shape = value.meta["val"].shape
-    else:
-        shape = start.meta["val"].shape
-    return tuple(size_hint(s, "the report of a bucket's payload") for s in shape)
+def _reuse_gather(duplicate: fx.Node, original: fx.Node) -> None:
+    (wait,) = duplicate.users
+    (earlier,) = original.users
+    wait.replace_all_uses_with(earlier)
+    graph = duplicate.graph
+    graph.erase_node(wait)
+    graph.erase_node(duplicate)

@@ -53,7 +53,7 @@ from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from .._torch.fake import fake_mode_of, fake_tensor
 from .._torch.process_groups import compiles_for_all_ranks, group_by_name
-from ..graph.collectives import group_name, group_size, kind_of
+from ..graph.collectives import Kind, group_name, group_size
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -61,6 +61,8 @@ _prims = torch.ops.prims
 
 _Size: TypeAlias = int | fx.Node
 """A number, or the node that gives it where it is symbolic."""
+_Merged: TypeAlias = tuple[fx.Node, list[fx.Node]]
+"""The start of a bucket, and what each member's readers get, in the order of the payload."""
 
 
 def packed_values(members: Sequence[fx.Node]) -> list[fx.Node]:
@@ -85,7 +87,7 @@ def merged_cast(start: fx.Node) -> fx.Node | None:
     """
     cast = start.args[0]
     if (
-        kind_of(start) != "all_gather"
+        start.target is not _c10d.all_gather_into_tensor.default
         or not isinstance(cast, fx.Node)
         or cast.target not in (_prims.convert_element_type.default, _aten._to_copy.default)
         or len(cast.users) != 1
@@ -97,31 +99,34 @@ def merged_cast(start: fx.Node) -> fx.Node | None:
 
 
 def pack(
-    graph: fx.Graph, members: Sequence[fx.Node], payload: Sequence[fx.Node], before: fx.Node
-) -> list[fx.Node]:
+    graph: fx.Graph,
+    kind: Kind,
+    members: Sequence[fx.Node],
+    payload: Sequence[fx.Node],
+    before: fx.Node,
+) -> tuple[fx.Node, list[fx.Node]]:
     """Replace collectives by one over a packed buffer, in front of ``before``.
 
     Args:
         graph: of the members; it need not be in topological order afterwards.
+        kind: of all members.
         members: starts of one bucket key, each with one wait and nothing else as its user, in graph
             order.
         payload: the members in the order of their bytes.
         before: where; it may be a member or a wait of one.
 
     Returns:
-        The new nodes, in graph order.
+        The start of the new collective, and all new nodes in graph order.
     """
-    kind = kind_of(members[0])
-    assert kind is not None
+    values = packed_values(payload)
     with graph.inserting_before(before):
         writer = Writer(graph, members)
-        results = {
+        start, results = {
             "all_gather": _all_gather,
             "reduce_scatter": _reduce_scatter,
             "all_reduce": _all_reduce,
-        }[kind](writer, payload)
-    read = packed_values(payload)
-    for member, result, value in zip(payload, results, read, strict=True):
+        }[kind](writer, payload, values)
+    for member, result, value in zip(payload, results, values, strict=True):
         (wait,) = member.users
         wait.replace_all_uses_with(result)
         graph.erase_node(wait)
@@ -129,15 +134,14 @@ def pack(
         graph.erase_node(member)
         if given is not value:
             graph.erase_node(given)
-    return writer.nodes
+    return start, writer.nodes
 
 
-def _all_gather(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
+def _all_gather(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]) -> _Merged:
     first = payload[0]
     ranks, group = group_size(first), first.args[2]
     mixed = are_mixed(payload)
     dtype = torch.uint8 if mixed else first.meta["val"].dtype
-    values = packed_values(payload)
     sizes = [w.numel(value) for value in values]
     flat = [w.reshape(value, [size]) for value, size in zip(values, sizes, strict=True)]
     if mixed:
@@ -172,14 +176,13 @@ def _all_gather(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
             part = w.viewed(part, [w.times(size, ranks)])
             part = w.call(_aten.view.dtype, part, member.meta["val"].dtype)
         results.append(w.viewed(part, whole))
-    return results
+    return start, results
 
 
-def _reduce_scatter(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
+def _reduce_scatter(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]) -> _Merged:
     first = payload[0]
     _, reduce_op, ranks, group = first.args
     assert isinstance(ranks, int)
-    values = packed_values(payload)
     dtype = values[0].meta["val"].dtype
     sizes = [w.divided(w.numel(value), ranks) for value in values]
     total = w.add(sizes)
@@ -192,12 +195,11 @@ def _reduce_scatter(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
     shapes = [
         [w.divided(rows, ranks), *rest] for rows, *rest in (w.shape(value) for value in values)
     ]
-    return [w.viewed(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+    return start, [w.viewed(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _all_reduce(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
+def _all_reduce(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]) -> _Merged:
     _, reduce_op, group = payload[0].args
-    values = packed_values(payload)
     dtype = values[0].meta["val"].dtype
     sizes = [w.numel(value) for value in values]
     total = w.add(sizes)
@@ -205,7 +207,9 @@ def _all_reduce(w: Writer, payload: Sequence[fx.Node]) -> list[fx.Node]:
     arguments = [w.cat(flat, [total]), reduce_op, group]
     start = w.new(_c10d.all_reduce.default, arguments, dtype, [total])
     parts = w.split(w.wait(start, [total]), sizes, dim=0)
-    return [w.viewed(part, w.shape(value)) for part, value in zip(parts, values, strict=True)]
+    return start, [
+        w.viewed(part, w.shape(value)) for part, value in zip(parts, values, strict=True)
+    ]
 
 
 _OF_THE_FIRST = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from ..graph.collectives import Kind
+from ..graph.records import Collective
+from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, NotMerged
 
 
@@ -49,3 +51,8 @@ class MergePlan(NotMerged):
 
     buckets: tuple[Bucket, ...] = ()
     duplicates: tuple[tuple[fx.Node, fx.Node], ...] = ()
+
+
+def left_alone(c: Collective, reason: str) -> LeftAlone:
+    """The record of a collective that is in no bucket."""
+    return LeftAlone(c.fqns, reason, c.start.name)

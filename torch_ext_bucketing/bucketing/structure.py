@@ -6,10 +6,12 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..graph.collectives import group_name, is_wait, kind_of
+from ..graph.analysis import GraphAnalysis
+from ..graph.collectives import is_wait
+from ..graph.records import Collective
 
 
-def fsdp_starts(graph: fx.Graph) -> dict[fx.Node, None]:
+def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
     """The starts that torch takes for FSDP's by structure, in graph order.
 
     A gather that derives from exactly one placeholder (``is_fsdp_all_gather``), a reduce-scatter
@@ -18,7 +20,7 @@ def fsdp_starts(graph: fx.Graph) -> dict[fx.Node, None]:
     (``bucket_fsdp_all_reduce``). torch walks the graph once per collective; this is one walk each
     way for all of them.
     """
-    nodes = list(graph.nodes)
+    nodes = analysis.nodes
     several: Any = object()
     source: dict[fx.Node, Any] = {}  # the only placeholder behind a node, None, or several
     for node in nodes:
@@ -32,14 +34,14 @@ def fsdp_starts(graph: fx.Graph) -> dict[fx.Node, None]:
             user.op == "output" or (len(user.all_input_nodes) == 1 and only_outputs[user])
             for user in node.users
         )
-    gathers = {n for n in nodes if kind_of(n) == "all_gather" and source[n] not in (None, several)}
-    groups = {group_name(n) for n in gathers}
+    all_gathers = (c for c in analysis.collectives.values() if c.kind == "all_gather")
+    gathers = {c.start: c for c in all_gathers if source[c.start] not in (None, several)}
+    groups = {c.group for c in gathers.values()}
 
-    def is_ours(node: fx.Node) -> bool:
-        kind = kind_of(node)
-        if kind == "reduce_scatter":
-            waits = [user for user in node.users if is_wait(user)]
+    def is_ours(c: Collective) -> bool:
+        if c.kind == "reduce_scatter":
+            waits = [user for user in c.start.users if is_wait(user)]
             return bool(waits) and all(wait.users and only_outputs[wait] for wait in waits)
-        return node in gathers or (kind == "all_reduce" and group_name(node) in groups)
+        return c.start in gathers or (c.kind == "all_reduce" and c.group in groups)
 
-    return {node: None for node in nodes if is_ours(node)}
+    return {start: None for start, c in analysis.collectives.items() if is_ours(c)}

@@ -7,16 +7,14 @@ from typing import Any
 
 import torch.fx as fx
 
-from .._torch.aot import in_backward
 from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
-from ..graph.regions import Structures, positions
+from ..graph.records import UNTAGGED, Collective
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy
 from .contraction import Contraction
-from .members import UNTAGGED, Collective, collectives_of
-from .plan import Bucket, MergePlan
+from .plan import Bucket, MergePlan, left_alone
 
 
 class UncoveredParametersWarning(UserWarning):
@@ -44,21 +42,20 @@ def plan_units(
     duplicates: list[tuple[fx.Node, fx.Node]] = []
     first_gather: dict[tuple[Any, ...], fx.Node] = {}
     analysis = GraphAnalysis.of(graph)
-    contracted = Contraction(analysis.nodes, analysis.unordered_writes)
-    structures = Structures(positions(analysis.graph))
-    for c in collectives_of(analysis, kinds):
+    contracted = Contraction(analysis)
+    for c in analysis.collectives.values():
+        if c.kind not in kinds:
+            continue
         unit, why = _unit_of(c.fqns, units)
         if unit is None or c.why_not:
-            left.append(c.left_alone(why or c.why_not))
+            left.append(left_alone(c, why or c.why_not))
             uncovered.update(dict.fromkeys(f for f in c.fqns if units.unit_of(f) is None))
             continue
         # In a trace of a whole step, a gather in backward is there to free memory in between.
-        again = c.kind == "all_gather" and in_backward(c.start)
+        again = c.kind == "all_gather" and c.in_backward
         if c.kind == "all_gather" and c.start not in analysis.written_roots:
-            # Pads count, too: ranks whose shard of an uneven parameter is short have them, and must
-            # find the same gathers equal as the others.
-            _, number = structures.from_source(c.start.all_input_nodes[0])
-            same = (c.start.target, again, number, c.start.meta["val"].dtype, c.ranks, c.group)
+            value = analysis.gathered_values[c.start]
+            same = (value, again, c.start.target, c.start.meta["val"].dtype, c.ranks, c.group)
             earlier = first_gather.setdefault(same, c.start)
             if earlier is not c.start:
                 contracted.open(earlier)
@@ -89,7 +86,7 @@ def plan_units(
                 buckets.append(Bucket(first.kind, unit, starts, closed_by, detail))
             else:
                 why = "nothing can be merged with it without a cycle"
-                left.append(members[0].left_alone(why))
+                left.append(left_alone(members[0], why))
     buckets.sort(key=lambda b: contracted.position(b.members[0]))
     return MergePlan(
         tuple(buckets),

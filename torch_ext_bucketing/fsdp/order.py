@@ -21,7 +21,7 @@ from .._source import package_digest
 from .._torch.dynamo_inputs import names_are_relative_to
 from .._torch.inductor import CustomPassBase
 from ..fqns import canonical_fqn, nearest_names, parameter_names
-from . import tags
+from ..graph import tags
 from .units import Units, abbreviated, find_units, names_of_units
 
 if TYPE_CHECKING:

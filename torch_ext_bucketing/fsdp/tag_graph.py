@@ -32,7 +32,7 @@ from ..fqns import canonical_fqn, parameters_by_name
 from ..graph.collectives import Kind, is_compute, is_start, kind_of
 from ..graph.graph_of import graph_of
 from ..graph.moves import CONSTANTS, SCALES, is_move
-from .tags import Tag, is_bucket, set_tag, tag_of
+from ..graph.tags import Tag, is_bucket, set_tag, tag_of
 
 _aten = torch.ops.aten
 

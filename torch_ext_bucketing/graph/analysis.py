@@ -12,23 +12,26 @@ and holds as long as nothing in the graph changes::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 
 import torch.fx as fx
 
-from .collectives import Kind, is_compute, kind_of
+from .._torch.aot import stage_of
+from .collectives import KINDS, Kind, group_name, is_collective, is_compute, kind_of
 from .dependencies import Dependencies
 from .graph_of import GraphLike, graph_of
 from .liveness import Liveness
+from .records import Collective, record_of
+from .regions import gathered_values
 from .size_hints import GivenHints, SizeHints
 from .uneven import ShardSide, shard_side
 from .writes import unordered_writes, written_roots
 
 
 class GraphAnalysis:
-    """Facts about a graph, each computed once: what all ask for when this is made, the rest when it
-    is first asked for.
+    """Facts about a graph, each computed once, when it is first asked for.
 
     Args:
         graph: in topological order, with fake tensors in ``meta["val"]``, and unchanged as long as
@@ -40,7 +43,6 @@ class GraphAnalysis:
     Attributes:
         nodes: all nodes in graph order, placeholders and output included.
         kinds: the kind of each start, in graph order.
-        unordered_writes: the writes that edges do not order; see :func:`.unordered_writes`.
 
     Raises:
         TypeError: ``size_hints`` is no whole number and no callable.
@@ -62,12 +64,49 @@ class GraphAnalysis:
         self._donated = donated
         self.nodes: list[fx.Node] = list(graph.nodes)
         self.kinds: dict[fx.Node, Kind] = {n: k for n in self.nodes if (k := kind_of(n))}
-        self.unordered_writes = unordered_writes(self.nodes)
 
     @staticmethod
     def of(graph: GraphLike | GraphAnalysis) -> GraphAnalysis:
         """``graph`` itself if it is an analysis, else a new one of it, without any hints."""
         return graph if isinstance(graph, GraphAnalysis) else GraphAnalysis(graph_of(graph))
+
+    @cached_property
+    def stage(self) -> str:
+        """See :func:`.stage_of`."""
+        return stage_of(self.graph)
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Number of collectives of each kind that the graph has."""
+        found = Counter[str](self.kinds.values())
+        return {kind: found[kind] for kind in KINDS if found[kind]}
+
+    @cached_property
+    def collectives(self) -> dict[fx.Node, Collective]:
+        """The record of each start, in graph order."""
+        return {start: record_of(start, kind) for start, kind in self.kinds.items()}
+
+    @cached_property
+    def groups(self) -> dict[fx.Node, str]:
+        """The process group's name of each start, all-to-alls included, in graph order."""
+        return {n: group_name(n) for n in self.nodes if is_collective(n)}
+
+    @cached_property
+    def gathered_values(self) -> dict[fx.Node, int]:
+        """By all-gather a number, equal for those that gather the same value; see
+        :func:`.gathered_values`."""
+        gathers = (c.start for c in self.collectives.values() if c.kind == "all_gather")
+        return gathered_values(gathers, self.position)
+
+    @cached_property
+    def position(self) -> dict[fx.Node, int]:
+        """The place of every node in the graph, from 0."""
+        return {node: i for i, node in enumerate(self.nodes)}
+
+    @cached_property
+    def unordered_writes(self) -> list[fx.Node]:
+        """The writes that edges do not order; see :func:`.unordered_writes`."""
+        return unordered_writes(self.nodes)
 
     @cached_property
     def written_roots(self) -> set[fx.Node]:

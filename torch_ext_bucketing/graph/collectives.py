@@ -2,7 +2,7 @@
 and process group; how many bytes.
 
 Nothing here looks at a node's neighbours but a wait's start and a collective's input, and nothing
-knows of tags (:mod:`.fsdp.tags`) or of dependencies (:mod:`.graph.dependencies`).
+knows of tags (:mod:`.graph.tags`) or of dependencies (:mod:`.graph.dependencies`).
 """
 
 from __future__ import annotations

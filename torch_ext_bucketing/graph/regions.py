@@ -69,6 +69,26 @@ def erase_unused(nodes: Iterable[fx.Node]) -> None:
             erased[node] = None
 
 
+def gathered_values(
+    gathers: Iterable[fx.Node], position: Mapping[fx.Node, int]
+) -> dict[fx.Node, int]:
+    """By gather, the number of the value that it gathers: equal where the first values, and the
+    casts and pads between, are.
+
+    Pads, too: ranks whose shard of an uneven parameter is short have them, and must find the same
+    gathers equal as the others.
+
+    Args:
+        gathers: starts.
+        position: the place of every node in the graph.
+    """
+    structures = Structures(position)
+    found = {}
+    for start in gathers:
+        _, found[start] = structures.from_source(start.all_input_nodes[0])
+    return found
+
+
 def cuts_behind(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
     """The cuts of the region that ends in ``end``, from ``end`` itself backwards.
 

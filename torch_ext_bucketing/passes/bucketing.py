@@ -62,7 +62,7 @@ class BucketUnits(GraphPass):
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
         plan = plan_units(analysis, self.units, self.kinds)
-        report = merge_and_report(analysis.graph, plan, self._payload_key, self.kinds)
+        report = merge_and_report(analysis, plan, self._payload_key, self.kinds)
         compilation.report.graphs.append(report)
         if plan.uncovered:
             compilation.warn_uncovered(plan.uncovered, self.units)
@@ -114,5 +114,5 @@ class BucketByCap(GraphPass):
         options = self.arguments()
         del options["payload_order"]
         plan = plan_by_cap(analysis, **options)
-        report = merge_and_report(analysis.graph, plan, self.payload_order, self.kinds)
+        report = merge_and_report(analysis, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)

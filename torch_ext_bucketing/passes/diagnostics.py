@@ -39,11 +39,11 @@ from .._torch.aot import current_backward
 from .._torch.dynamo_inputs import model_of
 from .._torch.process_groups import default_group
 from .._torch.sharded import is_distributed
-from ..bucketing.members import UNTAGGED
 from ..fqns import format_names, parameter_names
-from ..fsdp.tags import member_tags, replaced_kind, tag_of
 from ..fsdp.units import Units
 from ..graph.collectives import Kind
+from ..graph.records import UNTAGGED
+from ..graph.tags import member_tags, replaced_kind, tag_of
 from ..reports.base import LeftAlone
 from ..reports.buckets import NO_KEY, Unmerged
 from ..reports.graph import GraphReport

@@ -169,7 +169,7 @@ class BucketAndSchedule(Schedule):
             eligible=self.eligible,
             group_filter=self.group_filter,
         )
-        report = merge_and_report(analysis.graph, plan, self.payload_order, self.kinds)
+        report = merge_and_report(analysis, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)
         if reduce is not None:
             reduce.run(graph, compilation)

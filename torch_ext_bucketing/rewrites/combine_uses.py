@@ -36,7 +36,6 @@ from .._torch.aot import in_backward
 from .._torch.sorting import sort_topologically
 from .._torch.symbols import same_shape
 from ..fsdp.tag_graph import in_other_form
-from ..fsdp.tags import tag_of
 from ..graph.collectives import group_name, group_size, is_view, kind_of, only_wait, wire_bytes
 from ..graph.moves import is_linear, keeps_values
 from ..graph.regions import (
@@ -50,6 +49,7 @@ from ..graph.regions import (
 )
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.snapshot import Snapshot, unchanged_on_error
+from ..graph.tags import tag_of
 from ..graph.writes import aliases_of, unordered_writes, written_roots, written_values
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone

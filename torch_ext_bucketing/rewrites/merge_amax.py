@@ -18,12 +18,12 @@ from typing import Any
 import torch.fx as fx
 
 from .._torch.sorting import sort_topologically
-from ..bucketing.members import unmergeable
 from ..bucketing.pack import pack
-from ..fsdp.tags import tag_of
 from ..graph.collectives import bucket_key, kind_of, reduce_op
+from ..graph.records import unmergeable
 from ..graph.regions import nodes_behind
 from ..graph.snapshot import unchanged_on_error
+from ..graph.tags import tag_of
 from ..graph.writes import unordered_writes
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import AmaxReport, LeftAlone
@@ -73,7 +73,7 @@ def merge_amax(graph: fx.Graph) -> AmaxReport:
     merged = [members for members in groups.values() if len(members) > 1]
     with unchanged_on_error(graph):
         for members in merged:
-            pack(graph, members, members, members[-1].next)
+            pack(graph, "all_reduce", members, members, members[-1].next)
         if merged:
             sort_topologically(graph)
             graph.lint()

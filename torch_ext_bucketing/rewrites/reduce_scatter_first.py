@@ -25,7 +25,6 @@ import torch.fx as fx
 from .._torch.process_groups import ranks_of
 from .._torch.sorting import sort_topologically
 from ..bucketing.groups import is_inside
-from ..fsdp.tags import tag_of
 from ..graph.collectives import (
     group_name,
     is_wait,
@@ -38,6 +37,7 @@ from ..graph.collectives import (
 from ..graph.moves import SCALES, is_move
 from ..graph.regions import Cut, cuts_behind, outside_reader, positions
 from ..graph.snapshot import unchanged_on_error
+from ..graph.tags import tag_of
 from ..graph.writes import written_roots
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import LeftAlone, ReducedShard, ScatterReport

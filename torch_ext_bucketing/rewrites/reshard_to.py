@@ -43,10 +43,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch.aot import mark_recompute, mark_save, read_in_backward
 from .._torch.process_groups import default_group, new_groups, ranks_of
 from ..fsdp.tag_graph import parameter_chains, read_in_forward
-from ..fsdp.tags import Tag, home_group, is_bucket, set_tag, tag_of
 from ..graph.collectives import group_name, group_size, kind_of, nbytes_of, only_wait
 from ..graph.regions import erase_unused
 from ..graph.snapshot import unchanged_on_error
+from ..graph.tags import Tag, home_group, is_bucket, set_tag, tag_of
 from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
 from ..scheduling.partitioned import Smaller
 

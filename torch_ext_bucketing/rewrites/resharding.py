@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import aot as _aot
 from ..fsdp.tag_graph import parameter_chains, read_in_forward
-from ..fsdp.tags import Tag, tag_of
 from ..fsdp.units import Units
+from ..graph.tags import Tag, tag_of
 from ..passes.base import (
     Buckets,
     Choice,

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.process_groups import new_groups
-from ..fsdp.tags import tag_of
 from ..graph.collectives import Kind, check_kinds, group_name, kind_of, set_group_name
+from ..graph.tags import tag_of
 from ..passes.base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, Tags, graph_of
 
 _REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter",)

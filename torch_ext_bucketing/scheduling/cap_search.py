@@ -34,7 +34,7 @@ from ..bucketing.caps import CapPlanner, check_cap
 from ..bucketing.merge import merge_buckets
 from ..bucketing.plan import MergePlan
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import Kind, group_name, is_collective
+from ..graph.collectives import Kind, group_name
 from ..reports.caps import CapsReport, TriedCaps
 from ..reports.schedule import ScheduleReport
 from .cost import Costs
@@ -155,10 +155,10 @@ class _Search:
         self._max_run = min((run for run in runs if run is not None), default=None)
         self._costs = costs
         self._accumulate = accumulate
-        self._replaced = {} if accumulate is None else replaceable(analysis.nodes)
-        self._groups = {n: group_name(n) for n in analysis.nodes if is_collective(n)}
+        self._groups = analysis.groups
         self._reference_bytes = reference_bytes
         self._planner = CapPlanner(analysis, kinds=kinds, **options)
+        self._replaced = {} if accumulate is None else replaceable(analysis.collectives)
         self._plans: dict[tuple[str, int | None], MergePlan] = {}
         self._known: dict[tuple[Any, ...], ScheduleReport | None] = {}
 

@@ -19,7 +19,6 @@ import torch.fx as fx
 from .._torch.estimates import nccl_estimate_ms
 from .._torch.process_groups import group_by_name, ranks_of
 from ..fsdp.all_to_all import SUM, steps_of
-from ..fsdp.tags import replaced_kind
 from ..graph.collectives import (
     group_name,
     group_size,
@@ -31,6 +30,7 @@ from ..graph.collectives import (
     tensors_in,
 )
 from ..graph.size_hints import SizeHints
+from ..graph.tags import replaced_kind
 from .machine import COLLECTIVES, H100, Machine
 
 _KIND_OF_TARGET: dict[Any, str] = {c.target: kind for kind, c in COLLECTIVES.items()}

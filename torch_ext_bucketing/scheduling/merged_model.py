@@ -27,7 +27,7 @@ import torch.fx as fx
 from ..bucketing.all_to_all import replaceable
 from ..bucketing.pack import packed_values
 from ..bucketing.plan import Bucket
-from ..graph.collectives import Kind, group_size, kind_of
+from ..graph.collectives import Kind, group_size
 from .cost import Costs
 from .model import Model, Row
 
@@ -52,10 +52,11 @@ def merged_model(
     place = {node: i for i, node in enumerate(model.dependencies.nodes)}
     wait_of = {start: i for i, start in enumerate(model.start_of) if start >= 0}
     merged = []
-    replaced = replaceable(place) if rank_order else {}
+    there = {n: c for n, c in model.collectives.items() if n in place}
+    replaced = replaceable(there) if rank_order else {}
     done = {m for bucket in buckets for m in bucket.members}
-    alone = [n for n in replaced if n not in done]
-    for bucket in (*buckets, *(Bucket(k, None, (n,)) for n in alone if (k := kind_of(n)))):
+    alone = [Bucket(c.kind, None, (n,)) for n, c in replaced.items() if n not in done]
+    for bucket in (*buckets, *alone):
         starts = [place[m] for m in bucket.members]
         if not all(s in wait_of for s in starts):
             return None

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import torch.fx as fx
 
-from ..fsdp.tags import replaced_kind
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind, is_compute, is_view, kind_of, started_by
 from ..graph.dependencies import Precedence, unused
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import Storages
+from ..graph.records import Collective
 from ..graph.size_hints import GivenHints, SizeHints
+from ..graph.tags import replaced_kind
 from ..graph.uneven import ShardSide
 from .cost import Costs
 from .machine import H100, Machine
@@ -53,6 +54,7 @@ def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) 
         reduces=[replaced_kind(n) == "reduce_scatter" for n in nodes],
         view=[is_view(n) for n in nodes],
         shard_side=graph.shard_side,
+        collectives=graph.collectives,
         hints=costs.hints,
         shared=costs.shared_levels(dependencies.group.values()),
     )
@@ -116,6 +118,7 @@ class Model:
         reduces: whether it is a reduce-scatter.
         view: whether it runs no kernel.
         shard_side: what :mod:`.graph.uneven` finds in the graph.
+        collectives: those of the graph that the model is of, or was made from.
         members: of a bucket that is only planned, by the place of its start: the starts in it.
         hints: what sizes that depend on data were taken as.
         shared: the network level of each group that is not alone on its level.
@@ -130,6 +133,7 @@ class Model:
     reduces: list[bool]
     view: list[bool]
     shard_side: ShardSide
+    collectives: Mapping[fx.Node, Collective]
     members: dict[int, tuple[fx.Node, ...]] = field(default_factory=dict)
     hints: SizeHints = field(default_factory=SizeHints)
     shared: Mapping[str, str] = field(default_factory=dict)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from ..fsdp.tags import member_tags, tag_of
 from ..graph.collectives import kind_of
+from ..graph.tags import member_tags, tag_of
 from .model import Model
 from .options import Options
 from .policy import Case, Policy

@@ -32,10 +32,8 @@ from typing import Any
 import torch.fx as fx
 
 from .._torch import aot as _aot
-from ..bucketing.members import unmergeable
 from ..bucketing.plan import Bucket
 from ..fsdp.tag_graph import parameter_chains, read_in_forward
-from ..fsdp.tags import tag_of
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import (
     KINDS,
@@ -47,6 +45,8 @@ from ..graph.collectives import (
     kind_of,
 )
 from ..graph.liveness import Liveness, Storages
+from ..graph.records import unmergeable
+from ..graph.tags import tag_of
 from .activations import Activations
 from .cost import Costs
 from .merged_model import merged_model

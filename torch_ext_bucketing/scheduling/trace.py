@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..fsdp.tags import member_tags, tag_of
 from ..graph.collectives import kind_of
 from ..graph.size_hints import SizeHints
+from ..graph.tags import member_tags, tag_of
 from .model import Model
 from .timeline import Timeline
 

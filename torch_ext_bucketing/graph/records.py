@@ -1,8 +1,8 @@
-"""The collectives of a graph as planning sees them, and which can be in a bucket at all."""
+"""One record for each collective of a graph: what planning, merging and reports ask of it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,19 +10,21 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from .._torch import aot as _aot
+from .._torch.estimates import size_hint
 from .._torch.symbols import depends_on_data
-from ..fsdp.tags import Tag, home_group, is_bucket, tag_of
-from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import (
+from .collectives import (
     Kind,
     bucket_key,
     group_name,
     group_size,
     kind_of,
     only_wait,
+    reduce_op,
+    sent_as_bytes,
     wire_bytes,
 )
-from ..reports.base import LeftAlone
+from .tags import Tag, home_group, is_bucket, member_count, tag_of
 
 UNTAGGED = "it serves no known parameter"
 """Why a collective without a tag is in no bucket."""
@@ -30,7 +32,7 @@ UNTAGGED = "it serves no known parameter"
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """The facts that planning needs of a collective, read once for any number of plans.
+    """The facts about one collective, each read from the graph once, for any number of plans.
 
     Args:
         start: its node.
@@ -40,6 +42,8 @@ class Collective:
         tag: None if it serves no known parameter.
         why_not: see :func:`unmergeable`.
         key: see :func:`.bucket_key`; None where there is a ``why_not``.
+        merged: whether it is a bucket already.
+        count: number of collectives that were merged into it; 1 where none were.
     """
 
     start: fx.Node
@@ -49,11 +53,18 @@ class Collective:
     tag: Tag | None
     why_not: str
     key: tuple[Any, ...] | None
+    merged: bool
+    count: int
 
     @property
     def fqns(self) -> tuple[str, ...]:
         """Its parameters, as far as they are known."""
         return () if self.tag is None else self.tag.fqns
+
+    @property
+    def wait(self) -> fx.Node:
+        """The wait for it, of one that has no ``why_not``."""
+        return next(iter(self.start.users))
 
     @cached_property
     def ranks(self) -> int:
@@ -61,25 +72,54 @@ class Collective:
         return group_size(self.start)
 
     @cached_property
+    def reduce_op(self) -> str | None:
+        """See :func:`.reduce_op`."""
+        return reduce_op(self.start)
+
+    @cached_property
     def wire_bytes(self) -> int:
         """See :func:`.wire_bytes`."""
         return wire_bytes(self.start)
 
-    def left_alone(self, reason: str) -> LeftAlone:
-        """The record of it where it is not merged."""
-        return LeftAlone(self.fqns, reason, self.start.name)
+    @cached_property
+    def in_backward(self) -> bool:
+        """Whether it was traced while autograd ran, in the graph of a whole step."""
+        return _aot.in_backward(self.start)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what it moves in one rank's part of a buffer: a gather's input, a
+        reduction's result."""
+        node = self.start.all_input_nodes[0] if self.kind == "all_gather" else self.start
+        sizes = node.meta["val"].shape
+        return tuple(size_hint(s, "the report of a bucket's payload") for s in sizes)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its values, also where these are sent as bytes."""
+        dtype: torch.dtype = sent_as_bytes(self.start) or self.start.meta["val"].dtype
+        return dtype
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of :attr:`shape`."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def collectives_of(analysis: GraphAnalysis, kinds: Collection[Kind]) -> list[Collective]:
-    """The collectives of these kinds, in graph order."""
-    found = []
-    for node, kind in analysis.kinds.items():
-        if kind in kinds:
-            why = unmergeable(node)
-            key = None if why else bucket_key(node)
-            group, home = group_name(node), home_group(node)
-            found.append(Collective(node, kind, group, home, tag_of(node), why, key))
-    return found
+def record_of(start: fx.Node, kind: Kind) -> Collective:
+    """The record of one collective."""
+    why = unmergeable(start)
+    return Collective(
+        start,
+        kind,
+        group_name(start),
+        home_group(start),
+        tag_of(start),
+        why,
+        None if why else bucket_key(start),
+        is_bucket(start),
+        member_count(start),
+    )
 
 
 def unmergeable(start: fx.Node) -> str:
