@@ -15,21 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "add_json",
-    "add_number",
-    "document_of",
-    "matching",
-    "names_of",
-    "now",
-    "parser_of",
-    "sayer",
-    "title",
-    "write_json",
-    "write_results",
-]
-
-
 # --- options -----------------------------------------------------------------------------
 
 
@@ -52,17 +37,25 @@ def add_json(parser: argparse.ArgumentParser, text: str = "also write the figure
     parser.add_argument("--json", type=Path, metavar="FILE", help=text)
 
 
-def names_of(values: Sequence[str]) -> Callable[[str], list[str]]:
-    """Parses names out of ``values``, separated by commas."""
+def add_names(
+    parser: argparse.ArgumentParser,
+    name: str,
+    values: Sequence[str],
+    text: str,
+    default: Sequence[str] | None = None,
+) -> None:
+    """An option for names out of ``values``, separated by commas (all, or ``default``)."""
+    given = list(values if default is None else default)
 
-    def parse(given: str) -> list[str]:
-        names = [part.strip() for part in given.split(",")]
+    def parse(text: str) -> list[str]:
+        names = [part.strip() for part in text.split(",")]
         for part in names:
             if part not in values:
                 raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(values)}")
         return names
 
-    return parse
+    shown = f"{text}, separated by commas (default: {','.join(given)})"
+    parser.add_argument(f"--{name}", type=parse, default=given, metavar="LIST", help=shown)
 
 
 def matching(

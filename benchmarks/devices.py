@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from torch_ext_bucketing.testing.ranks import Rank
 
-__all__ = ["nccl_environment", "start", "synchronize", "why_no_nccl"]
-
 
 def nccl_environment(rank: int, ranks: int, devices: int) -> dict[str, str]:
     """Environment variables of one NCCL rank.

@@ -27,13 +27,13 @@ import torch.fx as fx
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh
 
+import torch_ext_bucketing as teb
 from benchmarks.command import add_number, document_of, parser_of, sayer, title
 from benchmarks.machines import nodes
 from benchmarks.models import Llama, LlamaConfig
 from benchmarks.parallel import Layout, shard_llama, start_world
 from benchmarks.parity_models import MODELS, build, units_of
 from benchmarks.tracing import Say, copy_graph, trace_model
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph.collectives import (
     count_collectives,
     is_view,
@@ -42,16 +42,7 @@ from torch_ext_bucketing.graph.collectives import (
     wire_bytes,
 )
 from torch_ext_bucketing.graph.tags import tag_of
-from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.base import GraphPass
-from torch_ext_bucketing.passes.scheduling import BucketAndSchedule
-from torch_ext_bucketing.recipes import recipe
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
 from torch_ext_bucketing.scheduling.cost import Costs
-from torch_ext_bucketing.scheduling.memory import PeakMemory
-from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.testing.demo.table import columns
 
 WAYS = ("bfloat16", "float8", "float8, amax one by one")
@@ -100,9 +91,9 @@ def measured(way: str, config: LlamaConfig) -> tuple[int, int, Merged, Merged]:
         shard_llama(llama, world)
         return llama
 
-    joint: list[GraphPass] = [CombineUses(), ReshardAfterForward()]
+    joint: list[teb.GraphPass] = [teb.CombineUses(), teb.ReshardAfterForward()]
     if way == "float8":
-        joint.insert(1, MergeAmax())
+        joint.insert(1, teb.MergeAmax())
     shape = (config.batch, config.seq)
     graphs = trace_model(build, shape, lambda text: None, {way: joint})
     gathered = before = 0
@@ -110,14 +101,14 @@ def measured(way: str, config: LlamaConfig) -> tuple[int, int, Merged, Merged]:
         starts = [n for n in gm.graph.nodes if kind_of(n) == "all_gather" and tag_of(n)]
         gathered += sum(map(wire_bytes, starts))
         before += sum(count_collectives(gm.graph).values())
-    policies = [Overlap(), PeakMemory(ratio=1.02)]
+    policies = [teb.Overlap(), teb.PeakMemory(ratio=1.02)]
     found = list[Merged]()
     for estimate in (None, Fused()):
         after, step_ms = 0, 0.0
         for gm in graphs.values():
             copy = fx.GraphModule(gm, copy_graph(gm.graph))
             machine = replace(nodes(None), estimate=estimate)
-            report = BucketAndSchedule(policies, machine=machine)(copy)
+            report = teb.BucketAndSchedule(policies, machine=machine)(copy)
             after += sum(count_collectives(copy.graph).values())
             step_ms += report.schedules[-1].step_ms[1]
         found.append((after, step_ms))
@@ -140,12 +131,12 @@ def kernels(say: Say) -> list[list[str]]:
 def _kernels(name: str, mesh: DeviceMesh, bucketed: bool) -> tuple[int, int, int]:
     """Functions that Inductor generates, other kernels that it calls, and collectives."""
     model = build(name, layers=2)
-    data_parallel(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    passes: list[GraphPass] = [CombineUses(), ReshardAfterForward()]
+    teb.data_parallel(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    passes: list[teb.GraphPass] = [teb.CombineUses(), teb.ReshardAfterForward()]
     if bucketed:
-        passes = recipe(model, units=units_of(name, model))
+        passes = teb.recipe(model, units=units_of(name, model))
     torch.compiler.reset()
-    compiled = torch.compile(model, backend=backend("inductor", passes, model), fullgraph=True)
+    compiled = torch.compile(model, backend=teb.backend("inductor", passes, model), fullgraph=True)
     batch = MODELS[name].batch(0, 0, 2)
     with fresh_cache():
         _, codes = run_and_get_code(lambda: compiled(*batch).backward())

@@ -326,7 +326,7 @@ def _path(name: str, config: Config, cache: Path) -> Path:
     """Named after everything that the graph depends on."""
     package = "torch_ext_bucketing"
     titan = isinstance(config.model, TitanConfig)
-    mine = ("titan" if titan else "models", "parallel", "serialize", "symbols", "tracing")
+    mine = ("titan" if titan else "models", "parallel", "serialize", "tracing")
     sources = source_digest(
         *(f"{__package__}.{m}" for m in mine), *(f"{package}.{m}" for m in _TRACED_WITH)
     )

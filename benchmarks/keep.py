@@ -31,19 +31,17 @@ from typing import Any
 
 import torch.fx as fx
 
+import torch_ext_bucketing as teb
 from torch_ext_bucketing.passes.base import Compilation
-from torch_ext_bucketing.passes.scheduling import BucketAndSchedule
 from torch_ext_bucketing.scheduling.keep import CURVE, KeepPlanner, Outcome
-from torch_ext_bucketing.scheduling.machine import H100, Machine
-from torch_ext_bucketing.scheduling.memory import PeakMemory
+from torch_ext_bucketing.scheduling.machine import H100
 from torch_ext_bucketing.scheduling.model import peak_bytes
-from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
 from torch_ext_bucketing.testing.demo.table import columns
 
 from .command import add_json, add_number, matching, parser_of, write_json
 from .graphs import CONFIGS, available, load
-from .keep_all import against_all
+from .keep_random import against_all
 from .machines import nodes
 from .tracing import Phase
 
@@ -51,14 +49,38 @@ GIB = 2**30
 MODELS = tuple(CONFIGS)
 
 
-def graphs_of(name: str, layers: int | None) -> dict[tuple[Phase, bool], fx.GraphModule]:
-    """Forward and backward of one of :data:`MODELS`, by whether backward gathers again."""
-    phases: tuple[Phase, ...] = ("forward", "backward")
-    return {
-        (phase, again): load(f"{name}.{phase}{again * '.recompute'}", layers, quiet=True).gm
-        for phase in phases
-        for again in (False, True)
-    }
+class Sharded:
+    """One of :data:`MODELS`: its graphs, by phase and whether backward gathers again, and the joint
+    graph that they were cut from."""
+
+    def __init__(self, name: str, layers: int | None) -> None:
+        phases: tuple[Phase, ...] = ("forward", "backward")
+        self.graphs = {
+            (phase, again): load(f"{name}.{phase}{again * '.recompute'}", layers, quiet=True).gm
+            for phase in phases
+            for again in (False, True)
+        }
+        self.joint = joint_of(*(self.graphs[phase, False].graph for phase in phases))
+        self.size_hints = CONFIGS[name].size_hints
+
+    def planner(
+        self, machine: teb.Machine, joint: fx.Graph | None = None, **more: Any
+    ) -> KeepPlanner:
+        """For its joint graph, or one like it."""
+        graph = joint or self.joint
+        return KeepPlanner(graph, unit_of, machine=machine, size_hints=self.size_hints, **more)
+
+    def scheduling_s(self, machine: teb.Machine) -> float:
+        """CPU seconds of ``BucketAndSchedule`` on both graphs with everything gathered again."""
+        total, hint = 0.0, self.size_hints
+        for (_, again), gm in self.graphs.items():
+            if again:
+                bound = teb.PeakMemory(gib=1.02 * peak_bytes(gm, size_hints=hint) / GIB)
+                clock = time.process_time()
+                scheduled = teb.BucketAndSchedule([teb.Overlap(), bound], machine=machine)
+                scheduled(gm, Compilation(size_hints=hint))
+                total += time.process_time() - clock
+        return total
 
 
 def joint_of(forward: fx.Graph, backward: fx.Graph) -> fx.Graph:
@@ -103,63 +125,43 @@ def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[flo
     """Step and peak with every order tried that ``Schedule`` tries."""
     step, peak = 0.0, 0
     for model in planner.partitioned.models(outcome.kept):
-        policies = [Overlap(), PeakMemory(gib=limit / GIB)]
+        policies = [teb.Overlap(), teb.PeakMemory(gib=limit / GIB)]
         report, _ = schedule_model(model, policies, None)
         step += report.step_ms[1]
         peak = max(peak, report.peak_bytes[1])
     return step, peak
 
 
-def scheduling_s(
-    halves: Sequence[fx.GraphModule], hint: int | None, machine: Machine = H100
-) -> float:
-    """CPU seconds of ``BucketAndSchedule`` on both graphs with everything gathered again."""
-    total = 0.0
-    for gm in halves:
-        bound = PeakMemory(gib=1.02 * peak_bytes(gm, size_hints=hint) / GIB)
-        clock = time.process_time()
-        scheduled = BucketAndSchedule([Overlap(), bound], machine=machine)
-        scheduled(gm, Compilation(size_hints=hint))
-        total += time.process_time() - clock
-    return total
-
-
-def measure(name: str, layers: int | None, machine: Machine = H100) -> dict[str, Any]:
+def measure(name: str, layers: int | None, machine: teb.Machine = H100) -> dict[str, Any]:
     """All bounds on one model."""
-    graphs, hint = graphs_of(name, layers), CONFIGS[name].size_hints
-    joint = joint_of(graphs["forward", False].graph, graphs["backward", False].graph)
-    KeepPlanner(joint, unit_of, machine=machine, size_hints=hint)  # Nobody pays for imports.
+    sharded = Sharded(name, layers)
+    sharded.planner(machine)  # Nobody pays for imports.
     clock = time.process_time()
-    planner = KeepPlanner(joint, unit_of, machine=machine, size_hints=hint)
+    planner = sharded.planner(machine)
     model_s = time.process_time() - clock
-    everything = frozenset(planner.candidates)
     reference = planner.reference_bytes
-    unbounded = 2**62
     rows: list[dict[str, Any]] = []
     carried: dict[frozenset[int], tuple[int, float, int]] = {}
-    bounds: list[tuple[str, int]] = [(f"{part:g}", int(part * reference)) for part in CURVE]
     last: Outcome | None = None
-    for part, limit in bounds:
+    for part in CURVE:
+        limit = int(part * reference)
         clock = time.process_time()
         outcome = planner.choose(limit)
         seconds = time.process_time() - clock
         if last is not None and (0, last.step_ms) < (outcome.above, outcome.step_ms):
             outcome = last  # what was good for a smaller bound
         last = outcome
-        rows.append(_row(planner, part, limit, outcome, seconds, carried))
-    ends = [("nothing", frozenset[int](), reference), ("all", everything, unbounded)]
-    for part, kept, limit in ends:
-        outcome = planner.scheduled(kept, limit)
-        row = _row(planner, part, limit, outcome, 0.0, {} if part == "nothing" else carried)
-        rows.insert(0 if part == "nothing" else len(rows), row)
+        rows.append(_row(planner, f"{part:g}", limit, outcome, seconds, carried))
+    nothing = planner.scheduled((), reference)
+    rows.insert(0, _row(planner, "nothing", reference, nothing, 0.0, {}))
+    everything, unbounded = planner.scheduled(planner.candidates, 2**62), 2**62
+    rows.append(_row(planner, "all", unbounded, everything, 0.0, carried))
     return {
         "model": name,
         "units": len(planner.candidates),
         "reference_gib": reference / GIB,
         "model_s": model_s,
-        "scheduling_s": scheduling_s(
-            [graphs["forward", True], graphs["backward", True]], hint, machine
-        ),
+        "scheduling_s": sharded.scheduling_s(machine),
         "rows": rows,
     }
 

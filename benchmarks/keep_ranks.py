@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import torch_ext_bucketing as teb
 from benchmarks.command import add_json, add_number, parser_of, write_json
 from benchmarks.devices import start
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.reports.keep import KeepReport
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
@@ -46,33 +45,27 @@ from torch_ext_bucketing.testing.ring import ring_rank
 from torch_ext_bucketing.testing.training import digest
 
 Backend = Literal["aot_eager", "inductor"]
-Auto: TypeAlias = tuple[float, bool]
-"""The bound, in parts of the peak with nothing kept, and whether activations are chosen, too."""
 WORLD = 4
 STEPS = 5
-CONFIG = ModelConfig(vocab=512, dim=256, layers=4, hidden=768, max_seq=64)
-CUDA_CONFIG = ModelConfig(
-    vocab=8192, dim=1024, layers=4, heads=8, kv_heads=4, hidden=2816, max_seq=256
-)
+LAYERS = 4
+CONFIGS = {
+    "cpu": ModelConfig(vocab=512, dim=256, layers=LAYERS, hidden=768, max_seq=64),
+    "cuda": ModelConfig(8192, 1024, LAYERS, heads=8, kv_heads=4, hidden=2816, max_seq=256),
+}
 BATCH = 2
 _REQUESTED = "requested_bytes.all"
-UNITS = [["embed"], *([f"blocks.{i}"] for i in range(CONFIG.layers)), ["norm", "output"]]
-
-
-def _config(device: str) -> ModelConfig:
-    return CUDA_CONFIG if device == "cuda" else CONFIG
+UNITS = [["embed"], *([f"blocks.{i}"] for i in range(LAYERS)), ["norm", "output"]]
 
 
 def _model(device: str) -> Transformer:
     torch.manual_seed(0)
-    return Transformer(_config(device)).to(device)
+    return Transformer(CONFIGS[device]).to(device)
 
 
 def _tokens(rank: int, step: int, device: str) -> torch.Tensor:
-    config = _config(device)
+    config = CONFIGS[device]
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    tokens = torch.randint(config.vocab, (BATCH, config.max_seq), generator=generator)
-    return tokens.to(device)
+    return torch.randint(config.vocab, (BATCH, config.max_seq), generator=generator).to(device)
 
 
 def _loss_of(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -126,34 +119,26 @@ def _profiled(run: Any) -> tuple[dict[str, int], int]:
     return counts, most
 
 
-def _rank(rank: Rank, backend: Backend, auto: Auto, device: str) -> dict[str, Any]:
-    if device == "cpu":
+def _rank(
+    rank: Rank, group: str, world: int, backend: Backend, reshard: teb.ReshardAfterForward
+) -> Any:
+    """The comparison on a ring group or NCCL; on gloo or a fake group of ``world`` ranks only the
+    measured peak."""
+    device = "cuda" if group == "nccl" else "cpu"
+    if group == "ring":
         with ring_rank(rank):
-            return _compare(rank.rank, backend, auto, device)
-    start(rank, "nccl")
-    try:
-        return _compare(rank.rank, backend, auto, device)
-    finally:
-        dist.destroy_process_group()
-
-
-def _peak_on(rank: Rank, group: str, world: int, backend: Backend, auto: Auto) -> int:
-    """The measured peak of a rank of ``world`` on a process group of another kind."""
+            return _compare(rank.rank, backend, reshard, device)
     if group == "fake":
         torch.set_num_threads(1)
         dist.init_process_group("fake", store=FakeStore(), rank=rank.rank, world_size=world)
     else:
         start(rank, group)
     try:
-        return int(_train_ours(rank.rank, backend, _reshard(auto), "cpu")[-1])
+        if group == "nccl":
+            return _compare(rank.rank, backend, reshard, device)
+        return int(_train_ours(rank.rank, backend, reshard, device)[-1])
     finally:
         dist.destroy_process_group()
-
-
-def _reshard(auto: Auto) -> teb.ReshardAfterForward:
-    ratio, activations = auto
-    memory = teb.PeakMemory(ratio=ratio)
-    return teb.ReshardAfterForward("auto", memory=memory, activations=activations)
 
 
 def _train_ours(
@@ -161,7 +146,7 @@ def _train_ours(
 ) -> tuple[Any, ...]:
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     torch._dynamo.reset()
-    ours = data_parallel(_model(device), mesh)
+    ours = teb.data_parallel(_model(device), mesh)
     order = teb.FSDPParamOrder.from_model(ours, units=UNITS)
     passes = [teb.CombineUses(), reshard, teb.BucketUnits(order), teb.Schedule(teb.Overlap())]
     compiler = teb.backend(backend, passes, ours)
@@ -190,8 +175,9 @@ def _train_eager(rank: int, units: Sequence[str], device: str) -> tuple[list[flo
     return _train(_loss_of(eager), list(eager.parameters()), rank, STEPS), digest(eager)
 
 
-def _compare(rank: int, backend: Backend, auto: Auto, device: str) -> dict[str, Any]:
-    reshard = _reshard(auto)
+def _compare(
+    rank: int, backend: Backend, reshard: teb.ReshardAfterForward, device: str
+) -> dict[str, Any]:
     compiler, losses, weights, counts, peak = _train_ours(rank, backend, reshard, device)
     choice = next(r for r in compiler.last_report().rewrites if isinstance(r, KeepReport))
     gathered = [u for u in choice.units if u.parameters]
@@ -231,8 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     found = []
     for ratio in args.ratios:
-        auto: Auto = ratio, args.activations
-        by_rank = run_ranks(_rank, args.world, args.backend, auto, args.device, timeout_s=600)
+        memory = teb.PeakMemory(ratio=ratio)
+        reshard = teb.ReshardAfterForward("auto", memory=memory, activations=args.activations)
+        given = args.world, args.backend, reshard
+        group = "nccl" if args.device == "cuda" else "ring"
+        by_rank = run_ranks(_rank, args.world, group, *given, timeout_s=600)
         first = by_rank[0]
         first["ratio"] = ratio
         first["same_bits"] = all(r["same_bits"] for r in by_rank)
@@ -241,8 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         first["measured_over_scheduled"] = first["measured_peak"] / first["estimated_peak"]
         others = (("gloo", args.world), ("fake", 1)) if args.device == "cpu" else ()
         for group, ranks in others:
-            given = group, args.world, args.backend, auto
-            peak, *_ = run_ranks(_peak_on, ranks, *given, timeout_s=600)
+            peak, *_ = run_ranks(_rank, ranks, group, *given, timeout_s=600)
             first[f"over_estimate_on_{group}"] = peak / first["estimate_of_choice"]
         found.append(first)
         print(json.dumps(first), flush=True)

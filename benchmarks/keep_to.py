@@ -17,64 +17,41 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.graph.collectives import group_size, kind_of
 from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.scheduling.machine import H100
 from torch_ext_bucketing.testing.demo.table import columns
 
-from .command import add_json, names_of, parser_of, write_json
+from .command import add_json, add_names, parser_of, write_json
+from .graphs import CONFIGS, builder
 from .machines import nodes
-
-__all__ = ["Estimate", "estimate"]
+from .parallel import start_world
+from .tracing import trace_model
 
 GIB = 2**30
 
-CONFIGS = ("llama3_8b_fsdp64", "deepseek_v3_fsdp64_ep8")
+MODELS = ("llama3_8b_fsdp64", "deepseek_v3_fsdp64_ep8")
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """One way to train one model.
-
-    Args:
-        graph: name of the configuration, of :data:`.graphs.CONFIGS`.
-        way: what becomes of gathered parameters after forward.
-        forward_ms: the scheduled forward.
-        backward_ms: the scheduled backward.
-        peak_bytes: the larger of the two peaks.
-        backward_gathers: number of backward's gathers by the ranks of their group, unbucketed.
-    """
-
-    graph: str
-    way: str
-    forward_ms: float
-    backward_ms: float
-    peak_bytes: int
-    backward_gathers: dict[int, int]
-
-    @property
-    def step_ms(self) -> float:
-        """Forward and backward."""
-        return self.forward_ms + self.backward_ms
-
-
-def estimate(name: str, layers: int | None = None, machine: teb.Machine = H100) -> list[Estimate]:
-    """The three ways of one configuration. Starts the fake world that it belongs to.
+def estimate(
+    name: str, layers: int | None = None, machine: teb.Machine = H100
+) -> list[dict[str, Any]]:
+    """The three ways of one configuration: times of the scheduled forward and backward, the larger
+    of their peaks, and backward's gathers by the ranks of their group, unbucketed. Starts the fake
+    world that it belongs to.
 
     Args:
         name: of :data:`.graphs.CONFIGS`; its ``fsdp`` ranks must be neighbours.
         layers: instead of the model's own number.
         machine: has ``ranks_per_node``, the ranks that backward gathers among.
     """
-    from .graphs import CONFIGS, builder
-    from .parallel import start_world
-    from .tracing import trace_model
-
     config = CONFIGS[name]
     if layers is not None:
         config = replace(config, model=replace(config.model, layers=layers))
@@ -95,14 +72,20 @@ def estimate(name: str, layers: int | None = None, machine: teb.Machine = H100) 
         (forward_ms, forward_peak), (backward_ms, backward_peak) = (
             _scheduled(gm, machine) for gm in (forward, backward)
         )
-        peak = max(forward_peak, backward_peak + idle)
-        found.append(Estimate(name, way, forward_ms, backward_ms, peak, dict(gathers)))
+        found.append(
+            {
+                "graph": name,
+                "way": way,
+                "forward_ms": forward_ms,
+                "backward_ms": backward_ms,
+                "peak_bytes": max(forward_peak, backward_peak + idle),
+                "backward_gathers": dict(gathers),
+            }
+        )
     return found
 
 
 def _gather_sizes(gm: fx.GraphModule) -> Iterator[int]:
-    from torch_ext_bucketing.graph.collectives import group_size, kind_of
-
     for node in gm.graph.nodes:
         if kind_of(node) == "all_gather" and tag_of(node) is not None:
             yield group_size(node)
@@ -111,12 +94,9 @@ def _gather_sizes(gm: fx.GraphModule) -> Iterator[int]:
 def _left_out(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
     """Bytes of forward's inputs that are none of backward's."""
     there = {n.name for n in backward.graph.find_nodes(op="placeholder")}
-    values = (
-        n.meta["val"]
-        for n in forward.graph.find_nodes(op="placeholder")
-        if n.name not in there and isinstance(n.meta.get("val"), torch.Tensor)
-    )
-    return sum(v.numel() * v.element_size() for v in values)
+    inputs = forward.graph.find_nodes(op="placeholder")
+    values = (n.meta.get("val") for n in inputs if n.name not in there)
+    return sum(v.nbytes for v in values if isinstance(v, torch.Tensor))
 
 
 def _scheduled(gm: fx.GraphModule, machine: teb.Machine) -> tuple[float, int]:
@@ -131,9 +111,7 @@ def _scheduled(gm: fx.GraphModule, machine: teb.Machine) -> tuple[float, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = parser_of("python -m benchmarks.keep_to", __doc__)
-    parser.add_argument(
-        "--only", type=names_of(CONFIGS), default=list(CONFIGS), metavar="NAMES", help="by commas"
-    )
+    add_names(parser, "only", MODELS, "models")
     parser.add_argument("--layers", type=int, help="instead of each model's own number")
     parser.add_argument("--between", type=float, help="GB/s of a rank between nodes (default: 42)")
     add_json(parser)
@@ -142,11 +120,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = [e for name in options.only for e in estimate(name, options.layers, machine)]
     lines = [["graph", "gathered", "forward ms", "backward ms", "step ms", "peak GiB", "gathers"]]
     for e in found:
-        gathers = ", ".join(f"{n} of {k}" for k, n in sorted(e.backward_gathers.items()))
-        times = [f"{ms:.1f}" for ms in (e.forward_ms, e.backward_ms, e.step_ms)]
-        lines.append([e.graph, e.way, *times, f"{e.peak_bytes / GIB:.2f}", gathers or "-"])
+        gathers = ", ".join(f"{n} of {k}" for k, n in sorted(e["backward_gathers"].items()))
+        forward, backward = e["forward_ms"], e["backward_ms"]
+        times = [f"{ms:.1f}" for ms in (forward, backward, forward + backward)]
+        peak = f"{e['peak_bytes'] / GIB:.2f}"
+        lines.append([e["graph"], e["way"], *times, peak, gathers or "-"])
     print(f"torch {torch.__version__}\n{columns(lines)}")
-    write_json(options.json, {"torch": torch.__version__, "rows": [asdict(e) for e in found]})
+    write_json(options.json, {"torch": torch.__version__, "rows": found})
     return 0
 
 

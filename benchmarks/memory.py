@@ -41,10 +41,11 @@ from torch_ext_bucketing.scheduling.partitioned import Smaller
 from torch_ext_bucketing.testing.demo.table import columns
 
 from .command import add_json, add_number, matching, parser_of, write_json
-from .graphs import CONFIGS, available
-from .keep import GIB, MODELS, graphs_of, joint_of, scheduling_s, unit_of
-from .keep_all import against_all
+from .graphs import available
+from .keep import GIB, MODELS, Sharded
+from .keep_random import against_all
 from .machines import nodes
+from .tracing import copy_graph
 
 _UNBOUNDED = 2**62
 PARTS = (1.0, 1.05, 1.1, 1.25)
@@ -69,7 +70,7 @@ def saved_by_torch(joint: fx.Graph, outputs: int, budget: float) -> set[str]:
         outputs: of forward.
         budget: between 0 and 1.
     """
-    gm = fx.GraphModule({}, _copy(joint))
+    gm = fx.GraphModule({}, copy_graph(joint))
     for chain in parameter_chains(gm.graph).values():
         for node in chain:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -84,20 +85,13 @@ def saved_by_torch(joint: fx.Graph, outputs: int, budget: float) -> set[str]:
     return {node.name for node in output.args[0][outputs:]}
 
 
-def by_torch(joint: fx.Graph, saved: set[str], machine: Machine, hint: int | None) -> Outcome:
+def by_torch(sharded: Sharded, saved: set[str], machine: Machine) -> Outcome:
     """The schedules where nothing is saved but what ``saved`` names."""
-    graph = _copy(joint)
+    graph = copy_graph(sharded.joint)
     for node in graph.nodes:
         if node.op == "call_function" and node.name not in saved:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    planner = KeepPlanner(graph, unit_of, machine=machine, size_hints=hint)
-    return planner.scheduled((), _UNBOUNDED)
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    new = fx.Graph()
-    new.output(new.graph_copy(graph, {}))
-    return new
+    return sharded.planner(machine, graph).scheduled((), _UNBOUNDED)
 
 
 def smaller_group(joint: fx.Graph, to: int) -> Smaller | None:
@@ -113,20 +107,14 @@ def measure(
     name: str, layers: int | None, to: int | None = None, machine: Machine | None = None
 ) -> dict[str, Any]:
     """All ways on one model."""
-    graphs, hint = graphs_of(name, layers), CONFIGS[name].size_hints
-    joint = joint_of(graphs["forward", False].graph, graphs["backward", False].graph)
+    sharded = Sharded(name, layers)
+    graphs, joint = sharded.graphs, sharded.joint
     machine = machine or job_machine()
     smaller = None if to is None else smaller_group(joint, to)
-
-    def planner_of(smaller: Smaller | None = None) -> KeepPlanner:
-        return KeepPlanner(
-            joint, unit_of, machine=machine, size_hints=hint, activations=True, smaller=smaller
-        )
-
-    known = planner_of()
+    known = sharded.planner(machine, activations=True)
     units = known.partitioned.units
     activations = [k for k in known.candidates if not units[k].starts]
-    pass_s = scheduling_s([graphs["forward", True], graphs["backward", True]], hint, machine)
+    pass_s = sharded.scheduling_s(machine)
     fixed_ways = {
         way: known.scheduled([k for k in activations if is_saved(units[k].name)], _UNBOUNDED)
         for way, is_saved in WAYS.items()
@@ -136,7 +124,7 @@ def measure(
     outputs = sum(n.name not in read for n in output.args[0])
     for budget in BUDGETS:
         saved = saved_by_torch(joint, outputs, budget)
-        fixed_ways[f"torch's budget {budget}"] = by_torch(joint, saved, machine, hint)
+        fixed_ways[f"torch's budget {budget}"] = by_torch(sharded, saved, machine)
     bounds = {way: fixed.peak_bytes for way, fixed in fixed_ways.items()}
     for part in PARTS if smaller is not None else ():
         way = f"chosen without --to, {part:g}"
@@ -145,7 +133,7 @@ def measure(
     rows = []
     for way, fixed in fixed_ways.items():
         clock = time.process_time()
-        planner = planner_of(smaller)
+        planner = sharded.planner(machine, activations=True, smaller=smaller)
         chosen = planner.choose(bounds[way])
         seconds = time.process_time() - clock
         rows.append(
@@ -166,11 +154,10 @@ def measure(
 
 def under_bounds(name: str, layers: int | None, number: int) -> dict[str, Any]:
     """Choices under ``number`` bounds, each by a planner of its own, as a compile has one."""
-    graphs, hint = graphs_of(name, layers), CONFIGS[name].size_hints
-    joint = joint_of(graphs["forward", False].graph, graphs["backward", False].graph)
+    sharded = Sharded(name, layers)
 
     def planner() -> KeepPlanner:
-        return KeepPlanner(joint, unit_of, machine=job_machine(), size_hints=hint, activations=True)
+        return sharded.planner(job_machine(), activations=True)
 
     least, known = planner().choose(0).peak_bytes, planner()
     most = known.scheduled(known.candidates, _UNBOUNDED).peak_bytes

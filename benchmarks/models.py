@@ -26,8 +26,6 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 
 from torch_ext_bucketing.testing.model import rotary_tables
 
-__all__ = ["DeepSeek", "DeepSeekConfig", "Experts", "Llama", "LlamaConfig"]
-
 
 @dataclass(frozen=True)
 class LlamaConfig:

@@ -29,17 +29,6 @@ from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 
 from .models import DeepSeek, Experts, Llama
 
-__all__ = [
-    "Group",
-    "Layout",
-    "World",
-    "block_plan",
-    "end_world",
-    "shard_deepseek",
-    "shard_llama",
-    "start_world",
-]
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -42,9 +42,9 @@ import torch
 
 from benchmarks.command import (
     add_json,
+    add_names,
     add_number,
     document_of,
-    names_of,
     now,
     parser_of,
     sayer,
@@ -53,10 +53,13 @@ from benchmarks.command import (
 )
 from benchmarks.devices import why_no_nccl
 from benchmarks.parity_models import MODELS
-from benchmarks.parity_results import RowResult, combine, render, verdict
+from benchmarks.parity_results import RowResult, combine, first_different, render, verdict
 from benchmarks.parity_rows import MORE_TOPOLOGIES, PARALLELISM, ROWS, TOPOLOGIES, Row, matrix
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
+
+if TYPE_CHECKING:
+    from benchmarks.parity_ranks import Runs
 
 BACKENDS = ("aot_eager", "inductor")
 DTYPES = ("bf16", "fp32")
@@ -205,14 +208,32 @@ def run_topology(
             say(payload)
 
     run_ranks(
-        _run_rows, rows[0].ranks, list(rows), steps, timeout_s=timeout_s, on_message=on_message
+        run_rows, rows[0].ranks, list(rows), steps, timeout_s=timeout_s, on_message=on_message
     )
 
 
-def _run_rows(rank: Rank, rows: list[Row], steps: int) -> None:
-    from benchmarks.parity_ranks import run_rows
+def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
+    """Entry point of a rank: run ``rows``, all of one topology, and send a report of each."""
+    from benchmarks.parity_ranks import row_group
 
-    run_rows(rank, rows, steps)
+    with row_group(rank, rows[0]):
+        for row in rows:
+            rank.send(("run", row.name))
+            rank.send(("row", runs_of(rank, row, steps).report()))
+
+
+def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
+    """What runs a row on this rank."""
+    from benchmarks.parity_ranks import Runs, mesh_of
+
+    kind: type[Runs] = Runs
+    if row.case:
+        from benchmarks.parity_cases import CaseRuns as kind
+    elif row.client == "torchtitan's model":
+        from benchmarks.parity_titan import TitanRuns as kind
+    elif row.client == "torchtitan's trainer":
+        from benchmarks.parity_trainer import TrainerRuns as kind
+    return kind(rank, row, mesh_of(row), steps)
 
 
 def _passed(path: Path | None, rows: Sequence[Row]) -> list[RowResult]:
@@ -229,22 +250,19 @@ def virtual(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
 
     torch.set_num_threads(1)
     results = []
-    for ranks in args.virtual_ranks:
-        result = run_virtual("llama", ranks, args.steps, args.layers)
-        results.append(result)
-        print(f"{ranks} virtual ranks: {result.seconds:g} s", file=sys.stderr, flush=True)
-        write_json(args.json, [{**r.as_dict(), "torch": torch.__version__} for r in results])
     equal = f"steps equal of {args.steps}"
     rows = [["model", "ranks", "nodes", equal, "control differs", "layout equal", ""]]
-    for r in results:
-        first = r.control_first_different_step
-        control = "none" if first is None else f"step {first}"
-        layout = "yes" if r.layout_equal else "no"
-        passed = "ok" if r.passed else "FAILED"
-        sizes = [str(r.ranks), str(r.nodes), str(r.steps_equal)]
-        rows.append([r.model, *sizes, control, layout, passed])
+    for ranks in args.virtual_ranks:
+        r = run_virtual("llama", ranks, args.steps, args.layers)
+        results.append(r)
+        print(f"{ranks} virtual ranks: {r['seconds']:g} s", file=sys.stderr, flush=True)
+        write_json(args.json, results)
+        sizes = [str(r["ranks"]), str(r["nodes"]), str(r["steps_equal"])]
+        layout = "yes" if r["layout_equal"] else "no"
+        control = first_different(r["control_first_different_step"])
+        rows.append([r["model"], *sizes, control, layout, "ok" if r["passed"] else "FAILED"])
     print(f"{title(document_of('benchmarks/parity.py', argv))}\n\n{columns(rows)}")
-    return 0 if all(result.passed for result in results) else 1
+    return 0 if all(r["passed"] for r in results) else 1
 
 
 def _virtual_ranks(given: str) -> list[int]:
@@ -257,18 +275,13 @@ def _virtual_ranks(given: str) -> list[int]:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("parity.py", __doc__)
 
-    def choice(name: str, values: Sequence[str], text: str, default: Sequence[str]) -> None:
-        shown = f"{text}, separated by commas (default: {','.join(default)})"
-        parse, given = names_of(values), list(default)
-        parser.add_argument(f"--{name}", type=parse, default=given, metavar="LIST", help=shown)
-
     all_here = [name for name in IN_MATRIX if not MODELS[name].needs]
     topologies = (*TOPOLOGIES, *MORE_TOPOLOGIES)
-    choice("models", (*IN_MATRIX, *GROUPS), "models, or groups of them", all_here)
-    choice("topologies", topologies, "nodes x ranks per node", TOPOLOGIES)
-    choice("backends", BACKENDS, "backends of torch.compile", BACKENDS)
-    choice("parallelism", tuple(PARALLELISM), "parallelism", tuple(PARALLELISM))
-    choice("reduce-dtype", DTYPES, "dtypes of gathers and reductions", DTYPES)
+    add_names(parser, "models", (*IN_MATRIX, *GROUPS), "models, or groups of them", all_here)
+    add_names(parser, "topologies", topologies, "nodes x ranks per node", TOPOLOGIES)
+    add_names(parser, "backends", BACKENDS, "backends of torch.compile")
+    add_names(parser, "parallelism", tuple(PARALLELISM), "parallelism")
+    add_names(parser, "reduce-dtype", DTYPES, "dtypes of gathers and reductions")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="rows whose name matches")
     parser.add_argument("--rows", metavar="PATTERNS", help="instead: named rows, such as 'blocks'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -12,17 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from torch_ext_bucketing.testing import text
-
-__all__ = [
-    "FSDP_AND_HSDP",
-    "SEQ",
-    "VOCAB",
-    "Model",
-    "ParityModel",
-    "Unit",
-    "batch_of",
-    "blocks_then_root",
-]
+from torch_ext_bucketing.testing.model import RMSNorm
 
 VOCAB = text.VOCAB
 SEQ = 16
@@ -30,8 +21,6 @@ SEQ = 16
 
 Unit = str | Sequence[str]
 """The modules of one ``fully_shard`` call."""
-
-FSDP_AND_HSDP = ("fsdp", "hsdp")
 
 
 def batch_of(step: int, rank: int, size: int = 2) -> tuple[torch.Tensor, ...]:
@@ -50,23 +39,25 @@ class Model:
     """A model of the parity rows: an entry of :data:`.parity_models.MODELS`.
 
     Args:
-        build: by number of blocks and width (None for the model's own), a module on the CPU in
-            float32 whose ``forward(*batch)`` is the loss, a scalar. Its weights are drawn anew by
+        kind: by number of blocks and, if not its own, width, a module on the CPU in float32 whose
+            ``forward(*batch)`` is the loss, a scalar. Its weights are drawn anew by
             :func:`.parity_models.build`; a module with weights of its own sets ``own_weights``.
         units: in the order of the ``fully_shard`` calls, the root ``""`` last.
+        width: instead of its own.
         batch: by step, data-parallel rank and number of sequences, what ``forward`` takes.
         parallelism: which of ``parity_rows.PARALLELISM`` the matrix runs it in; none for a model
             of named rows alone.
         backends: which of torch.compile's the matrix runs it on.
         group: a name for several models, by which ``--models`` takes all of them.
         needs: packages beside torch. Where one is not installed its rows are left out, and say so.
-        own_weights: whether ``build`` has drawn the weights, the same at every call.
+        own_weights: whether ``kind`` has drawn the weights, the same at every call.
     """
 
-    build: Callable[[int, int | None], nn.Module]
+    kind: Callable[..., nn.Module]
     units: Callable[[nn.Module], list[Unit]] = blocks_then_root
+    width: int | None = None
     batch: Callable[[int, int, int], tuple[object, ...]] = batch_of
-    parallelism: tuple[str, ...] = (*FSDP_AND_HSDP, "fsdp+chunked_loss")
+    parallelism: tuple[str, ...] = ("fsdp", "hsdp", "fsdp+chunked_loss")
     backends: tuple[Literal["aot_eager", "inductor"], ...] = ("aot_eager", "inductor")
     group: str = ""
     needs: tuple[str, ...] = ()
@@ -79,33 +70,60 @@ class Model:
 
 
 class ParityModel(nn.Module):
-    """Features, a head, and the loss computed whole or in chunks.
+    """Embedding, ``layers``, norm and head, and the loss computed whole or in chunks.
 
-    A subclass sets ``head`` (a bias-free ``nn.Linear`` to the vocabulary) and defines
-    :meth:`features`; ``chunks`` says in how many parts the loss is computed.
+    Args:
+        dim: width.
+        layers: called one after the other, unless :meth:`features` is another one.
+        embed: in the place of an embedding of :data:`VOCAB` tokens.
+        norm: in the place of an RMSNorm.
+        vocab: what the head, without a bias, predicts.
     """
 
-    head: nn.Linear
-    chunks: int = 1
+    chunks = 1
+    """In how many parts the loss is computed."""
+    calls = 1
+    """How often each layer is called."""
+    head_chunks = 1
+    """In how many parts the head is called, each time anew."""
+
+    def __init__(
+        self,
+        dim: int,
+        layers: nn.Module,
+        *,
+        embed: nn.Module | None = None,
+        norm: nn.Module | None = None,
+        vocab: int = VOCAB,
+    ) -> None:
+        super().__init__()
+        self.embed = embed or nn.Embedding(VOCAB, dim)
+        self.layers = layers
+        self.norm = norm or RMSNorm(dim, 1e-5)
+        self.head = nn.Linear(dim, vocab, bias=False)
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token ids ``[batch, SEQ]`` int64 to the head's input ``[rows, dim]``."""
-        raise NotImplementedError
+        x = self.embed(tokens)
+        for layer in self.layers.children():
+            for _ in range(self.calls):
+                x = layer(x)
+        return self.norm(x).flatten(0, 1)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy, a scalar float32. ``targets`` ``[batch, SEQ]`` int64."""
         features = self.features(tokens)
         targets = targets[:, -features.shape[0] // tokens.shape[0] :].flatten()
-        if self.chunks == 1:
+        parts = self.chunks * self.head_chunks
+        if parts == 1:
             return F.cross_entropy(self.head(features).float(), targets)
-        # The weight is read once and used in every chunk, so that its gradient is summed over
-        # the chunks before it is reduced over the ranks. As many reads would be as many
-        # reductions, and a sum of rounded sums.
-        weight = self.head.weight
+        head: Callable[[torch.Tensor], torch.Tensor] = self.head
+        if self.chunks > 1:
+            # The weight is read once and used in every chunk, so that its gradient is summed over
+            # the chunks before it is reduced over the ranks. As many reads would be as many
+            # reductions, and a sum of rounded sums.
+            head = partial(F.linear, weight=self.head.weight)
         total = torch.zeros((), dtype=torch.float32)
-        for part, wanted in zip(
-            features.chunk(self.chunks), targets.chunk(self.chunks), strict=True
-        ):
-            logits = F.linear(part, weight).float()
-            total = total + F.cross_entropy(logits, wanted, reduction="sum")
+        for part, wanted in zip(features.chunk(parts), targets.chunk(parts), strict=True):
+            total = total + F.cross_entropy(head(part).float(), wanted, reduction="sum")
         return total / targets.numel()

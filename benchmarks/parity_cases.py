@@ -1,8 +1,7 @@
 """What people do around a training step: the cases of the rows ``everyday/*``.
 
 A case is a function of a :class:`Way`, which shards and compiles a model. It yields one text per
-step, a hash of this rank's weights and whatever else has to be equal (a loss of an evaluation). Its
-row has the name of the function.
+step, a hash of this rank's weights and whatever else has to be equal (a loss of an evaluation).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,10 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import torch_ext_bucketing as teb
 from benchmarks.parity_base import Unit
 from benchmarks.parity_ranks import RowReport, Runs, aten_kernels, wrap_units
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.passes.backends import BucketingBackend, backend
-from torch_ext_bucketing.recipes import recipe
+from torch_ext_bucketing.passes.backends import BucketingBackend
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.training import digest
 
@@ -109,8 +108,8 @@ class Way:
     ) -> nn.Module:
         """Shard ``model`` in place; gathers and reductions in ``dtype``."""
         if self.compiled:
-            data_parallel(model, self.mesh, param_dtype=dtype, reduce_dtype=dtype)
-            self._passes = recipe(model, units=units)
+            teb.data_parallel(model, self.mesh, param_dtype=dtype, reduce_dtype=dtype)
+            self._passes = teb.recipe(model, units=units)
             return model
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False
@@ -121,7 +120,7 @@ class Way:
 
     def backend(self, compiler: Any = "aot_eager", **options: Any) -> BucketingBackend:
         """For the model that was sharded last."""
-        self.backends.append(backend(compiler, passes=self._passes, **options))
+        self.backends.append(teb.backend(compiler, passes=self._passes, **options))
         return self.backends[-1]
 
     def compile(self, model: nn.Module, compiler: Any = "aot_eager", **options: Any) -> Any:
@@ -145,8 +144,7 @@ def train(
     first: int = 0,
 ) -> Iterator[str]:
     """Steps without end, a hash of the weights after each; ``forward()`` is a context."""
-    if optimizer is None:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = optimizer or adamw(model)
     for step in itertools.count(first):
         with forward():
             loss = loss_of(run, step, seq(step))
@@ -157,32 +155,25 @@ def train(
         yield f"{digest(model)} {loss.item()}"
 
 
-def plain(way: Way) -> Iterator[str]:
-    model = way.shard(Small())
-    return train(way.compile(model, fullgraph=True), model)
+def whole(
+    way: Way,
+    units: Sequence[Unit] = UNITS,
+    breaks: str = "",
+    dtype: torch.dtype | None = torch.bfloat16,
+    compiled: dict[str, Any] | None = None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    **training: Any,
+) -> Iterator[str]:
+    """The model compiled by ``torch.compile`` with the options ``compiled``; ``training`` as of
+    :func:`train`."""
+    model = way.shard(Small(breaks=breaks), units, dtype)
+    run = way.compile(model, **(compiled or {}))
+    return train(run, model, optimizer=optimizer and optimizer(model), **training)
 
 
-def regional(way: Way) -> Iterator[str]:
-    """Each block compiled by itself; the rest runs uncompiled."""
-    return _regional(way, SEPARATE_UNITS)
-
-
-def regional_rest_in_a_unit(way: Way) -> Iterator[str]:
-    """What runs uncompiled is one unit of several parameters."""
-    return _regional(way, UNITS)
-
-
-def regional_planned_unlike(way: Way) -> Iterator[str]:
-    """Blocks of one class, whose code is compiled once, with other units in each."""
-    return _regional(way, ("embed", "blocks.0", "blocks.1.up", "blocks.1", "norm", "head"))
-
-
-def regional_block_twice(way: Way) -> Iterator[str]:
-    """The first block is the second, too."""
-    return _regional(way, ("embed", "blocks.0", "norm", "head"), shared=True)
-
-
-def _regional(way: Way, units: Sequence[str], shared: bool = False) -> Iterator[str]:
+def regional(way: Way, units: Sequence[str], shared: bool = False) -> Iterator[str]:
+    """Each block compiled by itself, of which the first may be the second, too; the rest runs
+    uncompiled."""
     model = Small()
     if shared:
         model.blocks[1] = model.blocks[0]
@@ -194,52 +185,13 @@ def _regional(way: Way, units: Sequence[str], shared: bool = False) -> Iterator[
     return train(model, model)
 
 
-def graph_break(way: Way) -> Iterator[str]:
-    """Between blocks, and no unit reaches across."""
-    model = way.shard(Small(breaks="between"), SEPARATE_UNITS)
-    return train(way.compile(model), model)
+def another_length(step: int) -> int:
+    """In every step."""
+    return 8 + 3 * step
 
 
-def graph_break_in_loop(way: Way) -> Iterator[str]:
-    """``forward`` runs uncompiled then, what it calls is compiled piece by piece."""
-    model = way.shard(Small(breaks="loop"), SEPARATE_UNITS)
-    return train(way.compile(model), model)
-
-
-def graph_break_in_a_unit(way: Way) -> Iterator[str]:
-    """Between blocks, and one unit is on both sides."""
-    # With the embedding first its offset, and that of the rest modulo the rings' chunks, would be
-    # the same in one payload as in two, and so would the bits.
-    model = way.shard(Small(breaks="between"), ("blocks.0", "blocks.1", ("norm", "embed", "head")))
-    return train(way.compile(model), model)
-
-
-def graph_break_in_block_unit(way: Way) -> Iterator[str]:
-    """In the middle of a block, which is one unit."""
-    model = way.shard(Small(breaks="inside"), SEPARATE_UNITS)
-    return train(way.compile(model), model)
-
-
-def lengths(way: Way) -> Iterator[str]:
-    """Another sequence length in every step."""
-    model = way.shard(Small())
-    return train(way.compile(model), model, seq=lambda step: 8 + 3 * step)
-
-
-def lengths_dynamic(way: Way) -> Iterator[str]:
-    model = way.shard(Small())
-    return train(way.compile(model, dynamic=True), model, seq=lambda step: 8 + 3 * step)
-
-
-def evaluation_no_grad(way: Way) -> Iterator[str]:
-    return _evaluating(way, torch.no_grad)
-
-
-def evaluation_inference_mode(way: Way) -> Iterator[str]:
-    return _evaluating(way, torch.inference_mode)
-
-
-def _evaluating(way: Way, mode: Any) -> Iterator[str]:
+def evaluating(way: Way, mode: Any) -> Iterator[str]:
+    """An evaluation after every step, in ``mode()``."""
     model = way.shard(Small())
     run = way.compile(model)
     for step, trained in enumerate(train(run, model)):
@@ -250,36 +202,20 @@ def _evaluating(way: Way, mode: Any) -> Iterator[str]:
         yield f"{trained} evaluated {loss.item()}"
 
 
-def autocast(way: Way) -> Iterator[str]:
-    """Weights are gathered in float32, autocast computes in bfloat16."""
-    model = way.shard(Small(), dtype=None)
-    return train(
-        way.compile(model), model, forward=lambda: torch.autocast("cpu", dtype=torch.bfloat16)
-    )
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def optimizer_foreach(way: Way) -> Iterator[str]:
-    return _optimizer(way, foreach=True)
-
-
-def optimizer_fused(way: Way) -> Iterator[str]:
-    return _optimizer(way, fused=True)
-
-
-def _optimizer(way: Way, **kind: bool) -> Iterator[str]:
-    """Weight decay for some, chosen by name, and clipped gradients."""
-    model = way.shard(Small())
-    decayed = [p for name, p in model.named_parameters() if name.endswith(("up.weight", "scale"))]
-    others = [
-        p for name, p in model.named_parameters() if not name.endswith(("up.weight", "scale"))
+def decayed(model: nn.Module, **kind: bool) -> torch.optim.Optimizer:
+    """Weight decay for some, chosen by name."""
+    some = [p for name, p in model.named_parameters() if name.endswith(("up.weight", "scale"))]
+    others = [p for p in model.parameters() if all(p is not q for q in some)]
+    assert len(some) == 4
+    groups: list[dict[str, Any]] = [
+        {"params": some, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0},
     ]
-    assert len(decayed) == 4
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=1e-2,
-        **kind,
-    )
-    return train(way.compile(model), model, optimizer=optimizer)
+    return torch.optim.AdamW(groups, lr=1e-2, **kind)
 
 
 def two_models(way: Way) -> Iterator[str]:
@@ -302,23 +238,16 @@ def max_autotune(way: Way) -> Iterator[str]:
         yield digests
 
 
-def resume(way: Way) -> Iterator[str]:
-    """Two steps the other way, saved with ``torch.distributed.checkpoint``, and on from there."""
-    return _resume(way, way.mesh)
-
-
-def resume_on_fewer_ranks(way: Way) -> Iterator[str]:
-    """The same, from all ranks to the first two."""
-    return _resume(way, way.submesh)
-
-
-def _resume(way: Way, mesh: DeviceMesh) -> Iterator[str]:
+def resume(way: Way, fewer: bool = False) -> Iterator[str]:
+    """Two steps the other way, saved with ``torch.distributed.checkpoint``, and on from there, on
+    all ranks or the first two."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+    mesh = way.submesh if fewer else way.mesh
     folder = f"{way.folder}/{mesh.size()}-{way.compiled}"
     other = replace(way, compiled=not way.compiled)
     model = other.shard(Small())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model)
     steps = train(other.compile(model), model, optimizer=optimizer)
     yield from itertools.islice(steps, 2)
     saved_model, saved_optimizer = get_state_dict(model, optimizer)
@@ -327,7 +256,7 @@ def _resume(way: Way, mesh: DeviceMesh) -> Iterator[str]:
         yield from itertools.repeat("not taking part")
     way.mesh = mesh
     model = way.shard(Small(seed=1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model)
     loaded_model, loaded_optimizer = get_state_dict(model, optimizer)
     state = {"model": loaded_model, "optimizer": loaded_optimizer}
     dcp.load(state, checkpoint_id=folder, process_group=mesh.get_group())
@@ -338,6 +267,50 @@ def _resume(way: Way, mesh: DeviceMesh) -> Iterator[str]:
         optim_state_dict=state["optimizer"],
     )
     yield from train(way.compile(model), model, optimizer=optimizer, first=2)
+
+
+_APART: dict[str, Any] = {"breaks": "between", "units": SEPARATE_UNITS}
+
+CASES: dict[str, Callable[[Way], Iterator[str]]] = {
+    "plain": partial(whole, compiled={"fullgraph": True}),
+    "regional": partial(regional, units=SEPARATE_UNITS),
+    # What runs uncompiled is one unit of several parameters.
+    "regional_rest_in_a_unit": partial(regional, units=UNITS),
+    # Blocks of one class, whose code is compiled once, with other units in each.
+    "regional_planned_unlike": partial(
+        regional, units=("embed", "blocks.0", "blocks.1.up", "blocks.1", "norm", "head")
+    ),
+    "regional_block_twice": partial(
+        regional, units=("embed", "blocks.0", "norm", "head"), shared=True
+    ),
+    # Between blocks, and no unit reaches across.
+    "graph_break": partial(whole, **_APART),
+    # ``forward`` runs uncompiled then, what it calls is compiled piece by piece.
+    "graph_break_in_loop": partial(whole, **{**_APART, "breaks": "loop"}),
+    # Between blocks, and one unit is on both sides. With the embedding first its offset, and that
+    # of the rest modulo the rings' chunks, would be the same in one payload as in two, and so would
+    # the bits.
+    "graph_break_in_a_unit": partial(
+        whole, breaks="between", units=("blocks.0", "blocks.1", ("norm", "embed", "head"))
+    ),
+    # In the middle of a block, which is one unit.
+    "graph_break_in_block_unit": partial(whole, **{**_APART, "breaks": "inside"}),
+    "lengths": partial(whole, seq=another_length),
+    "lengths_dynamic": partial(whole, seq=another_length, compiled={"dynamic": True}),
+    "evaluation_no_grad": partial(evaluating, mode=torch.no_grad),
+    "evaluation_inference_mode": partial(evaluating, mode=torch.inference_mode),
+    # Weights are gathered in float32, autocast computes in bfloat16.
+    "autocast": partial(
+        whole, dtype=None, forward=lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    ),
+    "optimizer_foreach": partial(whole, optimizer=partial(decayed, foreach=True)),
+    "optimizer_fused": partial(whole, optimizer=partial(decayed, fused=True)),
+    "two_models": two_models,
+    "max_autotune": max_autotune,
+    "resume": resume,
+    "resume_on_fewer_ranks": partial(resume, fewer=True),
+}
+"""By the name in ``everyday/*``."""
 
 
 class CaseRuns(Runs):
@@ -352,8 +325,7 @@ class CaseRuns(Runs):
     def run(self, way: Way) -> list[str]:
         """A text per step."""
         torch._dynamo.reset()  # it gives up on code for good, and cases share theirs
-        case: Callable[[Way], Iterator[str]] = globals()[self.row.case]
-        return list(itertools.islice(case(way), self.steps))
+        return list(itertools.islice(CASES[self.row.case](way), self.steps))
 
     def report(self) -> RowReport:
         """Run both; an error of the compiled run is part of the report."""

@@ -13,8 +13,6 @@ from benchmarks.parity_base import VOCAB, Model, Unit
 from torch_ext_bucketing.fsdp.blocks import transformer_block_plan
 from torch_ext_bucketing.testing import text
 
-__all__ = ["HF_MODELS"]
-
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -127,7 +125,7 @@ _IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _entry(kind: Callable[..., nn.Module], about: tuple[Any, ...], **options: Any) -> Model:
     return Model(
-        lambda layers, dim: kind(*about),
+        lambda layers, dim=None: kind(*about),
         _units,
         parallelism=("fsdp",),
         backends=("aot_eager",),

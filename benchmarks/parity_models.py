@@ -7,16 +7,16 @@ autograd runs them and when AOTAutograd's graph is replayed. A new one is an ent
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.parity_base import (
-    FSDP_AND_HSDP,
     SEQ,
     VOCAB,
     Model,
@@ -26,33 +26,27 @@ from benchmarks.parity_base import (
     blocks_then_root,
 )
 from benchmarks.parity_hf import HF_MODELS
-from benchmarks.parity_reuse import REUSE_MODELS
-from benchmarks.parity_shared import SHARED_MODELS
 from benchmarks.parity_tensor import TensorDecoder
-from torch_ext_bucketing.testing.model import ModelConfig, RMSNorm, Transformer
-
-__all__ = ["MODELS", "batch_of", "build", "units_of"]
+from torch_ext_bucketing.testing.model import Block, ModelConfig, RMSNorm, rotary_tables
 
 
 class Llama(ParityModel):
     """The demo's decoder: attention and blocks own parameters beside their children."""
 
     def __init__(self, layers: int, dim: int = 64) -> None:
-        super().__init__()
-        hidden = dim * 3 // 2
-        decoder = Transformer(
-            ModelConfig(
-                vocab=VOCAB, dim=dim, layers=layers, heads=4, kv_heads=2, hidden=hidden, max_seq=SEQ
-            )
-        )
-        self.embed, self.layers, self.norm = decoder.embed, decoder.blocks, decoder.norm
-        self.head = decoder.output
-        self.register_buffer("rope_cos", decoder.rope_cos, persistent=False)
-        self.register_buffer("rope_sin", decoder.rope_sin, persistent=False)
+        config = ModelConfig(VOCAB, dim, layers, hidden=dim * 3 // 2, max_seq=SEQ)
+        super().__init__(dim, nn.ModuleList(Block(config) for _ in range(layers)))
+        cos, sin = rotary_tables(SEQ, config.head_dim, config.rope_theta)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.through(list(self.layers.children()), tokens)
+
+    def through(self, layers: Sequence[nn.Module], tokens: torch.Tensor) -> torch.Tensor:
+        """:meth:`features` by some of the layers."""
         x = self.embed(tokens)
-        for layer in self.layers:
+        for layer in layers:
             x = layer(x, self.rope_cos, self.rope_sin)
         return self.norm(x).flatten(0, 1)
 
@@ -120,17 +114,8 @@ class Moe(ParityModel):
     """MoE blocks; the experts of each are a unit of their own inside the block's."""
 
     def __init__(self, layers: int, dim: int = 48) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, dim)
-        self.layers = nn.ModuleDict({str(i): MoeBlock(dim, 32, 8) for i in range(layers)})
-        self.norm = RMSNorm(dim, 1e-5)
-        self.head = nn.Linear(dim, VOCAB, bias=False)
-
-    def features(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers.values():
-            x = layer(x)
-        return self.norm(x).flatten(0, 1)
+        blocks = {str(i): MoeBlock(dim, 32, 8) for i in range(layers)}
+        super().__init__(dim, nn.ModuleDict(blocks))
 
 
 class VitBlock(nn.Module):
@@ -161,17 +146,14 @@ class Vit(ParityModel):
     """A root that owns ``pos_embed`` and ``cls_token``; bytes are read as grey values."""
 
     def __init__(self, layers: int, dim: int = 64) -> None:
-        super().__init__()
+        blocks = nn.Sequential(*(VitBlock(dim, 4) for _ in range(layers)))
+        super().__init__(dim, blocks, embed=nn.Linear(2, dim), norm=nn.LayerNorm(dim))
         self.pos_embed = nn.Parameter(torch.empty(1, SEQ // 2 + 1, dim))
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
-        self.patch_embed = nn.Linear(2, dim)
-        self.layers = nn.Sequential(*(VitBlock(dim, 4) for _ in range(layers)))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, VOCAB, bias=False)
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
         grey = (tokens.to(self.cls_token.dtype) / VOCAB).unflatten(1, (SEQ // 2, 2))
-        x = self.patch_embed(grey)
+        x = self.embed(grey)
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embed
         # Every patch predicts, so that there is something to cut into chunks.
         return self.norm(self.layers(x))[:, 1:].flatten(0, 1)
@@ -197,17 +179,267 @@ class Uneven(ParityModel):
     """Dim 0 of most parameters is 3, 5 or 7 modulo 8, and 1 for one per block."""
 
     def __init__(self, layers: int, dim: int = 61, hidden: int = 75) -> None:
+        blocks = nn.ModuleList(UnevenBlock(dim, hidden) for _ in range(layers))
+        super().__init__(dim, blocks, vocab=VOCAB + 3)
+
+
+# --- models that use a parameter more than once, as people write them ----------------------------
+
+# Eager FSDP2 adds the gradients of all uses before it reduces them.
+
+
+class Twice(nn.Module):
+    """A square weight read three times, one of the three values used twice."""
+
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, dim)
-        self.layers = nn.ModuleList(UnevenBlock(dim, hidden) for _ in range(layers))
+        self.gamma = nn.Parameter(torch.empty(dim))
         self.norm = RMSNorm(dim, 1e-5)
-        self.head = nn.Linear(dim, VOCAB + 3, bias=False)
+        self.w = nn.Parameter(torch.empty(dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.w
+        x = x + F.silu(F.linear(self.norm(x), first)) @ self.w * self.gamma
+        x = x + torch.sigmoid(F.linear(x, first.t()))
+        return x + F.linear(F.silu(x), self.w) * self.gamma
+
+
+class TwoDtypes(nn.Module):
+    """A weight used as it is gathered, and as float32."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(dim, 1e-5)
+        self.w = nn.Parameter(torch.empty(dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + F.silu(F.linear(self.norm(x), self.w))
+        precise = F.linear(x.float(), self.w.float())
+        return x + torch.sigmoid(F.linear(precise.to(x.dtype), self.w))
+
+
+class Checkpointed(nn.Module):
+    """A weight used inside a checkpointed region, twice, and outside of it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(dim, 1e-5)
+        self.w = nn.Parameter(torch.empty(dim, dim))
+        self.down = nn.Linear(dim, dim, bias=False)
+
+    def branch(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(F.linear(self.norm(x), self.w)) @ self.w)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + F.linear(x, self.w)
+        x = x + checkpoint(self.branch, x, use_reentrant=False)
+        return x + torch.sigmoid(F.linear(x, self.w))
+
+
+class Mlp(nn.Module):
+    """A plain residual branch."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(dim, 1e-5)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+class Reuse(ParityModel):
+    """Layers of one kind, or its head, used again."""
+
+    block: Callable[[int], nn.Module] = Mlp
+    tied = False
+
+    def __init__(self, layers: int, dim: int = 37) -> None:
+        super().__init__(dim, nn.ModuleList(type(self).block(dim) for _ in range(layers)))
+        if self.tied:
+            self.head.weight = self.embed.weight
+
+
+# --- models in which several units read one activation -------------------------------------------
+
+# Eager FSDP2 adds the gradients of what they read by unit.
+
+
+class SharedAttention(nn.Module):
+    """Attends to itself, with a bias that it hands on, or to a memory."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(dim, 1e-5)
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+    def forward(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, memory: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        normed = self.norm(x)
+        read = normed if memory is None else memory
+        scores = self.q(normed) @ self.k(read).transpose(-1, -2)
+        if bias is not None:
+            scores = scores + bias
+        return x + self.out(scores.softmax(-1) @ self.v(read))
+
+
+class TranslatorLayer(nn.Module):
+    """Of an encoder or a decoder, with the position bias that all layers of it share."""
+
+    def __init__(self, dim: int, *, decodes: bool) -> None:
+        super().__init__()
+        self.own = SharedAttention(dim)
+        self.cross = SharedAttention(dim) if decodes else None
+        self.norm = RMSNorm(dim, 1e-5)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(
+        self, x: torch.Tensor, bias: torch.Tensor, memory: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.own(x, bias)
+        if self.cross is not None:
+            x = self.cross(x, memory=memory)
+        return x + self.down(F.relu(self.up(self.norm(x)))), bias
+
+
+class Translator(ParityModel):
+    """An encoder and a decoder of so many layers each, as T5."""
+
+    def __init__(self, layers: int, dim: int = 32) -> None:
+        sides = [decodes for decodes in (False, True) for _ in range(layers + 1)]
+        super().__init__(dim, nn.ModuleList(TranslatorLayer(dim, decodes=side) for side in sides))
+        self.bias = nn.Embedding(SEQ, SEQ)
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        memory, x = self.embed(tokens), self.embed(tokens.roll(1, -1))
+        bias = self.bias(torch.arange(SEQ, device=tokens.device))
+        layers = list(self.layers.children())
+        half = len(layers) // 2
+        for layer in layers[:half]:
+            memory, bias = layer(memory, bias)
+        for layer in layers[half:]:
+            x, bias = layer(x, bias, memory=memory)
+        return self.norm(x).flatten(0, 1)
+
+
+class Level(nn.Module):
+    """A level of a U-Net, on the way down, or up with what was there on the way down."""
+
+    def __init__(self, dim: int, up: bool) -> None:
+        super().__init__()
+        self.norm = RMSNorm(dim, 1e-5)
+        self.conv = nn.Conv1d(dim, dim, 3, padding=1)
+        if up:
+            self.gate = nn.Linear(dim, dim)
+
+    def forward(
+        self, x: torch.Tensor, *, skips: list[dict[str, torch.Tensor]] | None = None
+    ) -> torch.Tensor:
+        for skip in skips or ():
+            x = x * torch.sigmoid(self.gate(skip["x"])) + skip["x"]
+        return x + self.conv(self.norm(x).transpose(1, 2)).transpose(1, 2)
+
+
+class UNet(ParityModel):
+    """So many levels down, one at the bottom, and the same up again, with skip connections."""
+
+    def __init__(self, layers: int, dim: int = 32) -> None:
+        depth = layers + 1
+        super().__init__(dim, nn.ModuleList(Level(dim, up=i > depth) for i in range(2 * depth + 1)))
+        self.depth = depth
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
+        levels = list(self.layers.children())
+        skips: list[torch.Tensor] = []
+        for level in levels[: self.depth]:
+            skips.append(level(x))
+            x = skips[-1].unflatten(1, (-1, 2)).mean(2)
+        x = levels[self.depth](x)
+        for level in levels[self.depth + 1 :]:
+            skip = skips.pop()
+            x = level(x.repeat_interleave(2, 1), skips=[{"x": skip}])
         return self.norm(x).flatten(0, 1)
+
+
+class ValueBlock(nn.Module):
+    """Mixes its values with those of the first block."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.empty(dim))
+        self.norm = RMSNorm(dim, 1e-5)
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+    def forward(
+        self, x: torch.Tensor, first: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = self.norm(x)
+        values = self.v(normed) * self.mix
+        if first is None:
+            first = values
+        else:
+            values = values + first * torch.sigmoid(first)
+        scores = (self.q(normed) @ self.k(normed).transpose(-1, -2)).softmax(-1)
+        return x + self.out(scores @ values), first
+
+
+class ValueResidual(ParityModel):
+    """A decoder every block of which reads the first block's values."""
+
+    def __init__(self, layers: int, dim: int = 32) -> None:
+        super().__init__(dim, nn.ModuleList(ValueBlock(dim) for _ in range(layers + 2)))
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, first = self.embed(tokens), None
+        for layer in self.layers.children():
+            x, first = layer(x, first)
+        return self.norm(x).flatten(0, 1)
+
+
+class NextToken(nn.Module):
+    """Predicts one token further, from the features and the next token's embedding."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.embed_norm = RMSNorm(dim, 1e-5), RMSNorm(dim, 1e-5)
+        self.join = nn.Linear(2 * dim, dim, bias=False)
+        self.block = ValueBlock(dim)
+
+    def forward(self, x: torch.Tensor, *, embedded: torch.Tensor) -> torch.Tensor:
+        x = self.join(torch.cat((self.norm(x), self.embed_norm(embedded)), -1))
+        x, _ = self.block(x, None)
+        return x
+
+
+class MultiToken(ValueResidual):
+    """Several tokens are predicted at once, one module after the other, as in DeepSeek-V3; all
+    share the embedding and the head."""
+
+    def __init__(self, layers: int, dim: int = 32) -> None:
+        super().__init__(layers, dim)
+        further = (NextToken(dim) for _ in range(2))
+        self.layers = nn.ModuleList([*self.layers.children(), *further])
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x, first = self.embed(tokens), None
+        loss = torch.zeros((), device=tokens.device)
+        for layer in self.layers.children():
+            if isinstance(layer, NextToken):
+                tokens, targets = tokens.roll(-1, -1), targets.roll(-1, -1)
+                x = layer(x, embedded=self.embed(tokens))
+                logits = self.head(self.norm(x)).float().flatten(0, 1)
+                loss = loss + 0.3 * F.cross_entropy(logits, targets.flatten())
+            else:
+                x, first = layer(x, first)
+                last = x
+        logits = self.head(self.norm(last)).float().flatten(0, 1)
+        return loss + F.cross_entropy(logits, targets.roll(2, -1).flatten())
+
+
+# --- models of named rows ------------------------------------------------------------------------
 
 
 class Frozen(Llama):
@@ -216,7 +448,7 @@ class Frozen(Llama):
     def __init__(self, layers: int, dim: int = 32) -> None:
         super().__init__(layers, dim)
         self.embed.requires_grad_(False)
-        for name, parameter in self.layers[0].named_parameters():
+        for name, parameter in self.layers.get_submodule("0").named_parameters():
             parameter.requires_grad_("norm" in name)
 
 
@@ -225,8 +457,9 @@ class Unused(Llama):
 
     def __init__(self, layers: int, dim: int = 32) -> None:
         super().__init__(layers, dim)
-        self.layers[0].spare = nn.Linear(dim, dim)
-        self.layers[1].idle = nn.Parameter(torch.empty(dim))
+        first, second, *_ = self.layers.children()
+        first.spare = nn.Linear(dim, dim)
+        second.idle = nn.Parameter(torch.empty(dim))
 
 
 class Branch(Llama):
@@ -239,10 +472,7 @@ class Branch(Llama):
         return super().forward(tokens, targets)
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in list(self.layers)[int(self.short) :]:
-            x = layer(x, self.rope_cos, self.rope_sin)
-        return self.norm(x).flatten(0, 1)
+        return self.through(list(self.layers.children())[int(self.short) :], tokens)
 
 
 def experts_then_blocks(model: nn.Module) -> list[Unit]:
@@ -256,17 +486,7 @@ def short_or_not(step: int, rank: int, size: int) -> tuple[object, ...]:
     return (*batch_of(step, rank, size), step % 3 == 1)
 
 
-def _of(kind: Callable[..., nn.Module], width: int | None = None) -> Callable[..., nn.Module]:
-    """Builds ``kind`` by blocks and width; ``width`` in the place of its own."""
-
-    def built(layers: int, dim: int | None) -> nn.Module:
-        dim = dim or width
-        return kind(layers) if dim is None else kind(layers, dim)
-
-    return built
-
-
-def _float8(layers: int, dim: int | None) -> nn.Module:
+def _float8(layers: int, dim: int | None = None) -> nn.Module:
     """The decoder with linears that multiply in float8, and gather so; the head does not."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -277,35 +497,45 @@ def _float8(layers: int, dim: int | None) -> nn.Module:
     )
 
 
-_MATRIX = Model(_of(Llama)).parallelism
-_REUSE: dict[str, Any] = {
-    "parallelism": FSDP_AND_HSDP,
-    "backends": ("aot_eager",),
-    "group": "reuse",
+_REUSED: dict[str, dict[str, Any]] = {
+    "twice": {"block": Twice},
+    "tied": {"tied": True},
+    "tied_chunked": {"tied": True, "head_chunks": 4},
+    "chunked_head": {"head_chunks": 4},
+    "block_twice": {"calls": 2},
+    "two_dtypes": {"block": TwoDtypes},
+    "checkpointed": {"block": Checkpointed},
 }
+_SHARED = {
+    "translator": Translator,
+    "u_net": UNet,
+    "value_residual": ValueResidual,
+    "multi_token": MultiToken,
+}
+_ONCE: dict[str, Any] = {"parallelism": ("fsdp", "hsdp"), "backends": ("aot_eager",)}
 
 MODELS: dict[str, Model] = {
-    "llama": Model(_of(Llama), parallelism=(*_MATRIX, "fsdp+tp")),
-    "moe": Model(_of(Moe), experts_then_blocks),
-    "vit": Model(_of(Vit)),
-    "uneven": Model(_of(Uneven)),
+    "llama": Model(Llama, parallelism=("fsdp", "hsdp", "fsdp+chunked_loss", "fsdp+tp")),
+    "moe": Model(Moe, experts_then_blocks),
+    "vit": Model(Vit),
+    "uneven": Model(Uneven),
     # A parameter used more than once, run as it is.
-    **{name: Model(_of(kind), **_REUSE) for name, kind in REUSE_MODELS.items()},
-    # An activation that several units read.
     **{
-        name: Model(_of(kind), parallelism=FSDP_AND_HSDP, backends=("aot_eager",), group="shared")
-        for name, kind in SHARED_MODELS.items()
+        name: Model(type("Reuse", (Reuse,), about), group="reuse", **_ONCE)
+        for name, about in _REUSED.items()
     },
+    # An activation that several units read.
+    **{name: Model(kind, group="shared", **_ONCE) for name, kind in _SHARED.items()},
     # Of transformers and timm.
     **HF_MODELS,
     # Of named rows.
-    "decoder": Model(_of(Llama, 32), parallelism=()),
-    "frozen": Model(_of(Frozen), parallelism=()),
-    "unused": Model(_of(Unused), parallelism=()),
-    "branch": Model(_of(Branch, 32), batch=short_or_not, parallelism=()),
+    "decoder": Model(Llama, width=32, parallelism=()),
+    "frozen": Model(Frozen, parallelism=()),
+    "unused": Model(Unused, parallelism=()),
+    "branch": Model(Branch, width=32, batch=short_or_not, parallelism=()),
     "float8": Model(_float8, parallelism=(), needs=("torchao",), own_weights=True),
-    "tensor": Model(_of(TensorDecoder, 32), parallelism=()),
-    "tensor_shared": Model(_of(partial(TensorDecoder, shares=True), 32), parallelism=()),
+    "tensor": Model(TensorDecoder, width=32, parallelism=()),
+    "tensor_shared": Model(partial(TensorDecoder, shares=True), width=32, parallelism=()),
 }
 """By name. Those with a ``parallelism`` are in the matrix."""
 
@@ -324,10 +554,12 @@ def build(name: str, *, layers: int = 1, dim: int | None = None, chunks: int = 1
         dim: width; None for the model's own.
         chunks: in how many parts the loss is computed.
     """
-    model = MODELS[name].build(layers, dim)
+    about = MODELS[name]
+    dim = dim or about.width
+    model = about.kind(layers) if dim is None else about.kind(layers, dim)
     if chunks > 1:
         model.chunks = chunks  # type: ignore[assignment]
-    if MODELS[name].own_weights:
+    if about.own_weights:
         return model
     generator = torch.Generator().manual_seed(0)
     for fqn, parameter in model.named_parameters():

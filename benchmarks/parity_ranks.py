@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+import torch_ext_bucketing as teb
 from benchmarks.devices import start
 from benchmarks.machines import nodes
 from benchmarks.parity_base import Unit
@@ -37,17 +38,11 @@ from benchmarks.parity_tensor import cut, parallelize
 from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
 from torch_ext_bucketing.fqns import parameter_names
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce, data_parallel
+from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce
 from torch_ext_bucketing.graph.collectives import group_name, kind_of, wire_bytes
 from torch_ext_bucketing.graph.tags import tag_of
-from torch_ext_bucketing.passes.backends import BucketingBackend, backend
-from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
-from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.recipes import recipe
-from torch_ext_bucketing.reports.compile import CompileReport
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-from torch_ext_bucketing.scheduling.memory import PeakMemory
+from torch_ext_bucketing.passes.backends import BucketingBackend
+from torch_ext_bucketing.passes.base import Compilation, GraphLike, Stage, graph_of
 from torch_ext_bucketing.testing.payloads import (
     Payload,
     bucket_payloads,
@@ -64,12 +59,16 @@ DIMS = {"cpu": None, "cuda": 1024}
 BATCHES = {"cpu": 2, "cuda": 16}
 """Sequences per rank and step."""
 
-INDUCTOR_RUNS = {
-    "fsdp_order": (True, False),
-    "aten_kernels": (True, True),
-    "control": (False, True),
+RUNS = {
+    "aot_eager": {"fsdp_order": (True, False), "control": (False, False)},
+    "inductor": {
+        "fsdp_order": (True, False),
+        "aten_kernels": (True, True),
+        "control": (False, True),
+    },
 }
-"""Runs of an Inductor row: whether buckets are in FSDP2's order, and whether on ATen's kernels."""
+"""Compiled runs of a row by backend: whether buckets are in FSDP2's order, and whether Inductor
+compiles to ATen's kernels."""
 
 Step = Callable[[int], torch.Tensor]
 """Forward and backward of a step, by its number."""
@@ -117,7 +116,7 @@ class RowReport:
         """Keep a run."""
         self.digests[name], self.loss[name] = done.digests, done.loss
 
-    def look(self, reports: Sequence[CompileReport], expected: int = 0) -> None:
+    def look(self, reports: Sequence[teb.CompileReport], expected: int = 0) -> None:
         """Keep what the reports of a compiled run say, which has so many of them, or any number."""
         found = []
         if expected and len(reports) != expected:
@@ -129,26 +128,6 @@ class RowReport:
             self.merged += sum(len(b.members) for graph in report.graphs for b in graph.buckets)
         self.warned += sum("not eager FSDP2's bit for bit" in text for text in found)
         self.notes = list(dict.fromkeys([*self.notes, *found]))
-
-
-def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
-    """Entry point of a rank: run ``rows``, all of one topology, and send a report of each."""
-    with row_group(rank, rows[0]):
-        for row in rows:
-            rank.send(("run", row.name))
-            rank.send(("row", runs_of(rank, row, steps).report()))
-
-
-def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
-    """What runs a row on this rank."""
-    kind: type[Runs] = Runs
-    if row.case:
-        from benchmarks.parity_cases import CaseRuns as kind
-    elif row.client == "torchtitan's model":
-        from benchmarks.parity_titan import TitanRuns as kind
-    elif row.client == "torchtitan's trainer":
-        from benchmarks.parity_trainer import TrainerRuns as kind
-    return kind(rank, row, mesh_of(row), steps)
 
 
 @functools.cache
@@ -194,48 +173,14 @@ def aten_kernels() -> Iterator[None]:
         decomposition.fast_random_decomps.cache_clear()
 
 
-class GraphOrderTwin(GraphPass):
-    """Makes the control of a run from the same compile: every graph a second time, its buckets
-    packed in graph order, to be run in place of the first while ``active``.
-
-    Comes before the run's own ``BucketUnits``, and compiles the graphs, too: as ``"aot_eager"``
-    does, by running them as they are.
-
-    Args:
-        bucket: buckets in graph order.
-    """
-
-    stage: Stage = "forward_backward"
-
-    def __init__(self, bucket: BucketUnits) -> None:
-        self.active = False
-        self._bucket = bucket
-        self._twin: fx.GraphModule | None = None
-
-    def run(self, graph: fx.GraphModule | fx.Graph, compilation: Compilation) -> None:
-        """Copy ``graph`` and bucket the copy."""
-        assert isinstance(graph, fx.GraphModule)
-        self._twin = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-        self._bucket(self._twin)
-        self._twin.recompile()
-
-    def compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Run ``graph``, or its twin while ``active``."""
-        twin, self._twin = self._twin, None
-        assert twin is not None
-
-        def run(*args: Any) -> Any:
-            return (twin if self.active else graph).forward(*args)
-
-        return run
-
-
 Sent = list[tuple[str, str, int]]
 """Level, kind and bytes of each collective of a graph."""
 
 
-class AsTraced(GraphPass):
-    """Looks at the joint graph before any pass has changed it.
+class Tally(teb.GraphPass):
+    """Compiles as ``"aot_eager"`` does, by running graphs as they are, and counts what they send,
+    each time that one of them runs, and what they would send as traced: as the first pass of the
+    joint graph.
 
     Args:
         per_node: ranks of a simulated node.
@@ -244,45 +189,29 @@ class AsTraced(GraphPass):
     stage: Stage = "joint"
 
     def __init__(self, per_node: int) -> None:
-        self.per_node = per_node
-        self.sent: Sent = []
-
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        self.sent = collectives_of(graph_of(graph).nodes, self.per_node)
-
-
-class Tally:
-    """Counts what the compiled graphs of a run send, each time that one of them runs, and what
-    they would send as traced.
-
-    Args:
-        per_node: ranks of a simulated node.
-        twin: makes the control of a run.
-    """
-
-    def __init__(self, per_node: int, twin: GraphOrderTwin) -> None:
         self.before: Traffic = {}
         self.after: Traffic = {}
-        self.as_traced = AsTraced(per_node)
-        self._twin = twin
+        self._per_node = per_node
+        self._traced: Sent = []
+
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
+        """Look at ``graph`` before any pass has changed it."""
+        self._traced = collectives_of(graph_of(graph).nodes, self._per_node)
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Run ``graph`` as it is, or its twin."""
-        run = self._twin.compile(graph, inputs)
-        sent = collectives_of(graph.graph.nodes, self.as_traced.per_node)
-        traced: Sent = []
+        """Run ``graph``."""
+        sent, traced = collectives_of(graph.graph.nodes, self._per_node), self._traced
         if stage_of(graph.graph) == "backward":
             # Freed after forward: a matter of memory, no part of what is compared.
             sent = [(a, "gathered again" if k == "all_gather" else k, n) for a, k, n in sent]
-        else:
-            traced = self.as_traced.sent
+            traced = []
 
-        def counted(*args: Any) -> Any:
+        def run(*args: Any) -> Any:
             add_sent(self.before, traced)
             add_sent(self.after, sent)
-            return run(*args)
+            return graph.forward(*args)
 
-        return counted
+        return run
 
 
 def collectives_of(nodes: Iterable[fx.Node], per_node: int) -> Sent:
@@ -330,10 +259,9 @@ class Runs:
         report = RowReport(self.row)
         eager = self.run_eager(report)
         payloads = self.payloads(eager) if self.row.layout else []
-        if self.row.backend == "inductor":
-            self._inductor(eager, payloads, report)
-        else:
-            self._aot_eager(eager, payloads, report)
+        for name, (ordered, on_aten) in RUNS[self.row.backend].items():
+            with aten_kernels() if on_aten else contextlib.nullcontext():
+                self.run_compiled(name, eager, payloads if ordered else None, report)
         report.seconds = time.perf_counter() - clock
         return report
 
@@ -348,51 +276,30 @@ class Runs:
             report.ran("eager", self.train(eager, self.step(eager, eager, after_first=after_first)))
         return eager
 
-    def _inductor(self, eager: nn.Module, payloads: Sequence[Payload], report: RowReport) -> None:
-        for name, (ordered, on_aten) in INDUCTOR_RUNS.items():
-            model = self.sharded()
-            passes = self.passes(model, eager)
-            if not ordered:
-                passes = [in_graph_order(p) if isinstance(p, BucketUnits) else p for p in passes]
-            compiler = backend("inductor", passes=passes, model=model)
-            with aten_kernels() if on_aten else contextlib.nullcontext():
-                step = self.step(model, self.compiled(model, compiler), compiler)
-                stop = None if ordered else report.digests["eager"]
-                report.ran(name, self.train(model, step, stop_unlike=stop))
-            if ordered:
-                self._look(compiler, payloads, report)
-
-    def _aot_eager(self, eager: nn.Module, payloads: Sequence[Payload], report: RowReport) -> None:
-        model = self.sharded()
-        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    def run_compiled(
+        self, name: str, eager: nn.Module, payloads: Sequence[Payload] | None, report: RowReport
+    ) -> None:
+        """A compiled run; without ``payloads`` it is the control, in graph order."""
+        model, tally = self.sharded(), Tally(self.row.per_node)
         passes = self.passes(model, eager)
-        at, bucket = next((i, p) for i, p in enumerate(passes) if isinstance(p, BucketUnits))
-        twin = GraphOrderTwin(in_graph_order(bucket))
-        tally = Tally(self.row.per_node, twin)
-        passes = [tally.as_traced, *passes[:at], twin, *passes[at:]]
-        compiler = backend(tally.compile, passes=passes, model=model)
+        if payloads is None:
+            passes = [in_graph_order(p) if isinstance(p, teb.BucketUnits) else p for p in passes]
+        inner: Any = "inductor"
+        if self.row.backend == "aot_eager":
+            inner, passes = tally.compile, [tally, *passes]
+        compiler = teb.backend(inner, passes=passes, model=model)
 
         def after_first() -> None:
-            if not twin.active:
+            if payloads is not None:
                 report.before, report.after = copy.deepcopy((tally.before, tally.after))
 
         step = self.step(model, self.compiled(model, compiler), compiler, after_first)
-        report.ran("fsdp_order", self.train(model, step))
-        self._look(compiler, payloads, report)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(start[name])
-                parameter.grad = None
-        twin.active = True
-        stop = report.digests["eager"]
-        report.ran("control", self.train(model, step, stop_unlike=stop))
-
-    def _look(
-        self, compiler: BucketingBackend, payloads: Sequence[Payload], report: RowReport
-    ) -> None:
-        report.look(compiler.reports, self.row.graphs)
-        if self.row.layout:
-            report.layout_differences += compare_layout(compiler, payloads)
+        stop = report.digests["eager"] if payloads is None else None
+        report.ran(name, self.train(model, step, stop_unlike=stop))
+        if payloads is not None:
+            report.look(compiler.reports, self.row.graphs)
+            if self.row.layout:
+                report.layout_differences += compare_layout(compiler, payloads)
 
     # --- models ---------------------------------------------------------------------
 
@@ -442,7 +349,7 @@ class Runs:
         sizes = self.row.data_sizes
         return fsdp_payloads(
             eager,
-            FSDPParamOrder.from_fsdp(eager),
+            teb.FSDPParamOrder.from_fsdp(eager),
             shards=sizes[-1],
             param_dtype=self.dtype,
             reduce_dtype=self.dtype,
@@ -461,29 +368,27 @@ class Runs:
             policy = simple_fsdp.MixedPrecisionPolicy(self.dtype, self.dtype)
             model = simple_fsdp.data_parallel(model, mesh, self.row.mode, policy)
         else:
-            data_parallel(
+            teb.data_parallel(
                 model, mesh, self.row.mode, param_dtype=self.dtype, reduce_dtype=self.dtype
             )
         if self.row.checkpoint:
             checkpoint_blocks(model, self.row.checkpoint)
         return model
 
-    def passes(self, model: nn.Module, eager: nn.Module) -> list[GraphPass]:
+    def passes(self, model: nn.Module, eager: nn.Module) -> list[teb.GraphPass]:
         """The recipe, with what eager FSDP2 gathers again: all but the root's own parameters."""
         units = self.units(model)
         if self.row.memory:
-            bound = PeakMemory(ratio=self.row.memory)
+            bound = teb.PeakMemory(ratio=self.row.memory)
             to = self.row.to or None
             machine = replace(nodes(1), ranks_per_node=to) if to else None
             given: dict[str, Any] = {"memory": bound, "machine": machine, "to": to}
-            return recipe(model, units=units, state_bytes_per_parameter=0, **given)
-        passes = recipe(model, units=units)
-        order = next(p.units for p in passes if isinstance(p, BucketUnits))
-        assert isinstance(order, FSDPParamOrder)
-        again = ReshardAfterForward(keep=order.units[-1])
-        if self.row.to:
-            again = ReshardAfterForward(to=self.row.to)
-        return [again if isinstance(p, ReshardAfterForward) else p for p in passes]
+            return teb.recipe(model, units=units, state_bytes_per_parameter=0, **given)
+        passes = teb.recipe(model, units=units)
+        order = teb.FSDPParamOrder.from_model(model, units)
+        keep = () if self.row.to else order.units[-1]
+        again = teb.ReshardAfterForward(keep=keep, to=self.row.to or None)
+        return [again if isinstance(p, teb.ReshardAfterForward) else p for p in passes]
 
     # --- steps ----------------------------------------------------------------------
 
@@ -576,9 +481,9 @@ def wrap_units(
         wrap(modules[0] if len(modules) == 1 else modules, **options)
 
 
-def in_graph_order(bucket: BucketUnits) -> BucketUnits:
+def in_graph_order(bucket: teb.BucketUnits) -> teb.BucketUnits:
     """The same buckets, packed in graph order."""
-    return BucketUnits(bucket.units, kinds=bucket.kinds, payload_order=None)
+    return teb.BucketUnits(bucket.units, kinds=bucket.kinds, payload_order=None)
 
 
 def checkpoint_blocks(model: nn.Module, kind: str) -> None:

@@ -13,7 +13,6 @@ from torch_ext_bucketing.testing.payloads import whole_digest
 if TYPE_CHECKING:
     from benchmarks.parity_ranks import RowReport, Traffic
 
-__all__ = ["KERNELS", "RowResult", "combine", "render"]
 
 KERNELS = (
     "Inductor's decompositions and generated kernels round differently from eager's kernels; with "
@@ -164,7 +163,7 @@ def verdict(result: RowResult) -> str:
     if "aten_kernels_steps_equal" in result.experiment:
         text += f", on ATen's kernels {result.experiment['aten_kernels_steps_equal']} equal"
     if not result.row.case:
-        text += f", control differs at {_step(result.control_first_different_step)}"
+        text += f", control differs at {first_different(result.control_first_different_step)}"
     return text + (f"; FAILED: {'; '.join(result.problems)}" if result.problems else "")
 
 
@@ -187,7 +186,7 @@ def render(results: Sequence[RowResult], left_out: Sequence[str] = ()) -> str:
                 f"{r.row.ranks} x {r.row.nodes}",
                 str(r.steps_equal),
                 str(r.experiment.get("aten_kernels_steps_equal", "")),
-                "" if r.row.case else _step(r.control_first_different_step),
+                "" if r.row.case else first_different(r.control_first_different_step),
                 ("no" if r.layout_differences else "yes") if r.row.layout else "",
                 counted if r.before else "",
                 *(_kib(r, level) for level in ("inside nodes", "between nodes")),
@@ -204,7 +203,8 @@ def render(results: Sequence[RowResult], left_out: Sequence[str] = ()) -> str:
     return "\n".join([columns(rows), "", *lines, f"{passed} of {len(results)} rows pass"])
 
 
-def _step(first: int | None) -> str:
+def first_different(first: int | None) -> str:
+    """The step in words."""
     return "none" if first is None else f"step {first}"
 
 

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from benchmarks.parity_base import Model
 
-__all__ = ["PARALLELISM", "ROWS", "TOPOLOGIES", "Row", "matrix"]
 
 CHANNELS = 8
 CHUNK_BYTES = 128

@@ -19,10 +19,8 @@ from torch.distributed.tensor.parallel import (
 
 from benchmarks.models import FeedForward
 from benchmarks.parallel import block_plan
-from benchmarks.parity_base import SEQ, VOCAB, ParityModel
+from benchmarks.parity_base import SEQ, ParityModel
 from torch_ext_bucketing.testing.model import Block, RMSNorm, rotary_tables, rotate
-
-__all__ = ["TensorDecoder", "cut", "parallelize"]
 
 _c10d = torch.ops._c10d_functional
 
@@ -137,12 +135,8 @@ class TensorDecoder(ParityModel):
     """
 
     def __init__(self, layers: int, dim: int, *, shares: bool = False) -> None:
-        super().__init__()
+        super().__init__(dim, nn.ModuleList(TensorBlock(dim) for _ in range(layers)))
         self.shares = shares
-        self.embed = nn.Embedding(VOCAB, dim)
-        self.layers = nn.ModuleList(TensorBlock(dim) for _ in range(layers))
-        self.norm = RMSNorm(dim, 1e-5)
-        self.head = nn.Linear(dim, VOCAB, bias=False)
         cos, sin = rotary_tables(SEQ, dim // 4, 10000.0)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
@@ -150,7 +144,7 @@ class TensorDecoder(ParityModel):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         read = (x,) if self.shares else ()
-        for layer in self.layers:
+        for layer in self.layers.children():
             x = layer(x, self.rope_cos, self.rope_sin, *read)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -8,11 +8,10 @@ either buffer is then simulated, and a step is taken on the full weights.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import torch_ext_bucketing as teb
 from benchmarks.parity_models import batch_of, build, units_of
 from benchmarks.parity_ranks import in_graph_order, wrap_units
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.reports.buckets import BucketReport
 from torch_ext_bucketing.testing.payloads import (
     Payload,
@@ -36,7 +31,7 @@ from torch_ext_bucketing.testing.payloads import (
     layout_differences,
 )
 from torch_ext_bucketing.testing.sums import RingTopology, simulate_reduce_scatter
-from torch_ext_bucketing.testing.training import raw_bytes
+from torch_ext_bucketing.testing.training import digest
 
 RANKS_PER_NODE = 8
 CHUNK_BYTES = 64
@@ -48,35 +43,11 @@ Grads = Mapping[str, Tensor]
 """Gradients by FQN: ``[ranks, *shape]`` before the reduction, ``shape`` after it."""
 
 
-@dataclass(frozen=True)
-class VirtualResult:
-    """One world size; the fields mean what they mean in ``RowResult``."""
-
-    model: str
-    ranks: int
-    nodes: int
-    steps: int
-    steps_equal: int
-    control_first_different_step: int | None
-    layout_equal: bool
-    seconds: float
-
-    @property
-    def passed(self) -> bool:
-        """Every step equal, and the control different."""
-        control = self.control_first_different_step is not None
-        return self.steps_equal == self.steps and self.layout_equal and control
-
-    def as_dict(self) -> dict[str, object]:
-        """For JSON."""
-        return {**asdict(self), "passed": self.passed}
-
-
-def run_virtual(model: str, ranks: int, steps: int, layers: int) -> VirtualResult:
+def run_virtual(model: str, ranks: int, steps: int, layers: int) -> dict[str, Any]:
     """Train ``model`` on ``ranks`` virtual ranks, over nodes of eight.
 
-    ``steps_equal`` compares two ways to pack that share no code; where the layouts are equal, so
-    must their sums be.
+    The result is for JSON; its names mean what they mean in ``RowResult``. ``steps_equal`` compares
+    two ways to pack that share no code; where the layouts are equal, so must their sums be.
 
     Raises:
         ValueError: ``ranks`` does not fill nodes.
@@ -108,16 +79,19 @@ def run_virtual(model: str, ranks: int, steps: int, layers: int) -> VirtualResul
             control.step(grads)
             if control.digest() != eager.digest():
                 first_different, control = step + 1, None
-    return VirtualResult(
-        model,
-        ranks,
-        nodes,
-        steps,
-        equal,
-        first_different,
-        not layout_differences(payloads, bucket_payloads(ours)),
-        round(time.perf_counter() - begin, 1),
-    )
+    layout_equal = not layout_differences(payloads, bucket_payloads(ours))
+    return {
+        "model": model,
+        "ranks": ranks,
+        "nodes": nodes,
+        "steps": steps,
+        "steps_equal": equal,
+        "control_first_different_step": first_different,
+        "layout_equal": layout_equal,
+        "seconds": round(time.perf_counter() - begin, 1),
+        "passed": equal == steps and layout_equal and first_different is not None,
+        "torch": torch.__version__,
+    }
 
 
 @contextmanager
@@ -136,7 +110,7 @@ def eager_payloads(model: str, layers: int, mesh: DeviceMesh) -> list[Payload]:
     module = build(model, layers=layers)
     policy = MixedPrecisionPolicy(DTYPE, DTYPE)
     wrap_units(module, units_of(model, module), mesh=mesh, mp_policy=policy)
-    order = FSDPParamOrder.from_fsdp(module)
+    order = teb.FSDPParamOrder.from_fsdp(module)
     found = fsdp_payloads(module, order, shards=mesh.size(), param_dtype=DTYPE, reduce_dtype=DTYPE)
     return [payload for payload in found if payload.kind == "reduce_scatter"]
 
@@ -147,11 +121,11 @@ def compiled_buckets(
     """The reduce-scatters of the compiled backward graph, one for each unit."""
     torch._dynamo.reset()
     module = build(model, layers=layers)
-    data_parallel(module, mesh, param_dtype=DTYPE, reduce_dtype=DTYPE)
-    passes = recipe(module, units=units_of(model, module))
+    teb.data_parallel(module, mesh, param_dtype=DTYPE, reduce_dtype=DTYPE)
+    passes = teb.recipe(module, units=units_of(model, module))
     if not in_order:
-        passes = [in_graph_order(p) if isinstance(p, BucketUnits) else p for p in passes]
-    compiler = backend("aot_eager", passes=passes, model=module)
+        passes = [in_graph_order(p) if isinstance(p, teb.BucketUnits) else p for p in passes]
+    compiler = teb.backend("aot_eager", passes=passes, model=module)
     torch.compile(module, backend=compiler, fullgraph=True)(*batch_of(0, 0)).backward()
     backward = compiler.last_report().graph("backward")
     assert backward is not None
@@ -245,9 +219,5 @@ class _Training:
         self._optimizer.step()
 
     def digest(self) -> str:
-        """sha256 (hex) over all weights."""
-        total = hashlib.sha256()
-        for fqn, parameter in self._parameters.items():
-            total.update(fqn.encode())
-            total.update(raw_bytes(parameter))
-        return total.hexdigest()
+        """Of all weights."""
+        return digest(self._module)

@@ -32,9 +32,9 @@ from torch.distributed.fsdp import FSDPModule
 import torch_ext_bucketing as teb
 from benchmarks.command import (
     add_json,
+    add_names,
     add_number,
     document_of,
-    names_of,
     parser_of,
     sayer,
     title,
@@ -173,17 +173,8 @@ def render(found: dict[str, dict[str, dict[str, str]]]) -> tuple[str, bool]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("rank_order.py", __doc__)
-    for name, values, given in (
-        ("models", tuple(MODELS), ("llama", "moe", "uneven")),
-        ("topologies", tuple(TOPOLOGIES), tuple(TOPOLOGIES)),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            type=names_of(values),
-            default=list(given),
-            metavar="LIST",
-            help=f"separated by commas (default: {','.join(given)})",
-        )
+    add_names(parser, "models", tuple(MODELS), "models", ("llama", "moe", "uneven"))
+    add_names(parser, "topologies", tuple(TOPOLOGIES), "nodes x ranks per node")
     parser.add_argument("--backend", choices=("aot_eager", "inductor"), default="aot_eager")
     add_number(parser, "steps", 3, "optimizer steps")
     add_number(parser, "timeout", 1800, "seconds for a model on a topology")

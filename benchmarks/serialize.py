@@ -9,14 +9,18 @@ metadata what passes read after the partitioner:
   ``autograd_backward``;
 - ``unbacked_bindings``: the sizes that a node brings into the graph.
 
-A size that depends on data is an expression of symbols such as ``u0``, and what torch knows of a
-symbol (:mod:`.symbols`) is kept with the graph. Symbols for the sizes of inputs are refused.
+A size that depends on data is an expression of symbols such as ``u0``: a number, the name of a
+symbol, or a list of a function's name and its arguments. What torch knows of each symbol is kept
+with the graph: the least and the largest value, the hint that torch was given for it, what it was
+found to equal, and the assertions that torch leaves for the graph to check, from which it concludes
+what such sizes are (``u0 + u1 == 8192``). Symbols for the sizes of inputs are refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +28,7 @@ import sympy
 import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
+import torch.utils._sympy.functions as torch_functions
 from torch._functorch._aot_autograd import descriptors
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -32,21 +37,19 @@ from torch.fx.experimental.symbolic_shapes import (
     ConvertIntKey,
     DivideByKey,
     InnerTensorKey,
+    RuntimeAssert,
     ShapeEnv,
 )
-
-from .symbols import Symbols, expression_to_data, symbols_to_data
-
-__all__ = ["from_data", "to_data"]
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+from torch.utils._traceback import CapturedTraceback
 
 _META = ("val", "custom", "desc", "partitioner_tag", "autograd_backward", "unbacked_bindings")
 _LARGEST_CONSTANT = 64  # elements
 _TRACED_ON = torch.device("cpu")
 # The path from a node's result to a size that it brings in.
-_KEYS: dict[str, Any] = {
-    key.__name__: key
-    for key in (pytree.SequenceKey, CallMethodKey, ConvertIntKey, DivideByKey, InnerTensorKey)
-}
+_KEYS = (pytree.SequenceKey, CallMethodKey, ConvertIntKey, DivideByKey, InnerTensorKey)
+_MADE_OF_FIELDS = vars(descriptors) | {key.__name__: key for key in _KEYS}
 
 
 def to_data(gm: fx.GraphModule) -> dict[str, Any]:
@@ -139,10 +142,9 @@ class _Encoder:
             return ["node", self.nodes[value]]
         if isinstance(value, FakeTensor):
             return self._tensor(value)
-        if isinstance(value, tuple):
-            return ["tuple", *map(self.encode, value)]
-        if isinstance(value, list):
-            return ["list", *map(self.encode, value)]
+        if isinstance(value, (tuple, list)):
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            return [kind, *map(self.encode, value)]
         if isinstance(value, dict):
             return ["dict", *([self.encode(k), self.encode(v)] for k, v in value.items())]
         if isinstance(value, slice):
@@ -152,18 +154,15 @@ class _Encoder:
         if isinstance(value, torch.device):
             self._check(value)
             return ["device"]
-        if isinstance(value, (descriptors.AOTInput, descriptors.AOTOutput)):
+        if isinstance(value, (descriptors.AOTInput, descriptors.AOTOutput, *_KEYS)):
             fields = (getattr(value, f.name) for f in dataclasses.fields(value))
-            return ["desc", type(value).__name__, *map(self.encode, fields)]
+            return ["made", type(value).__name__, *map(self.encode, fields)]
         if isinstance(value, FakeScriptObject):  # a device mesh, passed through by DTensor
             return ["opaque", value.script_class_name]
         if isinstance(value, (torch.SymInt, torch.SymBool)):
             return self._symbolic(value)
         if isinstance(value, sympy.Symbol):
             return ["symbol", expression_to_data(value)]
-        if type(value).__name__ in _KEYS:
-            fields = (getattr(value, f.name) for f in dataclasses.fields(value))
-            return ["key", type(value).__name__, *map(self.encode, fields)]
         raise TypeError(f"can't write a {type(value).__name__}")
 
     def _tensor(self, value: FakeTensor) -> list[Any]:
@@ -224,10 +223,8 @@ class _Decoder:
             return self.nodes[rest[0]]
         if kind == "tensor":
             return self._tensor(*rest)
-        if kind == "tuple":
-            return tuple(map(self.decode, rest))
-        if kind == "list":
-            return list(map(self.decode, rest))
+        if kind in ("tuple", "list"):
+            return (tuple if kind == "tuple" else list)(map(self.decode, rest))
         if kind == "dict":
             return {self.decode(k): self.decode(v) for k, v in rest}
         if kind == "slice":
@@ -236,12 +233,10 @@ class _Decoder:
             return getattr(torch, rest[0])
         if kind == "device":
             return self._device
-        if kind == "desc":
-            return getattr(descriptors, rest[0])(*map(self.decode, rest[1:]))
+        if kind == "made":
+            return _MADE_OF_FIELDS[rest[0]](*map(self.decode, rest[1:]))
         if kind == "opaque":
             return FakeScriptObject(None, rest[0], None)
-        if kind == "key":
-            return _KEYS[rest[0]](*map(self.decode, rest[1:]))
         if self._symbols is not None and kind in ("size", "condition", "symbol"):
             return getattr(self._symbols, "expression" if kind == "symbol" else kind)(rest[0])
         raise ValueError(f"unknown kind {kind!r}")
@@ -261,3 +256,114 @@ def _storage(nbytes: Any) -> torch.UntypedStorage:
         return torch.UntypedStorage(nbytes, device="meta")
     # The constructor takes no symbolic size.
     return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+
+
+# --- sizes that depend on data -----------------------------------------------------------------
+
+
+def expression_to_data(expression: Any) -> Any:
+    """What ``json`` can write.
+
+    Raises:
+        TypeError: a symbol is no whole number that depends on data, or a function is not known.
+    """
+    if isinstance(expression, sympy.Symbol):
+        if not re.fullmatch(r"u\d+", expression.name):
+            raise TypeError(f"its size is symbolic, and {expression} does not depend on data")
+        return expression.name
+    if expression.is_Integer:
+        return int(expression)
+    if expression in (sympy.true, sympy.false):
+        return bool(expression)
+    if expression in (int_oo, -int_oo):
+        return [str(expression)]
+    name = type(expression).__name__
+    if _function(name) is not type(expression):
+        raise TypeError(f"can't write the expression {expression} with its {name}")
+    return [name, *map(expression_to_data, expression.args)]
+
+
+def _function(name: str) -> Any:
+    return getattr(torch_functions, name, None) or getattr(sympy, name, None)
+
+
+def symbols_to_data(env: ShapeEnv) -> dict[str, Any]:
+    """What ``env`` knows of the symbols that depend on data. See :class:`Symbols`.
+
+    Raises:
+        TypeError: see :func:`expression_to_data`.
+    """
+    data = expression_to_data
+    mine = [s for s in env.var_to_range if re.fullmatch(r"u\d+", s.name)]
+    ranges = [(s, env.var_to_range[s]) for s in mine]
+    return {
+        "ranges": [[data(s), data(r.lower), data(r.upper)] for s, r in ranges],
+        "hints": [[data(s), n] for s, n in env.var_to_hint_override.items() if s in mine],
+        "size_like": sorted(data(s) for s in env.size_like if s in mine),
+        "replacements": [[data(s), data(e)] for s, e in env.replacements.items() if s in mine],
+        "assertions": [
+            [data(s), data(a.expr), a.msg]
+            for s, assertions in env.deferred_runtime_asserts.items()
+            if s in mine
+            for a in assertions
+        ],
+    }
+
+
+class Symbols:
+    """The symbols of a graph in a ``ShapeEnv`` that has none.
+
+    Args:
+        data: of :func:`symbols_to_data`.
+        env: gets the symbols, with what is known of them.
+
+    Raises:
+        ValueError: there is no ``env``, or it has symbols.
+    """
+
+    def __init__(self, data: dict[str, Any], env: ShapeEnv | None) -> None:
+        if env is None or env.var_to_range:
+            raise ValueError("a graph with sizes that depend on data needs a new ShapeEnv")
+        self._env = env
+        self._symbols: dict[str, Any] = {}
+        last = max((int(name[1:]) for name, *_ in data["ranges"]), default=-1)
+        with env.ignore_fresh_unbacked_symbols():
+            for _ in range(last + 1):
+                symbol = env.create_unbacked_symint().node.expr
+                self._symbols[symbol.name] = symbol
+        for name, expression in data["replacements"]:
+            env._set_replacement(self.expression(name), self.expression(expression), "loaded")
+        for name, lower, upper in data["ranges"]:
+            bounds = ValueRanges(self.expression(lower), self.expression(upper))
+            env.var_to_range[self.expression(name)] = bounds
+        for name, hint in data["hints"]:
+            env.var_to_hint_override[self.expression(name)] = hint
+        env.size_like.update(map(self.expression, data["size_like"]))
+        for name, expression, message in data["assertions"]:
+            checked = self.expression(expression)
+            assertion = RuntimeAssert(checked, message, CapturedTraceback.extract())
+            env.deferred_runtime_asserts.setdefault(self.expression(name), []).append(assertion)
+            env.num_deferred_runtime_asserts += 1
+            env.axioms.update(env.get_implications(env.simplify(checked)))
+        env._update_version_counter()  # drops what it has concluded so far
+
+    def expression(self, data: Any) -> Any:
+        """What :func:`expression_to_data` was given."""
+        if isinstance(data, str):
+            return self._symbols[data]
+        if isinstance(data, bool):
+            return sympy.true if data else sympy.false
+        if isinstance(data, int):
+            return sympy.Integer(data)
+        name, *args = data
+        if name in ("int_oo", "-int_oo"):
+            return int_oo if name == "int_oo" else -int_oo
+        return _function(name)(*map(self.expression, args))
+
+    def size(self, data: Any) -> torch.SymInt | int:
+        """The size that an expression stands for."""
+        return self._env.create_symintnode(self.expression(data), hint=None)
+
+    def condition(self, data: Any) -> torch.SymBool:
+        """The truth value that an expression stands for."""
+        return self._env.create_symboolnode(self.expression(data))

@@ -5,7 +5,7 @@
     python -m benchmarks.soak --models 5 --wrong-order          the control: has to find mismatches
 
 Each model is trained by eager FSDP2 and compiled, with random units, dtypes, caps, spans, bounds
-and resharding (:mod:`.soak_cases`), on a process group that adds in the order of simulated rings.
+and resharding (:mod:`.soak_ranks`), on a process group that adds in the order of simulated rings.
 With ``aot_eager`` weights and losses must be equal bit for bit after every step, and every bucket's
 members and byte offsets FSDP2's; with Inductor, whose kernels round differently, the latter.
 Resident memory is read after each model, when what torch itself keeps of every compile has been
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         run_ranks(
             _rank,
             args.ranks,
-            vars(args),
+            args,
             timeout_s=60 * args.minutes + 300,
             # torch's flight recorder keeps the code that launched a collective, and so models.
             environment={"TORCH_FR_BUFFER_SIZE": "0"},
@@ -89,12 +89,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return _summed(args, cases, time.monotonic() - begin)
 
 
-def _rank(rank: Rank, options: dict[str, Any]) -> None:
+def _rank(rank: Rank, args: argparse.Namespace) -> None:
     # Imported by the ranks alone: this process never needs torch.
-    from .soak_ranks import Soak, soak_rank
+    from .soak_ranks import soak_rank
 
-    names = ("models", "steps", "seed", "first", "minutes", "inductor_every", "wrong_order")
-    soak_rank(rank, Soak(**{name: options[name] for name in names}))
+    soak_rank(rank, args)
 
 
 def _summed(

@@ -1,8 +1,14 @@
-"""What each rank of ``benchmarks/soak.py`` does: case after case, against eager FSDP2, in one
-process, whose memory must stay flat."""
+"""What each rank of ``benchmarks/soak.py`` does: one random case after the other, against eager
+FSDP2, in one process, whose memory must stay flat.
+
+A case is a model, its units, dtypes and a policy: a function of the seed and its number, the same
+on every rank and in every process. Every operator of its model lowers to the ATen calls of eager,
+so that ``aot_eager`` can give eager's bits.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import math
@@ -13,7 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,20 +32,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+import torch_ext_bucketing as teb
 from benchmarks.parity_ranks import DTYPES, wrap_units
-from benchmarks.soak_cases import Case, coarser, random_case
-from benchmarks.soak_models import batch, build, tied
 from torch_ext_bucketing._torch.fsdp2 import REDUCES_BY_GRAD_DTYPE
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.base import GraphPass
-from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
-from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
-from torch_ext_bucketing.reports.compile import CompileReport
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
-from torch_ext_bucketing.scheduling.overlap import Overlap
+from torch_ext_bucketing.testing.model import RMSNorm
 from torch_ext_bucketing.testing.payloads import (
     Payload,
     bucket_payloads,
@@ -50,34 +46,298 @@ from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 from torch_ext_bucketing.testing.training import Trained, train
 
-_BOUNDS: dict[str, Callable[..., Any]] = {
-    "Overlap": Overlap,
-    "PeakMemory": PeakMemory,
-    "CapComputeRun": CapComputeRun,
-}
+Item: TypeAlias = tuple[Any, ...]
+"""``("scale",)``, ``("shift",)`` and ``("gain",)``: a parameter of the node itself, of ``dim``
+elements or one; ``("matrix", rows)`` and ``("experts", count)``: one of two or three dimensions;
+``("norm",)``, ``("mlp", hidden, bias)``: a child; ``("node", items)``: a node below."""
+
+_DTYPES = ("fp32", "bf16")
+POLICIES = ("units", "units_scheduled", "coarse_units", "cap", "cap_scheduled", "auto", "none")
 
 
 @dataclass(frozen=True)
-class Soak:
-    """What to run.
+class Case:
+    """One model and how it is trained.
 
     Attributes:
-        models: number of cases.
-        steps: optimizer steps of each.
-        seed: of all cases.
-        first: number of the first case.
-        minutes: no case starts after so many.
-        inductor_every: every so many cases one is for Inductor; 0: none.
-        wrong_order: the control: pack buckets in the reverse of FSDP2's order.
+        index: its number.
+        tree: the items of the node between embedding and head.
+        dim: width.
+        vocab: number of tokens.
+        tied: the head uses the embedding's weight.
+        tied_matrices: two matrices of one unit are one parameter, where two are alike.
+        frozen: one parameter in so many is frozen; 0: none.
+        unit_seed: draws the units, once the module names are known.
+        store_dtype: of the parameters.
+        param_dtype: of gathers and computation; None: that of the parameters.
+        reduce_dtype: of reductions; None: the default of FSDP2.
+        reshard: whether gathered parameters are freed after forward.
+        policy: out of :data:`POLICIES`.
+        options: of the policy.
+        backend: ``"aot_eager"`` or ``"inductor"``.
     """
 
-    models: int
-    steps: int
-    seed: int
-    first: int
-    minutes: float
-    inductor_every: int
-    wrong_order: bool
+    index: int
+    tree: tuple[Item, ...]
+    dim: int
+    vocab: int
+    tied: bool
+    tied_matrices: bool
+    frozen: int
+    unit_seed: int
+    store_dtype: str
+    param_dtype: str | None
+    reduce_dtype: str | None
+    reshard: bool
+    policy: str
+    options: dict[str, Any] = field(default_factory=dict)
+    backend: Literal["aot_eager", "inductor"] = "aot_eager"
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        dtypes = f"{self.store_dtype}/{self.param_dtype or '-'}/{self.reduce_dtype or '-'}"
+        ties = " tied" if self.tied or self.tied_matrices else ""
+        return (
+            f"{self.index}: {self.backend}, {self.policy} {self.options}, width {self.dim}, "
+            f"{dtypes}{ties}{'' if self.reshard else ', kept gathered'}"
+        )
+
+
+def random_case(seed: int, index: int, inductor_every: int = 0) -> Case:
+    """The case of that number; every ``inductor_every``-th is for Inductor, 0: none."""
+    rng = random.Random(f"{seed}/{index}")
+    items = _items(rng, depth=rng.randint(1, 3))
+    policy = rng.choice(POLICIES)
+    return Case(
+        index=index,
+        tree=items,
+        dim=rng.choice((4, 6, 7, 9, 16, 17)),
+        vocab=rng.randint(5, 23),
+        tied=rng.random() < 0.15,
+        tied_matrices=rng.random() < 0.15,
+        frozen=rng.choice((0, 0, 0, 3)),
+        unit_seed=rng.randrange(2**32),
+        store_dtype=rng.choice(_DTYPES),
+        param_dtype=rng.choice((None, "bf16", "bf16", "fp32")),
+        reduce_dtype=rng.choice((None, *_DTYPES)),
+        reshard=rng.random() < 0.7,
+        policy=policy,
+        options=_options(rng, policy),
+        backend="inductor" if inductor_every and index % inductor_every == 0 else "aot_eager",
+    )
+
+
+def random_units(names: list[str], rng: random.Random) -> list[str | list[str]]:
+    """Units as calls of ``fully_shard``, inner ones first, the root last.
+
+    Args:
+        names: of the modules that hold parameters, in ``named_modules`` order, without the root.
+        rng: draws which of them, and which siblings share a unit.
+    """
+    chosen = [name for name in names if rng.random() < 0.35]
+    chosen.sort(key=lambda name: -name.count("."))
+    units: list[str | list[str]] = []
+    while chosen:
+        unit = [chosen.pop(0)]
+        parent = unit[0].rpartition(".")[0]
+        siblings = [name for name in chosen if name.rpartition(".")[0] == parent]
+        if siblings and rng.random() < 0.4:
+            more = rng.sample(siblings, rng.randint(1, min(2, len(siblings))))
+            chosen = [name for name in chosen if name not in more]
+            unit += more
+            rng.shuffle(unit)
+        units.append(unit[0] if len(unit) == 1 else unit)
+    return [*units, ""]
+
+
+def coarser(units: list[tuple[str, ...]], rng: random.Random) -> list[tuple[str, ...]]:
+    """Some units put together, in a random order: a plan that eager FSDP2 does not have."""
+    parts = [[unit] for unit in units]
+    rng.shuffle(parts)
+    while len(parts) > 1 and rng.random() < 0.7:
+        parts[rng.randrange(len(parts) - 1)] += parts.pop()
+    return [tuple(fqn for unit in part for fqn in unit) for part in parts]
+
+
+def _items(rng: random.Random, depth: int) -> tuple[Item, ...]:
+    found: list[Item] = []
+    for _ in range(rng.randint(1, 4)):
+        kind = rng.choice(("scale", "shift", "gain", "matrix", "experts", "norm", "mlp", "node"))
+        if kind == "matrix":
+            found.append((kind, rng.choice((1, 3, 3, 8))))
+        elif kind == "experts":
+            found.append((kind, rng.randint(1, 3)))
+        elif kind == "mlp":
+            found.append((kind, rng.randint(1, 24), rng.random() < 0.5))
+        elif kind == "node" and depth:
+            found.append((kind, _items(rng, depth - 1)))
+        elif kind != "node":
+            found.append((kind,))
+    return tuple(found) or (("scale",),)
+
+
+def _options(rng: random.Random, policy: str) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if policy in ("cap", "cap_scheduled"):
+        options["cap_mb"] = rng.choice((0.0001, 0.0005, 0.002, 0.01, 1.0, None))
+        options["non_adjacent"] = rng.random() < 0.8
+    if policy == "auto":
+        options["caps_mb"] = rng.choice(((0.0005, 0.005), (0.001, 0.01, 1.0), (25.0,)))
+    if policy in ("cap", "cap_scheduled", "auto"):
+        options["payload_order"] = rng.random() < 0.7
+    if policy in ("units_scheduled", "cap_scheduled", "auto"):
+        bounds: list[tuple[str, dict[str, Any]]] = []
+        if rng.random() < 0.8:
+            depth, window = rng.randint(0, 2), rng.choice((0, 4, 100))
+            bounds.append(("Overlap", {"depth": depth, "window": window}))
+        if rng.random() < 0.5:
+            bounds.append(("PeakMemory", {"ratio": rng.choice((1.0, 1.02, 1.3))}))
+        if rng.random() < 0.5:
+            bounds.append(("CapComputeRun", {"max_consecutive": rng.choice((1, 2, 8))}))
+        options["bounds"] = tuple(bounds) or (("Overlap", {}),)
+    return options
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+class Node(nn.Module):
+    """Applies its items one after the other to ``[batch, seq, dim]``. Owns parameters and has
+    children, in whatever order the items come."""
+
+    def __init__(self, items: Sequence[Item], dim: int) -> None:
+        super().__init__()
+        self.names: list[tuple[str, str]] = []
+        for position, (kind, *rest) in enumerate(items):
+            name = f"{kind}{position}"
+            self.names.append((kind, name))
+            if kind == "node":
+                self.add_module(name, Node(rest[0], dim))
+            elif kind == "mlp":
+                hidden, bias = rest
+                up, down = nn.Linear(dim, hidden, bias), nn.Linear(hidden, dim, bias=False)
+                self.add_module(name, nn.Sequential(up, nn.SiLU(), down))
+            elif kind == "norm":
+                self.add_module(name, RMSNorm(dim, 1e-5))
+            else:
+                shape = {
+                    "scale": (dim,),
+                    "shift": (dim,),
+                    "gain": (1,),
+                    "matrix": (*rest, dim),
+                    "experts": (*rest, dim, dim),
+                }[kind]
+                self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for kind, name in self.names:
+            item = getattr(self, name)
+            if kind in ("scale", "gain"):
+                x = x * item
+            elif kind == "shift":
+                x = x + item
+            elif kind == "matrix":
+                x = x + torch.relu(x @ item.t()) @ item
+            elif kind == "mlp":
+                x = x + item(x)
+            elif kind == "experts":
+                rows = x.flatten(0, 1).unsqueeze(0).expand(item.shape[0], -1, -1)
+                x = x + torch.bmm(rows, item).sum(0).view(x.shape)
+            else:
+                x = item(x)
+        return x
+
+
+class Model(nn.Module):
+    """Token ids ``[batch, seq]`` int64 to logits ``[batch, seq, vocab]``."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(case.vocab, case.dim)
+        self.body = Node(case.tree, case.dim)
+        self.head = nn.Linear(case.dim, case.vocab, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embed(tokens)))
+
+
+def build(case: Case) -> tuple[Model, list[str | list[str]]]:
+    """The model, with the same weights at every call, and its units."""
+    model = Model(case)
+    rng = random.Random(case.unit_seed)
+    holders = [
+        name
+        for name, module in model.named_modules()
+        if name and next(module.parameters(), None) is not None
+    ]
+    units = random_units(holders, rng)
+    unit_of = _unit_finder(units)
+    # FSDP2 takes a shared parameter only where all its users are in one unit.
+    if case.tied and unit_of("embed.weight") == unit_of("head.weight"):
+        model.head.weight = model.embed.weight
+    if case.tied_matrices:
+        _tie_matrices(model, unit_of)
+    generator = torch.Generator().manual_seed(case.unit_seed)
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        drawn = torch.randn(parameter.shape, generator=generator)
+        around = 1.0 if parameter.dim() == 1 else 0.0
+        scale = 0.3 / max(1, parameter.shape[-1]) ** 0.5
+        parameter.data = (around + scale * drawn).to(DTYPES[case.store_dtype])
+    if case.frozen:
+        for parameter in parameters[:: case.frozen]:
+            if parameter is not model.embed.weight:
+                parameter.requires_grad_(False)
+    return model, units
+
+
+def tied(model: nn.Module) -> bool:
+    """Whether a parameter is shared."""
+    return len(list(model.named_parameters(remove_duplicate=False))) != len(
+        list(model.named_parameters())
+    )
+
+
+def batch(case: Case, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets, ``[2, 5]`` int64 each: a function of the arguments alone."""
+    generator = torch.Generator().manual_seed((case.unit_seed << 12) ^ (step << 6) ^ rank)
+    tokens = torch.randint(case.vocab, (2, 6), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _unit_finder(units: Sequence[str | list[str]]) -> Any:
+    index = {
+        name: i
+        for i, unit in enumerate(units)
+        for name in ([unit] if isinstance(unit, str) else unit)
+    }
+
+    def unit_of(fqn: str) -> int:
+        while fqn not in index:
+            fqn = fqn.rpartition(".")[0]
+        return index[fqn]
+
+    return unit_of
+
+
+def _tie_matrices(model: Model, unit_of: Any) -> None:
+    seen: dict[tuple[Any, ...], nn.Parameter] = {}
+    for fqn, parameter in list(model.named_parameters()):
+        owner, _, name = fqn.rpartition(".")
+        if name.startswith("matrix"):
+            first = seen.setdefault((unit_of(fqn), tuple(parameter.shape)), parameter)
+            setattr(model.get_submodule(owner), name, first)
+
+
+# --- a case on a rank ----------------------------------------------------------------------------
+
+
+_BOUNDS: dict[str, Callable[..., Any]] = {
+    "Overlap": teb.Overlap,
+    "PeakMemory": teb.PeakMemory,
+    "CapComputeRun": teb.CapComputeRun,
+}
 
 
 @dataclass
@@ -110,7 +370,7 @@ class CaseReport:
 class ReversedOrder:
     """An order that is wrong on purpose."""
 
-    def __init__(self, order: FSDPParamOrder) -> None:
+    def __init__(self, order: teb.FSDPParamOrder) -> None:
         self._order = order
 
     def __call__(self, start: fx.Node) -> Any:
@@ -122,8 +382,9 @@ class ReversedOrder:
         return f"reversed {self._order.uuid()}"
 
 
-def soak_rank(rank: Rank, soak: Soak) -> None:
-    """Entry point of a rank. Sends ``("start", text)`` and a :class:`CaseReport` of each case."""
+def soak_rank(rank: Rank, soak: argparse.Namespace) -> None:
+    """Entry point of a rank, with the command's options. Sends ``("start", text)`` and a
+    :class:`CaseReport` of each case."""
     warnings.simplefilter("ignore")  # bounds that can't be kept are part of the cases
     topology = RingTopology(ranks_per_node=rank.world_size // 2, channels=4, chunk_bytes=16)
     deadline = time.monotonic() + 60 * soak.minutes
@@ -139,7 +400,7 @@ def soak_rank(rank: Rank, soak: Soak) -> None:
             rank.send(_one_case(case, soak, mesh, rank.rank))
 
 
-def _one_case(case: Case, soak: Soak, mesh: DeviceMesh, rank: int) -> CaseReport:
+def _one_case(case: Case, soak: argparse.Namespace, mesh: DeviceMesh, rank: int) -> CaseReport:
     clock = time.perf_counter()
     graphs = _graphs()
     report = CaseReport(case.index, case.text, soak.steps)
@@ -179,20 +440,19 @@ def _forget_what_torch_keeps() -> None:
 
 
 def _run_case(
-    case: Case, soak: Soak, mesh: DeviceMesh, rank: int, report: CaseReport
+    case: Case, soak: argparse.Namespace, mesh: DeviceMesh, rank: int, report: CaseReport
 ) -> dict[str, weakref.ref[Any]]:
     eager, units = build(case)
-    kept_dtype = DTYPES[case.store_dtype]
-    param_dtype = None if case.param_dtype is None else DTYPES[case.param_dtype]
-    reduce_dtype = None if case.reduce_dtype is None else DTYPES[case.reduce_dtype]
+    names = (case.store_dtype, case.param_dtype, case.reduce_dtype)
+    kept_dtype, param_dtype, reduce_dtype = (name and DTYPES[name] for name in names)
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
     options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": case.reshard}
     wrap_units(eager, units, **options)
-    real_order = FSDPParamOrder.from_fsdp(eager)
+    real_order = teb.FSDPParamOrder.from_fsdp(eager)
     expected = _train(case, eager, eager, soak.steps, rank)
 
     model, _ = build(case)
-    order = FSDPParamOrder.from_model(model, units=units)
+    order = teb.FSDPParamOrder.from_model(model, units=units)
     if order != real_order:
         report.mismatches.append(f"from_model gives {order.units}, FSDP2 has {real_order.units}")
     shared = tied(model)
@@ -200,13 +460,13 @@ def _run_case(
         # One reduction per use, where eager FSDP2 adds up first: equal bits are promised to the
         # same model uncompiled.
         plain, _ = build(case)
-        data_parallel(plain, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        teb.data_parallel(plain, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         per_use = _train(case, plain, plain, soak.steps, rank)
         _compare(report, "per-use reductions", per_use, expected, exact=False)
         expected = per_use
-    data_parallel(model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    teb.data_parallel(model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     key: Any = ReversedOrder(order) if soak.wrong_order else order
-    compiler = backend(case.backend, passes=_passes(case, order, key), model=model)
+    compiler = teb.backend(case.backend, passes=_passes(case, order, key), model=model)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
     found = _train(case, model, compiled, soak.steps, rank)
@@ -230,25 +490,22 @@ def _run_case(
     return {"the compiled model": weakref.ref(model), "the backend": weakref.ref(compiler)}
 
 
-def _passes(case: Case, order: FSDPParamOrder, key: Any) -> list[GraphPass]:
+def _passes(case: Case, order: teb.FSDPParamOrder, key: Any) -> list[teb.GraphPass]:
     options = dict(case.options)
     bounds = [_BOUNDS[name](**given) for name, given in options.pop("bounds", ())]
-    ordered = options.pop("payload_order", True)
-    passes: list[GraphPass] = [ReshardAfterForward()] if case.reshard else []
+    by_cap = key if options.pop("payload_order", True) else None
+    passes: list[teb.GraphPass] = [teb.ReshardAfterForward()] if case.reshard else []
     if case.policy.startswith("units"):
-        passes.append(BucketUnits(order, payload_order=key))
+        passes.append(teb.BucketUnits(order, payload_order=key))
     elif case.policy == "coarse_units":
         plan = coarser([tuple(u) for u in order.units], random.Random(case.unit_seed))
-        passes.append(BucketUnits(plan, payload_order=key))
+        passes.append(teb.BucketUnits(plan, payload_order=key))
     elif case.policy.startswith("cap"):
         kinds: Any = ("all_gather", "reduce_scatter")
-        passes.append(BucketByCap(kinds=kinds, payload_order=key if ordered else None, **options))
+        passes.append(teb.BucketByCap(kinds=kinds, payload_order=by_cap, **options))
     elif case.policy == "auto":
-        return [
-            *passes,
-            BucketAndSchedule(bounds, payload_order=key if ordered else None, **options),
-        ]
-    return [*passes, Schedule(bounds)] if bounds else passes
+        return [*passes, teb.BucketAndSchedule(bounds, payload_order=by_cap, **options)]
+    return [*passes, teb.Schedule(bounds)] if bounds else passes
 
 
 def _train(
@@ -280,8 +537,8 @@ def _compare(report: CaseReport, what: str, mine: Trained, theirs: Trained, exac
 
 def _layout_mismatches(
     case: Case,
-    report: CompileReport,
-    order: FSDPParamOrder,
+    report: teb.CompileReport,
+    order: teb.FSDPParamOrder,
     payloads: Sequence[Payload],
     exact_places: bool,
 ) -> list[str]:

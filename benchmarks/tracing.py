@@ -21,12 +21,9 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.tag_graph import FqnOf
-from torch_ext_bucketing.passes.base import Compilation, GraphPass
-from torch_ext_bucketing.passes.tagging import TagParameters
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-
-__all__ = ["Phase", "Say", "copy_graph", "partitioner", "trace_model"]
+from torch_ext_bucketing.passes.base import Compilation
 
 Phase = Literal["forward", "backward"]
 
@@ -39,7 +36,7 @@ def trace_model(
     build: Callable[[], nn.Module],
     shape: tuple[int, int],
     say: Say,
-    ways: Mapping[Any, Sequence[GraphPass]] | None = None,
+    ways: Mapping[Any, Sequence[teb.GraphPass]] | None = None,
 ) -> dict[tuple[Phase, Any], fx.GraphModule]:
     """Trace a model without weights.
 
@@ -86,7 +83,7 @@ def partitioner(
     graphs: dict[tuple[Phase, Any], fx.GraphModule],
     say: Say,
     fqn_of: FqnOf,
-    ways: Mapping[Any, Sequence[GraphPass]] | None = None,
+    ways: Mapping[Any, Sequence[teb.GraphPass]] | None = None,
 ) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
     """The default partitioner, on the tagged joint graph, once for each of ``ways``.
 
@@ -98,13 +95,13 @@ def partitioner(
     """
     from torch._functorch.partitioners import default_partition
 
-    wanted = ways or {True: [ReshardAfterForward()], False: []}
+    wanted = ways or {True: [teb.ReshardAfterForward()], False: []}
 
     def partition(
         joint: fx.GraphModule, inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         say("tag")
-        TagParameters(fqn_of=fqn_of)(joint, Compilation())
+        teb.TagParameters(fqn_of=fqn_of)(joint, Compilation())
         for way, passes in wanted.items():
             say(f"partition, {way}" if ways else "partition")
             last = way == list(wanted)[-1]
@@ -124,7 +121,5 @@ def partitioner(
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy that shares metadata's values."""
     copy = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        nodes[node] = copy.node_copy(node, lambda n: nodes[n])
+    copy.output(copy.graph_copy(graph, {}))
     return copy

@@ -15,51 +15,113 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.fx as fx
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import torch_ext_bucketing as teb
 from benchmarks.devices import start, synchronize
-from benchmarks.train_ways import WARMUP_STEPS, RankReport, Training, WayReport
-from torch_ext_bucketing.fsdp.order import FSDPParamOrder
-from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph.collectives import Kind
 from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.measure import measure
-from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, Stage
-from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
-from torch_ext_bucketing.passes.scheduling import BucketAndSchedule, Schedule
-from torch_ext_bucketing.passes.tagging import TagParameters
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-from torch_ext_bucketing.scheduling.machine import H100, Machine
+from torch_ext_bucketing.passes.base import Compilation, GraphLike, Stage
+from torch_ext_bucketing.scheduling.machine import H100
 from torch_ext_bucketing.scheduling.model import model_of
-from torch_ext_bucketing.scheduling.overlap import Overlap
 from torch_ext_bucketing.scheduling.timeline import Timeline
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.demo.settings import Settings
-from torch_ext_bucketing.testing.demo.train import (
-    PARAM_DTYPE,
-    REDUCE_DTYPES,
-    eager_run,
-    model_config,
-)
+from torch_ext_bucketing.testing.demo.train import PARAM_DTYPE, REDUCE_DTYPES, make_model
 from torch_ext_bucketing.testing.model import Transformer
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.training import digest
+from torch_ext_bucketing.testing.trial import wrap
+
+WAYS = {
+    "eager": "eager FSDP2",
+    "unbucketed": "compiled, no buckets",
+    "torch": "compiled, torch's buckets",
+    "units": "ours: FSDP2's units",
+    "cap": "ours: 25 MiB cap",
+    "auto": "ours: caps by cost model",
+}
+"""The names of the ways, and for people. All but the first are compiled."""
+
+OURS = ("units", "cap", "auto")
+Backend = Literal["aot_eager", "inductor"]
+BACKENDS: tuple[Backend, ...] = ("aot_eager", "inductor")
+WARMUP_STEPS = 3
+"""Steps that compile, initialize and touch memory for the first time."""
+
 
 CAP_MB = 25.0
 MEMORY_STEPS = 3
 TRACED_STEPS = 2
 
 
-class TorchBuckets(GraphPass):
+@dataclass(frozen=True)
+class Training(Settings):
+    """One group of ranks and one backend: the demo's settings, larger; ``steps`` are timed.
+
+    Attributes:
+        ways: names out of :data:`WAYS`, ``"eager"`` first.
+        predict: whether the ranks measure their machine first, which ours then plan with and the
+            cost model times all graphs on.
+        device: ``"cpu"``, whose ranks talk over gloo, or ``"cuda"``, over NCCL.
+        traces: where each rank leaves a trace of some steps of all ways, ``""`` for none; graphs
+            are then timed on the machine that these traces show, too.
+    """
+
+    nodes: int = 1
+    steps: int = 30
+    dim: int = 512
+    ways: tuple[str, ...] = tuple(WAYS)
+    predict: bool = False
+    device: Literal["cpu", "cuda"] = "cpu"
+    traces: str = ""
+
+
+@dataclass
+class WayReport:
+    """One way on one rank; times in milliseconds, of every timed step.
+
+    Attributes:
+        first_step_s: seconds of the first step, which compiles.
+        step_ms: from the model's call to the end of the optimizer's step.
+        graphs_ms: the part up to the end of backward.
+        loss: of every step, from the first on.
+        digests: sha256 of this rank's shards after every step.
+        collectives: calls of the process group in one step, by kind.
+        predicted_ms: ``graphs_ms`` by the cost model: the forward and the backward graph, one after
+            the other, as they were compiled.
+        traced_ms: the same on the machine that the traces show.
+        rest_bytes: resident memory before a step; on a GPU, what its allocator has given out.
+        step_bytes: what it grows by at most during that step.
+    """
+
+    first_step_s: float = 0.0
+    step_ms: list[float] = field(default_factory=list)
+    graphs_ms: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    collectives: dict[str, int] = field(default_factory=dict)
+    predicted_ms: float = 0.0
+    traced_ms: float = 0.0
+    rest_bytes: int = 0
+    step_bytes: int = 0
+
+
+RankReport = tuple[dict[str, WayReport], dict[str, Any]]
+"""What one rank hands back: its ways, and what the table says of the model and the machines."""
+
+
+class TorchBuckets(teb.GraphPass):
     """torch's own bucketing of FSDP's collectives with torch's defaults and no hook set, as
     Inductor does it with :data:`TORCH_BUCKETS`, for graphs that Inductor does not see."""
 
@@ -79,25 +141,7 @@ class TorchBuckets(GraphPass):
         stable_topological_sort(graph.graph)
 
 
-class InTurn(GraphPass):
-    """Several passes of the joint graph as one hook; before 2.13 torch takes one only."""
-
-    stage: Stage = "joint"
-
-    def __init__(self, *passes: GraphPass) -> None:
-        self.passes = passes
-
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        """Run each."""
-        for p in self.passes:
-            p(graph)
-
-    def settings(self) -> tuple[GraphPass, ...]:
-        """The passes."""
-        return self.passes
-
-
-class Predict(GraphPass):
+class Predict(teb.GraphPass):
     """What the cost model says of a way's graphs, as they are compiled."""
 
     stage: Stage = "forward_backward"
@@ -109,12 +153,15 @@ class Predict(GraphPass):
         """Keep ``graph``."""
         self.graphs.append(graph_of(graph))
 
-    def ms(self, machine: Machine) -> float:
+    def ms(self, machine: teb.Machine) -> float:
         """The time of all graphs, one after the other, on ``machine``."""
         return sum(Timeline.of(model_of(graph, machine)).step_ms for graph in self.graphs)
 
 
-TORCH_BUCKETS = {"bucket_all_gathers_fx": "only_fsdp", "bucket_reduce_scatters_fx": "fsdp"}
+TORCH_BUCKETS: dict[str, Any] = {
+    "bucket_all_gathers_fx": "only_fsdp",
+    "bucket_reduce_scatters_fx": "fsdp",
+}
 
 
 @dataclass
@@ -140,25 +187,16 @@ def train_rank(rank: Rank, training: Training) -> RankReport:
 
 
 def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
-    settings = Settings(
-        ranks=training.ranks,
-        nodes=1,
-        layers=training.layers,
-        dim=training.dim,
-        batch=training.batch,
-        seq=training.seq,
-        reduce_dtype=training.reduce_dtype,
-    )
     machine = H100
     if training.predict:
         machine = measure((rank.world_size,), kib=(4, 64, 512, 4096, 16384))
-    ways = {name: make_way(name, training, settings, mesh, machine) for name in training.ways}
+    ways = {name: make_way(name, training, mesh, machine) for name in training.ways}
     names = list(ways)
     steps = itertools.count()
 
     def each_once(take: Callable[[Way, torch.Tensor, torch.Tensor], None], first: int) -> None:
         tokens, targets = text.batch(
-            next(steps), rank.rank, size=training.batch, seq=training.seq, seed=settings.seed
+            next(steps), rank.rank, size=training.batch, seq=training.seq, seed=training.seed
         )
         tokens, targets = tokens.to(mesh.device_type), targets.to(mesh.device_type)
         for name in names[first:] + names[:first]:
@@ -174,9 +212,9 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
         way.report.step_ms.clear()
         way.report.graphs_ms.clear()
     with torch.compiler.set_stance("fail_on_recompile"):
-        for done in range(training.rounds):
+        for done in range(training.steps):
             each_once(_step, done % len(names))
-            rank.send((done + 1, training.rounds))
+            rank.send((done + 1, training.steps))
         timed = {
             name: (list(way.report.step_ms), list(way.report.graphs_ms))
             for name, way in ways.items()
@@ -194,21 +232,20 @@ def _train(rank: Rank, training: Training, mesh: DeviceMesh) -> RankReport:
             way.report.predicted_ms = way.predict.ms(machine)
             way.report.traced_ms = way.predict.ms(traced) if traced is not None else 0.0
     sizes = [p.numel() for p in ways[names[0]].model.parameters()]
-    reports = {name: way.report for name, way in ways.items()}
-    return RankReport(
-        reports,
-        sum(sizes),
-        len(sizes),
-        torch.__version__,
-        str(machine) if training.predict else "",
-        str(traced) if traced is not None else "",
-        "CPU" if mesh.device_type == "cpu" else torch.cuda.get_device_name(),
-    )
+    about = {
+        "weights": sum(sizes),
+        "tensors": len(sizes),
+        "torch": torch.__version__,
+        "device_name": torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU",
+        "machine": str(machine) if training.predict else "",
+        "traced_machine": "" if traced is None else str(traced),
+    }
+    return {name: way.report for name, way in ways.items()}, about
 
 
 def _traced_machine(
-    rank: Rank, training: Training, step: Callable[[], None], measured: Machine
-) -> Machine:
+    rank: Rank, training: Training, step: Callable[[], None], measured: teb.Machine
+) -> teb.Machine:
     """The machine that traces of :data:`TRACED_STEPS` steps of every way show; what they don't show
     is as measured."""
     with torch.profiler.profile(record_shapes=True) as profile:
@@ -221,52 +258,40 @@ def _traced_machine(
     raw.unlink()
     dist.barrier()
     paths = [folder / f"rank{r}.json.gz" for r in range(rank.world_size)]
-    return Machine.from_traces(paths, ranks_per_node=rank.world_size, like=measured)
+    return teb.Machine.from_traces(paths, ranks_per_node=rank.world_size, like=measured)
 
 
-def make_way(
-    name: str, training: Training, settings: Settings, mesh: DeviceMesh, machine: Machine = H100
-) -> Way:
+def make_way(name: str, training: Training, mesh: DeviceMesh, machine: teb.Machine = H100) -> Way:
     """The model, sharded, and how it is run; ours plan for ``machine``."""
+    model = make_model(training).to(mesh.device_type)
+    reduce_dtype = REDUCE_DTYPES[training.reduce_dtype]
     if name == "eager":
-        run = eager_run(settings, mesh)
-        return Way(run.module, run.forward, run.optimizer, WayReport())
-    model = Transformer(model_config(settings), seed=settings.seed, dtype=PARAM_DTYPE)
-    model.to(mesh.device_type)
-    order = FSDPParamOrder.from_model(model, units=model.unit_names())
-    data_parallel(
-        model, mesh, param_dtype=PARAM_DTYPE, reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype]
-    )
+        policy = MixedPrecisionPolicy(PARAM_DTYPE, reduce_dtype, cast_forward_inputs=False)
+        wrap(model, [(unit,) for unit in model.unit_names()], mesh, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, foreach=True)
+        return Way(model, model, optimizer, WayReport())
+    order = teb.FSDPParamOrder.from_model(model, units=model.unit_names())
+    teb.data_parallel(model, mesh, param_dtype=PARAM_DTYPE, reduce_dtype=reduce_dtype)
     # fully_shard leaves the root's parameters gathered between forward and backward.
-    reshard = ReshardAfterForward(keep=order.units[-1])
+    reshard = teb.ReshardAfterForward(keep=order.units[-1])
     kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter")
-    passes: Mapping[str, list[GraphPass]] = {
+    passes: Mapping[str, list[teb.GraphPass]] = {
         "unbucketed": [],
-        "torch": [TorchBuckets()],
-        "units": [BucketUnits(order), Schedule([Overlap()], machine)],
+        "torch": [TorchBuckets()] if training.backend == "aot_eager" else [],
+        "units": [teb.BucketUnits(order), teb.Schedule([teb.Overlap()], machine)],
         "cap": [
-            BucketByCap(CAP_MB, kinds=kinds, payload_order=order),
-            Schedule([Overlap()], machine),
+            teb.BucketByCap(CAP_MB, kinds=kinds, payload_order=order),
+            teb.Schedule([teb.Overlap()], machine),
         ],
-        "auto": [BucketAndSchedule([Overlap()], payload_order=order, machine=machine)],
+        "auto": [teb.BucketAndSchedule([teb.Overlap()], payload_order=order, machine=machine)],
     }
-    report = WayReport()
     predict = Predict() if training.predict else None
     last = [] if predict is None else [predict]
-    forward: Any
-    if training.backend == "inductor" and name in ("unbucketed", "torch"):
-        # As without the package; only what is recomputed is the same as in all other ways.
-        options = {"joint_custom_post_pass": InTurn(TagParameters(model), reshard)}
-        forward = torch.compile(
-            model,
-            fullgraph=True,
-            options={**options, **(TORCH_BUCKETS if name == "torch" else {})},  # type: ignore[dict-item]
-        )
-    else:
-        compiler = backend(training.backend, passes=[reshard, *passes[name], *last], model=model)
-        forward = torch.compile(model, backend=compiler, fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, foreach=True)
-    return Way(model, forward, optimizer, report, predict)
+    compiler = teb.backend(training.backend, [reshard, *passes[name], *last], model)
+    options = TORCH_BUCKETS if name == "torch" and training.backend == "inductor" else {}
+    forward: Any = torch.compile(model, backend=compiler, fullgraph=True, options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, foreach=True)
+    return Way(model, forward, optimizer, WayReport(), predict)
 
 
 def _step(way: Way, tokens: torch.Tensor, targets: torch.Tensor) -> None:

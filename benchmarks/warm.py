@@ -35,9 +35,18 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from .command import add_json, document_of, parser_of, title, write_json, write_results
 
@@ -84,17 +93,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if missed else 0
 
 
+def environment(cache: Path) -> dict[str, str]:
+    """Of a rank that has its caches in this folder."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR")}
+    env.pop("PYTHONHASHSEED", None)
+    return env | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+
+
 def start(way: str, world: int, cache: Path, delay_ms: float = 0.0) -> dict[str, Any]:
     """Start the ranks and wait for them.
 
     Raises:
         RuntimeError: a rank failed.
     """
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR")}
-    env |= {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    env = environment(cache)
     # Where bytecode is never kept, each start of ours compiles this package: no user's would.
-    for name in ("PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE"):
-        env.pop(name, None)
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     if HASH_SEEDS[way] is not None:
         env["PYTHONHASHSEED"] = str(HASH_SEEDS[way])
     with socket.socket() as free:
@@ -157,11 +171,6 @@ def slow_down(folder: str, seconds: float) -> None:
 
 def run_rank(way: str, rank: int, world: int, port: int) -> None:
     """One rank: its first step, and when that was done; ends the process."""
-    import torch
-    import torch.distributed as dist
-    from torch._functorch import config as functorch_config
-    from torch.distributed.device_mesh import init_device_mesh
-
     if way != "ours":
         # Its modules can be imported, and what importing the package does is not done.
         package = types.ModuleType("torch_ext_bucketing")
@@ -197,8 +206,6 @@ def run_rank(way: str, rank: int, world: int, port: int) -> None:
 
 def cache_counts() -> dict[str, list[int]]:
     """Hits, misses and bypasses of this process: of the FX graph cache, and of AOTAutograd's."""
-    from torch._dynamo.utils import counters
-
     states = ("hit", "miss", "bypass")
     return {
         "graphs": [counters["inductor"][f"fxgraph_cache_{s}"] for s in states],
@@ -209,6 +216,22 @@ def cache_counts() -> dict[str, list[int]]:
 def counted(result: dict[str, Any]) -> list[str]:
     """Two cells of a table: what :func:`cache_counts` says."""
     return ["/".join(map(str, result[kind])) for kind in ("graphs", "aot")]
+
+
+def pair() -> Any:
+    """Two linear layers, ``a`` and ``b``."""
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(8, 16, bias=False), "b": nn.Linear(16, 8, bias=False)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+def step_of_pair(model: nn.Module, run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """One step of ``model``, called as ``run``: the output, and this rank's gradients."""
+    y = run(torch.arange(32.0).view(4, 8) + dist.get_rank())
+    (y * y).sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    return [t.detach().contiguous() for t in (y, *grads)]
 
 
 def table(document: dict[str, Any]) -> str:

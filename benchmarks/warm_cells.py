@@ -35,10 +35,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import torch_ext_bucketing as teb
 from torch_ext_bucketing.testing.demo.table import columns
+from torch_ext_bucketing.testing.training import raw_bytes
 
 from .command import add_json, document_of, parser_of, title, write_results
-from .warm import cache_counts, counted
+from .warm import cache_counts, counted, environment, pair, step_of_pair
 
 LIMIT_S = 1200
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,10 +103,7 @@ def start(folder: Path, name: str, world: int, expected: dict[str, str]) -> list
     Raises:
         RuntimeError: a rank failed.
     """
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR")}
-    env.pop("PYTHONHASHSEED", None)
-    env |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = str(folder)
+    env = environment(folder / "cache") | {"PYTHONPATH": str(folder)}
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     done = subprocess.run(
         [sys.executable, *run, "-m", "benchmarks.warm_cells", "--rank", *expected],
@@ -139,10 +146,6 @@ def start(folder: Path, name: str, world: int, expected: dict[str, str]) -> list
 
 def run_rank(cells: Sequence[str]) -> None:
     """One rank under ``torchrun``: what the caches did for each cell; ends the process."""
-    import torch
-    import torch.distributed as dist
-    from torch._functorch import config as functorch_config
-
     torch.set_num_threads(1)
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
     dist.init_process_group("gloo")
@@ -158,33 +161,9 @@ def run_rank(cells: Sequence[str]) -> None:
 
 def run_cell(cell: str) -> dict[str, Any]:
     """Compile a step, or load it, and run it."""
-    import torch
-    import torch.distributed as dist
-    import torch.nn as nn
-    from torch._dynamo.utils import counters
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    import torch_ext_bucketing as teb
-
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(8, 16, bias=False)
-            self.b = nn.Linear(16, 8, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.b(self.a(x))
-
     torch._dynamo.reset()
     counters.clear()
-    torch.manual_seed(0)
-    model = Pair()
+    model = pair()
     shard: Callable[..., nn.Module] = teb.data_parallel
     if cell in TORCHTITAN:
         simple_fsdp = importlib.import_module("torchtitan.experiments.graph_trainer.simple_fsdp")
@@ -213,12 +192,7 @@ def run_cell(cell: str) -> dict[str, Any]:
     compiled = torch.compile(
         model, backend=teb.backend("inductor", [bucket, teb.Schedule(overlap)])
     )
-    y = compiled(torch.arange(32.0).view(4, 8) + dist.get_rank())
-    (y * y).sum().backward()
-    grads = [
-        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
-    ]
-    bits = b"".join(t.detach().contiguous().numpy().tobytes() for t in (y, *grads))
+    bits = b"".join(map(raw_bytes, step_of_pair(model, compiled)))
     return {**cache_counts(), "values": hashlib.sha256(bits).hexdigest()}
 
 

@@ -33,17 +33,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import torch_ext_bucketing as teb
 
 from .command import add_json, add_number, document_of, parser_of, title, write_results
-from .warm import cache_counts
+from .warm import cache_counts, pair, step_of_pair
 
 ENTRIES = ("fxgraph", "aotautograd")
 LIMIT_S = 300
@@ -201,19 +199,14 @@ def run_rank(
 
 def step(world: int, compiled: bool) -> list[list[float]]:
     """The output, and this rank's gradients."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+    model = pair()
     teb.data_parallel(model, init_device_mesh("cpu", (world,)))
     run = model
     if compiled:
-        passes = [teb.BucketUnits(teb.FSDPParamOrder.from_fqns([["0.weight", "1.weight"]]))]
+        passes = [teb.BucketUnits(teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]]))]
         timeout = timedelta(seconds=AGREE_S)
         run = torch.compile(model, backend=teb.backend("inductor", passes, agree_timeout=timeout))
-    y = run(torch.arange(32.0).view(4, 8) + dist.get_rank())
-    (y * y).sum().backward()
-    params = model.parameters()
-    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params]
-    return [t.detach().flatten().tolist() for t in (y, *grads)]
+    return [t.flatten().tolist() for t in step_of_pair(model, run)]
 
 
 class Writes:

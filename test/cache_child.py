@@ -1,10 +1,7 @@
-"""A process of test_caches.py: compiles small models and says what Inductor's caches did.
+"""A process of test_warm.py or test_caches.py: ``python cache_child.py FUNCTION [ARGUMENT ...]``.
 
-    python cache_child.py NAME [NAME ...]
-
-Prints a line of JSON for each name: hits, misses and bypasses of both caches, digests of the code
-that ran (forward, backward) and what was logged. The process is rank 0 of a fake group of two. Names of
-config entries need the hooks, which are installed where one is asked for.
+Prints one line of JSON per rank. Ranks of a fake group take turns in one process; under torchrun
+they are a gloo group.
 """
 
 from __future__ import annotations
@@ -14,17 +11,225 @@ import hashlib
 import json
 import logging
 import os
+import re
+import shutil
 import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from collective_graphs import fake_group
+from extended_models import OtherScaled, TensorScaled, wrap
 from sharded_models import shard_by_parametrization
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from warm_child import Pair, states
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.utils import parametrize
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing import _source
+
+ORDER = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
+
+
+class Pair(nn.Module):
+    """Two layers. Where they are of one size and turned round, the graphs are the same but for the
+    names."""
+
+    def __init__(self, rows: int = 8, turned: bool = False) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, rows, bias=False)
+        self.b = nn.Linear(rows, 8, bias=False)
+        self.turned = turned
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(self.b(x)) if self.turned else self.b(self.a(x))
+
+
+def shard_scaled(model: nn.Module, mesh: Any, cls: Any = TensorScaled) -> nn.Module:
+    """With gathers in float8."""
+    for linear in model.children():
+        wrap(linear, cls)
+    return teb.data_parallel(model, mesh)
+
+
+class TensorParallelPair(Pair):
+    """Of parameters that are sharded over both dimensions of a mesh, columns and then rows over the
+    second one, and gathered over the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mesh = self.a.parametrizations.weight.original.device_mesh
+        placements = [Shard(0), Replicate()]
+        y = super().forward(DTensor.from_local(x, mesh, placements))
+        return y.redistribute(placements=placements).to_local()
+
+
+class GatheredOverTheFirst(nn.Module):
+    def forward(self, weight: DTensor) -> DTensor:
+        return weight.redistribute(placements=[Replicate(), weight.placements[1]])
+
+
+def shard_twice(model: nn.Module, mesh: Any) -> nn.Module:
+    model.__class__ = TensorParallelPair
+    for linear, rows in ((model.a, 1), (model.b, 0)):
+        shards = distribute_tensor(linear.weight.detach(), mesh, [Shard(rows), Shard(1 - rows)])
+        linear.weight = nn.Parameter(shards)
+        parametrize.register_parametrization(linear, "weight", GatheredOverTheFirst(), unsafe=True)
+    return model
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module, Any], nn.Module], int]] = {
+    # Nothing of an even graph but the merged gather differs between ranks.
+    "even": (shard_by_parametrization, 8),
+    "uneven": (shard_by_parametrization, 7),
+    # Gradients are reduced in a wider dtype, which makes a node of the package's own.
+    "data_parallel": (partial(teb.data_parallel, reduce_dtype=torch.float64), 7),
+    "data_parallel, even": (partial(teb.data_parallel, reduce_dtype=torch.float64), 8),
+    "2-D": (shard_by_parametrization, 8),
+    "2-D, tensor parallel": (shard_twice, 8),
+    "2-D, data_parallel": (partial(teb.data_parallel, mode="hybrid_shard"), 8),
+    "float8": (shard_scaled, 8),
+    "other float8": (partial(shard_scaled, cls=OtherScaled), 8),
+}
+
+
+def model_of(way: str) -> nn.Module:
+    shard, rows = WAYS[way]
+    torch.manual_seed(0)
+    world = dist.get_world_size()
+    shape = (2, world // 2) if way.startswith("2-D") else (world,)
+    return shard(Pair(rows), init_device_mesh("cpu", shape))
+
+
+def step(model: Any) -> list[Any]:
+    """The output, and this rank's gradients."""
+    x = torch.arange(32.0).view(4, 8).add(dist.get_rank())
+    y = model(x)
+    (y * y).sum().backward()
+    params = model.parameters()
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params]
+    return [t.detach().flatten().tolist() for t in (y, *grads)]
+
+
+def states() -> dict[str, list[int]]:
+    """Hits, misses and bypasses of the FX graph cache and of AOTAutograd's."""
+    kinds = ("hit", "miss", "bypass")
+    return {
+        "graphs": [counters["inductor"][f"fxgraph_cache_{k}"] for k in kinds],
+        "aot": [counters["aot_autograd"][f"autograd_cache_{k}"] for k in kinds],
+    }
+
+
+def compile_step(way: str) -> dict[str, Any]:
+    """Compile a step, or load it, and run it."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = model_of(way)
+    backend = teb.backend("inductor", [teb.BucketUnits(ORDER)])
+    found: list[Any] = []
+    compiled = torch.compile(model, backend=backend)
+    codes = run_and_get_code(lambda: found.extend(step(compiled)))[1]
+    # The place of this rank's shards in the buffer, in elements.
+    places = re.findall(
+        r"agree\.default\(reinterpret_tensor\(\w+, \(\d+, \), \(1, \), (\d+)\)", "".join(codes)
+    )
+    return {
+        **states(),
+        "places": sorted(map(int, places)),
+        "values": found,
+        "report": backend.last_report().as_dict(),
+        "text": backend.last_report().to_text(),
+    }
+
+
+def as_rank(rank: int, way: str) -> dict[str, Any]:
+    with fake_group(2, rank):
+        return {**compile_step(way), "rank": rank, "values": None}
+
+
+def ranks(way: str, folder: str) -> list[dict[str, Any]]:
+    """Rank 0 fills ``folder``, of which ``folder-0`` is a copy, rank 1 comes to it, and both come
+    again."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    results = [as_rank(0, way)]
+    shutil.copytree(folder, folder + "-0")
+    return results + [as_rank(rank, way) for rank in (1, 0, 1)]
+
+
+def turns(folder: str, *ways: str) -> list[dict[str, Any]]:
+    """Ranks 0, 1, 0, ... come to ``folder``."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    return [as_rank(number % 2, way) for number, way in enumerate(ways)]
+
+
+def artifacts(*ways: str) -> list[dict[str, Any]]:
+    """What rank 0 saves is loaded into a new folder, for rank 1 and then for rank 0."""
+    return [result for way in ways for result in _artifacts(way)]
+
+
+def _artifacts(way: str) -> list[dict[str, Any]]:
+    from torch.compiler._cache import CacheArtifactManager
+
+    CacheArtifactManager.clear()
+    with fresh_cache():
+        results = [as_rank(0, way)]
+        saved = torch.compiler.save_cache_artifacts()
+    assert saved is not None
+    with fresh_cache():
+        torch.compiler.load_cache_artifacts(saved[0])
+        return results + [as_rank(rank, way) for rank in (1, 0)]
+
+
+def damaged(way: str) -> list[dict[str, Any]]:
+    """Rank 1 three times, with every entry of the caches cut in half before the second time."""
+    with fresh_cache():
+        results = [as_rank(1, way)]
+        cut = 0
+        for name in ("fxgraph", "aotautograd"):
+            for path in Path(cache_dir(), name).rglob("*"):
+                if path.is_file():
+                    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+                    cut += 1
+        if cut != 2 + 1:
+            raise AssertionError(f"{cut} entries")
+        return results + [as_rank(1, way) for _ in range(2)]
+
+
+def real(way: str) -> list[dict[str, Any]]:
+    """A rank of a gloo group, and what the model without a compiler gives."""
+    dist.init_process_group("gloo")
+    result = {"expected": step(model_of(way)), "rank": dist.get_rank(), **compile_step(way)}
+    dist.barrier()
+    return [result]
+
+
+def one_for_all(way: str) -> list[dict[str, Any]]:
+    """A rank of a gloo group, compiling for all ranks: what it makes, what the artifacts of rank 0
+    make of it, and what the model without a compiler gives."""
+    torch.distributed.config.compile_on_one_rank = True
+    dist.init_process_group("gloo")
+    with fresh_cache():
+        each = compile_step(way)
+        saved = torch.compiler.save_cache_artifacts()
+    box = [saved[0] if saved is not None and dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    with fresh_cache():
+        torch.compiler.load_cache_artifacts(box[0])
+        loaded = compile_step(way)
+    result = {"rank": dist.get_rank(), "each": each, "loaded": loaded}
+    result["expected"] = step(model_of(way))
+    dist.barrier()
+    return [result]
+
+
+# --- passes and config entries -------------------------------------------------------------------
 
 AB = teb.FSDPParamOrder.from_fqns([["a.weight", "b.weight"]])
 BA = teb.FSDPParamOrder.from_fqns([["b.weight", "a.weight"]])
@@ -68,6 +273,12 @@ def from_hooks(name, *args):
     return getattr(hooks, name)(*args)
 
 
+def edited(model):
+    """As after an edit of the package."""
+    _source._PACKAGE = "another digest"
+    return SETUPS["backend"](model)
+
+
 SETUPS = {
     "backend": by_backend(lambda: teb.BucketUnits(AB)),
     "backend, other order": by_backend(lambda: teb.BucketUnits(BA)),
@@ -75,6 +286,7 @@ SETUPS = {
     "backend, lambda": by_backend(lambda: teb.BucketUnits(AB, payload_order=lambda start: 0)),
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
     "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
+    "backend, edited": edited,
     "config": by_config(AB),
     "config, other order": by_config(BA),
     "config, model turned": by_config(AB),
@@ -118,7 +330,7 @@ class Log(logging.Handler):
             self.messages.append(f"{record.levelname} {record.name}: {record.getMessage()}")
 
 
-def run(name: str, mesh) -> dict[str, object]:
+def state_of(name: str, mesh: Any) -> dict[str, Any]:
     from torch._inductor import config
 
     torch._dynamo.reset()
@@ -133,29 +345,58 @@ def run(name: str, mesh) -> dict[str, object]:
     model = Pair(turned="turned" in name)
     compiler, settings = SETUPS[name](model)
     shard_by_parametrization(model, mesh)
-    with config.patch(settings), codes_run() as codes:
+    # The code that calls kernels shows whatever a pass changes; none need be compiled.
+    with config.patch({"fallback_by_default": True, **settings}), codes_run() as codes:
         torch.compile(model, backend=compiler)(torch.ones(4, 8)).sum().backward()
     for logger in loggers:
         logger.removeHandler(log)
-    return {
-        "name": name,
-        **states(),
-        "codes": codes,
-        "log": log.messages,
-        "file": teb.__file__,
-    }
+    return {"name": name, **states(), "codes": codes, "log": log.messages, "file": teb.__file__}
 
 
-def main(names: list[str]) -> None:
+def uuids(name: str) -> dict[str, Any]:
+    """Before anything imports the passes that are switched off here."""
+    off = ["combine_uses", "separate_groups"]
+    assert not [m for m in off if f"torch_ext_bucketing.rewrites.{m}" in sys.modules]
+    os.environ["TORCH_EXT_BUCKETING_DISABLE"] = "CombineUses, SeparateGroups"
+    disabled = teb.backend("aot_eager").passes.disabled
+    from torch_ext_bucketing.passes.pipeline import Pipeline
+
+    order = teb.FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
+    passes = [
+        teb.ReshardAfterForward(["a"]),
+        teb.TagParameters(),
+        teb.ReshardAfterForward(),
+        teb.BucketUnits(order),
+        teb.BucketUnits(order, payload_order=None),
+        teb.BucketUnits(order, kinds=("all_gather",)),
+        teb.BucketUnits([["a"]]),
+    ]
+    found = [*(p.uuid() for p in passes), Pipeline(passes[1:]).uuid()]
+    del os.environ["TORCH_EXT_BUCKETING_DISABLE"]
+    return {"name": name, "disabled": disabled, "uuids": found}
+
+
+def setups(*names: str) -> list[dict[str, Any]]:
+    """Hits, misses and bypasses of both caches for each of ``SETUPS``, digests of the code that ran
+    (forward, backward) and what was logged; of "uuids" those of some passes. Names of config entries need the hooks, which are
+    installed where one is asked for."""
     if any(name.startswith("config") for name in names):
         teb.hooks.install()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    for name in names:
-        print(json.dumps(run(name, mesh)), flush=True)
-    dist.destroy_process_group()
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        return [uuids(n) if n == "uuids" else state_of(n, mesh) for n in names]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    name, *arguments = sys.argv[1:]
+    functorch_config.autograd_cache_allow_custom_autograd_functions = name != "setups"
+    results = globals()[name](*arguments)
+    lines = "".join(json.dumps(r) + "\n" for r in results)
+    sys.stdout.write(lines)  # at once, so that lines of two ranks don't mix
+    sys.stdout.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -9,8 +9,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 C10D = torch.ops._c10d_functional
 
@@ -33,6 +35,16 @@ STARTS = {
     C10D.all_reduce.default: "all_reduce",
     C10D.all_reduce_.default: "all_reduce",
 }
+
+
+@contextlib.contextmanager
+def fake_group(world: int, rank: int = 0) -> Iterator[None]:
+    """A fake process group of ``world`` ranks, of which this process is ``rank``."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -83,12 +95,15 @@ def show(gm: fx.GraphModule) -> str:
 
 
 def run_all_ranks(
-    gm: fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]]
+    gm: fx.GraphModule,
+    inputs: Sequence[Sequence[torch.Tensor]],
+    peers: Callable[[int, str], list[int]] | None = None,
 ) -> list[list[torch.Tensor]]:
     """Run one graph on every rank of the world in lockstep; ``inputs[rank]`` are its placeholders.
 
-    All groups are taken to span the world. Reductions add in rank order. Gathers and
-    reduce-scatters read their input from the start to the wait: it must not change in between.
+    All groups are taken to span the world, or ``peers`` are the ranks of the group of that name
+    that a rank is in. Reductions add in rank order. Gathers and reduce-scatters read their input
+    from the start to the wait: it must not change in between.
     """
     world = len(inputs)
     env: list[dict[fx.Node, Any]] = [{} for _ in range(world)]
@@ -121,24 +136,62 @@ def run_all_ranks(
             results = [torch.cat([parts[rank] for parts in sent]) for rank in range(world)]
         elif kind is None:
             results = [node.target(*a, **k) for a, k in zip(args, kwargs, strict=True)]
-        elif kind == "all_gather":
-            gathered = torch.cat([a[0] for a in args])
-            results = [k["out"].copy_(gathered) if "out" in k else gathered.clone() for k in kwargs]
         else:
-            total = args[0][0].clone()
-            for a in args[1:]:
-                total = total + a[0]
-            if args[0][1] == "avg":
-                total = total / world
-            if kind == "reduce_scatter":
-                results = [c.clone() for c in total.chunk(world)]
-            elif node.target is C10D.all_reduce_.default:
-                results = [a[0].copy_(total) for a in args]
-            else:
-                results = [total.clone() for _ in args]
+            results = []
+            for rank in range(world):
+                mine = list(range(world)) if peers is None else peers(rank, args[rank][-1])
+                values = [args[peer][0] for peer in mine]
+                assert peers is None or kind == "all_gather" or values[0].is_contiguous()
+                results.append(_of_group(kind, values, args[rank][1], mine.index(rank)))
+            if node.target is C10D.all_reduce_.default:
+                results = [a[0].copy_(r) for a, r in zip(args, results, strict=True)]
+            results = [
+                k["out"].copy_(r) if "out" in k else r for k, r in zip(kwargs, results, strict=True)
+            ]
         for rank in range(world):
             env[rank][node] = results[rank]
     raise AssertionError("the graph has no output")
+
+
+def _of_group(kind: str, values: list[torch.Tensor], op: object, place: int) -> torch.Tensor:
+    """What the rank at this place of a group gets."""
+    if kind == "all_gather":
+        return torch.cat(values)
+    total = values[0].clone()
+    for value in values[1:]:
+        total = torch.maximum(total, value) if op == "max" else total + value
+    if op == "avg":
+        total = total / len(values)
+    return total if kind == "all_reduce" else total.chunk(len(values))[place].clone()
+
+
+def assert_same(
+    found: Sequence[Sequence[torch.Tensor]], expected: Sequence[Sequence[torch.Tensor]]
+) -> None:
+    """On every rank the same values."""
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def lines_run(function: Callable[[], object], folder: str = "") -> int:
+    """How many lines of Python a call runs, in files below ``folder``."""
+    count = 0
+
+    def in_function(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return in_function
+
+    def on_call(frame: FrameType, event: str, arg: object) -> Any:
+        return in_function if frame.f_code.co_filename.startswith(folder) else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 def _run_script(rank: object, script: str) -> Any:

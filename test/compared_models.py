@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from sharded_models import shard_by_parametrization
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.graph.collectives import kind_of
@@ -64,32 +63,32 @@ def inputs(step: int, rank: int) -> torch.Tensor:
     return torch.randn(6, DIM, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
+def of_kind(kind: str) -> Any:
+    return Model(kind), inputs
+
+
 def sound() -> Any:
-    return Model(), inputs
+    return of_kind("")
 
 
 def randomly() -> Any:
-    return Model("random"), inputs
-
-
-def branching() -> Any:
-    return Model("branch"), inputs
-
-
-def decomposed() -> Any:
-    return Model("decomposed"), inputs
-
-
-def crossing() -> Any:
-    return Model("crossing"), inputs
-
-
-def twice() -> Any:
-    return Model("twice"), inputs
+    return of_kind("random")
 
 
 def rounded() -> Any:
     return Model("rounded"), lambda step, rank: inputs(step, rank).bfloat16()
+
+
+def without(name: str, model: nn.Module) -> Any:
+    return [p for p in teb.recipe(model) if p.name != name]
+
+
+def tied_and_uneven() -> Any:
+    """Of several uses, one by a layer that is uneven over the ranks."""
+    model = Model("twice")
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    model.last = nn.Linear(DIM, DIM + 1)
+    return model, rounded()[1]
 
 
 def failing() -> Any:
@@ -110,18 +109,6 @@ def no_blocks() -> Any:
 
 def no_loss() -> Any:
     return nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)), inputs
-
-
-def without_add_by_unit(model: nn.Module) -> Any:
-    return [p for p in teb.recipe(model) if p.name != "AddByUnit"]
-
-
-def without_combine_uses(model: nn.Module) -> Any:
-    return [p for p in teb.recipe(model) if p.name != "CombineUses"]
-
-
-def without_scatter_first(model: nn.Module) -> Any:
-    return [p for p in teb.recipe(model) if p.name != "ReduceScatterFirst"]
 
 
 def other_units(model: nn.Module) -> Any:
@@ -156,7 +143,3 @@ def all_but_last(model: Model, mesh: Any) -> None:
     last, model.last = model.last, nn.Identity()
     teb.data_parallel(model, mesh)
     model.last = last
-
-
-def replicas_first(model: nn.Module, mesh: Any) -> None:
-    shard_by_parametrization(model, mesh)

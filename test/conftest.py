@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Inductor would compile and load six small programs, in processes of their own, in every cache
@@ -28,6 +29,12 @@ if gold := shutil.which("ld.gold"):
 
 from torch_ext_bucketing import hooks
 from torch_ext_bucketing.testing import ranks
+
+# How long an example takes depends on what else runs; what a fixture makes is good for all of them.
+hypothesis.settings.register_profile(
+    "here", deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+hypothesis.settings.load_profile("here")
 
 HOOKS = ("test_hooks", "test_patch")
 """How files begin that are about the hooks."""
@@ -128,12 +135,8 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.fixture
 def fake_world(request: pytest.FixtureRequest) -> Iterator[int]:
     """A fake process group, of 4 ranks or as many as the test asks for by parametrization."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from collective_graphs import fake_group
 
     world_size = getattr(request, "param", 4)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
+    with fake_group(world_size):
         yield world_size
-    finally:
-        dist.destroy_process_group()

@@ -26,7 +26,6 @@ import torch.fx as fx
 from collective_graphs import C10D, run_all_ranks
 from random_graphs import WORLD, Builder
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
@@ -50,42 +49,23 @@ from torch_ext_bucketing.testing.sums import RingTopology
 
 GROUPS = ("0", "1")
 _aten = torch.ops.aten
-_MODE = FakeTensorMode()
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.int64)
 
 
 # -- graphs ---------------------------------------------------------------------------------------
 
 
-class OddBuilder(Builder):
-    """Also builds tensors of several dimensions, and what nobody should have built."""
-
-    def shaped(self, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
-        node = self.graph.placeholder(f"p{len(self.leaves)}")
-        with _MODE:
-            node.meta["val"] = torch.empty(shape, dtype=dtype)
-        self.leaves.append(node)
-        return node
-
-    def op(self, target: Any, *args: Any) -> fx.Node:
-        """A call whose value is what the operator itself makes of fake tensors."""
-        node = self.graph.call_function(target, args)
-        values = fx.map_arg(args, lambda n: n.meta["val"])
-        with _MODE:
-            node.meta["val"] = target(*values)
-        return node
-
-    def start(self, kind: str, x: fx.Node, group: str, op: str) -> fx.Node:
-        if kind == "all_gather":
-            return self.op(C10D.all_gather_into_tensor.default, x, WORLD, group)
-        if kind == "reduce_scatter":
-            return self.op(C10D.reduce_scatter_tensor.default, x, op, WORLD, group)
-        return self.op(C10D.all_reduce.default, x, op, group)
+def started(b: Builder, kind: str, x: fx.Node, group: str, op: str) -> fx.Node:
+    if kind == "all_gather":
+        return b.op(C10D.all_gather_into_tensor.default, x, WORLD, group)
+    if kind == "reduce_scatter":
+        return b.op(C10D.reduce_scatter_tensor.default, x, op, WORLD, group)
+    return b.op(C10D.all_reduce.default, x, op, group)
 
 
 def odd_graph(rng: random.Random) -> tuple[fx.GraphModule, bool]:
     """A graph, and whether ``run_all_ranks`` can run it and it is in order."""
-    b = OddBuilder()
+    b = Builder()
     runs = True
     values: list[fx.Node] = []
     for _ in range(rng.randint(0, 5)):
@@ -105,7 +85,7 @@ def odd_graph(rng: random.Random) -> tuple[fx.GraphModule, bool]:
                 runs = False  # chunks of several sizes
             if kind == "all_gather" and not val.ndim:
                 runs = False
-            start = b.start(kind, x, rng.choice(GROUPS), rng.choice(("sum", "sum", "avg")))
+            start = started(b, kind, x, rng.choice(GROUPS), rng.choice(("sum", "sum", "avg")))
             for _ in range(rng.choice((0, 1, 1, 1, 1, 1, 1, 1, 2))):
                 values.append(b.op(C10D.wait_tensor.default, start))
                 outputs += [values[-1]] * (rng.random() < 0.8)

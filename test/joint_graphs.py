@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from collective_graphs import C10D
+from collective_graphs import C10D, run_all_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_ext_bucketing.graph.collectives import argument, group_name, kind_of, set_group_name
+from torch_ext_bucketing.graph.collectives import group_name, kind_of, set_group_name
 from torch_ext_bucketing.graph.tags import Tag, set_tag
 
 
@@ -86,44 +86,20 @@ class Joint:
     ) -> list[list[torch.Tensor]]:
         """Run the graph on all ranks in lockstep; ``inputs[rank]`` are its placeholders. Sums add
         in rank order. Returns every rank's flat outputs."""
-        env: list[dict[fx.Node, Any]] = [{} for _ in range(self.world)]
-        feeds = [iter(i) for i in inputs]
-        ranks = range(self.world)
-        for node in gm.graph.nodes:
-            if node.op == "placeholder":
-                for rank in ranks:
-                    env[rank][node] = next(feeds[rank]).clone()
-                continue
-            given = [
-                fx.node.map_arg((node.args, node.kwargs), lambda n, rank=rank: env[rank][n])
-                for rank in ranks
-            ]
-            if node.op == "output":
-                return [list(args[0]) for args, _ in given]
-            kind = kind_of(node)
-            if kind is None:
-                results = [node.target(*args, **kwargs) for args, kwargs in given]
-            else:
-                values = [args[0] for args, _ in given]
-                group, op = group_name(node), argument(node, "reduce_op")
-                results = [self._collective(kind, values, r, group, op) for r in ranks]
-            for rank in ranks:
-                env[rank][node] = results[rank]
-        raise AssertionError("the graph has no output")
+        return run_all_ranks(gm, inputs, self.peers)
 
-    def _collective(self, kind, values, rank, group, op):
-        peers = self.peers(rank, group)
-        if kind == "all_gather":
-            return torch.cat([values[p] for p in peers])
-        total = values[peers[0]].clone(memory_format=torch.contiguous_format)
-        for p in peers[1:]:
-            total = torch.maximum(total, values[p]) if op == "max" else total + values[p]
-        if op == "avg":
-            total = total / len(peers)
-        if kind == "all_reduce":
-            return total
-        assert values[rank].is_contiguous()
-        return total.chunk(len(peers))[peers.index(rank)].clone()
+    def inputs(
+        self, *shapes: tuple[tuple[int, ...], torch.dtype], seed: int = 0, integers: bool = False
+    ) -> list[list[torch.Tensor]]:
+        """Of every rank; small whole numbers add up alike in any order."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            if integers:
+                return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        return [[draw(*shape) for shape in shapes] for _ in range(self.world)]
 
 
 def mark_accumulations(gm: fx.GraphModule) -> None:

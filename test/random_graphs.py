@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -35,10 +36,26 @@ class Builder:
     nodes apart by it. ``share`` saves most of the time that building takes.
     """
 
-    def __init__(self, share: bool = False) -> None:
+    def __init__(self, share: bool = False, mode: FakeTensorMode = _MODE) -> None:
         self.graph = fx.Graph()
         self.fake = shared if share else fresh
+        self.mode = mode
         self.leaves: list[fx.Node] = []
+
+    def shaped(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> fx.Node:
+        """An input of any shape."""
+        node = self.graph.placeholder(f"p{len(self.leaves)}")
+        with self.mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        self.leaves.append(node)
+        return node
+
+    def op(self, target: Any, *args: Any) -> fx.Node:
+        """A call whose value is what the operator itself makes of fake tensors."""
+        node = self.graph.call_function(target, args)
+        with self.mode:
+            node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        return node
 
     def call(self, target, args, numel, dtype) -> fx.Node:
         node = self.graph.call_function(target, args)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.fx as fx
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
+from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
 from torch_ext_bucketing.graph.collectives import Kind, kind_of
 from torch_ext_bucketing.graph.tags import Tag
+from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.testing.training import train
 
 
 class Block(nn.Module):
@@ -68,6 +74,12 @@ class RedistributeParametrization(nn.Module):
         return full.to_local(grad_placements=[Partial("avg")] * self.dims)
 
 
+def checkpointed(*modules: nn.Module) -> None:
+    """Their forward is computed again in backward."""
+    for module in modules:
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+
+
 def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     done: dict[nn.Parameter, nn.Parameter] = {}
@@ -105,6 +117,14 @@ def shard_by_property(
             properties = {n: property(lambda self, n=n: gather(self._parameters[n])) for n in names}
             module.__class__ = type(type(module).__name__, (type(module),), properties)
     return model
+
+
+class Keep(dict[str, fx.GraphModule]):
+    """A callable backend that keeps the graphs it is given, by stage."""
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        self[stage_of(gm.graph)] = gm
+        return gm.forward
 
 
 class Capture:
@@ -157,6 +177,52 @@ def step(model: Any, *inputs: torch.Tensor) -> None:
     out = model(*inputs)
     if out.requires_grad:
         out.float().sum().backward()
+
+
+def eager_fsdp2(
+    model: nn.Module,
+    units: Iterable[str | Sequence[str]],
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    **more: Any,
+) -> nn.Module:
+    """``fully_shard`` per unit, in place, with no cast of the model's inputs."""
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
+    for unit in units:
+        names = [unit] if isinstance(unit, str) else unit
+        modules = [model.get_submodule(name) for name in names]
+        fully_shard(modules, mesh=mesh, mp_policy=policy, **more)
+    return model
+
+
+def small_transformer(layers: int = 2) -> Transformer:
+    # 33 rows are uneven over the ranks.
+    config = ModelConfig(vocab=37, dim=32, layers=layers, heads=4, kv_heads=2, hidden=33, max_seq=8)
+    return Transformer(config)
+
+
+def tokens_of(rank: int, vocabulary: int, *shape: int) -> Callable[[int], torch.Tensor]:
+    """This rank's tokens, by the number of the step."""
+
+    def tokens(number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        return torch.randint(0, vocabulary, shape, generator=generator)
+
+    return tokens
+
+
+def trained(
+    model: nn.Module, run: Any, tokens: Callable[[int], torch.Tensor], steps: int = 3
+) -> list[str]:
+    """Digests of this rank's shards of all weights, after each step."""
+
+    def forward_backward(number: int) -> torch.Tensor:
+        loss = run(tokens(number)).float().logsumexp(-1).mean()
+        loss.backward()
+        return loss
+
+    return train(model, forward_backward, steps, lr=1e-2).digests
 
 
 def collectives(graph: fx.GraphModule) -> list[fx.Node]:

@@ -9,20 +9,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import json
 import logging
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from collective_graphs import fake_group
 from patching_trees import copy_package, run_python
 from test_pack import CONFIG
-from test_warm import BYPASS, HIT, MISS, assert_state
+from test_warm import BYPASS, CHILD, HIT, MISS, assert_state, run
 from torch._inductor import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,9 +29,6 @@ from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.passes import cache_key as _cache_key
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.scheduling.machine import Level
-
-CHILD = Path(__file__).parent / "cache_child.py"
-LIMIT_S = 400
 
 HOOKS = """
 from torch_ext_bucketing import BucketUnits
@@ -56,29 +50,12 @@ class Checkout:
         self.hooks = self.folder / "hooks.py"
         self.hooks.write_text(HOOKS)
 
-    def command(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        ours = ("TORCH_", "TORCHINDUCTOR")
-        env = {k: v for k, v in os.environ.items() if not k.startswith(ours) or "VEC_ISA" in k}
-        env |= {
-            "PYTHONPATH": os.pathsep.join([str(self.folder), str(CHILD.parent)]),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.cache),
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        }
-        return subprocess.run(
-            [sys.executable, *arguments],
-            env=env,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
+    def run(self, *names: str, seed: int = 0) -> dict[str, dict[str, Any]]:
+        """Results by name, of a new process, whose hashes of strings are by ``seed``."""
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(self.cache), "PYTHONHASHSEED": str(seed)}
+        results = run(
+            str(CHILD), "setups", *names, paths=(self.folder, CHILD.parent), **environment
         )
-
-    def run(self, *names: str) -> dict[str, dict[str, Any]]:
-        """Results by name, of a new process."""
-        done = self.command(str(CHILD), *names)
-        assert done.returncode == 0, done.stderr[-6000:]
-        results = [json.loads(line) for line in done.stdout.splitlines()]
         assert [r["name"] for r in results] == list(names)
         assert all(Path(r.get("file", self.folder)).is_relative_to(self.folder) for r in results)
         return {r["name"]: r for r in results}
@@ -101,37 +78,34 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 @pytest.fixture(scope="module")
 def cold(checkout: Checkout) -> dict[str, dict[str, Any]]:
     """The first process. What every later one is compared with."""
-    return checkout.run(*CACHED)
-
-
-def test_cold_processes_miss(cold: dict[str, dict[str, Any]]):
-    for name in CACHED:
-        assert_state(cold[name], MISS)
-        assert len(cold[name]["codes"]) == 2, cold[name]
+    return checkout.run("uuids", *CACHED, seed=1)
 
 
 @pytest.fixture(scope="module")
 def warm(checkout: Checkout, cold: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """A second process: the same settings again, then others."""
-    return checkout.run(*CACHED, *OTHERS, "backend, lambda")
+    return checkout.run("uuids", *CACHED, *OTHERS, "backend, lambda", "backend, edited", seed=2)
 
 
-def test_same_settings_hit_in_a_new_process(warm, cold):
+def test_uuids_differ_by_settings_and_not_by_process(warm, cold):
+    """And all passes can be switched off by name in a process that has imported none of them."""
+    assert warm["uuids"] == cold["uuids"]
+    assert cold["uuids"]["disabled"] == []  # of no pass, and no error
+    uuids = cold["uuids"]["uuids"]
+    assert len(set(uuids)) == len(uuids) == 8
+
+
+def test_the_same_settings_hit_in_a_new_process_and_others_miss(warm, cold):
     for name in CACHED:
+        assert_state(cold[name], MISS)
+        assert len(cold[name]["codes"]) == 2, cold[name]
         assert_state(warm[name], HIT)
         assert warm[name]["codes"] == cold[name]["codes"]
         assert not warm[name]["log"]
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_settings_miss(warm, name):
-    assert_state(warm[name], MISS)
-
-
-def test_another_order_makes_other_code(warm, cold):
-    forward, backward = warm["backend, other order"]["codes"]
-    assert forward != cold["backend"]["codes"][0]
-    assert backward != cold["backend"]["codes"][1]
+    for name in OTHERS:
+        assert_state(warm[name], MISS)
+    codes = zip(warm["backend, other order"]["codes"], cold["backend"]["codes"], strict=True)
+    assert all(one != other for one, other in codes)
 
 
 def test_a_plain_function_bypasses_with_a_reason(warm):
@@ -146,8 +120,7 @@ def test_a_plain_function_bypasses_with_a_reason(warm):
     assert "give it a uuid() to be cached" in line
 
 
-def test_edited_sources_do_not_get_the_old_graph(checkout, cold):
-    """Of a user's pass, then of the package."""
+def test_an_edited_pass_does_not_get_the_old_graph(checkout, cold):
     checkout.hooks.write_text(EDITED_HOOKS)
     try:
         now = checkout.run("backend, own pass", "backend")
@@ -159,14 +132,12 @@ def test_edited_sources_do_not_get_the_old_graph(checkout, cold):
     ):
         assert was != code
     assert_state(now["backend"], HIT)
-    module = checkout.folder / "torch_ext_bucketing" / "bucketing" / "caps.py"
-    checkout.edit(module, "_MIB = 1024 * 1024\n", "_MIB = 1024 * 1024 \n")
-    try:
-        now = checkout.run("backend")
-    finally:
-        checkout.edit(module, "_MIB = 1024 * 1024 \n", "_MIB = 1024 * 1024\n")
-    assert_state(now["backend"], MISS)
-    assert now["backend"]["codes"] == cold["backend"]["codes"]
+
+
+def test_an_edited_package_does_not_get_the_old_graph(warm, cold):
+    """That an edit of any module changes the digest, is shown below."""
+    assert_state(warm["backend, edited"], MISS)
+    assert warm["backend, edited"]["codes"] == cold["backend"]["codes"]
 
 
 def test_compiling_in_a_subprocess_is_refused(fake_world, monkeypatch):
@@ -333,15 +304,9 @@ def test_what_has_no_uuid(caplog):
 
 
 def test_group_sizes_and_ranks_count():
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     def uuid(world: int, rank: int = 0) -> str | None:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        try:
+        with fake_group(world, rank):
             return teb.BucketByCap(kinds=("all_reduce",)).uuid()
-        finally:
-            dist.destroy_process_group()
 
     assert uuid(4) == uuid(4) != uuid(8)
     assert uuid(4, rank=1) == uuid(4, rank=1) != uuid(4), "a bucketed gather has the rank inside"

@@ -6,12 +6,14 @@ import functools
 import json
 import random
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import compared_models as models
 import pytest
 import torch
+from sharded_models import shard_by_parametrization
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.__main__ import main
@@ -33,12 +35,18 @@ MODELS: dict[str, Case] = {
         "reduce_dtype": "float32",
     },
     "nondeterminism": {"build": models.randomly},
-    "Dynamo": {"build": models.branching},
-    "decompositions": {"build": models.decomposed},
-    "activations": {"build": models.crossing, "passes": models.without_add_by_unit},
-    "equal by unit": {"build": models.crossing},
+    "Dynamo": {"build": partial(models.of_kind, "branch")},
+    "decompositions": {"build": partial(models.of_kind, "decomposed")},
+    "activations": {
+        "build": partial(models.of_kind, "crossing"),
+        "passes": partial(models.without, "AddByUnit"),
+    },
+    "equal by unit": {"build": partial(models.of_kind, "crossing")},
     "no collective": {"build": models.sound, "shard": models.all_but_last},
-    "uses": {"build": models.twice, "passes": models.without_combine_uses},
+    "uses": {
+        "build": partial(models.of_kind, "twice"),
+        "passes": partial(models.without, "CombineUses"),
+    },
 }
 # On two ranks a + b is b + a.
 ORDERS: dict[str, Case] = {
@@ -46,16 +54,25 @@ ORDERS: dict[str, Case] = {
     "payload order": {"build": models.sound, "passes": models.graph_order},
     "unknown": {"build": models.sound, "passes": models.without_average},
     "rank order": {"build": models.sound, "passes": models.rank_order},
-    "hybrid order": {
-        "build": models.sound,
-        "shard": models.replicas_first,
-        "passes": models.without_scatter_first,
-        "replicas": 2,
-    },
 }
 
 
-GROUPS = {"models": (2, MODELS), "orders": (4, ORDERS)}
+HYBRID: dict[str, Case] = {
+    "hybrid order": {
+        "build": models.sound,
+        "shard": shard_by_parametrization,
+        "passes": partial(models.without, "ReduceScatterFirst"),
+        "replicas": 2,
+    },
+    "equal, replicas first": {
+        "build": models.tied_and_uneven,
+        "shard": partial(shard_by_parametrization, dtype=torch.bfloat16),
+        "replicas": 2,
+        "param_dtype": "bfloat16",
+        "reduce_dtype": "float32",
+    },
+}
+GROUPS = {"models": (2, MODELS), "orders": (4, ORDERS), "hybrid": (4, HYBRID)}
 ORDER_MARKS = (pytest.mark.slow, pytest.mark.once)
 
 
@@ -90,6 +107,7 @@ FOUND = {
     ("group", "name"),
     [
         *(("models", name) for name in MODELS),
+        *(("hybrid", name) for name in HYBRID),
         *(pytest.param("orders", name, marks=ORDER_MARKS) for name in ORDERS),
     ],
 )

@@ -24,12 +24,10 @@ from torch_ext_bucketing.scheduling.options import Options
 from torch_ext_bucketing.scheduling.timeline import Timeline
 
 _aten = torch.ops.aten
-pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def _world(fake_world: int) -> int:
-    return fake_world
+pytestmark = [
+    pytest.mark.usefixtures("fake_world"),
+    pytest.mark.parametrize("fake_world", [2], indirect=True),
+]
 
 
 class Numbers(Builder):
@@ -195,7 +193,7 @@ def test_what_checks_and_counts_on_the_cpu_takes_no_time_and_no_memory():
 
 
 @given(value=st.integers(0, 4), options=OPTIONS, numbers=st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_same_values_and_the_same_failures(value: int, options: Options, numbers: int):
     """Checks fail in any order of the graph in which they fail in its own."""
     b = Numbers()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.parity_ranks import run_rows
+from benchmarks.parity import run_rows
 from benchmarks.parity_results import combine
 from benchmarks.parity_rows import ROWS
 from torch_ext_bucketing._torch import inductor

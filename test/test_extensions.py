@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.fx as fx
 import torch.nn as nn
 from extended_models import DIM, TensorScaled, Wrapper, even, planes, uneven, wrap
+from sharded_models import eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_ext_bucketing as teb
@@ -116,9 +116,7 @@ def _gathered(rank: int) -> tuple[list[bytes], list[bytes]]:
     torch.manual_seed(0)
     model, inputs = even()
     copied, mesh = copy.deepcopy(model), init_device_mesh("cpu", (2,))
-    policy = MixedPrecisionPolicy(**DTYPES, cast_forward_inputs=False)
-    for block in (*model.blocks, model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+    eager_fsdp2(model, ["blocks.0", "blocks.1", ""], mesh, **DTYPES)
     teb.data_parallel(copied, mesh, **DTYPES)
     states = (m.state_dict().items() for m in (model, copied))
     for (one, saved), (other, mine) in zip(*states, strict=True):

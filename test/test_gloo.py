@@ -29,30 +29,21 @@ def test_one_thread(tmp_path):
     assert x.tolist() == [1, 1, 1]
 
 
-def test_an_operation_is_done_when_cpp_lets_go():
+@pytest.mark.parametrize(
+    ("call", "args", "kwargs"),
+    [
+        (held_by_cpp, lambda x: [x], {}),
+        (lambda lists, *, root: held_by_cpp(lists[0][0]), lambda x: [[[x]]], {"root": 1}),
+        (lambda *, tensors: held_by_cpp(tensors[0]), lambda x: [], {"tensors": None}),
+    ],
+    ids=["alone", "in lists", "by keyword"],
+)
+def test_an_operation_is_done_when_cpp_lets_go(call, args, kwargs):
+    """What it held before is not waited for."""
     flight, x = InFlight(), torch.ones(3, requires_grad=True)
     assert flight.is_done()
-    held = flight.run(held_by_cpp, x)
-    assert not flight.is_done()
-    held.clear()
-    assert flight.is_done()
-
-
-def test_an_operation_finds_tensors_in_lists_and_keywords():
-    flight, x = InFlight(), torch.ones(3, requires_grad=True)
-    held = flight.run(lambda lists, *, root: held_by_cpp(lists[0][0]), [[x]], root=1)
-    assert not flight.is_done()
-    held.clear()
-    held = flight.run(lambda *, tensors: held_by_cpp(tensors[0]), tensors=(x,))
-    assert not flight.is_done()
-    held.clear()
-    assert flight.is_done()
-
-
-def test_what_c_plus_plus_held_before_is_not_waited_for():
-    flight, x = InFlight(), torch.ones(3, requires_grad=True)
     earlier = held_by_cpp(x)
-    held = flight.run(held_by_cpp, x)
+    held = flight.run(call, *args(x), **{k: v or (x,) for k, v in kwargs.items()})
     assert not flight.is_done()
     held.clear()
     assert flight.is_done()

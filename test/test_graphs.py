@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from collective_graphs import fake_group
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import default_partition
@@ -22,8 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_tru
 from benchmarks import graphs, parallel, titan, tracing
 from benchmarks.graphs import NAMES, count, load, main
 from benchmarks.models import DeepSeek, DeepSeekConfig, Llama, LlamaConfig
-from benchmarks.serialize import from_data, to_data
-from benchmarks.symbols import Symbols, symbols_to_data
+from benchmarks.serialize import Symbols, from_data, symbols_to_data, to_data
 from torch_ext_bucketing._torch.symbols import symbol_facts
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_assertion, kind_of, started_by
@@ -400,12 +400,6 @@ def test_what_is_known_of_sizes_is_kept():
         from_data({"symbols": data}, FakeTensorMode(), torch.device("cpu"))
 
 
-def test_sizes_of_inputs_are_refused():
-    gm = make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.ones(3, 4))
-    with pytest.raises(TypeError, match=r"node .*s\d+ does not depend on data"):
-        to_data(gm)
-
-
 def test_torchtitans_model_says_what_it_needs(cache, capsys):
     if titan.problem():
         with pytest.raises(RuntimeError, match="pip install"):
@@ -414,13 +408,6 @@ def test_torchtitans_model_says_what_it_needs(cache, capsys):
         assert "left out: titan_deepseek_v3_fsdp64_ep8.forward, " in capsys.readouterr().err
     else:
         assert graphs.available(NAMES) == list(NAMES)
-
-
-def test_unknown_calls_are_refused():
-    graph = fx.Graph()
-    graph.output(graph.call_function(len, (graph.placeholder("x"),)))
-    with pytest.raises(TypeError, match=r"node len.*built-in function len"):
-        to_data(fx.GraphModule(torch.nn.Module(), graph))
 
 
 def test_constants_are_kept():
@@ -433,31 +420,38 @@ def test_constants_are_kept():
     assert torch.equal(getattr(back, node.target), constant)
 
 
-def test_bad_names_and_layers(cache):
-    with pytest.raises(KeyError, match=r"llama3_8b_fsdp64\.forward"):
-        load("llama3_8b", cache=cache)
-    with pytest.raises(ValueError, match="at least 1"):
-        load(NAMES[0], 0, cache=cache)
+def to_data_of_len():
+    graph = fx.Graph()
+    graph.output(graph.call_function(len, (graph.placeholder("x"),)))
+    to_data(fx.GraphModule(torch.nn.Module(), graph))
 
 
-def test_layouts_that_do_not_divide():
-    with pytest.raises(ValueError, match="multiple"):
-        parallel.Layout(fsdp=10, expert=4)
-    with pytest.raises(ValueError, match="together"):
-        parallel.Layout(fsdp=8, expert=2, tensor=2)
+def to_data_of_sizes_of_inputs():
+    to_data(make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.ones(3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: load("llama3_8b"), KeyError, r"llama3_8b_fsdp64\.forward"),
+        (lambda: load(NAMES[0], 0), ValueError, "at least 1"),
+        (lambda: parallel.Layout(fsdp=10, expert=4), ValueError, "multiple"),
+        (lambda: parallel.Layout(fsdp=8, expert=2, tensor=2), ValueError, "together"),
+        (to_data_of_len, TypeError, "node len.*built-in function len"),
+        (to_data_of_sizes_of_inputs, TypeError, r"node .*s\d+ does not depend on data"),
+    ],
+)
+def test_what_is_no_graph_is_refused(cache, call, error, match):
+    with pytest.raises(error, match=match):
+        call()
 
 
 def test_a_world_of_someone_else_is_left_alone(cache):
     parallel.end_world()
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with fake_group(2):
         with pytest.raises(RuntimeError, match="initialised already"):
             parallel.start_world(parallel.Layout(fsdp=4))
         assert dist.get_world_size() == 2
-    finally:
-        dist.destroy_process_group()
 
 
 def test_command_line_lists(capsys):

@@ -449,24 +449,17 @@ def found_in(root: Path) -> list[str]:
     return run_python(FIND, root).stdout.splitlines()
 
 
-def test_patches_are_found_from_a_wheel_and_from_a_checkout(tmp_path: Path) -> None:
+def test_patches_are_found_from_a_wheel_from_an_sdist_and_from_a_checkout(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", reason="setuptools is needed to build")
-    wheel = build(
-        tmp_path, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", ".", "-w"
-    )
-    with zipfile.ZipFile(wheel) as archive:
+    wheel = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", ".", "-w")
+    with zipfile.ZipFile(build(tmp_path / "wheel", *wheel)) as archive:
         assert shipped(archive.namelist(), "_torch_patches/") == FILES
         archive.extractall(tmp_path / "installed")
     sizes = str([len(s.diffs) for s in series.list_series()])
     package = tmp_path / "installed" / "torch_ext_bucketing"
     assert found_in(tmp_path / "installed") == [str(package / "_torch_patches"), sizes]
     assert found_in(ROOT) == [str(SERIES), sizes]  # as an editable install sees it
-
-
-def test_patches_are_found_from_an_sdist(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools", reason="setuptools is needed to build")
-    sdist = build(tmp_path, "setup.py", "-q", "sdist", "-d")
-    with tarfile.open(sdist) as archive:
+    with tarfile.open(build(tmp_path / "sdist", "setup.py", "-q", "sdist", "-d")) as archive:
         files = [member.name for member in archive.getmembers() if member.isfile()]
         assert shipped(files, "/torch_patches/") == FILES
         archive.extractall(tmp_path / "unpacked", filter="data")

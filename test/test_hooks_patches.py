@@ -59,7 +59,7 @@ def apply(diff: bytes, data: bytes | None) -> bytes:
 
 
 @needs_git
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(old=TEXT, new=TEXT, context=st.integers(1, 4))
 def test_what_git_writes_is_applied(old: bytes, new: bytes, context: int, tmp_path_factory) -> None:
     folder = tmp_path_factory.mktemp("git")
@@ -75,7 +75,7 @@ LINES = TEXT.map(lambda text: text + b"\n" if text and not text.endswith(b"\n") 
 
 
 @needs_git
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(old=LINES, new=LINES, other=LINES, above=LINES)
 def test_on_a_changed_file_it_agrees_with_git_apply_or_refuses(
     old, new, other, above, tmp_path_factory

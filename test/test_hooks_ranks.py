@@ -9,9 +9,9 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 from patching_trees import needs_unpatched_torch
+from sharded_models import eager_fsdp2
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torch_ext_bucketing as teb
 from benchmarks.parity_ranks import aten_kernels
@@ -61,9 +61,7 @@ def one_unit(rank: Rank) -> dict[str, tuple[list[str], dict[str, int]]]:
     with ring_rank(rank, RingTopology(ranks_per_node=2, channels=8, chunk_bytes=128)):
         mesh = init_device_mesh("cpu", (rank.world_size,))
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
-        eager = small_model()
-        policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-        fully_shard(eager, mesh=mesh, mp_policy=policy)
+        eager = eager_fsdp2(small_model(), [""], mesh, **dtypes)
         order = teb.FSDPParamOrder.from_fsdp(eager)
         results = {"eager": digests(rank, eager, eager)}
         for name, field in RUNS.items():

@@ -11,15 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from sharded_models import TwoBlocks
+from collective_graphs import fake_group
+from sharded_models import Keep, TwoBlocks, checkpointed, eager_fsdp2, tokens_of, trained
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
-from benchmarks.keep_all import least_ms
-from benchmarks.keep_models import random_joint, random_planner, unit_of
-from torch_ext_bucketing._torch.aot import must_recompute, stage_of
+from benchmarks.keep_random import least_ms, random_joint, random_planner, unit_of
+from torch_ext_bucketing._torch.aot import must_recompute
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.fsdp.tag_graph import parameter_chains
 from torch_ext_bucketing.graph.collectives import kind_of
@@ -60,11 +58,7 @@ STAGES = ("forward", "backward")
 MODULES = block_units(f"{n}.w" for n in NAMES)
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Look(teb.GraphPass):
@@ -79,27 +73,15 @@ class Look(teb.GraphPass):
         self.function(graph_of(graph))
 
 
-def checkpoint_blocks(model):
-    for block in model.layers:
-        forward = block.forward
-        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
-    return model
-
-
-def compiled(*passes, checkpointed=False, vocabulary=64, model=TwoBlocks):
+def compiled(*passes, again=False, vocabulary=64, model=TwoBlocks):
     """A small model's graphs by stage, and the report."""
-    graphs = {}
-
-    def keep(gm, inputs):
-        graphs[stage_of(gm.graph)] = gm
-        return gm.forward
-
+    graphs = Keep()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = data_parallel(model(64, vocabulary), mesh)
-    if checkpointed:
-        checkpoint_blocks(model)
-    b = backend(keep, passes, model, agree=False)
+    if again:
+        checkpointed(*model.layers)
+    b = backend(graphs, passes, model, agree=False)
     tokens = torch.zeros(16, 16, dtype=torch.long)
     torch.compile(model, backend=b)(tokens).sum().backward()
     return graphs, b.last_report()
@@ -185,17 +167,12 @@ class Chosen(teb.GraphPass):
 @pytest.mark.parametrize("to", [None, 2], ids=["", "in part"])
 @pytest.mark.parametrize("seed", range(3))
 def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed, to):
-    graphs = {}
-
-    def keep(gm, inputs):
-        graphs[stage_of(gm.graph)] = gm
-        return gm.forward
-
+    graphs = Keep()
     chosen = Chosen(seed, None if to is None else make_smaller_group(to))
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = data_parallel(Transformer(ModelConfig(layers=2)), mesh, param_dtype=torch.bfloat16)
-    compiled = torch.compile(model, backend=backend(keep, [chosen], model, agree=False))
+    compiled = torch.compile(model, backend=backend(graphs, [chosen], model, agree=False))
     compiled(torch.zeros(2, 32, dtype=torch.long)).float().sum().backward()
     names = {u.name for u in chosen.units if not u.starts}
     sorts = ("cheap", "products", "attention")
@@ -226,7 +203,7 @@ def test_what_a_user_marked_or_chance_decides_is_computed_as_it_was(fake_world):
         partitioned = PartitionedModel(graph, Costs(), MODULES, kinds=(), activations=True)
         found["units"] = [u for u in partitioned.units if not u.starts]
 
-    compiled(Look(look), checkpointed=True, model=Dropped)
+    compiled(Look(look), again=True, model=Dropped)
     nodes = [n for u in found["units"] for n in u.chains]
     assert any("relu" in n.name for n in nodes)
     assert not any("layers" in u.name for u in found["units"])
@@ -260,7 +237,7 @@ def test_what_an_activation_checkpoint_computes_again_is_computed_in_backward(fa
     def look(graph):
         found["backward"] = PartitionedModel(graph, Costs(), MODULES, kinds=()).models(())[1]
 
-    graphs, _ = compiled(Look(look), ReshardAfterForward(), checkpointed=True)
+    graphs, _ = compiled(Look(look), ReshardAfterForward(), again=True)
     real = model_of(graphs["backward"].graph)
     assert sum(found["backward"].compute) == sum(real.compute)
     assert Timeline.of(found["backward"]).step_ms == pytest.approx(Timeline.of(real).step_ms)
@@ -273,7 +250,7 @@ def test_what_is_kept_is_gathered_once(fake_world):
     """Also inside an activation checkpoint, which would gather it again by itself."""
     reshard = auto(PeakMemory(ratio=1.01), curve=True)
     passes = [reshard, teb.BucketUnits(UNITS), teb.Schedule(teb.Overlap())]
-    graphs, report = compiled(*passes, checkpointed=True)
+    graphs, report = compiled(*passes, again=True)
     (made,) = report.rewrites
     kept = set(made.kept)
     assert 0 < len(kept) < len(made.units)
@@ -409,16 +386,14 @@ def test_a_device_that_needs_more_than_was_expected(fake_world, monkeypatch, bef
     assert ("first step on the device" in b.last_report().to_text()) == (not hidden)
 
 
-@pytest.mark.parametrize("fake_world", [2], indirect=True)
-def test_ranks_with_uneven_shards_choose_alike(fake_world):
+def test_ranks_with_uneven_shards_choose_alike():
     """Only some ranks pad their shards."""
     found = []
     for rank in range(2):
-        dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         torch._dynamo.reset()
-        reshard = auto(PeakMemory(ratio=1.04))
-        _, report = compiled(reshard, teb.BucketUnits(UNITS), vocabulary=65)
+        with fake_group(2, rank):
+            reshard = auto(PeakMemory(ratio=1.04))
+            _, report = compiled(reshard, teb.BucketUnits(UNITS), vocabulary=65)
         (made,) = report.rewrites
         found.append((made.units, made.step_ms, made.peak_bytes, made.next_ms, made.tried))
     assert found[0] == found[1]
@@ -426,84 +401,50 @@ def test_ranks_with_uneven_shards_choose_alike(fake_world):
 
 
 def _checkpointed_beside_eager(rank):
-    from torch.distributed.fsdp import fully_shard
-
-    from torch_ext_bucketing.testing.training import digest
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-
-    def train(model, run):
-        found = []
-        for step in range(3):
-            tokens = torch.arange(256).mul(step + 2).add(rank).remainder(64).view(16, 16)
-            run(tokens).logsumexp(-1).mean().backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.sub_(p.grad, alpha=0.1)
-                    p.grad = None
-            found.append(digest(model))
-        return found
-
     def fresh():
         torch.manual_seed(0)
-        return TwoBlocks(64, 64)
+        model = TwoBlocks(64, 64)
+        checkpointed(*model.layers)
+        return model
 
-    model = data_parallel(checkpoint_blocks(fresh()), mesh)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tokens = tokens_of(rank, 64, 16, 16)
+    model = data_parallel(fresh(), mesh)
     order = teb.FSDPParamOrder.from_model(model, units=UNITS)
     reshard = auto(PeakMemory(ratio=1.005))
     b = backend("aot_eager", [teb.CombineUses(), reshard, teb.BucketUnits(order)], model)
-    found = train(model, torch.compile(model, backend=b, fullgraph=True))
+    found = trained(model, torch.compile(model, backend=b, fullgraph=True), tokens)
     kept = b.last_report().rewrites[-1].kept
 
-    eager = checkpoint_blocks(fresh())
-    for name in NAMES:
-        freed = not any(unit.startswith(name) for unit in kept)
-        fully_shard(eager.get_submodule(name), mesh=mesh, reshard_after_forward=freed)
-    fully_shard(eager, mesh=mesh)
-    return kept, found, train(eager, eager)
+    eager = fresh()
+    for freed in (True, False):
+        units = [n for n in NAMES if freed != any(unit.startswith(n) for unit in kept)]
+        eager_fsdp2(eager, units, mesh, reshard_after_forward=freed)
+    eager_fsdp2(eager, [""], mesh)
+    return kept, found, trained(eager, eager, tokens)
 
 
 def _bounded_beside_eager(rank):
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    from torch_ext_bucketing.testing.training import digest
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
-
-    def train(model, run):
-        found = []
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for step in range(3):
-            tokens = torch.arange(512).mul(step + 2).add(7 * rank).remainder(256).view(8, 64)
-            run(tokens).float().logsumexp(-1).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(digest(model))
-        return found
-
     def fresh():
         torch.manual_seed(0)
         return Transformer(ModelConfig(layers=2))
 
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tokens = tokens_of(rank, 256, 8, 64)
+    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
     found = []
     for ratio in (1.0, 1.15, 4.0):
         torch._dynamo.reset()
         model = data_parallel(fresh(), mesh, **bf16)
         passes = teb.recipe(model, memory=PeakMemory(ratio=ratio), state_bytes_per_parameter=0)
         b = backend("aot_eager", passes, model)
-        hashes = train(model, torch.compile(model, backend=b))
+        hashes = trained(model, torch.compile(model, backend=b), tokens)
         (made,) = (r for r in b.last_report().rewrites if r.rewrite == "keep gathered")
         found.append((hashes, len(made.kept), len(made.units), made.peak_bytes[1]))
     eager = fresh()
-    policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
-    for unit in teb.transformer_block_plan(eager):
-        modules = [unit] if isinstance(unit, str) else unit
-        if "" not in modules:
-            shard = [eager.get_submodule(name) for name in modules]
-            fully_shard(shard, mesh=mesh, mp_policy=policy)
-    fully_shard(eager, mesh=mesh, mp_policy=policy)
-    return found, train(eager, eager)
+    units = [unit for unit in teb.transformer_block_plan(eager) if "" not in unit]
+    eager_fsdp2(eager, [*units, ""], mesh, **bf16)
+    return found, trained(eager, eager, tokens)
 
 
 @pytest.mark.slow

@@ -7,13 +7,12 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.fx as fx
+from collective_graphs import fake_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import WORLD, Builder, layered_graph, random_graph
 from test_schedule import demo_graphs
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import merge_buckets
@@ -37,9 +36,8 @@ SLOW = Machine(bandwidth=1e6, kernel_ms=1e-9)
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    yield
-    dist.destroy_process_group()
+    with fake_group(WORLD):
+        yield
 
 
 def both(graph: fx.Graph, plan: MergePlan) -> tuple[Model, Model]:
@@ -78,7 +76,7 @@ def bytes_left(model: Model) -> int:
 
 @pytest.mark.once
 @given(seed=st.integers(0, 10**6), size=st.integers(2, 16), cap=st.integers(50, 3000))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_times_are_those_of_the_merged_graph(seed, size, cap):
     gm = random_graph(seed, size, ["0"], share=False)
     plan = plan_by_cap(gm.graph, cap / 2**20, eligible=lambda start: True)

@@ -5,20 +5,28 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.fx as fx
 import torch.nn as nn
-import torch.nn.utils.parametrize as parametrize
-from hypothesis import HealthCheck, assume, given, settings
+from collective_graphs import fake_group
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from unit_models import (
+    MoEBlock,
+    blocks,
+    embedding,
+    head,
+    llama,
+    model_of,
+    parametrized,
+    vit,
+    wrapped,
+)
 
 from torch_ext_bucketing._torch import fsdp2 as _fsdp2
 from torch_ext_bucketing.fqns import canonical_fqn, canonical_modules, parameter_names
@@ -31,9 +39,8 @@ WORLD = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def mesh():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    yield init_device_mesh("cpu", (WORLD,))
-    dist.destroy_process_group()
+    with fake_group(WORLD):
+        yield init_device_mesh("cpu", (WORLD,))
 
 
 @pytest.fixture(autouse=True)
@@ -85,96 +92,30 @@ def check(make_model, units, mesh, ignored=(), **kwargs):
     return ours
 
 
-class Attention(nn.Module):
-    def __init__(self, dim, bias=False):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(dim))
-        self.wq = nn.Linear(dim, dim, bias=bias)
-        self.wo = nn.Linear(dim, dim, bias=bias)
+def decoder(**options):
+    return llama(n=2, **options)
 
 
-class Block(nn.Module):
-    """Owns parameters, registered before its children, after them and between."""
-
-    def __init__(self, dim):
-        super().__init__()
-        self.layer_scale = nn.Parameter(torch.ones(dim))
-        self.attn = Attention(dim)
-        self.gate = nn.Parameter(torch.ones(dim))
-        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
-        self.norm = nn.LayerNorm(dim)
+def moe_model():
+    return model_of(tok=embedding(), layers=blocks(2, MoEBlock), out=head())
 
 
-class Decoder(nn.Module):
-    def __init__(self, dim=8, layers=2, vocab=16, tied=False):
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleDict({str(i): Block(dim) for i in range(layers)})
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, vocab, bias=False)
-        if tied:
-            self.head.weight = self.tok_embeddings.weight
-
-
-class ViT(nn.Module):
-    def __init__(self, dim=8):
-        super().__init__()
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
-        self.pos_embed = nn.Parameter(torch.zeros(1, 5, dim))
-        self.patch_embed = nn.Conv2d(3, dim, 4, 4)
-        self.blocks = nn.Sequential(Block(dim), Block(dim))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, 10)
-
-
-class Experts(nn.Module):
-    def __init__(self, dim, count):
-        super().__init__()
-        self.w1 = nn.Parameter(torch.zeros(count, dim, dim))
-        self.w2 = nn.Parameter(torch.zeros(count, dim, dim))
-
-
-class MoE(nn.Module):
-    def __init__(self, dim, count=4):
-        super().__init__()
-        self.experts = Experts(dim, count)
-        self.router = nn.Linear(dim, count, bias=False)
-        self.router_bias = nn.Parameter(torch.zeros(count))
-        self.shared_experts = nn.Linear(dim, dim)
-
-
-class MoEBlock(nn.Module):
-    def __init__(self, dim=8):
-        super().__init__()
-        self.attn = Attention(dim)
-        self.moe = MoE(dim)
-        self.norm = nn.LayerNorm(dim)
-
-
-class MoEModel(nn.Module):
-    def __init__(self, dim=8):
-        super().__init__()
-        self.tok = nn.Embedding(16, dim)
-        self.layers = nn.ModuleList([MoEBlock(dim), MoEBlock(dim)])
-        self.out = nn.Linear(dim, 16)
-
-
-DECODER_UNITS = ["tok_embeddings", "layers.0", "layers.1", ["norm", "head"], ""]
-
-
-def decoder_with_a_shared_mlp():
-    model = Decoder()
+def with_a_shared_mlp():
+    model = decoder()
     model.layers["1"].mlp = model.layers["0"].mlp
     return model
 
 
-def decoder_with_frozen_attention():
-    model = Decoder()
+def with_frozen_attention():
+    model = decoder()
     model.layers["0"].attn.requires_grad_(False)
     return model
 
 
-MLP = [f"mlp.{i}.{n}" for i in (0, 2) for n in ("weight", "bias")]
+DECODER_UNITS = ["tok_embeddings", "layers.0", "layers.1", ["norm", "output"], ""]
+
+
+MLP = [f"mlp.{i}.{n}" for i in ("up", "down") for n in ("weight", "bias")]
 NORM = ("norm.weight", "norm.bias")
 VIT_UNITS = ["patch_embed", "blocks.0", "blocks.1", ["norm", "head"], ""]
 MOE_UNITS = ["layers.0.moe.experts", "layers.0", "layers.1.moe.experts", "layers.1", ""]
@@ -182,30 +123,30 @@ MOE_UNITS = ["layers.0.moe.experts", "layers.0", "layers.1.moe.experts", "layers
 CASES = {
     # A block's own parameters come after its children's, although registered first.
     "nested units and a list": (
-        Decoder,
+        decoder,
         ["layers.0.attn", *DECODER_UNITS],
         {
             2: [f"layers.0.{n}" for n in (*MLP, *NORM, "layer_scale", "gate")],
-            -1: [*NORM, "head.weight"],  # no root payload
+            -1: [*NORM, "output.weight"],  # no root payload
         },
     ),
-    "the order of a list": (Decoder, [["head", "norm"], ""], {0: ["head.weight", *NORM]}),
-    "a list with a nested module": (Decoder, [["layers.0.attn", "layers.0", "norm"], ""], {}),
-    "the root alone": (Decoder, [""], {}),
-    "a root with parameters": (ViT, VIT_UNITS, {-1: ["cls_token", "pos_embed"]}),
-    "a root with parameters alone": (ViT, [""], {}),
+    "the order of a list": (decoder, [["output", "norm"], ""], {0: ["output.weight", *NORM]}),
+    "a list with a nested module": (decoder, [["layers.0.attn", "layers.0", "norm"], ""], {}),
+    "the root alone": (decoder, [""], {}),
+    "a root with parameters": (vit, VIT_UNITS, {-1: ["cls_token", "pos_embed"]}),
+    "a root with parameters alone": (vit, [""], {}),
     # Packed where the head is visited, under FSDP2's name for it.
     "tied in one unit": (
-        lambda: Decoder(tied=True),
-        [["norm", "head", "tok_embeddings"], "layers.0", "layers.1", ""],
+        lambda: decoder(tied=True),
+        [["norm", "output", "tok_embeddings"], "layers.0", "layers.1", ""],
         {0: [*NORM, "tok_embeddings.weight"]},
     ),
-    "a shared module": (decoder_with_a_shared_mlp, [["layers.0", "layers.1"], ""], {}),
-    "frozen parameters": (decoder_with_frozen_attention, DECODER_UNITS, {}),
-    "experts as units": (MoEModel, MOE_UNITS, {}),
+    "a shared module": (with_a_shared_mlp, [["layers.0", "layers.1"], ""], {}),
+    "frozen parameters": (with_frozen_attention, DECODER_UNITS, {}),
+    "experts as units": (moe_model, MOE_UNITS, {}),
     "the order of calls": (
-        Decoder,
-        ["layers.1", ["norm", "head"], "layers.0", "tok_embeddings", ""],
+        decoder,
+        ["layers.1", ["norm", "output"], "layers.0", "tok_embeddings", ""],
         {},
     ),
 }
@@ -222,8 +163,8 @@ class TestAgainstFSDP2:
         if units == [""]:
             assert FSDPParamOrder.from_model(make()) == ours
         aliases = {
-            "tied in one unit": ("head.weight", "tok_embeddings.weight"),
-            "a shared module": ("layers.1.mlp.0.bias", "layers.0.mlp.0.bias"),
+            "tied in one unit": ("output.weight", "tok_embeddings.weight"),
+            "a shared module": ("layers.1.mlp.up.bias", "layers.0.mlp.up.bias"),
         }
         assert (case in aliases) == bool(ours.aliases)
         assert not ours.aliases or aliases[case] in ours.aliases
@@ -231,23 +172,23 @@ class TestAgainstFSDP2:
             assert "layers.0.attn.scale" in ours.units[1]
 
     def test_tied_across_units(self, mesh):
-        ours = FSDPParamOrder.from_model(Decoder(tied=True), units=DECODER_UNITS)
+        ours = FSDPParamOrder.from_model(decoder(tied=True), units=DECODER_UNITS)
         assert ours.units[0] == ("tok_embeddings.weight",)
         assert ours.units[-1] == NORM
-        model = Decoder(tied=True)
+        model = decoder(tied=True)
         real = wrap(model, DECODER_UNITS, mesh)
         if not hasattr(fully_shard.state(model), "_fsdp_param_groups"):
             # That of torch 2.11 makes two parameters of it and says nothing.
             assert FSDPParamOrder.from_fsdp(model).units == real
-            assert real[-1] == (*NORM, "head.weight")
+            assert real[-1] == (*NORM, "output.weight")
             return
-        match = r"'tok_embeddings.weight' and 'head.weight' are one shared"
+        match = r"'tok_embeddings.weight' and 'output.weight' are one shared"
         with pytest.raises(ValueError, match=match):
             FSDPParamOrder.from_fsdp(model)
 
     def test_ignored_parameters(self, mesh):
-        ignored = ("layers.0.layer_scale", "layers.1.attn.wq.weight", *NORM)
-        ours = check(Decoder, DECODER_UNITS, mesh, ignored=ignored)
+        ignored = ("layers.0.layer_scale", "layers.1.attn.qkv.weight", *NORM)
+        ours = check(decoder, DECODER_UNITS, mesh, ignored=ignored)
         assert not {fqn for unit in ours.units for fqn in unit} & set(ignored)
 
     def test_experts_on_another_mesh(self):
@@ -259,7 +200,7 @@ class TestAgainstFSDP2:
             pytest.skip(f"torch {torch.__version__} can't shard parameters over several meshes")
         dp_info = common.FSDPMeshInfo(init_device_mesh("cpu", (WORLD,)), shard_mesh_dim=0)
         ep_info = common.FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
-        model = MoEModel()
+        model = moe_model()
         for block in model.layers:
             experts = set(block.moe.experts.parameters())
 
@@ -271,16 +212,18 @@ class TestAgainstFSDP2:
             fully_shard(block, mesh=dp_info.mesh, shard_placement_fn=place)
         fully_shard(model, mesh=dp_info.mesh)
         ours = FSDPParamOrder.from_model(
-            MoEModel(),
+            moe_model(),
             units=["layers.0", "layers.1", ""],
             group_key=lambda fqn, param: ".experts." in fqn,
         )
         assert FSDPParamOrder.from_fsdp(model) == ours
         moe = [
-            f"moe.{n}" for n in ("router.weight", "shared_experts.weight", "shared_experts.bias")
+            "moe.router.weight",
+            "moe.router.bias",
+            *(f"moe.shared_experts.{i}.{n}" for i in ("up", "down") for n in ("weight", "bias")),
         ]
-        attention = [f"attn.{n}" for n in ("wq.weight", "wo.weight", "scale")]
-        block = [*attention, *moe, "moe.router_bias", "norm.weight", "norm.bias"]
+        attention = [f"attn.{n}" for n in ("qkv.weight", "out.weight", "scale")]
+        block = [*attention, *moe, "moe.bias", "norm.weight", "norm.bias"]
         assert ours.units[:2] == (
             tuple(f"layers.0.{n}" for n in block),
             ("layers.0.moe.experts.w1", "layers.0.moe.experts.w2"),
@@ -288,7 +231,7 @@ class TestAgainstFSDP2:
         assert len(ours.units) == 5
 
     def test_unsharded_state(self, mesh):
-        model = Decoder()
+        model = decoder()
         wrap(model, DECODER_UNITS, mesh)
         before = FSDPParamOrder.from_fsdp(model)
         fully_shard.state(model)._lazy_init()
@@ -349,15 +292,7 @@ def specs(depth):
     )
 
 
-@settings(
-    max_examples=250,
-    deadline=None,
-    suppress_health_check=[
-        HealthCheck.too_slow,
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.filter_too_much,
-    ],
-)
+@settings(max_examples=250)
 @given(spec=specs(3), data=st.data())
 def test_random_trees_like_fsdp2(mesh, spec, data):
     plain = Node(spec, [new_parameter(), new_parameter()])
@@ -415,24 +350,15 @@ def test_random_trees_like_fsdp2(mesh, spec, data):
         assert from_fsdp.units == real
 
 
-class Replicate(nn.Module):
-    def forward(self, x):
-        return x
-
-
 class TestWrappedModels:
     def test_parametrize(self):
-        plain = FSDPParamOrder.from_model(Decoder(), units=DECODER_UNITS)
-        model = Decoder()
-        for module in list(model.modules()):
-            for name, _ in list(module.named_parameters(recurse=False)):
-                parametrize.register_parametrization(module, name, Replicate(), unsafe=True)
-        assert FSDPParamOrder.from_model(model, units=DECODER_UNITS) == plain
+        plain = FSDPParamOrder.from_model(decoder(), units=DECODER_UNITS)
+        assert FSDPParamOrder.from_model(parametrized(decoder()), units=DECODER_UNITS) == plain
 
     def test_class_property_and_meta_device(self):
         """No parameter is read."""
         with torch.device("meta"):
-            model = Decoder()
+            model = decoder()
         for module in list(model.modules()):
             properties = {
                 n: property(lambda self: pytest.fail("parameter was read"))
@@ -441,16 +367,12 @@ class TestWrappedModels:
             if properties:
                 name = f"Simple{type(module).__name__}"
                 module.__class__ = type(name, (type(module),), properties)
-        plain = FSDPParamOrder.from_model(Decoder(), units=DECODER_UNITS)
+        plain = FSDPParamOrder.from_model(decoder(), units=DECODER_UNITS)
         assert FSDPParamOrder.from_model(model, units=DECODER_UNITS) == plain
 
     def test_checkpoint_and_compile_wrappers(self, mesh):
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-        plain = FSDPParamOrder.from_model(Decoder(), units=DECODER_UNITS)
-        model = Decoder()
-        model.layers["0"] = checkpoint_wrapper(model.layers["0"])
-        model.layers["1"] = torch.compile(checkpoint_wrapper(model.layers["1"]))
+        plain = FSDPParamOrder.from_model(decoder(), units=DECODER_UNITS)
+        model = wrapped(decoder())
         assert FSDPParamOrder.from_model(model, units=DECODER_UNITS) == plain
         raw = [
             unit if unit != "layers.0" else "layers.0._checkpoint_wrapped_module"
@@ -493,163 +415,125 @@ class TestWrappedModels:
         assert canonical_modules(model)["0"] is model[0]
 
 
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("units", "error", "message"),
-        [
-            ([], ValueError, "there are no units"),
-            (["layers.0", []], ValueError, "unit 1 is empty"),
-            ("layers.0", TypeError, "got the string"),
-            ([["layers.0", 1]], TypeError, "must be a string, got 1"),
-            (
-                ["tok_embedings"],
-                ValueError,
-                r"named 'tok_embedings'; did you mean 'tok_embeddings'",
-            ),
-            (["layers.2"], ValueError, "did you mean 'layers.[01]'"),
-            (
-                ["norm", ["norm", "head"]],
-                ValueError,
-                "'norm' is listed twice, before in unit 'norm'",
-            ),
-            ([["norm", "norm"]], ValueError, "'norm' is listed twice in one unit"),
-            (
-                ["layers.0", "layers.0.attn"],
-                ValueError,
-                "lies inside 'layers.0'.*inner modules before",
-            ),
-            (["", "norm"], ValueError, "'norm' lies inside ''"),
-            (["layers.0.mlp.1"], ValueError, "the units hold no parameter of Decoder"),
-        ],
-    )
-    def test_units(self, units, error, message):
-        with pytest.raises(error, match=message):
-            FSDPParamOrder.from_model(Decoder(), units=units)
-
-    def test_same_module_under_two_names(self):
-        model = Decoder()
-        model.again = model.norm
-        with pytest.raises(ValueError, match="'again' is listed twice, before in unit 'norm'"):
-            FSDPParamOrder.from_model(model, units=["norm", "again"])
-
-    def test_unknown_ignored(self):
-        match = r"no parameter is named 'head.wieght'; did you mean 'head.weight'"
-        with pytest.raises(ValueError, match=match):
-            FSDPParamOrder.from_model(Decoder(), ignored_params=["head.wieght"])
-        FSDPParamOrder.from_model(Decoder(), ignored_params=[nn.Parameter(torch.zeros(1))])
-
-    def test_no_fsdp(self, mesh):
-        with pytest.raises(ValueError, match="Decoder has no FSDP2 module"):
-            FSDPParamOrder.from_fsdp(Decoder())
-        empty = nn.Sequential(nn.ReLU())
-        fully_shard(empty, mesh=mesh)
-        with pytest.raises(ValueError, match="hold no parameter"):
-            FSDPParamOrder.from_fsdp(empty)
-
-    def test_unit_reaches_outside(self, mesh):
-        model = Decoder()
-        fully_shard([model.norm, model.head], mesh=mesh)
-        with pytest.raises(ValueError, match="not in it"):
-            FSDPParamOrder.from_fsdp(model.norm)
-
-    @pytest.mark.parametrize(
-        ("fqns", "error", "message"),
-        [
-            ([], ValueError, "at least one parameter"),
-            ([["a"], []], ValueError, "payload 1 has no parameter"),
-            ([["a", "b"], ["c", "a"]], ValueError, "'a' is in two units, 0 and 1"),
-            (["a", "_orig_mod.a"], ValueError, "'a' is listed twice"),
-            (["a", ["b"]], TypeError, "mixes"),
-            ("ab", TypeError, "got the string"),
-            ([[1]], TypeError, "must be a string"),
-        ],
-    )
-    def test_from_fqns(self, fqns, error, message):
-        with pytest.raises(error, match=message):
-            FSDPParamOrder.from_fqns(fqns)
-
-    def test_aliases(self):
-        with pytest.raises(ValueError, match="'y' stands for 'z', which is in no payload"):
-            FSDPParamOrder.from_fqns(["a"], aliases={"y": "z"})
-        with pytest.raises(ValueError, match="'b' can't be another name of 'a'"):
-            FSDPParamOrder.from_fqns(["a", "b"], aliases={"b": "a"})
-        with pytest.raises(ValueError, match="reduce_units"):
-            FSDPParamOrder(units=(("a", "b"),), reduce_units=(("a",),))
+def of_units(units):
+    return lambda: FSDPParamOrder.from_model(decoder(), units=units)
 
 
-def start(graph, name, op=None):
-    return graph.create_node("call_function", op or torch.relu, (), name=name)
+def of_fqns(fqns, **options):
+    return lambda: FSDPParamOrder.from_fqns(fqns, **options)
 
 
-@pytest.fixture
-def tagged(monkeypatch):
-    """A graph whose nodes are tagged by a dict from node name to FQNs."""
-    fqns_of = {}
-    monkeypatch.setattr(
-        tags,
-        "tag_of",
-        lambda node: SimpleNamespace(fqns=fqns_of[node.name]) if node.name in fqns_of else None,
-    )
+def the_same_module_twice():
+    model = decoder()
+    model.again = model.norm
+    return FSDPParamOrder.from_model(model, units=["norm", "again"])
+
+
+def sharded_without_a_parameter():
+    model = fully_shard(nn.Sequential(nn.ReLU()), mesh=init_device_mesh("cpu", (WORLD,)))
+    return FSDPParamOrder.from_fsdp(model)
+
+
+def a_unit_that_reaches_outside():
+    model = decoder()
+    fully_shard([model.norm, model.output], mesh=init_device_mesh("cpu", (WORLD,)))
+    return FSDPParamOrder.from_fsdp(model.norm)
+
+
+BAD = {
+    TypeError: [
+        ("got the string", of_units("layers.0")),
+        ("must be a string, got 1", of_units([["layers.0", 1]])),
+        ("mixes", of_fqns(["a", ["b"]])),
+        ("got the string", of_fqns("ab")),
+        ("must be a string", of_fqns([[1]])),
+    ],
+    ValueError: [
+        ("there are no units", of_units([])),
+        ("unit 1 is empty", of_units(["layers.0", []])),
+        (r"named 'tok_embedings'; did you mean 'tok_embeddings'", of_units(["tok_embedings"])),
+        ("did you mean 'layers.[01]'", of_units(["layers.2"])),
+        ("'norm' is listed twice, before in unit 'norm'", of_units(["norm", ["norm", "output"]])),
+        ("'norm' is listed twice in one unit", of_units([["norm", "norm"]])),
+        ("lies inside 'layers.0'.*inner modules before", of_units(["layers.0", "layers.0.attn"])),
+        ("'norm' lies inside ''", of_units(["", "norm"])),
+        ("the units hold no parameter of Module", of_units(["layers.0.mlp.act"])),
+        ("'again' is listed twice, before in unit 'norm'", the_same_module_twice),
+        (
+            "no parameter is named 'output.wieght'; did you mean 'output.weight'",
+            lambda: FSDPParamOrder.from_model(decoder(), ignored_params=["output.wieght"]),
+        ),
+        ("Module has no FSDP2 module", lambda: FSDPParamOrder.from_fsdp(decoder())),
+        ("hold no parameter", sharded_without_a_parameter),
+        ("not in it", a_unit_that_reaches_outside),
+        ("at least one parameter", of_fqns([])),
+        ("payload 1 has no parameter", of_fqns([["a"], []])),
+        ("'a' is in two units, 0 and 1", of_fqns([["a", "b"], ["c", "a"]])),
+        ("'a' is listed twice", of_fqns(["a", "_orig_mod.a"])),
+        ("'y' stands for 'z', which is in no payload", of_fqns(["a"], aliases={"y": "z"})),
+        ("'b' can't be another name of 'a'", of_fqns(["a", "b"], aliases={"b": "a"})),
+        ("reduce_units", lambda: FSDPParamOrder((("a", "b"),), reduce_units=(("a",),))),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "call"), [(e, *row) for e, rows in BAD.items() for row in rows]
+)
+def test_errors(error, match, call):
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_ignored_parameters_of_another_model_are_none():
+    FSDPParamOrder.from_model(decoder(), ignored_params=[nn.Parameter(torch.zeros(1))])
+
+
+TARGETS = {
+    "all_gather": torch.ops._c10d_functional.all_gather_into_tensor.default,
+    "reduce_scatter": torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    "all_reduce": torch.ops._c10d_functional.all_reduce.default,
+}
+
+
+def tagged(*fqns, kind="all_gather"):
+    """A collective that serves these parameters."""
     graph = fx.Graph()
-
-    def make(name, *fqns, op=None):
-        if fqns:
-            fqns_of[name] = fqns
-        return start(graph, name, op)
-
-    return make
+    node = graph.create_node("call_function", TARGETS[kind], (), name=f"of_{len(fqns)}")
+    if fqns:
+        tags.set_tag(node, tags.Tag(kind, fqns))
+    return node
 
 
 class TestHook:
-    def test_key_is_payload_and_position(self, tagged):
+    def test_key_is_payload_and_position(self):
         order = FSDPParamOrder.from_fqns([["a", "b"], ["c", "d"]], aliases={"tied": "c"})
-        fqns = ["d", "tied", "b", "_orig_mod.a"]
-        nodes = [tagged(f"n{i}", fqn) for i, fqn in enumerate(fqns)]
+        nodes = [tagged(fqn) for fqn in ["d", "tied", "b", "_orig_mod.a"]]
         assert [order(n) for n in nodes] == [(1, 1), (1, 0), (0, 1), (0, 0)]
+        assert order(tagged("d", "b")) == (0, 1)  # fused weights sort by the first packed
 
-    def test_fused_weights_sort_by_the_first_packed(self, tagged):
-        order = FSDPParamOrder.from_fqns(["q", "k", "v", "o"])
-        assert order(tagged("n", "v", "k")) == (0, 1)
-
-    def test_unknown_is_none_and_said_once(self, tagged, caplog):
+    def test_unknown_is_none_and_said_once(self, caplog):
         order = FSDPParamOrder.from_fqns(["layers.0.wq", "layers.0.wk"])
-        served = [("layers.0.wv",), ("layers.0.wv",), ("layers.0.wq", "x", "y")]
-        nodes = [tagged(f"n{i}", *fqns) for i, fqns in enumerate(served)]
+        served = [("layers.0.wv",), ("layers.0.wv",), ("layers.0.wq", "x", "y"), (), ()]
         with caplog.at_level(logging.WARNING):
-            assert [order(n) for n in nodes] == [None, None, None]
-        first, second = [record.getMessage() for record in caplog.records]
+            assert [order(tagged(*fqns)) for fqns in served] == [None] * 5
+        first, second, untagged = [record.getMessage() for record in caplog.records]
         assert "no payload holds layers.0.wv" in first
         assert "did you mean 'layers.0.w" in first
         assert "no payload holds x, y" in second
+        assert "of_0" in untagged
         assert order.unknown(["layers.0.wk", "y"]) == ("y",)
 
-    def test_untagged_is_none_and_said_once(self, tagged, caplog):
-        order = FSDPParamOrder.from_fqns(["a"])
-        with caplog.at_level(logging.WARNING):
-            assert order(tagged("ag_0")) is None
-            assert order(tagged("ag_1")) is None
-        (record,) = caplog.records
-        assert "ag_0" in record.getMessage()
-
-    def test_reductions_have_their_own_order(self, tagged):
+    def test_reductions_have_their_own_order(self):
         order = FSDPParamOrder(units=(("a", "b"),), reduce_units=(("b", "a"),))
-        c10d = torch.ops._c10d_functional
-        assert order(tagged("n0", "a", op=c10d.all_gather_into_tensor.default)) == (0, 0)
-        assert order(tagged("n1", "a", op=c10d.reduce_scatter_tensor.default)) == (0, 1)
-        assert order(tagged("n2", "a", op=c10d.all_reduce.default)) == (0, 1)
-
-    def test_real_tags(self):
-        graph = fx.Graph()
-        node = start(graph, "n", torch.ops._c10d_functional.all_gather_into_tensor.default)
-        tags.set_tag(node, tags.Tag(kind="all_gather", fqns=("b",)))
-        assert FSDPParamOrder.from_fqns(["a", "b"])(node) == (0, 1)
+        assert [order(tagged("a", kind=k)) for k in TARGETS] == [(0, 0), (0, 1), (0, 1)]
 
 
 class TestIdentity:
-    def test_hash_pickle_frozen(self, tagged):
+    def test_hash_pickle_frozen(self):
         order = FSDPParamOrder.from_fqns([["a", "b"], ["c"]], aliases={"x": "a"})
         before = pickle.dumps(order)
-        order(tagged("n", "a"))
+        order(tagged("a"))
         assert pickle.dumps(order) == before  # using it changes no cache key
         again = pickle.loads(before)
         assert again == order

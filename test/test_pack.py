@@ -11,7 +11,15 @@ import torch.distributed as dist
 import torch.distributed.config
 import torch.fx as fx
 import torch.nn as nn
-from collective_graphs import all_gather, all_reduce, reduce_scatter, run_all_ranks, starts, trace
+from collective_graphs import (
+    all_gather,
+    all_reduce,
+    assert_same,
+    reduce_scatter,
+    run_all_ranks,
+    starts,
+    trace,
+)
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -132,8 +140,7 @@ def test_values_and_layouts(fake_world, seed):
     for node, (shape, stride, _, *same) in zip(results, wanted, strict=True):
         value = node.meta["val"]
         assert [value.shape, value.stride(), value.dtype, value.device] == [shape, stride, *same]
-    for got, want in zip(run_all_ranks(gm, values), expected, strict=True):
-        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    assert_same(run_all_ranks(gm, values), expected)
 
 
 def test_members_keep_where_they_come_from(fake_world):

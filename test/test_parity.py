@@ -158,6 +158,25 @@ def test_cells_on_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert "1 of 1 rows pass" in printed.out
 
 
+REUSED = ("twice", "tied_chunked", "block_twice", "checkpointed")
+"""Models that use parameters more than once; ``test_compare`` has their bits without the rewrites."""
+
+
+@pytest.mark.slow
+def test_ways_to_use_a_parameter_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "cells.json"
+    options = ["--models", ",".join(REUSED), "--only", "*/2x2/*/fsdp/bf16"]
+    status = parity.main([*options, "--steps", "3", "--json", str(path)])
+    printed = capsys.readouterr()
+    assert status == 0, printed.out + printed.err
+    found = {cell["model"]: cell for cell in json.loads(path.read_text())}
+    assert tuple(found) == REUSED
+    for cell in found.values():
+        assert cell["steps_equal"] == 3
+        assert cell["control_first_different_step"] == 1
+        assert cell["layout_differences"] == []
+
+
 @pytest.mark.slow
 @pytest.mark.once
 def test_virtual_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -207,7 +226,7 @@ def fails_on_one(rank: Rank, rows: list[Row], steps: int) -> None:
 
 
 def test_a_failing_rank_ends_all_and_loses_nothing(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(parity, "_run_rows", fails_on_one)
+    monkeypatch.setattr(parity, "run_rows", fails_on_one)
     path = tmp_path / "rows.json"
     options = ["--only", "uneven/2x2/aot_eager/fsdp*/bf16", "--steps", "1", "--json", str(path)]
     assert parity.main(options) == 1

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import contextlib
+import copy
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from collective_graphs import C10D, all_gather, reduce_scatter, run_all_ranks, show, trace
+from collective_graphs import (
+    C10D,
+    all_gather,
+    assert_same,
+    reduce_scatter,
+    run_all_ranks,
+    show,
+    trace,
+)
 from expecttest import assert_expected_inline
-from sharded_models import TWO_BLOCKS_FQNS, TwoBlocks, collectives, step
+from sharded_models import TWO_BLOCKS_FQNS, Keep, TwoBlocks, checkpointed, collectives, step
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.parity_ranks import aten_kernels
+from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import UncoveredParametersWarning, plan_units
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
@@ -25,6 +33,7 @@ from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.collectives import count_collectives, kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
+from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.base import GraphPass, Order
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
@@ -51,17 +60,6 @@ def sharded(mode="fully_shard", **dtypes):
     return data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)), mode, **dtypes)
 
 
-class Keep:
-    """A callable backend that keeps the graphs it is given."""
-
-    def __init__(self):
-        self.graphs = []
-
-    def __call__(self, gm, example_inputs):
-        self.graphs.append(gm)
-        return gm.forward
-
-
 def group():
     return dist.group.WORLD
 
@@ -72,24 +70,12 @@ def tagged(gm, *names):
     return gm
 
 
-def three_reductions():
-    """Of ``a``, ``b`` and ``c``."""
-    fn = lambda *grads: tuple(reduce_scatter(x, group()) for x in grads)  # noqa: E731
-    return tagged(trace(fn, *torch.ones(3, 8)), *"abc")
-
-
 def fqns_of(start):
     return [fqn for tag in member_tags(start) for fqn in tag.fqns]
 
 
 def bucket_fqns(bucket):
     return [fqn for member in bucket.members for fqn in member.fqns]
-
-
-def assert_same(found, expected):
-    """On every rank the same values."""
-    for one, other in zip(found, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # -- planning and applying ------------------------------------------------------------------------
@@ -179,29 +165,6 @@ def test_same_gather_twice_is_one(fake_world):
     assert_same(run_all_ranks(gm, inputs), expected)
 
 
-@pytest.mark.parametrize(
-    ("key", "match"),
-    [
-        (lambda n: 1 / 0, "payload_order failed at .*reduce_scatter_tensor"),
-        (lambda n: n.name if "1" in n.name else 2, "can't be sorted: reduce_scatter_tensor: 2"),
-    ],
-)
-def test_a_bad_key_leaves_the_graph_alone(fake_world, key, match):
-    gm = three_reductions()
-    before = str(gm.graph)
-    plan = plan_units(gm.graph, Units([("a", "b", "c")]))
-    with pytest.raises(RuntimeError, match=match):
-        apply_plan(gm.graph, plan, key)
-    assert str(gm.graph) == before
-
-
-def test_a_missing_key_keeps_the_bucket_in_graph_order(fake_world):
-    gm, key = three_reductions(), {"a": 3, "b": None, "c": 1}
-    plan = plan_units(gm.graph, Units([("a", "b", "c")]))
-    (report,) = apply_plan(gm.graph, plan, lambda n: key[tag_of(n).fqns[0]])
-    assert bucket_fqns(report) == ["a", "b", "c"]
-
-
 def test_units_by_module_names_take_the_longest():
     units = Units([("layers.0.mlp",), ("layers.0", "norm"), ("",)], aliases=[("tied", "norm.w")])
     assert [
@@ -228,8 +191,8 @@ def test_bucketed_graphs(fake_world):
     model = sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     passes = [BucketUnits(order()), ReshardAfterForward(keep=["head"])]
     report = compiled_step(passes, model, keep)
-    forward, backward = keep.graphs
-    for graph in keep.graphs:
+    forward, backward = keep.values()
+    for graph in keep.values():
         graph.graph.lint()
     assert_expected_inline(
         summary(forward),
@@ -383,37 +346,11 @@ def test_all_reduces_only_when_asked_for(fake_world, mode):
         assert report.collectives_after["all_reduce"] == left
 
 
-def test_reshard_after_forward_saves_no_gathered_parameter(fake_world):
-    sizes = {}
-    for reshard in (False, True):
-        keep = Keep()
-        compiled_step([ReshardAfterForward()] if reshard else [], backend_of=keep)
-        sizes[reshard] = [count_collectives(g.graph).get("all_gather", 0) for g in keep.graphs]
-        gathered = [
-            n
-            for n in keep.graphs[1].graph.find_nodes(op="placeholder")
-            if isinstance(n.meta.get("val"), torch.Tensor)
-            and tuple(n.meta["val"].shape) in ((10, 8), (8, 10))
-        ]
-        assert bool(gathered) != reshard
-    assert sizes == {False: [10, 0], True: [10, 7]}
-
-
-class Checkpointed(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
 def test_activation_checkpointing_is_respected(fake_world):
     model, keep = sharded(), Keep()
-    model.layers[0] = Checkpointed(model.layers[0])
-    passes = [BucketUnits([["layers.0"], ["layers.1"], [""]]), ReshardAfterForward()]
-    report = compiled_step(passes, model, keep)
-    relus = [sum("relu" in n.name for n in g.graph.nodes) for g in keep.graphs]
+    checkpointed(model.layers[0])
+    report = compiled_step([BucketUnits(UNITS), ReshardAfterForward()], model, keep)
+    relus = [sum("relu" in n.name for n in g.graph.nodes) for g in keep.values()]
     assert relus == [2, 1]  # the checkpointed block's is computed again
     assert report.graph("backward").collectives_after["all_gather"] <= 3
 
@@ -430,6 +367,33 @@ def test_uncovered_parameters_are_named_once(fake_world):
         "the backend: backend(..., model=model)"
     ]
     assert report.warnings == texts
+
+
+def by_cap(*args, mode="fully_shard", **options):
+    """The report of a step whose collectives are bucketed by size."""
+    model = data_parallel(
+        TwoBlocks(), init_device_mesh("cpu", (2, 2) if mode == "hybrid_shard" else (4,)), mode
+    )
+    return compiled_step([ReshardAfterForward(), BucketByCap(*args, **options)], model)
+
+
+def test_caps_hold_in_both_phases_and_for_all_kinds(fake_world):
+    report = by_cap(1.0, mode="hybrid_shard")
+    assert report.graph("forward").collectives_after == {"all_gather": 1}
+    after = report.graph("backward").collectives_after
+    assert after == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+    small = by_cap(1024 / 2**20).buckets
+    assert small
+    assert all(b.wire_bytes <= b.cap_bytes == 1024 for b in small)
+
+
+def test_buckets_by_cap_are_packed_in_the_callers_order(fake_world):
+    rank = {fqn: i for i, fqn in enumerate(f for unit in order().units for f in unit)}
+    report = by_cap(1.0, payload_order=order())
+    assert [b.kind for b in report.buckets] == ["all_gather", "all_gather", "reduce_scatter"]
+    for bucket in report.buckets:
+        packed = [rank[f] for f in bucket_fqns(bucket)]
+        assert packed == sorted(packed)
 
 
 def test_chunked_loss_stays_in_the_heads_unit(fake_world):
@@ -453,17 +417,25 @@ def test_chunked_loss_stays_in_the_heads_unit(fake_world):
 # -- Inductor -------------------------------------------------------------------------------------
 
 
-def test_inductor_config_is_left_as_it_was(fake_world):
-    """And its own bucketing does not merge our buckets, and the user's own pass runs, too."""
+@contextlib.contextmanager
+def lowered():
+    """The graphs that Inductor makes code of, with the kernels of ATen."""
     from torch._inductor.graph import GraphLowering
 
-    seen, compiled = [], []
-    run = GraphLowering.run
+    graphs, run = [], GraphLowering.run
 
     def spy(self, *args):
-        compiled.append(count_collectives(self.graph))
+        graphs.append(fx.GraphModule(self.module, copy.deepcopy(self.graph)))
         return run(self, *args)
 
+    with pytest.MonkeyPatch.context() as patch, aten_kernels():
+        patch.setattr(GraphLowering, "run", spy)
+        yield graphs
+
+
+def test_inductor_config_is_left_as_it_was(fake_world):
+    """And its own bucketing does not merge our buckets, and the user's own pass runs, too."""
+    seen = []
     set_by_the_user = {
         "post_grad_custom_post_pass": lambda g: seen.append(inductor_config.allow_buffer_reuse),
         **dict.fromkeys(("bucket_all_gathers_fx", "bucket_reduce_scatters_fx"), "all"),
@@ -471,14 +443,74 @@ def test_inductor_config_is_left_as_it_was(fake_world):
     }
     copied = getattr(inductor_config, "get_config_copy", inductor_config.shallow_copy_dict)
     before = copied()
-    with inductor_config.patch(set_by_the_user), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GraphLowering, "run", spy)
-        with aten_kernels():
-            report = compiled_step([BucketUnits(order())], backend_of="inductor")
+    with inductor_config.patch(set_by_the_user), lowered() as graphs:
+        report = compiled_step([BucketUnits(order())], backend_of="inductor")
     assert copied() == before
     assert seen == [False, False], "forward and backward"
-    assert compiled == [{"all_gather": 3}, {"reduce_scatter": 3}]
+    found = [count_collectives(gm.graph) for gm in graphs]
+    assert found == [{"all_gather": 3}, {"reduce_scatter": 3}]
     assert report.collectives_after == {"all_gather": 3, "reduce_scatter": 3}
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "prefetch", "expected"),
+    [
+        ({}, 50, None),  # no overlap scheduling
+        ({"enable_overlap_scheduling": True}, 50, 50),
+        ({"enable_overlap_scheduling": True}, 7, 7),
+        ({"enable_overlap_scheduling": True}, None, None),
+        ({"enable_overlap_scheduling": True, "max_compute_pre_fetch": 9}, 50, None),
+    ],
+)
+@pytest.mark.parametrize("as_options", [False, True])
+def test_prefetch_depth_is_set_where_the_scheduler_takes_it(
+    monkeypatch, set_by_user, prefetch, expected, as_options
+):
+    import torch._inductor.compile_fx as inductor
+
+    seen = {}
+
+    def compile_fx(gm, inputs, config_patches, **_):
+        seen.update(config_patches)
+        with inductor_config.patch(config_patches):
+            depth = inductor_config.aten_distributed_optimizations.max_compute_pre_fetch
+        return lambda *args: depth
+
+    monkeypatch.setattr(inductor, "compile_fx", compile_fx)
+    prefix = "aten_distributed_optimizations."
+    given = {prefix + k: v for k, v in set_by_user.items()}
+    before = inductor_config.aten_distributed_optimizations.max_compute_pre_fetch
+    with inductor_config.patch({} if as_options else given):
+        compiled = compile_inductor(
+            None,
+            (),
+            joint=None,
+            post_grad=None,
+            options=given if as_options else None,
+            prefetch=prefetch,
+        )
+    user = set_by_user.get("max_compute_pre_fetch")
+    assert compiled() == (user if user is not None else expected)
+    assert (prefix + "max_compute_pre_fetch" in seen) == (
+        expected is not None or (as_options and user is not None)
+    )
+    assert inductor_config.aten_distributed_optimizations.max_compute_pre_fetch == before
+
+
+def test_backend_passes_its_prefetch_depth_on(monkeypatch):
+    seen = []
+
+    def compile_inductor(gm, inputs, **kwargs):
+        seen.append(kwargs["prefetch"])
+        return gm.forward
+
+    monkeypatch.setattr(backend_module, "compile_inductor", compile_inductor)
+    for compiler in (backend(), backend(prefetch=3), backend(prefetch=None)):
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(1))
+    assert seen == [50, 3, None]
+    with pytest.raises(ValueError, match="at least 0"):
+        backend(prefetch=-1)
 
 
 @pytest.mark.slow
@@ -508,10 +540,8 @@ def test_config_hooks_alone(fake_world):
     not hasattr(inductor_config.aten_distributed_optimizations, "fsdp_group_filter"),
     reason="this torch packs in graph order",
 )
-def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world, monkeypatch):
+def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world):
     """The field is written on the joint graph, and is there after the partitioner."""
-    from torch._inductor.graph import GraphLowering
-
     reverse = FSDPParamOrder.from_fqns([unit[::-1] for unit in order().units[::-1]])
     options = {
         "joint_custom_post_pass": TagParameters(order=reverse),
@@ -520,16 +550,9 @@ def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world, m
         "aten_distributed_optimizations.bucket_payload_order_key": PAYLOAD_FIELD,
         "force_disable_caches": True,
     }
-    packed = []
-    run = GraphLowering.run
-
-    def spy(self, *args):
-        packed.extend(fqns_of(n) for n in collectives(self.module))
-        return run(self, *args)
-
-    monkeypatch.setattr(GraphLowering, "run", spy)
-    with inductor_config.patch(options), aten_kernels():
+    with inductor_config.patch(options), lowered() as graphs:
         step(torch.compile(sharded()), TOKENS)
+    packed = [fqns_of(n) for gm in graphs for n in collectives(gm)]
     assert packed == [[fqn for unit in reverse.units for fqn in unit]] * 2
 
 
@@ -633,44 +656,18 @@ def test_every_passs_time_is_in_the_report(fake_world):
     assert report.as_dict()["passes"][1]["name"] == "BucketUnits"
 
 
-CHILD = """
-import os
-os.environ["TORCH_EXT_BUCKETING_DISABLE"] = "CombineUses, SeparateGroups"
-from torch_ext_bucketing import backend
-print(*backend("aot_eager").passes.disabled, "known before they are imported")
-from torch_ext_bucketing import BucketUnits, FSDPParamOrder, ReshardAfterForward, TagParameters
-from torch_ext_bucketing.passes.pipeline import Pipeline
-o = FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
-passes = [ReshardAfterForward(["a"]), TagParameters(), ReshardAfterForward(), BucketUnits(o),
-          BucketUnits(o, payload_order=None), BucketUnits(o, kinds=("all_gather",)), BucketUnits([["a"]])]
-print(*[p.uuid() for p in passes], Pipeline(passes[1:]).uuid())
-"""
-
-
-@pytest.mark.once
-def test_uuids_differ_by_settings_and_not_by_process():
-    """And all passes can be switched off by name in a process that has imported none of them."""
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", CHILD],
-            env={"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        ).stdout.splitlines()
-        for seed in ("1", "2")
-    ]
-    assert runs[0] == runs[1]
-    known, uuids = runs[0]
-    assert known == "known before they are imported"
-    assert len(set(uuids.split())) == len(uuids.split()) == 8
-
-
-def test_plain_function_is_not_cached():
-    assert BucketUnits(UNITS, payload_order=lambda n: 0).uuid() is None
-    assert Pipeline([BucketUnits(UNITS, payload_order=lambda n: 0)]).uuid() is None
-    assert TagParameters(fqn_of=lambda d: None).uuid() is None
+def test_plain_functions_are_not_cached():
+    """All else is told apart by ``test_caches``."""
+    for one in (
+        BucketUnits(UNITS, payload_order=lambda n: 0),
+        Pipeline([BucketUnits(UNITS, payload_order=lambda n: 0)]),
+        TagParameters(fqn_of=lambda d: None),
+        BucketByCap({"a": lambda i: 1.0}),
+        BucketByCap(eligible=lambda n: True),
+    ):
+        assert one.uuid() is None
+    caps = [{"b": 2.0, "a": 1.0}, {"a": 1.0, "b": 2.0}]
+    assert len({BucketByCap(cap).uuid() for cap in caps}) == 1
 
 
 # -- what a list of passes may be -----------------------------------------------------------------

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import TwoBlocks
+from sharded_models import TwoBlocks, eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from torch_ext_bucketing.fqns import canonical_fqn
@@ -152,14 +149,9 @@ def test_separate_groups_names_what_is_wrong(fake_world):
 
 
 def _uncompiled_equals_fsdp2(rank, mode, param_dtype, reduce_dtype):
-    eager = copy.deepcopy(model())
-    settings = {
-        "mesh": mesh(mode),
-        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
-    }
-    for layer in eager.layers:
-        fully_shard(layer, **settings)
-    fully_shard(eager, **settings)
+    eager = eager_fsdp2(
+        model(), ["layers.0", "layers.1", ""], mesh(mode), param_dtype, reduce_dtype
+    )
     expected = gradients(eager, eager, rank)
     module = shard(mode, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     assert_equal(gradients(module, module, rank), expected)

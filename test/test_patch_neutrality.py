@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from linked_torch import LinkedTorch, make_repository
-from patching_trees import needs_unpatched_torch, run_python
+from patching_trees import LinkedTorch, make_repository, needs_unpatched_torch, run_python
 from torch_features import HAS_PRE_BUCKETING
 
 HERE = Path(__file__).parent

@@ -16,17 +16,21 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from linked_torch import (
+from patching_trees import (
+    CONFIG,
     PATCHES,
+    ROOT,
     SERIES,
+    TORCH_DIR,
     LinkedTorch,
     git,
     make_repository,
+    needs_unpatched_torch,
     patches_of,
+    run_python,
     series_folder,
     touched,
 )
-from patching_trees import CONFIG, ROOT, TORCH_DIR, needs_unpatched_torch, run_python
 
 from torch_ext_bucketing.hooks import disk, series
 from torch_ext_bucketing.hooks.patches import apply_patches
@@ -107,33 +111,82 @@ def test_git_writes_the_same_series_again(repository: Path, tmp_path: Path):
         assert texts[0] == texts[1]
 
 
-IMPORT_AND_TEST = """
-import importlib, json, runpy, sys
-test, hooks, *names = sys.argv[1:]
-modules = [importlib.import_module(name) for name in names]
-from torch._inductor import config
-part = config.aten_distributed_optimizations
-found = [e for e in json.loads(hooks) if hasattr(part, e)]
-print(json.dumps([[m.__file__ for m in modules], found]), flush=True)
-assert "torch_ext_bucketing" not in sys.modules
-sys.argv = [test]
-runpy.run_path(test, run_name="__main__")
+# Forks a child for each commit, as importing torch takes as long as what is asked here. A child's
+# output goes to a file beside the commit's.
+EACH_COMMIT = """
+import importlib, json, os, runpy, shutil, sys, traceback
+import expecttest, numpy, sympy, torch
+folder, test, names, touched, *commits = sys.argv[1:]
+assert torch.__file__.startswith(folder), torch.__file__
+assert not any(name.startswith("torch._inductor") for name in sys.modules)
+
+def import_and_test():
+    modules = [importlib.import_module(name) for name in json.loads(names)]
+    from torch._inductor import config
+    entries = config.aten_distributed_optimizations
+    found = [e for e in ENTRIES if hasattr(entries, e)]
+    print(json.dumps([[m.__file__ for m in modules], found]), flush=True)
+    assert "torch_ext_bucketing" not in sys.modules
+    sys.argv = [test]
+    runpy.run_path(test, run_name="__main__")
+
+for commit in commits:
+    for path in json.loads(touched):
+        if os.path.exists(f"{commit}/{path}"):
+            shutil.copyfile(f"{commit}/{path}", f"{folder}/{path}")
+        else:
+            os.remove(f"{folder}/{path}")
+    child = os.fork()
+    if not child:
+        out = os.open(f"{commit}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        status = 1
+        try:
+            import_and_test()
+            status = 0
+        except SystemExit as ended:
+            status = ended.code or 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(status))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open(f"{commit}.log", "a") as log:
+        log.write(f"exit status {status}")
 """
 
 
 LAST = COMMITS[series_folder().name]
 
 
+@pytest.fixture(scope="module")
+def tested(repository: Path) -> tuple[LinkedTorch, list[str]]:
+    """A torch, and what the tests of each commit print on it."""
+    torch = LinkedTorch(repository.parent / "torch-of-commits", repository, f"commit-{LAST}")
+    paths = [p for p in touched(series_folder()) if (torch.folder / p).is_file()]
+    assert not any((torch.folder / p).is_symlink() for p in paths)  # to the installed torch
+    commits = [repository.parent / f"commit-{n}" for n in range(1, LAST + 1)]
+    for folder in commits:
+        git(repository, "worktree", "add", "--quiet", "--detach", str(folder), folder.name)
+    modules = [p.removesuffix(".py").replace("/", ".") for p in touched(series_folder())]
+    modules = [m for m in modules if m.startswith("torch.")]
+    code = EACH_COMMIT.replace("ENTRIES", repr(ENTRIES))
+    given = (str(torch.folder / TEST_FILE), json.dumps(modules), json.dumps(paths))
+    torch.run("-c", code, str(torch.folder), *given, *map(str, commits))
+    return torch, [Path(f"{folder}.log").read_text() for folder in commits]
+
+
 @pytest.mark.slow
 @needs_unpatched_torch
 @pytest.mark.parametrize("number", range(1, LAST + 1))
-def test_each_commit_imports_and_passes_its_tests(repository: Path, number: int):
-    torch = LinkedTorch(repository.parent / f"torch-{number}", repository, f"commit-{number}")
-    modules = [p.removesuffix(".py").replace("/", ".") for p in touched(series_folder())]
-    modules = [m for m in modules if m.startswith("torch.")]
-    test = torch.folder / TEST_FILE
-    printed = torch.run("-c", IMPORT_AND_TEST, str(test), json.dumps(ENTRIES), *modules)
-    files, entries = json.loads(printed.splitlines()[0])
+def test_each_commit_imports_and_passes_its_tests(
+    repository: Path, tested: tuple[LinkedTorch, list[str]], number: int
+):
+    torch, printed = tested[0], tested[1][number - 1]
+    assert printed.endswith("exit status 0"), printed
+    files, entries = json.loads(next(x for x in printed.splitlines() if x.startswith("[[")))
     assert all(Path(f).is_relative_to(torch.folder) for f in files), files
     assert sorted(entries) == sorted(
         e
@@ -143,6 +196,7 @@ def test_each_commit_imports_and_passes_its_tests(repository: Path, number: int)
             for p in patches_of(series_folder())[:number]
         )
     )
+    test = repository.parent / f"commit-{number}" / TEST_FILE
     assert f"Ran {number_of_tests(test)} tests" in printed, printed[-400:]
     assert "skipped" not in printed
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.fx as fx
-from collective_graphs import run_all_ranks
+from collective_graphs import assert_same, run_all_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph, real_inputs
@@ -29,12 +29,10 @@ from torch_ext_bucketing.scheduling.policy import Case, Options, Policy, PolicyR
 from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.scheduling.timeline import Timeline
 
-pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def _world(fake_world: int) -> int:
-    return fake_world
+pytestmark = [
+    pytest.mark.usefixtures("fake_world"),
+    pytest.mark.parametrize("fake_world", [2], indirect=True),
+]
 
 
 def most_in_flight(model: Model, order: Sequence[int]) -> int:
@@ -132,7 +130,7 @@ def test_a_bound_that_cannot_be_kept_is_a_warning():
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 12), most=st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_it_goes_with_the_others(seed: int, size: int, most: int):
     """Same values, and each bound is kept or said to be missed."""
     gm = random_graph(seed, size, ["0"], share=False)
@@ -152,9 +150,7 @@ def test_it_goes_with_the_others(seed: int, size: int, most: int):
     ):
         assert kept != any(w.startswith(name) for w in report.warnings)
     assert (report.misses > 0) == bool(report.warnings)
-    for ours, theirs in zip(run_all_ranks(gm, inputs), expected, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert torch.equal(a, b)
+    assert_same(run_all_ranks(gm, inputs), expected)
 
 
 def test_caps_are_chosen_under_it():

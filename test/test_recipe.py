@@ -1,18 +1,16 @@
-"""The quick start: a sharded model, ``recipe`` and ``backend``, and nothing else set."""
+"""``recipe``: lists of passes to start from. ``test_parity`` trains by them on ranks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from recipe_ranks import STEPS, quick_starts, small_model, wrapped
-from sharded_models import TwoBlocks, step
+from sharded_models import TwoBlocks, eager_fsdp2, small_transformer, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.manual import manual_plan
 from torch_ext_bucketing.fsdp.units import abbreviated
-from torch_ext_bucketing.testing.ranks import run_ranks
 
 MESHES = {"fully_shard": (4,), "hybrid_shard": (2, 2), "replicate": (4,)}
 
@@ -20,8 +18,16 @@ MESHES = {"fully_shard": (4,), "hybrid_shard": (2, 2), "replicate": (4,)}
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
+def wrapped(mesh):
+    """Eager FSDP2 as trainers call it: the embedding, each block, norm and head, then the root."""
+    model = small_transformer()
+    return eager_fsdp2(model, [*teb.transformer_block_plan(model), ""], mesh)
+
+
 def sharded(mode="fully_shard", model=None):
-    return teb.data_parallel(model or small_model(), init_device_mesh("cpu", MESHES[mode]), mode)
+    return teb.data_parallel(
+        model or small_transformer(), init_device_mesh("cpu", MESHES[mode]), mode
+    )
 
 
 UNITS = "manual_plan(['embed', 'blocks.[0-1]', 'norm+output'], model)"
@@ -134,7 +140,11 @@ def flat(mesh):
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda mesh: teb.recipe(small_model()), ValueError, r"not sharded.*data_parallel\(model"),
+        (
+            lambda mesh: teb.recipe(small_transformer()),
+            ValueError,
+            r"not sharded.*data_parallel\(model",
+        ),
         (lambda mesh: teb.recipe(flat(mesh)), ValueError, r"no repeated blocks.*units=\[\.\.\.\]"),
         (lambda mesh: teb.recipe(wrapped(mesh)), ValueError, r"fully_shard\(\).*reference=model"),
         (
@@ -227,31 +237,3 @@ def test_units_are_abbreviated_as_manual_plan_reads_them(units, short):
         at.weight = torch.nn.Parameter(torch.zeros(1))
     model.weight = torch.nn.Parameter(torch.zeros(1))
     assert [list(unit) for unit in manual_plan(short, model)] == units
-
-
-@pytest.fixture(scope="module")
-def trained():
-    cases = {"parity": {}, "speed": {"goal": "speed"}}
-    return run_ranks(quick_starts, 2, cases, timeout_s=400)
-
-
-def test_the_quick_start_trains_to_eagers_bits(trained):
-    """Two ranks can't tell one order of addition from another, so the layout is compared, too."""
-    for results in trained:
-        digests, units, _ = results["eager"]
-        found, buckets, _ = results["parity"]
-        assert found == digests
-        assert len(set(digests)) == STEPS
-        several = {unit for unit in units if len(unit) > 1}
-        for kind in ("all_gather", "reduce_scatter"):
-            assert several <= {fqns for k, _, fqns in buckets if k == kind}
-        assert {packed_by for _, packed_by, _ in buckets} == {"FSDPParamOrder"}
-
-
-def test_speed_runs_and_reports(trained):
-    for results in trained:
-        digests, buckets, text = results["speed"]
-        assert len(set(digests)) == STEPS
-        assert {kind for kind, *_ in buckets} == {"all_gather", "reduce_scatter"}
-        assert "byte cap, MiB" in text
-        assert "step, ms" in text

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from sharded_models import eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce
@@ -65,8 +65,7 @@ def test_gradients_are_those_of_fsdp2_without_sync(one_rank, reduce_dtype, gathe
     if reduce_dtype is FP32:  # see ReduceOnce: uses in one dtype, microbatches in the other
         eager.head.weight = nn.Parameter(eager.head.weight.detach().clone())
     model = teb.data_parallel(_copy(eager), one_rank, param_dtype=BF16, reduce_dtype=reduce_dtype)
-    policy = MixedPrecisionPolicy(BF16, reduce_dtype, cast_forward_inputs=False)
-    fully_shard(eager, mesh=one_rank, mp_policy=policy)
+    eager_fsdp2(eager, [""], one_rank, BF16, reduce_dtype)
     for i, x in enumerate(batches()):
         eager.set_requires_gradient_sync(i == 2)
         eager(x).backward()

@@ -137,29 +137,27 @@ dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 model = teb.data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)))
 backend = teb.backend("aot_eager", teb.recipe(model))
 step(torch.compile(model, backend=backend), torch.zeros(2, 3, dtype=torch.long))
+print(*(g.summary() for g in backend.last_report().graphs), sep="\\n")
 """
 
 PASSES = [
-    *[
-        f"joint_{i}_{name}"
-        for i, name in enumerate(
-            ("TagParameters", "AddByUnit", "CombineUses", "ReshardAfterForward")
-        )
-    ],
-    *[
-        f"{s}_{i}_{n}"
-        for s in ("forward", "backward")
-        for i, n in enumerate(("BucketUnits", "Schedule"))
-    ],
+    f"{stage}_{i}_{name}"
+    for stage, names in {
+        "joint": ("TagParameters", "AddByUnit", "CombineUses", "ReshardAfterForward"),
+        "forward": ("BucketUnits", "Schedule"),
+        "backward": ("BucketUnits", "Schedule"),
+    }.items()
+    for i, name in enumerate(names)
 ]
 
 
-def test_trace_and_log_have_the_graph_before_and_after_each_pass(tmp_path):
-    run = in_child(GRAPHS, tmp_path, "+torch_ext_bucketing")
-    graphs = artifacts(tmp_path, '"name": "torch_ext_bucketing_[a-z]+_[0-9]_')
-    assert list(graphs) == [
+def test_trace_and_log_have_the_report_and_the_graph_before_and_after_each_pass(tmp_path):
+    run = in_child(GRAPHS, tmp_path)
+    found = artifacts(tmp_path, '"name": "torch_ext_bucketing_[a-z]+_[0-9]_')
+    assert [name for name, _ in found] == [
         f"torch_ext_bucketing_{name}_{when}" for name in PASSES for when in ("before", "after")
     ]
+    graphs = dict(found)
 
     def gathers(name):
         return graphs[f"torch_ext_bucketing_{name}"].count("all_gather_into_tensor")
@@ -170,29 +168,15 @@ def test_trace_and_log_have_the_graph_before_and_after_each_pass(tmp_path):
     assert "f32[" in after_units
     for name in graphs:
         assert f"{name.removeprefix('torch_ext_bucketing_')}\n" in run.stderr
+    # Of each bucketed graph the report: a line, and one artifact, whose payload is the JSON.
+    assert all(line in run.stderr for line in run.stdout.splitlines()[-2:])
+    reports = [json.loads(payload) for _, payload in artifacts(tmp_path, f'"name": "{ARTIFACT}"')]
+    assert [r["stage"] for r in reports] == ["forward", "backward"]
 
 
-TRACED = """
-import torch_ext_bucketing
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-import test_report as t
-print(t.bucketed().summary())
-"""
-
-
-def test_trace_has_the_report(tmp_path):
-    """In TORCH_TRACE's log: one artifact, whose payload is the JSON."""
-    run = in_child(TRACED, tmp_path, "torch_ext_bucketing")
-    assert run.stdout.strip() in run.stderr, "TORCH_LOGS shows the line"
-    (payload,) = artifacts(tmp_path, f'"name": "{ARTIFACT}"').values()
-    assert json.loads(payload)["stage"] == "inference"
-
-
-def in_child(code, trace, logs):
+def in_child(code, trace):
     here = Path(__file__).parent
-    env = os.environ | {"TORCH_TRACE": str(trace), "TORCH_LOGS": logs}
+    env = os.environ | {"TORCH_TRACE": str(trace), "TORCH_LOGS": "+torch_ext_bucketing"}
     env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
     run = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
@@ -202,13 +186,12 @@ def in_child(code, trace, logs):
 
 
 def artifacts(trace, pattern):
-    """Payloads by name, of the artifacts whose line matches."""
+    """Names and payloads of the artifacts whose line matches."""
     lines = [line for f in trace.iterdir() for line in f.read_text().splitlines()]
-    found = {}
+    found = []
     for i, line in enumerate(lines):
         if re.search(pattern, line):
-            name = re.search('"name": "(.*?)"', line)[1]
-            assert name not in found
             payload = itertools.takewhile(lambda x: x.startswith("\t"), lines[i + 1 :])
-            found[name] = "\n".join(x[1:] for x in payload)
+            name = re.search('"name": "(.*?)"', line)[1]
+            found.append((name, "\n".join(x[1:] for x in payload)))
     return found

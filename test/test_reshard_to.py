@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from expecttest import assert_expected_inline
 from joint_graphs import Joint
-from sharded_models import Capture, TwoBlocks, step
+from sharded_models import Capture, Keep, TwoBlocks, eager_fsdp2, step, tokens_of, trained
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +30,6 @@ from torch_ext_bucketing.rewrites.reshard_to import (
 )
 from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.testing.ring import on_ranks
-from torch_ext_bucketing.testing.training import train
 
 SLICE = torch.ops.aten.slice_copy.Tensor
 UNITS = ["layers.0", ""]
@@ -38,7 +37,6 @@ TOKENS = torch.arange(8).view(2, 4)
 ALL = 6
 READ = 4
 """Parameters that backward reads: two weights and the scale of the block, and the head."""
-STEPS = 3
 
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -84,24 +82,7 @@ def test_the_graph_before_and_after(fake_world):
     inputs = [torch.ones(2, 5), torch.ones(2), torch.ones(3, 5), torch.ones(3, 8)]
     gm = joint.trace(forward_and_backward, *inputs)
     before = listing(joint.named(gm))
-    assert_expected_inline(
-        before,
-        """\
-all_gather_into_tensor = _c10d_functional.all_gather_into_tensor.default(w_1, 4, 'shards')
-wait_tensor = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
-t = aten.t.default(wait_tensor)
-mm = aten.mm.default(x_1, t)
-all_gather_into_tensor_1 = _c10d_functional.all_gather_into_tensor.default(bias_1, 4, 'shards')
-wait_tensor_1 = _c10d_functional.wait_tensor.default(all_gather_into_tensor_1)
-add = aten.add.Tensor(mm, wait_tensor_1)
-t_1 = aten.t.default(tangents_1)
-mm_1 = aten.mm.default(t_1, x_1)
-reduce_scatter_tensor = _c10d_functional.reduce_scatter_tensor.default(mm_1, 'avg', 4, 'shards')
-wait_tensor_2 = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
-mm_2 = aten.mm.default(tangents_1, wait_tensor)
-return (add, wait_tensor_2, mm_2)
-""",
-    )
+    assert before.count("all_gather_into_tensor.default") == 2
     report = reshard_to(gm.graph, SmallerGroup(node, (0, 1), 1), lambda tag: True)
     assert_expected_inline(
         listing(joint.named(gm)),
@@ -155,15 +136,10 @@ def sharded(mesh, mode="fully_shard", cls=OneBlock):
 
 def compiled(passes, model):
     """The forward and the backward graph, and the report."""
-    kept: list[fx.GraphModule] = []
-
-    def keep(gm, inputs):
-        kept.append(gm)
-        return gm.forward
-
-    compiler = teb.backend(keep, passes, model)
+    kept = Keep()
+    compiler = teb.backend(kept, passes, model)
     step(torch.compile(model, backend=compiler, fullgraph=True), TOKENS)
-    return *kept, compiler.last_report()
+    return *kept.values(), compiler.last_report()
 
 
 def gathers(gm):
@@ -244,11 +220,11 @@ def test_what_is_computed_again_reads_it_too(fake_world, partitioner):
 @pytest.mark.once
 def test_inference_is_left_alone(fake_world):
     model = sharded(init_device_mesh("cpu", (4,)))
-    kept = []
-    compiler = teb.backend(lambda gm, _: kept.append(gm) or gm, [teb.ReshardAfterForward(to=2)])
+    kept = Keep()
+    compiler = teb.backend(kept, [teb.ReshardAfterForward(to=2)])
     with torch.no_grad():
         torch.compile(model, backend=compiler, fullgraph=True)(TOKENS)
-    (graph,) = kept
+    (graph,) = kept.values()
     assert gathers(graph) == Counter({4: ALL})
     assert not graph.graph.find_nodes(op="call_function", target=SLICE)
 
@@ -320,40 +296,26 @@ def test_the_place_in_the_group_is_part_of_the_key(fake_world):
 # -- real ranks -----------------------------------------------------------------------------------
 
 
-def _train(model, run, rank):
-    """Digests of this rank's weights after every step."""
-
-    def step(number):
-        tokens = torch.arange(8).mul(number + 2).add(rank).remainder(13).view(2, 4)
-        loss = run(tokens).float().logsumexp(-1).mean()
-        loss.backward()
-        return loss
-
-    return train(model, step, STEPS, lr=1e-2).digests
-
-
 def _beside_eager(rank, memory):
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     mesh = init_device_mesh("cpu", (4,))
     cls = Checkpointed if memory is None else functools.partial(Checkpointed, 63)
-    eager = model_of(cls)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    for module in (*eager.layers, eager):
-        to = False if module is eager else 2
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=to)
-    expected = _train(eager, eager, rank)
+    tokens, dtypes = tokens_of(rank, 13, 2, 4), (torch.bfloat16, torch.float32)
+    eager = eager_fsdp2(
+        model_of(cls), ["layers.0", "layers.1"], mesh, *dtypes, reshard_after_forward=2
+    )
+    eager_fsdp2(eager, [""], mesh, *dtypes, reshard_after_forward=False)
+    expected = trained(eager, eager, tokens)
 
     model = model_of(cls)
     order = teb.FSDPParamOrder.from_model(model, ["layers.0", "layers.1", ""])
-    teb.data_parallel(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    teb.data_parallel(model, mesh, param_dtype=dtypes[0], reduce_dtype=dtypes[1])
     reshard = teb.ReshardAfterForward(keep=order.units[-1], to=2)
     if memory is not None:
         machine = replace(nodes(1), ranks_per_node=2)
         reshard = teb.ReshardAfterForward("auto", memory=memory, machine=machine, to=2)
     passes = [teb.CombineUses(), reshard, teb.BucketUnits(order)]
     compiler = teb.backend("aot_eager", passes, model)
-    found = _train(model, torch.compile(model, backend=compiler, fullgraph=True), rank)
+    found = trained(model, torch.compile(model, backend=compiler, fullgraph=True), tokens)
     launched = Counter(
         (graph.stage, bucket.kind, bucket.group_size)
         for graph in compiler.last_report().graphs

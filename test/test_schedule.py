@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 import torch.utils._pytree as pytree
-from collective_graphs import C10D, run_all_ranks
+from collective_graphs import C10D, assert_same, run_all_ranks
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,14 +61,12 @@ from torch_ext_bucketing.scheduling.timeline import Timeline, longest_compute_ru
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
 _aten = torch.ops.aten
-pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
+pytestmark = [
+    pytest.mark.usefixtures("fake_world"),
+    pytest.mark.parametrize("fake_world", [2], indirect=True),
+]
 
 DIM = 64
-
-
-@pytest.fixture(autouse=True)
-def _world(fake_world: int) -> int:
-    return fake_world
 
 
 class Trainer(Builder):
@@ -190,19 +188,6 @@ def test_a_reduction_that_needs_no_kernel_is_ahead_of_no_gather():
 
 def test_gathers_launch_one_bucket_ahead():
     gm = forward_graph()
-    assert_expected_inline(
-        listing(gm),
-        """\
-AG layers.0.w
-  wait AG layers.0.w
-mm -> mm_default
-AG layers.1.w
-  wait AG layers.1.w
-mm -> mm_default_1
-AG layers.2.w
-  wait AG layers.2.w
-mm -> mm_default_2""",
-    )
     report = schedule(gm, Overlap(), machine=machine())
     assert_expected_inline(
         listing(gm),
@@ -252,17 +237,6 @@ def test_a_collective_of_anothers_result_holds_no_computation_up():
     reduced = b.start("all_gather", b.start("reduce_scatter", b.mm(x, w), "inside"), "between")
     gm = b.finish([reduced, b.mm(b.mm(x, w), w)])
     report = schedule(gm, Overlap(), machine=machine())
-    assert_expected_inline(
-        listing(gm),
-        """\
-mm -> mm_default
-RS inside
-mm -> mm_default_1
-  wait RS inside
-AG between
-mm -> mm_default_2
-  wait AG between""",
-    )
     assert report.step_ms == pytest.approx((5.0, 3.0), abs=0.01)
 
 
@@ -285,22 +259,6 @@ def test_one_chunk_of_the_tokens_is_exchanged_while_another_is_computed():
     back = [b.start("all_to_all", b.mm(b.start("all_to_all", b.mm(x, w)), w)) for _ in range(2)]
     gm = b.finish(back)
     report = schedule(gm, Overlap(), machine=machine())
-    assert_expected_inline(
-        listing(gm),
-        """\
-mm -> mm_default
-A2A all_to_all_single_default
-mm -> mm_default_2
-A2A all_to_all_single_default_2
-  wait A2A all_to_all_single_default
-mm -> mm_default_1
-A2A all_to_all_single_default_1
-  wait A2A all_to_all_single_default_2
-mm -> mm_default_3
-A2A all_to_all_single_default_3
-  wait A2A all_to_all_single_default_1
-  wait A2A all_to_all_single_default_3""",
-    )
     assert report.step_ms == pytest.approx((8.0, 5.0), abs=0.01)
 
 
@@ -314,16 +272,6 @@ def test_a_wait_is_filled_with_later_work():
     gm = b.finish([critical, *weight_gradients])
     options = machine(collective_ms=2.0)
     report = schedule(gm, [Overlap(), PeakMemory(ratio=2)], machine=options)
-    assert_expected_inline(
-        listing(gm),
-        """\
-mm -> mm_default
-AG activation
-mm -> mm_default_2
-mm -> mm_default_3
-  wait AG activation
-mm -> mm_default_1""",
-    )
     assert report.exposed_ms[0] > 1.9
     assert report.exposed_ms[1] == pytest.approx(0.0, abs=0.01)
 
@@ -360,34 +308,6 @@ def test_runs_between_reduce_scatters_are_capped():
     assert report.longest_run == (16, 4)
     assert report.forced_run == 4
     assert not report.warnings
-    assert_expected_inline(
-        listing(gm),
-        """\
-mm -> mm_default
-mm -> mm_default_1
-mm -> mm_default_2
-mm -> mm_default_3
-RS layers.0.w
-mm -> mm_default_4
-mm -> mm_default_5
-mm -> mm_default_6
-mm -> mm_default_7
-RS layers.1.w
-mm -> mm_default_8
-mm -> mm_default_9
-mm -> mm_default_10
-  wait RS layers.0.w
-mm -> mm_default_11
-RS layers.2.w
-  wait RS layers.1.w
-mm -> mm_default_12
-mm -> mm_default_13
-mm -> mm_default_14
-mm -> mm_default_15
-RS layers.3.w
-  wait RS layers.2.w
-  wait RS layers.3.w""",
-    )
 
 
 # --- bounds that can't be kept -------------------------------------------------------------------
@@ -490,7 +410,7 @@ OPTIONS = st.builds(
 
 
 @given(seed=SEEDS, size=st.integers(1, 16), options=OPTIONS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_order_is_topological(seed: int, size: int, options: Options):
     gm = random_graph(seed, size, ["0"], share=False)
     model = model_of(gm.graph)
@@ -503,7 +423,7 @@ def test_every_order_is_topological(seed: int, size: int, options: Options):
 
 
 @given(seed=SEEDS, size=st.integers(1, 12), merge=st.booleans(), ratio=st.floats(0.8, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_same_values_within_the_bounds_that_are_reported(seed, size, merge, ratio):
     gm = random_graph(seed, size, ["0"], share=False)
     inputs = real_inputs(gm)
@@ -525,9 +445,7 @@ def test_the_same_values_within_the_bounds_that_are_reported(seed, size, merge, 
     assert (reached.peak_bytes > report.limit_bytes) == any(
         "PeakMemory" in w for w in report.warnings
     )
-    for ours, theirs in zip(run_all_ranks(gm, inputs), expected, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert torch.equal(a, b)
+    assert_same(run_all_ranks(gm, inputs), expected)
 
 
 def random_training(seed: int) -> fx.GraphModule:
@@ -557,7 +475,7 @@ def random_training(seed: int) -> fx.GraphModule:
     run=st.one_of(st.none(), st.integers(1, 9)),
     shorter=st.floats(0.8, 1.1),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_pass_is_left_out_that_would_give_another_order(seed, limit, run, shorter):
     gm = random_training(seed)
     model = model_of(gm.graph, replace(machine(collective_ms=2.0), kernel_ms=0.5))
@@ -577,7 +495,7 @@ def test_no_pass_is_left_out_that_would_give_another_order(seed, limit, run, sho
 
 
 @given(seed=SEEDS, size=st.integers(1, 14))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_order_has_shorter_runs_than_are_called_forced(seed: int, size: int):
     gm = backward_graph(1 + seed % 5, 1 + size % 7)
     model = model_of(gm.graph)
@@ -607,14 +525,6 @@ def test_writes_random_numbers_and_what_is_not_known_to_be_pure_stay_where_they_
     assert dependencies.needs[at[draws[1]]] == [at[draws[0]]]
     assert dependencies.needs[at[unknown]] == list(range(at[unknown]))
     assert dependencies.needs[at[behind]] == [at[unknown]]
-
-
-def test_a_graph_that_is_not_sorted_is_an_error():
-    gm = forward_graph()
-    first, second = [n for n in gm.graph.nodes if n.target is _aten.mm.default][:2]
-    second.append(first)
-    with pytest.raises(ValueError, match="stands before its input"):
-        _ = GraphAnalysis(gm.graph).dependencies
 
 
 def test_sizes_are_told_in_units_that_show_the_difference():
@@ -942,18 +852,6 @@ def test_the_collector_runs_again_after_an_error_and_only_if_it_did():
     with pytest.raises(LookupError):
         fail()
     assert [*seen, gc.isenabled()] == [True, False, False, False, True]
-
-
-def test_the_memory_bound_decides_over_speed():
-    gm = forward_graph(8)
-    shard = 1.5 * DIM * DIM * 4 / 2**20
-    caps = [2 * shard, 8 * shard]
-    options: dict[str, Any] = {"caps_mb": caps, "machine": machine(2.0)}
-    free, _ = choose_caps(gm.graph, [Overlap(), PeakMemory(ratio=10)], **options)
-    bound = PeakMemory(ratio=1.6)
-    tight, report = choose_caps(gm.graph, [Overlap(), bound], **options)
-    assert max(len(b.members) for b in tight.buckets) < max(len(b.members) for b in free.buckets)
-    assert report.chosen.misses == 0
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
 import torch.nn as nn
-from collective_graphs import C10D, all_gather, all_reduce, reduce_scatter, trace
+from collective_graphs import C10D, all_gather, all_reduce, lines_run, reduce_scatter, trace
 from sharded_models import (
     TWO_BLOCKS_FQNS,
     Capture,
@@ -95,14 +94,12 @@ def test_a_submodule_compiled_alone(fake_world):
     assert ("w1.bias",) in names(data_parallel(TwoBlocks(), mesh_1d()))
 
 
-def test_hsdp_tags_both_reductions(fake_world):
+def test_replicas_have_all_reduces(fake_world):
+    """Beside reduce-scatters, or alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for shard in (shard_by_property, lambda m, mesh: data_parallel(m, mesh, "hybrid_shard")):
         found, _ = compiled_tags(shard(TwoBlocks(), mesh), TOKENS)
         assert found == dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), ONE_EACH)
-
-
-def test_ddp_has_all_reduces_alone(fake_world):
     found, _ = compiled_tags(data_parallel(TwoBlocks(), mesh_1d(), "replicate"), TOKENS)
     assert found == {"all_reduce": ONE_EACH}
 
@@ -248,21 +245,17 @@ def training_step_trace(annotate):
     return gm, model
 
 
-def test_whole_step_trace_named_by_the_caller(fake_world):
-    gm, model = training_step_trace(annotate=False)
+@pytest.mark.parametrize("annotate", [False, True], ids=["by the caller", "by module"])
+def test_whole_step_trace_is_named(fake_world, annotate):
+    gm, model = training_step_trace(annotate)
     names = list(dict(model.named_parameters()))
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    fqns = dict(zip(placeholders, names, strict=False))
-    tags = tag_joint_graph(gm, fqns, grad_fqns=[None, *names, None]).values()
-    for kind in ("all_gather", "reduce_scatter"):
+    given = {"model": model}
+    if not annotate:
+        fqns = dict(zip(gm.graph.find_nodes(op="placeholder"), names, strict=False))
+        given = {"fqn_of": fqns, "grad_fqns": [None, *names, None]}
+    tags = tag_joint_graph(gm, **given).values()
+    for kind in ("all_gather", "reduce_scatter")[: 1 if annotate else 2]:
         assert sorted(t.fqns[0] for t in tags if t.kind == kind) == sorted(names)
-
-
-def test_whole_step_trace_named_by_module(fake_world):
-    gm, model = training_step_trace(annotate=True)
-    tags = tag_joint_graph(gm, model=model).values()
-    gathers = sorted(t.fqns[0] for t in tags if t.kind == "all_gather")
-    assert gathers == ["a.bias", "a.weight", "b.bias", "b.weight"]
 
 
 def test_number_of_output_names_is_checked(fake_world):
@@ -375,7 +368,7 @@ def test_linear_in_the_graph(fake_world):
 
     def lines(params: int) -> int:
         graph = torch.fx.Graph()
-        x = graph.placeholder("x")
+        x = x0 = graph.placeholder("x")
         shards = [graph.placeholder(f"w{i}") for i in range(params)]
         for w in shards:
             gathered = graph.call_function(C10D.all_gather_into_tensor.default, (w, 4, "0"))
@@ -387,24 +380,15 @@ def test_linear_in_the_graph(fake_world):
             start = graph.call_function(C10D.reduce_scatter_tensor.default, (x, "sum", 4, "0"))
             w.meta["grad"] = graph.call_function(C10D.wait_tensor.default, (start,))
         graph.output([w.meta["grad"] for w in shards])
-        count = 0
+        names = [w.name for w in shards]
+        reports = []
 
-        def trace(_frame, event, _arg):
-            nonlocal count
-            count += event == "line"
-            return trace
+        def tag() -> None:
+            name_of = {n: n.name for n in graph.nodes if n is not x0}.get
+            reports.append(tag_joint_graph(graph, name_of, grad_fqns=names))
 
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            tags = tag_joint_graph(
-                graph,
-                lambda n: n.name if n.name != "x" else None,
-                grad_fqns=[w.name for w in shards],
-            )
-        finally:
-            sys.settrace(before)
-        assert len(tags) == 2 * params
+        count = lines_run(tag)
+        assert len(reports[0]) == 2 * params
         return count
 
     # Ten times the collectives: 10 if linear, 100 if each walks the others.

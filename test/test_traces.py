@@ -232,37 +232,36 @@ def test_groups_with_ranks_that_no_trace_is_of_are_left_out(tmp_path):
 
 
 def test_what_is_no_set_of_traces_is_said(tmp_path, capsys):
-    zero = _two_ranks(tmp_path)[0]
-    fewer = _two_ranks(tmp_path, [_kernel("_allgather_base", 1000, 1500, (100, 200))])
-    with pytest.raises(ValueError, match=r"rank1.json.gz has 1, .*rank0.json.gz 4; profile the"):
-        Machine.from_traces(fewer)
+    def alone(*events, **more):
+        return _trace(tmp_path, 0, events, **more)
+
+    def of_rank_1(**more):
+        return [_two_ranks(tmp_path)[0], _trace(tmp_path, 1, [], **more)]
+
+    fewer = [_kernel("_allgather_base", 1000, 1500, (100, 200))]
     other = [_kernel("allreduce", e * 1000, e * 1000 + 900, (100, 200)) for e in range(4)]
-    with pytest.raises(ValueError, match=r"all_gather of 600 bytes .* and all_reduce of 600 bytes"):
-        Machine.from_traces(_two_ranks(tmp_path, other))
-    with pytest.raises(ValueError, match="are both of rank 0"):
-        Machine.from_traces([zero, zero])
-    with pytest.raises(ValueError, match="no traces"):
-        Machine.from_traces([])
-    alone = _trace(tmp_path, 1, [], told=False)
-    with pytest.raises(ValueError, match="not of a distributed run"):
-        Machine.from_traces([zero, alone])
-    with pytest.raises(ValueError, match=r"of 2 ranks, .* of 4"):
-        Machine.from_traces([zero, _trace(tmp_path, 1, [], world=4)])
-    cut = [_kernel("allreduce", 0, 1, (1, 1), "8", **{"Process Group Ranks": "[0, 1, ...]"})]
-    with pytest.raises(ValueError, match="which ranks process group '8' has"):
-        Machine.from_traces([_trace(tmp_path, 0, cut)])
-    odd = [_kernel("allreduce", 0, 1, (1, 1), dtype="Float3")]
-    with pytest.raises(ValueError, match="unknown dtype, 'Float3'"):
-        Machine.from_traces([_trace(tmp_path, 0, odd)])
+    cut = _kernel("allreduce", 0, 1, (1, 1), "8", **{"Process Group Ranks": "[0, 1, ...]"})
+    odd = _kernel("allreduce", 0, 1, (1, 1), dtype="Float3")
     gloo = {"ph": "X", "name": "gloo:all_reduce", "ts": 1, "dur": 1, "args": {}}
-    with pytest.raises(ValueError, match="of which of 2 process groups"):
-        Machine.from_traces([_trace(tmp_path, 0, [gloo], groups=(RANKS, PAIR))])
-    with pytest.raises(ValueError, match="record_shapes=True"):
-        Machine.from_traces([_trace(tmp_path, 0, [gloo])])
     text = tmp_path / "text.json"
     text.write_text("[]")
-    with pytest.raises(ValueError, match="is no trace"):
-        Machine.from_traces([text])
+    for match, traces in {
+        r"rank1.json.gz has 1, .*rank0.json.gz 4; profile the": lambda: _two_ranks(tmp_path, fewer),
+        r"all_gather of 600 bytes .* and all_reduce of 600 bytes": (
+            lambda: _two_ranks(tmp_path, other)
+        ),
+        "are both of rank 0": lambda: _two_ranks(tmp_path)[:1] * 2,
+        "no traces": list,
+        "not of a distributed run": lambda: of_rank_1(told=False),
+        r"of 2 ranks, .* of 4": lambda: of_rank_1(world=4),
+        "which ranks process group '8' has": lambda: [alone(cut)],
+        "unknown dtype, 'Float3'": lambda: [alone(odd)],
+        "of which of 2 process groups": lambda: [alone(gloo, groups=(RANKS, PAIR))],
+        "record_shapes=True": lambda: [alone(gloo)],
+        "is no trace": lambda: [text],
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            Machine.from_traces(traces())
 
     out = tmp_path / "machine.json"
     assert main(["measure", "--traces", str(text), "--out", str(out)]) == 1

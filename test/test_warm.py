@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-CHILD = Path(__file__).parent / "warm_child.py"
+HERE = Path(__file__).parent
+CHILD = HERE / "cache_child.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LIMIT_S = 400
 
@@ -22,12 +24,16 @@ HIT, MISS, BYPASS = [1, 0, 0], [0, 1, 0], [0, 0, 1]
 pytestmark = pytest.mark.slow
 
 
-def run(*arguments: str, **environment: str) -> list[dict[str, Any]]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCH_", "TORCHINDUCTOR"))}
-    paths = [str(CHILD.parent.parent), str(CHILD.parent)]
-    env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **environment}
+def run(
+    *arguments: str, paths: Sequence[Path] = (HERE.parent, HERE), **environment: str
+) -> list[dict[str, Any]]:
+    """The lines of JSON that a process prints, which finds the first of ``paths`` first."""
+    ours = ("TORCH_", "TORCHINDUCTOR")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ours) or "VEC_ISA" in k}
+    env |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, *arguments]
     done = subprocess.run(
-        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=LIMIT_S
+        command, env=env, cwd=paths[0], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -100,16 +106,26 @@ def test_artifacts_of_rank_0_serve_rank_0_alone():
     assert one["places"] == [0, 4 * 8 + 4 * 7]
 
 
-def test_artifacts_of_one_rank_that_compiles_for_all_serve_all():
+@pytest.mark.parametrize(
+    ("way", "places"),
+    [
+        ("data_parallel, even", [0]),
+        # Groups are known at run time, so that no launches are compared.
+        ("2-D", []),
+        ("2-D, data_parallel", []),
+        ("2-D, tensor parallel", []),
+    ],
+)
+def test_artifacts_of_one_rank_that_compiles_for_all_serve_all(way, places):
     """On 4 ranks, with nothing of a rank in the code, in keys, or in what the caches keep."""
     torchrun = (*TORCHRUN[:-1], "4")
-    results = run(*torchrun, str(CHILD), "one_for_all", "data_parallel, even")
+    results = run(*torchrun, str(CHILD), "one_for_all", way)
     assert sorted(result["rank"] for result in results) == [0, 1, 2, 3]
     for result in results:
         each, loaded = result["each"], result["loaded"]
         assert_state(each, MISS)
         assert_state(loaded, HIT)
-        assert each["places"] == loaded["places"] == [0]
+        assert each["places"] == loaded["places"] == places
         assert loaded["values"] == each["values"], "the same bits"
         for value, expected in zip(loaded["values"], result["expected"], strict=True):
             torch.testing.assert_close(torch.tensor(value), torch.tensor(expected))

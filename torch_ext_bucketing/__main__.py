@@ -2,18 +2,22 @@
 
 A subcommand is a module with ``add_parser(subparsers)``, which sets ``run`` (takes the parsed
 arguments, returns the exit status) as a default of its parser. ``add_parser`` must import
-nothing heavy: every command line pays for it.
+nothing heavy: every command line pays for it. What was asked for and can't be done is an exception
+that is told here.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from . import __version__
 from .commands import explain, measure
 from .testing import compare_cli as compare
 from .testing.demo import cli as demo
+from .testing.ranks import RankError
+from .testing.target import TargetError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,13 +31,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Collective bucketing policies for compiled PyTorch training.",
     )
     parser.add_argument("--version", action="version", version=__version__)
-    subparsers = parser.add_subparsers(required=True, metavar="command")
+    subparsers = parser.add_subparsers(required=True, metavar="command", dest="command")
     from .hooks import command as patch  # only here: nothing of the package needs the hooks
 
     for subcommand in (patch, demo, compare, explain, measure):
         subcommand.add_parser(subparsers)
     args = parser.parse_args(argv)
-    status: int = args.run(args)
+    command = f"{parser.prog} {args.command}"
+    try:
+        status: int = args.run(args)
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted", file=sys.stderr)
+        return 130
+    except (TargetError, RankError, OSError) as error:
+        print(f"{command}: error: {error}", file=sys.stderr)
+        return 1
     return status
 
 

@@ -3,8 +3,6 @@ of ranks: the model is compiled, forward and backward, and the report is that of
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,23 +36,13 @@ from .scheduling.overlap import Overlap
 from .scheduling.timeline import Timeline
 from .scheduling.trace import Drawn
 from .testing.model import ModelConfig, Transformer
-from .testing.target import TargetError, load_target
-
-
-class ExplainError(Exception):
-    """The target can't be explained; the message says why and what to do."""
+from .testing.target import TargetError, build, call, load_target
 
 
 @dataclass
 class Explanation:
-    """The result of :func:`explain`.
-
-    Args:
-        passes: that were run.
-        report: of all graphs.
-        drawn: the timelines of each graph, as compiled and as it became; empty where none was asked
-            for.
-    """
+    """The result of :func:`explain`: what was run, and the report of all graphs; with ``draw`` also
+    the timelines of each, as compiled and as it became."""
 
     passes: list[GraphPass]
     report: CompileReport
@@ -89,66 +77,49 @@ def explain(
     The others are the command's options, which ``explain --help`` describes.
 
     Raises:
-        ExplainError: the target can't be found, returns something else, or can't be compiled; an
+        TargetError: the target can't be found, returns something else, or can't be compiled; an
             option is bad; a process group exists already.
     """
-    with _explained("", TargetError):
-        make = _demo_model if target is None else load_target(target)
+    make = _demo_model if target is None else load_target(target)
     if dist.is_initialized():
-        raise ExplainError(
+        raise TargetError(
             "torch.distributed is initialised already; explain starts a fake process group of its "
             "own: importing the module of the target must not start one"
         )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        with _explained(f"{target} raised "):
-            made = make()
-        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
-            raise ExplainError(
-                f"{target} must return (model, inputs), a torch.nn.Module and what it is called "
-                f"with; it returned {type(made).__name__}"
-            )
-        model, inputs = made
+        model, inputs = build(make, str(target))
         machine = job_machine() if machine is None else machine
-        if goal is not None:
-            with _explained(f"recipe(model, {goal!r}): ", ValueError, TypeError):
-                memory = None if memory_gib is None else PeakMemory(gib=memory_gib)
+        try:
+            memory = None if memory_gib is None else PeakMemory(gib=memory_gib)
+            if goal is not None:
                 passes = recipe(model, goal, machine=machine, reduce=reduce, memory=memory)  # type: ignore[arg-type]
-            for p in passes:
-                if isinstance(p, ReshardAfterForward):
-                    p.curve = p.auto
-        else:
-            with _explained("", ValueError, TypeError):
-                passes = [
-                    _resharding(memory_gib, machine),
-                    _bucketing(model, mode, cap_mb, primary),
-                ]
+            else:
+                bucketing = _bucketing(model, mode, cap_mb, primary)
+                passes = [_resharding(memory, machine), bucketing]
+        except (ValueError, TypeError) as error:
+            what = "" if goal is None else f"recipe(model, {goal!r}): "
+            raise TargetError(f"{what}{error}") from error
+        for p in passes:
+            if isinstance(p, ReshardAfterForward):
+                p.curve = p.auto
         if overlap:
             passes.append(Schedule(Overlap(), machine))
         drawn: list[Drawn] = []
         before, after = ([_Draw(drawn, v, machine)] * draw for v in ("before", "after"))
-        with _explained("compiling the model or running it failed: "):
+        try:
             reports = _compile(model, inputs, [*before, *passes, *after], size_hints)
+        except Exception as error:
+            raise TargetError(
+                f"compiling the model or running it failed: {type(error).__name__}: {error}"
+            ) from error
         if not reports:
-            raise ExplainError("the model compiled to no graph: nothing in it was traced")
+            raise TargetError("the model compiled to no graph: nothing in it was traced")
         # Several where the graph breaks.
         return Explanation(passes, CompileReport.joined(reports), drawn)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _explained(what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raise ``errors``, or any without these, as an :class:`ExplainError` that begins with
-    ``what``."""
-    try:
-        yield
-    except Exception as error:
-        if errors and not isinstance(error, errors):
-            raise
-        name = "" if errors else f"{type(error).__name__}: "
-        raise ExplainError(f"{what}{name}{error}") from error
 
 
 def _demo_model() -> tuple[nn.Module, torch.Tensor]:
@@ -160,11 +131,10 @@ def _demo_model() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.zeros(1, config.max_seq, dtype=torch.long)
 
 
-def _resharding(memory_gib: float | None, machine: Machine) -> GraphPass:
-    if memory_gib is None:
+def _resharding(memory: PeakMemory | None, machine: Machine) -> GraphPass:
+    if memory is None:
         return ReshardAfterForward()
-    bound = PeakMemory(gib=memory_gib)
-    return ReshardAfterForward("auto", memory=bound, activations=True, curve=True, machine=machine)
+    return ReshardAfterForward("auto", memory=memory, activations=True, machine=machine)
 
 
 def _bucketing(model: nn.Module, mode: str, cap_mb: float | None, primary: bool) -> GraphPass:
@@ -200,11 +170,7 @@ def _compile(
 ) -> list[CompileReport]:
     compiler = backend("aot_eager", passes, model, size_hints=size_hints)
     compiled = torch.compile(model, backend=compiler)
-    if isinstance(inputs, dict):
-        out = compiled(**inputs)
-    else:
-        out = compiled(*inputs) if isinstance(inputs, (tuple, list)) else compiled(inputs)
-    results = pytree.tree_leaves(out)
+    results = pytree.tree_leaves(call(compiled, inputs))
     losses = [r.sum() for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
     if losses:
         torch.stack(losses).sum().backward()

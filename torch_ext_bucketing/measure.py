@@ -1,10 +1,9 @@
 """What a cluster's networks and kernels take, measured by all ranks of a process group.
 
-Every rank measures the collectives of each group of a mesh, as compiled graphs launch them, and the
-rates of products and copies. A collective's time is from the arrival of its last rank: of the times
-that the ranks saw, the shortest, so that waiting for peers is no part of it; of several runs, the
-median. All ranks end with the same numbers (of the slowest group of a mesh dimension, of the
-slowest rank), and rank 0 writes them.
+Collectives are measured as compiled graphs launch them. The time of one is from the arrival of its
+last rank: of the times that the ranks saw, the shortest, so that waiting for peers is no part of
+it; of several runs, the median. All ranks end with the same numbers: those of the slowest group of
+a mesh dimension, and of the slowest rank.
 """
 
 from __future__ import annotations
@@ -22,17 +21,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ._torch.process_groups import ranks_of
-from .scheduling.machine import Machine
+from .scheduling.machine import COLLECTIVES, Machine
 
 KIB = (4, 64, 1024, 16384)
 _PRODUCT = {"cuda": 8192, "cpu": 512}
 # On CPU as much as malloc may keep and hand out again (M_MMAP_THRESHOLD is 32 MiB at most): what is
 # larger is mapped anew each time, and takes ten times as long.
 _COPY_MIB = {"cuda": 1024, "cpu": 16}
-
-
-class MeasureError(Exception):
-    """The machine can't be measured as asked; the message says why and what to do."""
 
 
 def measure(
@@ -55,14 +50,14 @@ def measure(
         the number of ranks.
 
     Raises:
-        MeasureError: the mesh does not fit the number of ranks, or no positive size or number of
+        ValueError: the mesh does not fit the number of ranks, or no positive size or number of
             runs.
     """
     world = dist.get_world_size()
     if math.prod(mesh) != world:
-        raise MeasureError(f"a mesh of {'x'.join(map(str, mesh))} ranks does not fit {world} ranks")
+        raise ValueError(f"a mesh of {'x'.join(map(str, mesh))} ranks does not fit {world} ranks")
     if not kib or min(kib) < 1 or repeats < 1:
-        raise MeasureError("sizes in KiB and the number of runs must be positive")
+        raise ValueError("sizes in KiB and the number of runs must be positive")
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device_mesh = init_device_mesh(device, tuple(mesh))
@@ -73,7 +68,7 @@ def measure(
     table: dict[Any, list[tuple[int, float]]] = {}
     for group in groups:
         shape = machine.layout_of(ranks_of(group))
-        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        for kind in COLLECTIVES:
             for size in sorted(set(kib)):
                 nbytes, launch = _launcher(kind, size * 1024, group, device)
                 ms = _collective_ms(launch, group, device, repeats)
@@ -107,31 +102,24 @@ def _launcher(
     kind: str, nbytes: int, group: dist.ProcessGroup, device: str
 ) -> tuple[int, Callable[[], Any]]:
     """Bytes of input and output together, and what runs the collective to its end."""
-    n, name = group.size(), group.group_name
+    n, collective = group.size(), COLLECTIVES[kind]
     part = -(-nbytes // (4 * n))
-    ops = torch.ops._c10d_functional
-    wait = ops.wait_tensor.default
-    shard = torch.ones(part, device=device)
-    whole = torch.ones(part * n, device=device)
-    if kind == "all_gather":
-        return 4 * part * (n + 1), lambda: wait(ops.all_gather_into_tensor(shard, n, name))
-    if kind == "reduce_scatter":
-        return 4 * part * (n + 1), lambda: wait(ops.reduce_scatter_tensor(whole, "sum", n, name))
-    if kind == "all_reduce":
-        return 8 * part * n, lambda: wait(ops.all_reduce(whole, "sum", name))
-    splits = [part] * n
-    return 8 * part * n, lambda: wait(ops.all_to_all_single(whole, splits, splits, name))
+    given = part if kind == "all_gather" else part * n
+    made = part if kind == "reduce_scatter" else part * n
+    sent = torch.ones(given, device=device)
+    rest = ([part] * n, [part] * n) if kind == "all_to_all" else collective.arguments(n)
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    return 4 * (given + made), lambda: wait(collective.target(sent, *rest, group.group_name))
 
 
 def _collective_ms(
     launch: Callable[[], Any], group: dist.ProcessGroup, device: str, repeats: int
 ) -> float:
-    times = torch.empty(repeats, dtype=torch.float64, device=device)
-    for i in range(-1, repeats):
+    found = []
+    for _ in range(1 + repeats):
         dist.barrier(group)
-        ms = _timed(launch, device)
-        if i >= 0:
-            times[i] = ms
+        found.append(_timed(launch, device))
+    times = torch.tensor(found[1:], dtype=torch.float64, device=device)
     dist.all_reduce(times, dist.ReduceOp.MIN, group)  # the last to arrive waited for nobody
     return _slowest(statistics.median(times.tolist()), device)
 

@@ -12,22 +12,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .private import private_torch
 from .process_groups import compiles_for_all_ranks
+from .sharded import mesh_of
+
+log = logging.getLogger("torch_ext_bucketing")
 
 _SAID = "_torch_ext_bucketing"  # what passes say of a compiled graph, its attribute
+_STAYS = "_torch_ext_bucketing_stays"
+_OF_A_RANK = ("_rank", "_coordinate_on_dim", "_dim_group_names")
+"""What a mesh has on one rank and not on the others; torch compares no meshes by it."""
 
 
 def meshes_in(values: Iterable[Any]) -> list[DeviceMesh]:
-    """The device meshes among ``values``, and those that they hold."""
+    """The device meshes among ``values`` and of the tensors among them, and those that they
+    hold."""
     found: dict[int, DeviceMesh] = {}
-    stack = [value for value in values if isinstance(value, DeviceMesh)]
+    given = [mesh_of(value) or value for value in values]
+    stack = [value for value in given if isinstance(value, DeviceMesh)]
     while stack:
         mesh = stack.pop()
         if id(mesh) not in found:
@@ -48,7 +57,7 @@ def forget_mesh_hashes(meshes: Iterable[DeviceMesh]) -> None:
 
 
 @contextlib.contextmanager
-def watched_caches() -> Iterator[None]:
+def watched_caches(meshes: Iterable[DeviceMesh] = ()) -> Iterator[None]:
     """While this lasts, what the passes that are set say of a graph which Inductor compiles stays
     with the compiled graph, in every cache and saved artifact that it gets into: passes with
     ``graph_compiled()`` and ``graph_ready()`` are asked for it by the one when the graph is made,
@@ -61,7 +70,11 @@ def watched_caches() -> Iterator[None]:
     system raises names no file. Entries that can't be written torch logs and goes on; code, which
     it has to load, it can't.
 
-    And where one rank compiles for all, its graphs have the keys of the others'.
+    And where one rank compiles for all, its graphs have the keys of the others'; see
+    :class:`_Meshes`.
+
+    Args:
+        meshes: that the graph's inputs have.
     """
     with private_torch():
         from torch._inductor import codecache, config
@@ -78,6 +91,11 @@ def watched_caches() -> Iterator[None]:
     def and_ask(init: _Function, self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         setattr(self, _SAID, [one.graph_compiled() for one in ours()])
+        if known.place_read:
+            log.warning(
+                "No cache keeps a graph that is compiled for all ranks: %s", known.place_read
+            )
+            setattr(self, _STAYS, _NotPickled(known.place_read))
 
     def and_tell(post_compile: _Function, self: Any, *args: Any, **kwargs: Any) -> None:
         post_compile(self, *args, **kwargs)
@@ -92,13 +110,19 @@ def watched_caches() -> Iterator[None]:
                 error.filename = str(path_)
             raise
 
+    known = _Meshes(meshes)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_wrapped(CompiledFxGraph, "__init__", and_ask))
         stack.enter_context(_wrapped(CompiledFxGraph, "post_compile", and_tell))
         stack.enter_context(_wrapped(codecache, "write_atomic", naming_the_file))
         if compiles_for_all_ranks() and hasattr(DeviceMesh, "_compute_coordinate_on_dim"):
-            stack.enter_context(_wrapped(DeviceMesh, "__getstate__", _of_no_rank))
-            stack.enter_context(_wrapped(DeviceMesh, "__setstate__", _of_this_rank))
+            for name, wrapper in (
+                ("__getstate__", known.of_no_rank),
+                ("__setstate__", known.of_this_rank),
+                ("get_local_rank", known.read_place),
+                ("get_coordinate", known.read_coordinate),
+            ):
+                stack.enter_context(_wrapped(DeviceMesh, name, wrapper))
         yield
 
 
@@ -121,19 +145,79 @@ def _wrapped(owner: Any, name: str, wrapper: _Function) -> Iterator[None]:
         setattr(owner, name, was)
 
 
-def _of_no_rank(getstate: _Function, mesh: DeviceMesh) -> dict[str, Any]:
-    """What is pickled of a mesh into the key of a graph that one rank compiles for all. A mesh of
-    several dimensions has other groups on other ranks, and keeps its place in the key."""
-    state: dict[str, Any] = getstate(mesh)
-    own = () if mesh.ndim > 1 else ("_rank", "_coordinate_on_dim")
-    return {name: value for name, value in state.items() if name not in own}
+class _Meshes:
+    """How meshes are pickled where one rank compiles for all: into keys and entries goes what they
+    have on every rank, and what comes out of an entry has what its equal has on this rank, its
+    place and the names of its process groups::
+
+        rank 0   mesh 2x2, groups 1 and 3, at (0, 0) -> mesh 2x2 -> key, entry
+        rank 3   entry -> mesh 2x2 -> mesh 2x2, groups 2 and 4, at (1, 1)
+
+    Such a graph asks for places and groups when it runs. Whatever asks a mesh for this rank's place
+    while the graph is made has it as a constant in there: no cache may keep that.
+
+    Args:
+        meshes: of this process. One that is pickled is known, too: a key is made ahead of a look
+            for its entry.
+
+    Attributes:
+        place_read: what asked for a place, in words; empty: nothing did.
+    """
+
+    def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
+        self._known = list(meshes)
+        self.place_read = ""
+
+    def of_no_rank(self, getstate: _Function, mesh: DeviceMesh) -> dict[str, Any]:
+        self._known.append(mesh)
+        state: dict[str, Any] = getstate(mesh)
+        return {name: value for name, value in state.items() if name not in _OF_A_RANK}
+
+    def of_this_rank(self, setstate: _Function, mesh: DeviceMesh, state: dict[str, Any]) -> None:
+        setstate(mesh, state)
+        own = next((known for known in self._known if known == mesh), None)
+        if own is None:  # torch compiles where an entry can't be loaded
+            raise RuntimeError(f"an entry of a cache has {mesh}, and its graph here has none such")
+        of_rank = {name: vars(own)[name] for name in _OF_A_RANK if name in vars(own)}
+        setstate(mesh, state | of_rank)
+
+    def read_place(self, get: _Function, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
+        self.place_read = f"its code has the place of this rank in {mesh}"
+        return get(mesh, *args, **kwargs)
+
+    def read_coordinate(self, get: _Function, mesh: DeviceMesh) -> Any:
+        """Most look only whether the rank is in the mesh."""
+        place = get(mesh)
+        return None if place is None else _Coordinate(place, lambda: self.read_place(get, mesh))
 
 
-def _of_this_rank(setstate: _Function, mesh: DeviceMesh, state: dict[str, Any]) -> None:
-    """A mesh out of such a graph's entry has this rank's place, not that of who compiled it."""
-    setstate(mesh, state)
-    mesh._rank = torch.distributed.get_rank()
-    mesh._coordinate_on_dim = mesh._compute_coordinate_on_dim()
+class _Coordinate(tuple[int, ...]):
+    """The place of a rank in a mesh, which says when a number is taken out of it."""
+
+    _taken: Callable[[], Any]
+
+    def __new__(cls, place: tuple[int, ...], taken: Callable[[], Any]) -> _Coordinate:
+        found = super().__new__(cls, place)
+        found._taken = taken
+        return found
+
+    def __getitem__(self, at: Any) -> Any:
+        self._taken()
+        return super().__getitem__(at)
+
+    def __iter__(self) -> Iterator[int]:
+        self._taken()
+        return super().__iter__()
+
+
+class _NotPickled:
+    """What keeps a compiled graph out of all caches, and says why."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(self.why)
 
 
 def _each(passes: Any) -> Iterator[Any]:

@@ -49,6 +49,7 @@ def compile_inductor(
     mode: str | None = None,
     cacheable: Mapping[str, str] | None = None,
     prefetch: int | None = None,
+    meshes: Sequence[Any] = (),
 ) -> Callable[..., Any]:
     """Inductor, with the two hooks appended to those that the user has set.
 
@@ -62,6 +63,7 @@ def compile_inductor(
     - ``cacheable``: functions by name, and digests of what they do: AOTAutograd caches graphs that
       call them.
     - torch's own bucketing is off: it would merge our buckets with each other.
+    - ``meshes``: see :func:`.watched_caches`.
     - ``max_compute_pre_fetch=prefetch`` where torch's overlap scheduling is enabled and the user
       has set no depth.
 
@@ -98,10 +100,10 @@ def compile_inductor(
 
     @functools.wraps(compile_fx_inner)
     def inner(*args: Any, **kwargs: Any) -> Any:  # the backward graph's turn comes later
-        with watched_caches():
+        with watched_caches(meshes):
             return compile_fx_inner(*args, **kwargs)
 
-    with watched_caches():
+    with watched_caches(meshes):
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.compiler.config
 import torch.distributed as dist
 import torch.distributed.config
+from torch.distributed.device_mesh import DeviceMesh
 
 from .private import private_torch
 
@@ -23,7 +24,8 @@ def compiles_for_all_ranks() -> bool:
 
 def group_places() -> tuple[tuple[str, int, int], ...]:
     """The process groups that this rank knows, sorted: name, number of ranks, and this rank's place
-    among them (-1: it has none, or compiles for all of them)."""
+    among them (-1: it has none). Where one rank compiles for all, names and places, which differ
+    between ranks, are left out."""
     if not dist.is_available() or not dist.is_initialized():
         return ()
     with private_torch():
@@ -32,7 +34,7 @@ def group_places() -> tuple[tuple[str, int, int], ...]:
     for_all = compiles_for_all_ranks()
     return tuple(
         sorted(
-            (name, group.size(), -1 if for_all else group.rank())
+            ("", group.size(), -1) if for_all else (name, group.size(), group.rank())
             for group, name in _world.pg_names.items()
         )
     )
@@ -54,6 +56,26 @@ def default_store() -> Any:
     """
     with private_torch():
         return dist.distributed_c10d._get_default_store()
+
+
+MeshGroup: TypeAlias = str | tuple[DeviceMesh, int]
+"""A process group by its name; or a mesh and a dimension of it, whose group a graph asks for when
+it runs."""
+
+
+def mesh_group(mesh: DeviceMesh, dim: int) -> MeshGroup:
+    """The process group of a dimension of a mesh: by name, unless one rank compiles for all and
+    others have a group of another name."""
+    name: str = mesh.get_group(dim).group_name
+    shared = not compiles_for_all_ranks() or name == default_group().group_name
+    return name if shared else (mesh, dim)
+
+
+def as_argument(group: MeshGroup) -> Any:
+    """What functional collectives take for a process group."""
+    if isinstance(group, str):
+        return group
+    return torch.ops._dtensor.mesh_get_process_group(*group)
 
 
 def group_by_name(name: str) -> Any:

@@ -22,6 +22,11 @@ def is_distributed(tensor: Any) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def mesh_of(value: Any) -> Any:
+    """The mesh that a parameter is distributed over; None for anything else."""
+    return value.device_mesh if isinstance(value, DTensor) else None
+
+
 def placed(tensor: Any) -> tuple[bool, bool]:
     """Whether a distributed parameter is sharded over a dimension of its mesh, and whether it is
     replicated over the outermost one.

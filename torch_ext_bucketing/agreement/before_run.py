@@ -17,11 +17,7 @@ from .._torch.aot import stage_of
 from ..graph.graph_of import graph_of
 from ..reports.graph import GraphReport
 from .differences import Version
-from .exchange import (
-    Exchange,
-    run_all,
-    this_environment,
-)
+from .exchange import Exchange, run_all, this_environment
 from .launches import GraphLaunches, launches_of
 
 
@@ -51,23 +47,16 @@ def agree(
 
 
 def before_first_run(
-    compiled: Callable[..., Any], launches: GraphLaunches, timeout: timedelta | None, fresh: bool
+    compiled: Callable[..., Any], launches: GraphLaunches, timeout: timedelta | None
 ) -> Callable[..., Any]:
     """``compiled``, which runs once its ranks agree on ``launches``. No launches, or none for
-    which there is no other rank, costs nothing but a call.
-
-    Args:
-        fresh: see :func:`agree_on_launches`; for its first run alone.
-    """
+    which there is no other rank, costs nothing but a call."""
     if not launches.groups:
         return compiled
     digest = launches.digest()
 
     def run(*args: Any) -> Any:
-        nonlocal fresh
-        if fresh or digest not in _agreed().digests:
-            agree_on_launches(launches, timeout, fresh)
-            fresh = False
+        agree_once(digest, lambda: launches, timeout)
         return compiled(*args)
 
     run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
@@ -75,11 +64,7 @@ def before_first_run(
 
 
 def as_fresh_frame(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """``compiled``, with the comparisons in its first run made as for a fresh frame.
-
-    For graphs whose launches are an argument of an operator in them, which can't know who runs
-    them.
-    """
+    """``compiled``, a frame's, with the comparisons in its first run made as for a fresh frame."""
     first = True
 
     @functools.wraps(compiled)
@@ -103,8 +88,8 @@ def agree_on_launches(
     """Compare ``launches`` with the other ranks of their groups; see :func:`agree`.
 
     Args:
-        fresh: compare it even if it was agreed on before in this process, and after a forward graph
-            also its backward graph. Otherwise it returns at once for such launches.
+        fresh: compare it even if it was agreed on before in this process, and so for the graphs
+            after it. Otherwise it returns at once for such launches.
     """
     agreed = _agreed()
     digest = launches.digest()
@@ -116,10 +101,12 @@ def agree_on_launches(
     agreed.keep(digest, exchanges)
 
 
-def agree_on_encoded(digest: str, text: str, timeout: timedelta | None) -> None:
-    """:func:`agree_on_launches` for what ``digest()`` and ``encode()`` of launches return."""
+def agree_once(
+    digest: str, launches: Callable[[], GraphLaunches], timeout: timedelta | None
+) -> None:
+    """:func:`agree_on_launches` for launches of this digest, as fresh as the frame that runs."""
     if _running.fresh or digest not in _agreed().digests:
-        agree_on_launches(GraphLaunches.decode(text), timeout, _running.fresh)
+        agree_on_launches(launches(), timeout, _running.fresh)
 
 
 class _Running(threading.local):
@@ -166,9 +153,7 @@ class _Agreed:
             version = Version(environment, launches.stage, of_group, launches.planned_with)
             with self.lock:
                 known = self.versions.setdefault(of_group.group, set())
-                if fresh and launches.stage == "backward":
-                    known.discard(version.digest)
-                elif fresh:
+                if fresh:
                     # All of them, and so the backward graph's, too: this group's other ranks run
                     # the same frame, and forget the same.
                     known.clear()

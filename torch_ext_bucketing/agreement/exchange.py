@@ -99,46 +99,35 @@ class Exchange:
         self.number = number
         self.ranks = ranks
         self.timeout = timeout
-        self.store = groups.default_store()
         self.rank = torch.distributed.get_rank()
         self.started = time.monotonic()
         members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:8]
-        self.prefix = f"{_PREFIX}/{version.of_group.group}/{members}/{number}"
-
-    def key(self, name: str) -> str:
-        return f"{self.prefix}/{name}"
+        prefix = f"{_PREFIX}/{version.of_group.group}/{members}/{number}"
+        self.store = torch.distributed.PrefixStore(prefix, groups.default_store())
 
     def has(self, name: str) -> bool:
-        return bool(self.store.check([self.key(name)]))
+        return self.store.check([name])
 
     def get(self, name: str) -> str:
-        return _text(self.store.get(self.key(name)))
+        return self.store.get(name).decode()
 
-    def put_first(self, name: str, value: str) -> str:
-        """Set a key that is not there yet; returns what it has then."""
-        return _text(self.store.compare_set(self.key(name), "", value))
-
-    def count(self, name: str) -> int:
-        return int(self.store.add(self.key(name), 1))
-
-    def seen(self) -> int:
-        """The number of ranks that know that it failed."""
-        return int(self.store.add(self.key("seen"), 0))
+    def count(self, name: str, more: int = 1) -> int:
+        return self.store.add(name, more)
 
     def arrive(self) -> None:
         digest = self.version.digest
         if not self.has(f"text/{digest}"):
-            self.store.set(self.key(f"text/{digest}"), json.dumps(self.version))
-        self.store.set(self.key(f"rank{self.rank}"), digest)
-        if self.put_first("first", digest) != digest:
+            self.store.set(f"text/{digest}", json.dumps(self.version))
+        self.store.set(f"rank{self.rank}", digest)
+        if self.store.compare_set("first", "", digest).decode() != digest:
             self.fail("mismatch", "")
         # Whoever differs has said so before it counts itself.
         if self.count("arrived") == len(self.ranks) and not self.has("bad"):
-            self.store.set(self.key("same"), "1")
+            self.store.set("same", "1")
 
     def confirm(self) -> None:
         if self.count("confirmed") == len(self.ranks):
-            self.store.set(self.key("done"), "1")
+            self.store.set("done", "1")
 
     def leave(self) -> None:
         """Leave nothing behind: a later default group may use the same store and names."""
@@ -147,10 +136,10 @@ class Exchange:
         digest = self.version.digest
         names = ["first", "same", "done", "arrived", "confirmed", "left", f"text/{digest}"]
         for name in (*names, *(f"rank{r}" for r in self.ranks)):
-            self.store.delete_key(self.key(name))
+            self.store.delete_key(name)
 
     def fail(self, why: str, text: str) -> None:
-        self.put_first("bad", json.dumps([why, text]))
+        self.store.compare_set("bad", "", json.dumps([why, text]))
 
     def reached(self, name: str) -> bool:
         """True once ``name`` is set.
@@ -255,7 +244,7 @@ def _error(failed: _FailedError, exchanges: Sequence[Exchange]) -> AgreementErro
         expected = {id(e): len(e.ranks) - len(e.missing()) for e in exchanges}
         for each in exchanges:
             each.count("seen")
-        _poll(lambda: all(e.seen() >= expected[id(e)] for e in exchanges), deadline)
+        _poll(lambda: all(e.count("seen", 0) >= expected[id(e)] for e in exchanges), deadline)
     return PlanMismatchError(text) if failed.why == "mismatch" else RankMissingError(text)
 
 
@@ -272,7 +261,3 @@ def _poll(done: Callable[[], bool], deadline: float | None) -> bool:
             return False
         time.sleep(min(_MAX_SLEEP_S, max(0.0005, (now - started) / 10)))
     return True
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value

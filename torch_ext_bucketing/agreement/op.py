@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from ..graph.collectives import collective_group
-from .before_run import agree_on_encoded
+from .before_run import agree_once
 from .launches import GraphLaunches
 
 _NO_TIMEOUT = -1.0  # a group's own timeout
@@ -29,7 +29,7 @@ _library.define("agree(Tensor(a) sent, str digest, str launches, float timeout_s
 
 def _agree(sent: torch.Tensor, digest: str, launches: str, timeout_s: float) -> torch.Tensor:
     timeout = None if timeout_s == _NO_TIMEOUT else timedelta(seconds=timeout_s)
-    agree_on_encoded(digest, launches, timeout)
+    agree_once(digest, lambda: GraphLaunches.decode(launches), timeout)
     return sent.view_as(sent)
 
 

@@ -16,6 +16,7 @@ from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
 from ..graph.hook_guard import reading_only
 from ..graph.records import Collective
+from ..graph.regions import erase_unused
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import set_member_tags
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
@@ -106,7 +107,9 @@ def merge_buckets(
     analysis = GraphAnalysis.of(graph)
     graph, position = analysis.graph, dict(analysis.position)
     for duplicate, original in plan.duplicates:
-        _reuse_gather(duplicate, original)
+        (wait,), (earlier,) = duplicate.users, original.users
+        wait.replace_all_uses_with(earlier)
+        erase_unused([wait])
     reports = []
     for bucket in plan.buckets:
         if bucket.kind == "all_gather":
@@ -216,12 +219,3 @@ def _hoist_inputs(
         for node in sorted(late, key=position.__getitem__):
             first.prepend(node)
             position[node] = limit
-
-
-def _reuse_gather(duplicate: fx.Node, original: fx.Node) -> None:
-    (wait,) = duplicate.users
-    (earlier,) = original.users
-    wait.replace_all_uses_with(earlier)
-    graph = duplicate.graph
-    graph.erase_node(wait)
-    graph.erase_node(duplicate)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..reports.text import aligned
-from ..testing.target import output_file
+from ..testing.target import TargetError, add_command, output_file
 
 if TYPE_CHECKING:
     from ..reports.compile import CompileReport
@@ -37,14 +36,10 @@ _PASSED_ON = [
 ]
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add ``explain`` to a command's subparsers; the arguments carry ``run(args) -> int``."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "explain",
-        help="print what bucketing does to a model's collectives, and why",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_parser(subparsers: Any) -> None:
+    """Add ``explain`` to a command's subparsers."""
+    about = "print what bucketing does to a model's collectives, and why"
+    parser = add_command(subparsers, "explain", run, help=about, description=_DESCRIPTION)
     option = parser.add_argument
     option(
         "target", nargs="?", metavar="MODULE:FUNCTION", help="makes the model (default: the demo's)"
@@ -119,8 +114,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     option("--brief", action="store_true", help="leave out the members of the buckets")
     option("--json", type=output_file, metavar="FILE", help="also write the report to FILE")
-    parser.set_defaults(run=run, parser=parser)
-    return parser
 
 
 def _wrong(args: argparse.Namespace) -> str:
@@ -151,12 +144,12 @@ def _wrong(args: argparse.Namespace) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain; returns the exit status: 0, or 1 if it failed. Bad options exit with 2."""
+    """Explain; returns the exit status. Bad options exit with 2."""
     if wrong := _wrong(args):
         args.parser.error(wrong)
     import torch
 
-    from ..explain import ExplainError, explain
+    from ..explain import explain
     from ..reports.keep import KeepReport
     from ..scheduling.machine import Machine
     from ..scheduling.trace import write_trace
@@ -164,35 +157,27 @@ def run(args: argparse.Namespace) -> int:
     try:
         machine = None if args.machine is None else Machine.load(args.machine)
     except (ValueError, OSError) as error:
-        print(f"{args.parser.prog}: error: --machine: {error}", file=sys.stderr)
-        return 1
-    try:
-        given = {name: getattr(args, name) for name in _PASSED_ON}
-        draw = bool(args.trace or args.plot)
-        found = explain(args.target, draw=draw, machine=machine, **given)
-        if args.goal:
-            reduce = f", reduce={args.reduce!r}" if args.reduce else ""
-            print(f"recipe(model, {args.goal!r}{reduce}):", *found.passes, sep="\n  ", end="\n\n")
-        print(found.report.to_text(members=not args.brief), end="")
-        if args.reduce:
-            torch._dynamo.reset()
-            rings = explain(args.target, machine=machine, **{**given, "reduce": None})
-            print(_against_rings(found.report, rings.report, args.goal), end="")
-        if args.json is not None:
-            args.json.write_text(found.report.to_json() + "\n", encoding="utf-8")
-        if args.trace is not None:
-            write_trace(found.drawn, args.trace)
-        if args.plot is not None:
-            from ..scheduling.plot import plot
+        raise TargetError(f"--machine: {error}") from error
+    given = {name: getattr(args, name) for name in _PASSED_ON}
+    draw = bool(args.trace or args.plot)
+    found = explain(args.target, draw=draw, machine=machine, **given)
+    if args.goal:
+        reduce = f", reduce={args.reduce!r}" if args.reduce else ""
+        print(f"recipe(model, {args.goal!r}{reduce}):", *found.passes, sep="\n  ", end="\n\n")
+    print(found.report.to_text(members=not args.brief), end="")
+    if args.reduce:
+        torch._dynamo.reset()
+        rings = explain(args.target, machine=machine, **{**given, "reduce": None})
+        print(_against_rings(found.report, rings.report, args.goal), end="")
+    if args.json is not None:
+        args.json.write_text(found.report.to_json() + "\n", encoding="utf-8")
+    if args.trace is not None:
+        write_trace(found.drawn, args.trace)
+    if args.plot is not None:
+        from ..scheduling.plot import plot
 
-            kept = (r for r in found.report.rewrites if isinstance(r, KeepReport))
-            plot(found.drawn, args.plot, next(kept, None))
-    except ExplainError as error:
-        print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"{args.parser.prog}: error: cannot write: {error}", file=sys.stderr)
-        return 1
+        kept = (r for r in found.report.rewrites if isinstance(r, KeepReport))
+        plot(found.drawn, args.plot, next(kept, None))
     return 0
 
 

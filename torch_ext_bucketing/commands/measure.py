@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..testing.target import TargetError, add_command
+
 _DESCRIPTION = """\
 Measure the collectives of each group of a mesh, and the rates of products and copies, on whatever
 is there: NCCL with GPUs, gloo without. Start it with torchrun, one process per GPU, as the training
@@ -17,14 +19,10 @@ With --traces nothing is run: the file is made of a run's traces, one per rank, 
 wrote with record_shapes=True; what they don't tell is an H100's."""
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add ``measure`` to a command's subparsers; the arguments carry ``run(args) -> int``."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "measure",
-        help="measure the collectives of a mesh for the cost model, under torchrun",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_parser(subparsers: Any) -> None:
+    """Add ``measure`` to a command's subparsers."""
+    about = "measure the collectives of a mesh for the cost model, under torchrun"
+    parser = add_command(subparsers, "measure", _run, help=about, description=_DESCRIPTION)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--mesh", metavar="2x4", help="sizes of the mesh dimensions")
     source.add_argument(
@@ -40,14 +38,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--repeats", type=int, default=7, metavar="N", help="runs of each size (default: 7)"
     )
-    parser.set_defaults(run=_run)
-    return parser
 
 
 def _run(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    from ..measure import KIB, MeasureError, measure
+    from ..measure import KIB, measure
     from ..scheduling.machine import Machine
 
     def say(text: str) -> None:
@@ -65,9 +61,8 @@ def _run(args: argparse.Namespace) -> int:
             machine.save(args.out)
             say(f"written to {Path(args.out).resolve()}")
         return 0
-    except (MeasureError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except ValueError as error:
+        raise TargetError(str(error)) from error
     finally:
         if dist.is_initialized() and not args.traces:
             dist.destroy_process_group()

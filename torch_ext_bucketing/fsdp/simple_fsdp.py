@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from .._torch.fsdp2 import KEEPS_WIDE_GRADIENTS, REDUCES_BY_GRAD_DTYPE
+from .._torch.process_groups import MeshGroup, as_argument, mesh_group
 from .._torch.sharded import is_distributed, placed, shard_of
 from ..fqns import canonical_fqn, own_parameters, parameters_by_name
 from .extensions import Extension, distribute, extends_gather
@@ -164,8 +165,8 @@ class _Unshard:
         self.extension = extension
         self.param_dtype = param_dtype
         self.shard_size = 1 if shard_dim is None else mesh.size(shard_dim)
-        self.shard_group = None if shard_dim is None else mesh.get_group(shard_dim).group_name
-        replica_group = None if replica_dim is None else mesh.get_group(replica_dim).group_name
+        self.shard_group = None if shard_dim is None else mesh_group(mesh, shard_dim)
+        replica_group = None if replica_dim is None else mesh_group(mesh, replica_dim)
         local_rows = shape[0] if shape else 1
         if shard_dim is not None:
             rows = -(-local_rows // self.shard_size)
@@ -204,7 +205,8 @@ class _Unshard:
             return full.view_as(full)
         rows = -(-self.shape[0] // self.shard_size)
         full = _pad_rows(full, rows)
-        full = _c10d.all_gather_into_tensor(full.contiguous(), self.shard_size, self.shard_group)
+        group = as_argument(self.shard_group)
+        full = _c10d.all_gather_into_tensor(full.contiguous(), self.shard_size, group)
         full = _c10d.wait_tensor(full)
         padded = rows * self.shard_size != self.shape[0]
         return full.narrow(0, 0, self.shape[0]) if padded else full
@@ -221,7 +223,7 @@ def _comes_wide(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> bool:
     )
 
 
-_Reduction: TypeAlias = tuple[torch.dtype | None, str | None, int, str | None, int]
+_Reduction: TypeAlias = tuple[torch.dtype | None, MeshGroup | None, int, MeshGroup | None, int]
 """How a gradient is reduced: its dtype there, group and number of the shards, group of the
 replicas, and the rows of this rank's shard."""
 
@@ -233,10 +235,11 @@ def _reduced(grad: torch.Tensor, how: _Reduction) -> torch.Tensor:
     if shard_group is not None:
         rows = -(-grad.shape[0] // shard_size)
         grad = _pad_rows(grad, rows * shard_size)
-        grad = _c10d.reduce_scatter_tensor(grad.contiguous(), "avg", shard_size, shard_group)
+        group = as_argument(shard_group)
+        grad = _c10d.reduce_scatter_tensor(grad.contiguous(), "avg", shard_size, group)
         grad = _c10d.wait_tensor(grad)
     if replica_group is not None:
-        grad = _c10d.all_reduce(grad.contiguous(), "avg", replica_group)
+        grad = _c10d.all_reduce(grad.contiguous(), "avg", as_argument(replica_group))
         grad = _c10d.wait_tensor(grad)
     if shard_group is not None and local_rows != grad.shape[0]:
         grad = grad.narrow(0, 0, local_rows)

@@ -57,18 +57,6 @@ def nodes_behind(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
     return found
 
 
-def erase_unused(nodes: Iterable[fx.Node]) -> None:
-    """Erase those that nothing reads, and then what only they read."""
-    stack = list(nodes)
-    erased: dict[fx.Node, None] = {}
-    while stack:
-        node = stack.pop()
-        if node not in erased and not node.users and node.op == "call_function":
-            stack += node.all_input_nodes
-            node.graph.erase_node(node)
-            erased[node] = None
-
-
 def gathered_values(
     gathers: Iterable[fx.Node], position: Mapping[fx.Node, int]
 ) -> dict[fx.Node, int]:
@@ -87,6 +75,18 @@ def gathered_values(
     for start in gathers:
         _, found[start] = structures.from_source(start.all_input_nodes[0])
     return found
+
+
+def erase_unused(nodes: Iterable[fx.Node]) -> None:
+    """Erase those that nothing reads, and then what only they read."""
+    stack = list(nodes)
+    erased: dict[fx.Node, None] = {}
+    while stack:
+        node = stack.pop()
+        if node not in erased and not node.users and node.op == "call_function":
+            stack += node.all_input_nodes
+            node.graph.erase_node(node)
+            erased[node] = None
 
 
 def cuts_behind(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:

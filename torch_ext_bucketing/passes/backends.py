@@ -11,6 +11,7 @@ passes know nothing of what compiles the graph afterwards.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +25,7 @@ from .._torch import aot as _aot
 from .._torch import caches as _caches
 from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import CustomGraphPass, compile_inductor
-from .._torch.process_groups import default_group
+from .._torch.process_groups import compiles_for_all_ranks, default_group
 from ..agreement import op as _agree_op
 from ..agreement.before_run import as_fresh_frame, before_first_run
 from ..agreement.launches import GraphLaunches, launches_of
@@ -48,6 +49,8 @@ from .code import code_of
 from .diagnostics import RunWatch
 from .pipeline import Pipeline
 from .step_memory import watch_peak
+
+log = logging.getLogger("torch_ext_bucketing")
 
 _PREFETCH = 50
 
@@ -170,6 +173,7 @@ class BucketingBackend:
                 mode=kwargs.get("mode"),
                 cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
                 prefetch=self.prefetch,
+                meshes=meshes,
             )
             return as_fresh_frame(compiled) if agrees and fresh else compiled
 
@@ -178,15 +182,16 @@ class BucketingBackend:
             if not agrees:
                 return lambda run: run
             launches = launches_after()
-            return lambda run: before_first_run(run, launches, self.agree_timeout, fresh)
+            return lambda run: before_first_run(run, launches, self.agree_timeout)
 
-        return _aot.compile_aot(
+        compiled = _aot.compile_aot(
             gm,
             example_inputs,
             joint=lambda graph: self.passes.run("joint", graph, compilation),
             each=each,
             compiler=None if self.compiler == "aot_eager" else self.compiler,  # type: ignore[arg-type]
         )
+        return as_fresh_frame(compiled) if agrees and fresh else compiled
 
     def __repr__(self) -> str:
         defaults = {"prefetch": _PREFETCH, "agree": True}
@@ -248,8 +253,10 @@ class _InductorPass(CustomGraphPass):
         graphs, schedules = len(report.graphs), len(report.schedules)
         launches_after = _run_each(self._passes, graph, self._compilation)
         self._made = report.since(graphs, schedules)
+        launches = launches_after()
+        _say_whose_groups(launches)
         if self._agreement is not None:
-            _agree_op.insert(graph, launches_after(), self._agreement.timeout)
+            _agree_op.insert(graph, launches, self._agreement.timeout)
         if last_fact(self._passes.ahead, Order) is not None:
             pin_order(graph)
 
@@ -274,6 +281,20 @@ class _InductorPass(CustomGraphPass):
             log_no_uuid("size_hints", error)
             return None
         return None if passes is None else digest(passes, self._stage, fqns, agreement, hints)
+
+
+def _say_whose_groups(launches: GraphLaunches) -> None:
+    """Say which groups a graph names although it is compiled for all ranks. Such names are in what
+    keys are made of, the traced graph and the settings of passes."""
+    named = [of.group for of in launches.groups if of.group != default_group().group_name]
+    if named and compiles_for_all_ranks():
+        log.warning(
+            "the %s graph is compiled for all ranks and names process groups that only their own "
+            "ranks have: %s. The others find it in no cache and compile their own. A group that "
+            "comes of a DeviceMesh is asked for at run time",
+            launches.stage,
+            ", ".join(named),
+        )
 
 
 def _run_each(

@@ -90,7 +90,6 @@ class KeepReport(Report):
     def to_text(self) -> str:
         """A few lines, and a table of the units."""
         kept = [u for u in self.units if u.kept]
-        held = sum(u.nbytes for u in kept)
         gathers = [u.kept for u in self.units if u.parameters and not u.part]
         parts = sum(u.part for u in kept)
         of_them = f"{sum(gathers)} of {len(gathers)} units"
@@ -98,8 +97,9 @@ class KeepReport(Report):
         saves = [u.kept for u in self.units if not u.parameters]
         groups = f" and {sum(saves)} of {len(saves)} groups of activations" if saves else ""
         lines = [
-            f"kept from forward to backward: {of_them}{groups}, {size_text(held)}, under a bound "
-            f"of {size_text(self.bound_bytes)}",
+            f"kept from forward to backward: {of_them}{groups}, "
+            f"{size_text(sum(u.nbytes for u in kept))}, under a bound of "
+            f"{size_text(self.bound_bytes)}",
             f"  step {self.step_ms[0]:.2f} ms -> {self.step_ms[1]:.2f} ms, "
             f"peak {size_text(self.peak_bytes[0])} -> {size_text(self.peak_bytes[1])} "
             f"({size_text(self.all_peak_bytes)} with all kept)",

@@ -24,26 +24,23 @@ class RewriteReport(Report):
     def to_text(self) -> str:
         """A line for each change, and for each thing left alone; empty where there is nothing to
         say."""
-        said = [*self._lines(), *(f"left alone: {_names(x)}: {x.reason}" for x in self.left)]
+        said = self._lines()
+        said += [f"left alone: {', '.join(x.fqns) or '-'}: {x.reason}" for x in self.left]
         return "".join([f"{self.heading}:\n", *(f"  {line}\n" for line in said)]) if said else ""
 
     @abstractmethod
     def _lines(self) -> list[str]:
-        """What was done."""
-
-
-def _names(left: LeftAlone) -> str:
-    return ", ".join(left.fqns) or "-"
+        """What was done, in words."""
 
 
 @dataclass(frozen=True)
 class CombinedUses:
-    """One parameter, or several that are gathered as one.
+    """One parameter, or several that are gathered as one. Pairs are before and after.
 
     Args:
         fqns: their names.
-        gathers: all-gathers before and after.
-        reductions: gradients that were reduced on their own, before and after.
+        gathers: number of all-gathers.
+        reductions: number of gradients that are reduced on their own.
         added_dtype: in which the gradients of the uses are added now, such as ``"bfloat16"``; None
             where there was nothing to add.
         saved_bytes: what a rank no longer sends and receives, counted per collective as its larger
@@ -75,7 +72,6 @@ class CombineReport(RewriteReport):
     peak_bytes: tuple[int, int] | None = None
 
     def _lines(self) -> list[str]:
-        """A line per parameter."""
         lines = []
         for c in self.combined:
             said = []
@@ -105,7 +101,6 @@ class AmaxReport(RewriteReport):
     left: tuple[LeftAlone, ...] = ()
 
     def _lines(self) -> list[str]:
-        """A line per all-reduce."""
         return [f"{number} all-reduces -> 1" for number in self.merged]
 
 
@@ -216,7 +211,6 @@ class AddReport(RewriteReport):
     left: tuple[LeftAlone, ...] = ()
 
     def _lines(self) -> list[str]:
-        """A line per activation."""
         return [
             f"gradients of {a.node}{f', made in {a.module}' if a.module else ''}: {a.sums} sums"
             for a in self.added

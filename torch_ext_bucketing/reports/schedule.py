@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,21 +82,19 @@ class ScheduleReport(Report):
     size_hints: str = ""
     seconds: float = 0.0
 
-    def figure(self, name: str) -> Any:
+    def figure(self, name: str) -> int | None:
         """A figure that one of the policies reports; None where none does."""
         return next((b.figures[name] for b in self.bounds if name in b.figures), None)
 
     @property
     def limit_bytes(self) -> int | None:
         """The bound of ``PeakMemory``; None where there was none."""
-        found: int | None = self.figure("limit_bytes")
-        return found
+        return self.figure("limit_bytes")
 
     @property
     def max_run(self) -> int | None:
         """The bound of ``CapComputeRun``; None where there was none."""
-        found: int | None = self.figure("max_run")
-        return found
+        return self.figure("max_run")
 
     @property
     def forced_run(self) -> int:
@@ -111,31 +109,21 @@ class ScheduleReport(Report):
 
     def to_text(self) -> str:
         """A few lines."""
+
+        def two(pair: Sequence[float]) -> list[str]:
+            return [f"{value:.2f}" for value in pair]
+
         gib = 2**30
+        peak = f"{self.reference_bytes / gib:.2f}"
         limit = "" if self.limit_bytes is None else f", bound {self.limit_bytes / gib:.2f}"
+        run = "" if self.max_run is None else f"bound {self.max_run}, dependencies force "
+        run += str(self.forced_run) if run else ""
         rows: list[tuple[str, ...]] = [
             ("", "before", "after", ""),
-            (
-                "step, ms",
-                f"{self.step_ms[0]:.2f}",
-                f"{self.step_ms[1]:.2f}",
-                f"lower bound {self.bound_ms:.2f}, {self.chosen}",
-            ),
-            ("exposed, ms", f"{self.exposed_ms[0]:.2f}", f"{self.exposed_ms[1]:.2f}", ""),
-            (
-                "peak, GiB",
-                f"{self.peak_bytes[0] / gib:.2f}",
-                f"{self.peak_bytes[1] / gib:.2f}",
-                f"unreordered {self.reference_bytes / gib:.2f}{limit}",
-            ),
-            (
-                "longest compute run",
-                str(self.longest_run[0]),
-                str(self.longest_run[1]),
-                ""
-                if self.max_run is None
-                else f"bound {self.max_run}, dependencies force {self.forced_run}",
-            ),
+            ("step, ms", *two(self.step_ms), f"lower bound {self.bound_ms:.2f}, {self.chosen}"),
+            ("exposed, ms", *two(self.exposed_ms), ""),
+            ("peak, GiB", *two([n / gib for n in self.peak_bytes]), f"unreordered {peak}{limit}"),
+            ("longest compute run", *map(str, self.longest_run), run),
         ]
         if self.bounds_cost_ms:
             rows.append(("bounds cost, ms", "", f"{self.bounds_cost_ms:.2f}", ""))

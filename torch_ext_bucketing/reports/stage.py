@@ -41,19 +41,10 @@ class StageReport(Report):
     def to_text(self) -> str:
         """One line."""
         counts = change(self.compiled.collectives_before, self.compiled.collectives_after)
-        gathered, gradients, saved, peak, rank = map(
-            size_text,
-            (
-                self.gathered_bytes,
-                self.gradient_bytes,
-                self.saved_bytes,
-                self.peak_bytes,
-                self.rank_peak_bytes,
-            ),
-        )
         return (
             f"pipeline stage {self.stage}: {counts}; gathered {self.gathers} and reduced "
-            f"{self.reductions} times a step; {gathered} gathered, {gradients} of gradients, "
-            f"{self.under_way} microbatches under way of {saved} each; at most {peak}, the rank's "
-            f"stages together {rank}\n"
+            f"{self.reductions} times a step; {size_text(self.gathered_bytes)} gathered, "
+            f"{size_text(self.gradient_bytes)} of gradients, {self.under_way} microbatches under "
+            f"way of {size_text(self.saved_bytes)} each; at most {size_text(self.peak_bytes)}, the "
+            f"rank's stages together {size_text(self.rank_peak_bytes)}\n"
         )

@@ -31,7 +31,7 @@ from ..graph.collectives import (
 )
 from ..graph.size_hints import SizeHints
 from ..graph.tags import replaced_kind
-from .machine import COLLECTIVES, H100, Machine
+from .machine import COLLECTIVES, H100, Machine, is_time
 
 _KIND_OF_TARGET: dict[Any, str] = {c.target: kind for kind, c in COLLECTIVES.items()}
 _SLICE_COPY = torch.ops.aten.slice_copy.Tensor
@@ -183,8 +183,7 @@ class Costs:
         ms = self.machine.estimate(node, nbytes)
         if ms is None:
             return None
-        number = isinstance(ms, (int, float)) and not isinstance(ms, bool)
-        if not number or not 0 <= ms < math.inf:
+        if not is_time(ms):
             raise ValueError(
                 f"the machine's estimate returned {ms!r} for {node.name}: give milliseconds of at "
                 "least 0, or None"

@@ -22,9 +22,8 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _US = 1e-3
 _ITEMSIZE = {
@@ -45,13 +44,12 @@ _GLOO_LAUNCHES = {
     "c10d::allreduce_coalesced_": ("all_reduce", 0, 0),
     "c10d::alltoall_base_": ("all_to_all", 0, 1),
 }
-_GLOO_EVENTS = ("gloo:all_gather", "gloo:reduce_scatter", "gloo:all_reduce", "gloo:all_to_all")
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _LARGE_COPY, _LARGE_PRODUCT = 2**20, 2**26
 """Bytes and operations from which on a kernel tells a rate: what is smaller takes time to start."""
 
 
-@dataclass(frozen=True)
-class _Event:
+class _Event(NamedTuple):
     kind: str
     group: str
     ranks: tuple[int, ...]
@@ -60,8 +58,7 @@ class _Event:
     end: float
 
 
-@dataclass(frozen=True)
-class RankTrace:
+class RankTrace(NamedTuple):
     """One trace: whose it is, and the collectives in it in the order of their launches. ``host`` is
     "" where it is not named."""
 
@@ -70,9 +67,9 @@ class RankTrace:
     world_size: int
     host: str
     base_us: float
-    events: list[_Event] = field(repr=False)
-    operators: list[dict[str, Any]] = field(repr=False)
-    kernel_us: Mapping[Any, float] = field(repr=False)
+    events: list[_Event]
+    operators: list[dict[str, Any]]
+    kernel_us: Mapping[Any, float]
 
 
 def read_trace(path: str | Path) -> RankTrace:
@@ -83,11 +80,8 @@ def read_trace(path: str | Path) -> RankTrace:
         OSError: it can't be read.
     """
     try:
-        if str(path).endswith(".gz"):
-            with gzip.open(path, "rt", encoding="utf-8") as file:
-                document = json.load(file)
-        else:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
+        packed = Path(path).read_bytes()
+        document = json.loads(gzip.decompress(packed) if str(path).endswith(".gz") else packed)
         events = document["traceEvents"]
         found = [e for e in events if isinstance(e, dict) and e.get("ph") == "X" and "dur" in e]
     except (KeyError, TypeError, ValueError) as error:
@@ -139,20 +133,13 @@ def _of_nccl(
         if not ranks:
             raise ValueError(f"it does not say which ranks process group {group!r} has")
         elements = int(args["In msg nelems"]) + int(args["Out msg nelems"])
+        nbytes = elements * _itemsize(args.get("dtype"))
         begin = float(event["ts"])
-        one = _Event(
-            kind,
-            group,
-            ranks,
-            elements * _itemsize(args.get("dtype")),
-            begin,
-            begin + float(event["dur"]),
-        )
+        end = begin + float(event["dur"])
         key = (group, args.get("External id", -1 - number))
         if key in events:
-            first = events[key]
-            one = _Event(kind, group, ranks, one.nbytes, first.begin, max(one.end, first.end))
-        events[key] = one
+            begin, end = events[key].begin, max(end, events[key].end)
+        events[key] = _Event(kind, group, ranks, nbytes, begin, end)
     return list(events.values())
 
 
@@ -160,7 +147,7 @@ def _of_gloo(
     found: Sequence[dict[str, Any]], groups: Mapping[str, tuple[int, ...]]
 ) -> list[_Event]:
     """Events of gloo's threads, each with the operator that launched it."""
-    open_ = [e for e in found if e["name"] in _GLOO_EVENTS]
+    open_ = [e for e in found if e["name"] in [f"gloo:{kind}" for kind in _KINDS]]
     if not open_:
         return []
     several = {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
@@ -194,13 +181,7 @@ def _of_gloo(
 def _kind(name: Any) -> str | None:
     """The kind of a collective by the name that a process group gives it."""
     plain = str(name).replace("_", "")
-    starts = {
-        "allgather": "all_gather",
-        "reducescatter": "reduce_scatter",
-        "allreduce": "all_reduce",
-        "alltoall": "all_to_all",
-    }
-    return next((kind for start, kind in starts.items() if plain.startswith(start)), None)
+    return next((kind for kind in _KINDS if plain.startswith(kind.replace("_", ""))), None)
 
 
 def _ranks(text: Any) -> tuple[int, ...]:
@@ -303,18 +284,10 @@ def _said(event: _Event) -> str:
     return f"{event.kind} of {event.nbytes} bytes from {event.begin:.0f} to {event.end:.0f} us"
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Operations per second of products, by dtype, and bytes per second of copies, or None."""
-
-    flops: dict[str, float]
-    bandwidth: float | None
-
-
-def rates(traces: Sequence[RankTrace]) -> Rates:
-    """The rates of all large products and copies together; needs shapes in the traces."""
-    products: dict[str, list[float]] = {}
-    copied, copying = 0.0, 0.0
+def rates(traces: Sequence[RankTrace]) -> tuple[dict[str, float], float | None]:
+    """Operations per second of large products, by dtype, and bytes per second of large copies, None
+    where there are none. Needs shapes in the traces."""
+    work: dict[str, list[tuple[float, float]]] = {}
     for trace in traces:
         on_gpu = bool(trace.kernel_us)
         for event in trace.operators:
@@ -327,20 +300,17 @@ def rates(traces: Sequence[RankTrace]) -> Rates:
             if not us or dtypes[0] not in _ITEMSIZE:
                 continue
             if name == "aten::copy_":
-                nbytes = sum(
-                    _elements(d) * _ITEMSIZE.get(t, 0)
-                    for d, t in zip(dims[:2], dtypes[:2], strict=True)
-                )
-                if nbytes >= _LARGE_COPY:
-                    copied, copying = copied + nbytes, copying + us
-                continue
-            flops = 2.0 * math.prod(dims[0]) * dims[1][-1]
-            dtype = _DTYPE.get(dtypes[0])
-            if dtype is not None and flops >= _LARGE_PRODUCT:
-                total = products.setdefault(dtype, [0.0, 0.0])
-                total[0] += flops
-                total[1] += us
-    return Rates(
-        {dtype: flops / us * 1e6 for dtype, (flops, us) in sorted(products.items())},
-        copied / copying * 1e6 if copying else None,
-    )
+                sides = zip(dims[:2], dtypes[:2], strict=True)
+                done = float(sum(_elements(d) * _ITEMSIZE.get(t, 0) for d, t in sides))
+                what, least = "copies", _LARGE_COPY
+            else:
+                done = 2.0 * math.prod(dims[0]) * dims[1][-1]
+                what, least = _DTYPE.get(dtypes[0], ""), _LARGE_PRODUCT
+            if what and done >= least:
+                work.setdefault(what, []).append((done, us))
+    found = {}
+    for what, pairs in sorted(work.items()):
+        done, us = map(sum, zip(*pairs, strict=True))
+        found[what] = done / us * 1e6
+    bandwidth = found.pop("copies", None)
+    return found, bandwidth

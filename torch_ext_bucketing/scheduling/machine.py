@@ -11,6 +11,7 @@ import bisect
 import json
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,9 +75,9 @@ class Level:
     latency_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        if not _is_number(self.bandwidth) or not 0 < self.bandwidth < math.inf:
+        if not is_time(self.bandwidth) or not self.bandwidth:
             raise ValueError(f"bandwidth must be positive bytes per second, got {self.bandwidth!r}")
-        if not _is_number(self.latency_ms) or not 0 <= self.latency_ms < math.inf:
+        if not is_time(self.latency_ms):
             raise ValueError(f"latency_ms must be a time of at least 0, got {self.latency_ms!r}")
 
 
@@ -135,7 +136,7 @@ class Machine:
         for name, rate in rates.items():
             if not _is_number(rate) or not rate > 0:
                 raise ValueError(f"{name} must be a positive rate per second, got {rate!r}")
-        if not _is_number(self.kernel_ms) or not 0 <= self.kernel_ms < math.inf:
+        if not is_time(self.kernel_ms):
             raise ValueError(f"kernel_ms must be a time of at least 0, got {self.kernel_ms!r}")
         self._check_network()
         for key, series in self.collectives.items():
@@ -147,7 +148,7 @@ class Machine:
                 raise ValueError(f"collectives[{key!r}] has no measurement")
             for point in series:
                 pair = isinstance(point, (tuple, list)) and len(point) == 2
-                if not pair or not all(map(_is_number, point)) or not _is_measurement(*point):
+                if not pair or not all(map(is_time, point)) or not point[0]:
                     raise ValueError(f"collectives[{key!r}]: {point!r} is no (bytes above 0, ms)")
 
     def _check_network(self) -> None:
@@ -156,7 +157,7 @@ class Machine:
             if level is not None and not isinstance(level, Level):
                 raise TypeError(f"{name} must be a Level, got {level!r}")
         n = self.ranks_per_node
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+        if n is not None and not _is_count(n):
             raise ValueError(f"ranks_per_node must be a whole number of at least 1, got {n!r}")
         given = [name for name, level in levels if level is not None]
         if given and (len(given) < 2 or n is None):
@@ -200,29 +201,22 @@ class Machine:
         n, nodes = layout
         if n == 1:
             return 0.0
-        members: dict[int, int] = {}
-        for rank in ranks:
-            node = rank // self.ranks_per_node
-            members[node] = members.get(node, 0) + 1
-        fewest = min(members.values())
+        members = Counter(rank // self.ranks_per_node for rank in ranks)
+        fewest, most = min(members.values()), max(members.values())
         collective = COLLECTIVES[kind]
         if collective.buffer is None:
-            apart = (n - fewest) / n * (nbytes / 2)
-            inside = (max(members.values()) - 1) / n * (nbytes / 2)
-            times = [0.0]
-            if inside:
-                times.append(inside / self.intra.bandwidth * 1e3 + self.intra.latency_ms)
-            if apart:
-                times.append(apart / self.inter.bandwidth * 1e3 + self.inter.latency_ms)
-            return max(times)
-        rates = []
-        if max(members.values()) > 1:
-            rates.append(self.intra.bandwidth)
-        if nodes > 1:
-            rates.append(fewest * self.inter.bandwidth)
+            sent = (((most - 1) / n, self.intra), ((n - fewest) / n, self.inter))
+            times = (
+                part * (nbytes / 2) / level.bandwidth * 1e3 + level.latency_ms
+                for part, level in sent
+                if part
+            )
+            return max(times, default=0.0)
+        speeds = [self.intra.bandwidth] if most > 1 else []
+        speeds += [fewest * self.inter.bandwidth] if nodes > 1 else []
         steps = (n - nodes) * self.intra.latency_ms + (nodes - 1) * self.inter.latency_ms
         buffer = collective.buffer(nbytes, n)
-        return collective.rounds * (buffer * (n - 1) / n / min(rates) * 1e3 + steps)
+        return collective.rounds * (buffer * (n - 1) / n / min(speeds) * 1e3 + steps)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, for :meth:`load`.
@@ -235,24 +229,13 @@ class Machine:
             raise ValueError(
                 "a machine with an estimate can't be saved: no file can hold a callable"
             )
-        levels = {
-            name: None if level is None else [level.bandwidth, level.latency_ms]
-            for name, level in (("intra", self.intra), ("inter", self.inter))
-        }
-        document = {
-            "format": _FORMAT,
-            "name": self.name,
-            "flops": dict(self.flops),
-            "other_flops": self.other_flops,
-            "bandwidth": self.bandwidth,
-            "kernel_ms": self.kernel_ms,
-            "ranks_per_node": self.ranks_per_node,
-            **levels,
-            "collectives": [
-                [kind, layout, [list(point) for point in series]]
-                for (kind, layout), series in self.collectives.items()
-            ],
-        }
+        document = {"format": _FORMAT, **vars(self), "flops": dict(self.flops)}
+        del document["estimate"]
+        for name, level in (("intra", self.intra), ("inter", self.inter)):
+            document[name] = None if level is None else [level.bandwidth, level.latency_ms]
+        document["collectives"] = [
+            [*key, [list(point) for point in series]] for key, series in self.collectives.items()
+        ]
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -322,7 +305,7 @@ class Machine:
         if missing:
             warnings.warn(f"groups are left out: {left_out}", stacklevel=2)
         per_node = _ranks_per_node(traces) if ranks_per_node is None else ranks_per_node
-        found = rates(traces)
+        flops, bandwidth = rates(traces)
         base = replace(
             H100 if like is None else like,
             name=f"traced, {traces[0].world_size} ranks",
@@ -335,8 +318,8 @@ class Machine:
                 series[nbytes] = max(ms, series.get(nbytes, 0.0))
         return replace(
             base,
-            flops={**base.flops, **found.flops},
-            bandwidth=found.bandwidth or base.bandwidth,
+            flops={**base.flops, **flops},
+            bandwidth=bandwidth or base.bandwidth,
             collectives={
                 **base.collectives,
                 **{key: tuple(sorted(series.items())) for key, series in table.items()},
@@ -369,16 +352,20 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def is_time(value: Any) -> bool:
+    """Whether it is a finite number of at least 0."""
+    return _is_number(value) and 0 <= value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _is_key(key: object) -> bool:
     if not isinstance(key, tuple) or len(key) != 2 or key[0] not in COLLECTIVES:
         return False
     layout = key[1] if isinstance(key[1], tuple) else (key[1],)
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in layout)
-    return whole and len(layout) in (1, 2)
-
-
-def _is_measurement(nbytes: float, ms: float) -> bool:
-    return 0 < nbytes < math.inf and 0 <= ms < math.inf
+    return len(layout) in (1, 2) and all(map(_is_count, layout))
 
 
 H100 = Machine(

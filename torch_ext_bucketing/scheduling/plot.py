@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..graph.collectives import kind_of
 from ..reports.keep import KeepReport
 from .trace import Drawn
 
@@ -48,17 +49,14 @@ def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> 
     for column, stage in enumerate(stages):
         mine = {d.version: d for d in drawn if d.stage == stage}
         longest = max(d.timeline.step_ms for d in mine.values())
-        for row, version in enumerate(("before", "after")):
-            axis = axes[row][column]
-            if version in mine:
-                _draw_timeline(axis, mine[version])
-            axis.set_xlim(0, longest * 1.01)
+        unit, size = _unit(max(d.timeline.peak_bytes for d in mine.values()))
         axis = axes[2][column]
-        most = max(d.timeline.peak_bytes for d in mine.values())
-        unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
-        for version, d in mine.items():
-            _draw_memory(axis, d, version, unit, size)
-        axis.set_xlim(0, longest * 1.01)
+        for row, version in enumerate(("before", "after")):
+            if version in mine:
+                _draw_timeline(axes[row][column], mine[version])
+                _draw_memory(axis, mine[version], unit, size)
+        for row in range(3):
+            axes[row][column].set_xlim(0, longest * 1.01)
         axis.set_xlabel("ms")
         axis.set_ylabel(f"live, {unit}")
         axis.legend(loc="best")
@@ -70,9 +68,13 @@ def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> 
     pyplot.close(figure)
 
 
+def _unit(most: int) -> tuple[str, int]:
+    return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+
+
 def _draw_curve(axis: Any, keep: KeepReport) -> None:
     """Step and peak of forward and backward over the bound."""
-    unit, size = ("GiB", 2**30) if keep.bound_bytes >= 2**30 else ("MiB", 2**20)
+    unit, size = _unit(keep.bound_bytes)
     points = sorted(keep.curve)
     bounds = [bound / size for bound, *_ in points]
     axis.plot(bounds, [step for _, step, *_ in points], "o-", color=_COMPUTE)
@@ -92,11 +94,9 @@ def _draw_curve(axis: Any, keep: KeepReport) -> None:
 
 
 def _draw_timeline(axis: Any, d: Drawn) -> None:
-    from ..graph.collectives import kind_of
-
     model, timeline = d.model, d.timeline
     groups = list(dict.fromkeys(g for g in model.group if g is not None))
-    rows: dict[str | None, int] = {None: 0, **{g: 1 + k for k, g in enumerate(groups)}}
+    rows = {group: row for row, group in enumerate([None, *groups])}
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for i in timeline.order:
         if model.ms[i] <= 0:
@@ -120,7 +120,7 @@ def _draw_timeline(axis: Any, d: Drawn) -> None:
     )
 
 
-def _draw_memory(axis: Any, d: Drawn, version: str, unit: str, size: int) -> None:
+def _draw_memory(axis: Any, d: Drawn, unit: str, size: int) -> None:
     timeline = d.timeline
     kept = [
         (timeline.begin[i], live)
@@ -131,6 +131,6 @@ def _draw_memory(axis: Any, d: Drawn, version: str, unit: str, size: int) -> Non
         [t for t, _ in kept],
         [live / size for _, live in kept],
         where="post",
-        color=_MEMORY.get(version, "black"),
-        label=f"{version}: peak {timeline.peak_bytes / size:.2f} {unit}",
+        color=_MEMORY[d.version],
+        label=f"{d.version}: peak {timeline.peak_bytes / size:.2f} {unit}",
     )

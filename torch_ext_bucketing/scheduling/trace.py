@@ -21,14 +21,7 @@ _SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", None: 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One order of one graph.
-
-    Args:
-        stage: of the graph, such as ``"backward"``.
-        version: ``"before"`` or ``"after"``.
-        model: the graph's.
-        timeline: the order's.
-    """
+    """One order of one graph: that of ``stage``, ``"before"`` or ``"after"`` the passes."""
 
     stage: str
     version: str
@@ -49,27 +42,18 @@ def label(start: fx.Node, hints: SizeHints | None = None) -> str:
     return f"{_SHORT[kind_of(start)]} {names or start.name}{count}{size}"
 
 
-def trace_events(drawn: Sequence[Drawn]) -> Iterator[dict[str, Any]]:
+def _trace_events(drawn: Sequence[Drawn]) -> Iterator[dict[str, Any]]:
     """Chrome trace events: per order a process with one row for computation, one for each process
-    group, and a counter of live bytes. The graphs of one version follow each other in time.
-
-    Args:
-        drawn: the orders, those of one version in the order in which they run.
-    """
+    group, and a counter of live bytes. The graphs of one version follow each other in time, in the
+    order in which they are given."""
     versions = list(dict.fromkeys(d.version for d in drawn))
     for pid, version in enumerate(versions, 1):
         yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": version}}
         mine = [d for d in drawn if d.version == version]
         groups = list(dict.fromkeys(g for d in mine for g in d.model.group if g is not None))
-        rows = ["compute", *(f"group {g}" for g in groups)]
-        for tid, name in enumerate(rows, 1):
-            yield {
-                "ph": "M",
-                "pid": pid,
-                "tid": tid,
-                "name": "thread_name",
-                "args": {"name": name},
-            }
+        row = {"ph": "M", "pid": pid, "name": "thread_name"}
+        for tid, name in enumerate(["compute", *(f"group {g}" for g in groups)], 1):
+            yield {**row, "tid": tid, "args": {"name": name}}
         offset = 0.0
         for d in mine:
             yield from _events(d, pid, groups, offset)
@@ -82,13 +66,8 @@ def _events(d: Drawn, pid: int, groups: list[str], offset: float) -> Iterator[di
         begin_us = (offset + timeline.begin[i]) * 1e3
         group = d.model.group[i]
         if group is None:
-            yield {
-                "ph": "C",
-                "pid": pid,
-                "name": "live GiB",
-                "ts": begin_us,
-                "args": {"GiB": round(live / 2**30, 6)},
-            }
+            gib = {"GiB": round(live / 2**30, 6)}
+            yield {"ph": "C", "pid": pid, "name": "live GiB", "ts": begin_us, "args": gib}
         if d.model.ms[i] <= 0:
             continue
         node = nodes[i]
@@ -104,10 +83,10 @@ def _events(d: Drawn, pid: int, groups: list[str], offset: float) -> Iterator[di
 
 
 def write_trace(drawn: Sequence[Drawn], path: Path) -> None:
-    """Write :func:`trace_events` to a file.
+    """Write timelines to a file.
 
     Raises:
         OSError: the file can't be written.
     """
-    document = {"traceEvents": list(trace_events(drawn)), "displayTimeUnit": "ms"}
+    document = {"traceEvents": list(_trace_events(drawn)), "displayTimeUnit": "ms"}
     path.write_text(json.dumps(document), encoding="utf-8")

@@ -40,6 +40,7 @@ sums       these additions, as functions of tensors
 gloo       gloo without two faults of torch's
 training   a training loop, digests of weights, and counts of collectives
 payloads   what lies where in the buffers of collectives, eager's and compiled ones   (no torch)
+rounding   Inductor kernels that round as eager's
 untouched  that torch is as it was installed
 ranks      processes that never outlive the run   (no torch)
 text       real text as tokens

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, get_args
+from typing import Any
 
-from .comparison import Backend, Comparison, Dtype, Options
+from .comparison import Comparison, Options
 from .ranks import Rank, RankError, run_ranks, sayer
-from .target import TargetError, output_file
+from .target import TargetError, add_command, add_options, options_of
 
 _DESCRIPTION = """\
 Train a model as eager FSDP2 and compiled with recipe(model), on CPU ranks that this command
@@ -27,52 +25,22 @@ _EPILOG = """\
 exit status: 0 if the weights are equal, 1 if not or if a rank failed, 2 for bad options."""
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add ``compare`` to a command's subparsers; the arguments carry ``run(args) -> int``."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "compare",
-        help="train a model of yours as eager FSDP2 and compiled, and say why weights differ",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_parser(subparsers: Any) -> None:
+    """Add ``compare`` to a command's subparsers."""
+    about = "train a model of yours as eager FSDP2 and compiled, and say why weights differ"
+    parser = add_command(
+        subparsers, "compare", run, help=about, description=_DESCRIPTION, epilog=_EPILOG
     )
     parser.add_argument("build", metavar="MODULE:FUNCTION", help="makes the model and its inputs")
-    for name, text in (
-        ("ranks", "processes to start"),
-        ("nodes", "simulated nodes; divides the ranks"),
-        ("replicas", "hybrid sharding: groups of ranks that each hold the whole model"),
-        ("steps", "optimizer steps"),
-    ):
-        value = getattr(Options, name)
-        parser.add_argument(
-            f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: {value})"
-        )
-    parser.add_argument("--backend", choices=get_args(Backend), default=Options.backend)
-    for name in ("param-dtype", "reduce-dtype"):
-        parser.add_argument(f"--{name}", choices=get_args(Dtype), help="default: the parameters'")
-    parser.add_argument("--timeout", type=float, default=Options.timeout_s, dest="timeout_s")
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="also write the result to FILE"
-    )
-    parser.set_defaults(run=run, parser=parser)
-    return parser
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare; returns the exit status. Bad options end in ``parser.error`` (status 2)."""
-    given = {f.name: getattr(args, f.name) for f in fields(Options) if hasattr(args, f.name)}
-    try:
-        options = Options(**given)
-    except ValueError as error:
-        args.parser.error(str(error))
-    try:
-        found = _compare(options, sayer())
-        print(found.to_text(), end="")
-        if args.json is not None:
-            args.json.write_text(found.to_json() + "\n", encoding="utf-8")
-    except (TargetError, RankError, OSError) as error:
-        print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
-        return 1
+    """Compare; returns the exit status."""
+    found = _compare(options_of(args, Options), sayer())
+    print(found.to_text(), end="")
+    if args.json is not None:
+        args.json.write_text(found.to_json() + "\n", encoding="utf-8")
     return 0 if found.equal else 1
 
 
@@ -92,7 +60,6 @@ def compare(
 
     Raises:
         TargetError: ``build`` is not found or raises, or its result can't be trained.
-        TypeError: an unknown option.
         ValueError: as of :class:`.Options`.
         RankError: a rank failed or was too slow.
     """

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..fqns import format_names
 from ..reports.base import Report
+from .target import option
 
 if TYPE_CHECKING:
     import torch
@@ -55,14 +56,16 @@ class Options:
     passes: Callable[[nn.Module], Sequence[GraphPass]] | None = None
     units: Sequence[str | Sequence[str]] | None = None
     shard: Callable[[nn.Module, DeviceMesh], object] | None = None
-    ranks: int = 4
-    nodes: int = 2
-    replicas: int = 1
-    steps: int = 10
-    backend: Backend = "aot_eager"
-    param_dtype: torch.dtype | Dtype | None = None
-    reduce_dtype: torch.dtype | Dtype | None = None
-    timeout_s: float = 900
+    ranks: int = option(4, "processes to start")
+    nodes: int = option(2, "simulated nodes; divides the ranks")
+    replicas: int = option(1, "hybrid sharding: groups of ranks that each hold the whole model")
+    steps: int = option(10, "optimizer steps")
+    backend: Backend = option("aot_eager", "what compiles", choices=get_args(Backend))  # noqa: RUF009
+    param_dtype: torch.dtype | Dtype | None = option(None, "of gathers", choices=get_args(Dtype))  # noqa: RUF009
+    reduce_dtype: torch.dtype | Dtype | None = option(  # noqa: RUF009
+        None, "of reductions", choices=get_args(Dtype)
+    )
+    timeout_s: float = option(900.0, "limit in seconds for all", "S")
 
     def __post_init__(self) -> None:
         for name in ("ranks", "nodes", "replicas", "steps", "timeout_s"):

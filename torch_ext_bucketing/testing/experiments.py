@@ -32,9 +32,9 @@ from ..reports.rewrites import CombineReport, RewriteReport, ScatterReport
 from ..rewrites.combine_uses import CombineUses
 from ..rewrites.reduce_scatter_first import ReduceScatterFirst
 from .comparison import Cause, CauseName, Comparison, Options
-from .demo.rounding import eager_rounding
 from .payloads import bucket_payloads, fsdp_payloads, layout_differences
 from .ranks import Rank
+from .rounding import eager_rounding
 from .trial import Hashes, Passes, Run, Trial, hash_of, state_of, unlike, wrap
 
 
@@ -72,13 +72,11 @@ def compare_on_rank(rank: Rank, options: Options) -> Comparison:
 
 @dataclass
 class _Search:
-    """What the experiments share.
+    """What the experiments share: a trial, whose weights become those before the first step after
+    which weights differ, and the gradients of that step.
 
     Attributes:
-        trial: its weights become those before the step.
-        step: the first one after which weights differ.
-        eager: eager FSDP2's gradients in it.
-        ours: those of ``passes``, by which ``model`` was compiled by ``compiler``.
+        ours: gradients with ``passes``, by which ``model`` was compiled by ``compiler``.
         order: of the parameters in backward.
         known: gradients of ``_WAYS`` on one rank.
         failed: experiments that raised, in words.
@@ -255,28 +253,24 @@ def _first_module(search: _Search, ways: tuple[str, str]) -> str:
 def _calls(search: _Search) -> _Call:
     """The calls of one step, as a tree."""
     model = search.trial.plain()
+    names = {module: canonical_fqn(name) for name, module in model.named_modules() if name}
     stack = [_Call("", model)]
-    seen: set[str] = set()
-    handles = []
+    seen: set[nn.Module] = set()
 
-    def enter(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, keywords: Any) -> None:
-            call = _Call(name, module, _detached((args, keywords)))
-            if name not in seen:
-                seen.add(name)
-                stack[-1].inside.append(call)
-            stack.append(call)
-
-        return hook
+    def enter(module: nn.Module, args: Any, keywords: Any) -> None:
+        call = _Call(names[module], module, _detached((args, keywords)))
+        if module not in seen:
+            seen.add(module)
+            stack[-1].inside.append(call)
+        stack.append(call)
 
     def leave(*_: Any) -> None:
         stack.pop()
 
-    for name, module in model.named_modules():
-        if name:
-            before = enter(canonical_fqn(name))
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave))
+    handles = []
+    for module in names:
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave))
     search.trial.backward(model, search.step)
     for handle in handles:
         handle.remove()
@@ -319,19 +313,12 @@ def _no_collective(search: _Search) -> Iterator[Cause]:
         yield Cause("no collective", search.ordered(plain), *_WORDS["no collective"])
 
 
-def _uses(search: _Search) -> Iterator[Cause]:
-    yield from _rewritten(search, "uses", CombineUses, CombineReport)
-
-
-def _hybrid_order(search: _Search) -> Iterator[Cause]:
-    if search.trial.options.replicas > 1:
-        yield from _rewritten(search, "hybrid order", ReduceScatterFirst, ScatterReport)
-
-
 def _rewritten(
-    search: _Search, name: CauseName, rewrite: Callable[[], GraphPass], kind: type[RewriteReport]
+    name: CauseName, rewrite: Callable[[], GraphPass], kind: type[RewriteReport], search: _Search
 ) -> Iterator[Cause]:
     """Whether a rewrite is missing, or left alone some of what it is for."""
+    if kind is ScatterReport and search.trial.options.replicas == 1:
+        return
     passes, new = search.passes, rewrite()
     found, advice = _WORDS[name]
     if not any(p.name == new.name for p in passes(search.model)):
@@ -417,8 +404,8 @@ _ON_ONE_RANK: dict[CauseName, _Experiment] = {
 }
 _ON_ALL_RANKS: Sequence[_Experiment] = (
     _no_collective,
-    _uses,
-    _hybrid_order,
+    partial(_rewritten, "uses", CombineUses, CombineReport),
+    partial(_rewritten, "hybrid order", ReduceScatterFirst, ScatterReport),
     _rank_order,
     _payloads,
 )

@@ -43,15 +43,8 @@ ever: an operation whose peer is gone ends by its own timeout, and Python shall 
 def make_gloo(
     store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: timedelta
 ) -> dist.ProcessGroupGloo:
-    """Gloo's backend with one thread.
-
-    Args:
-        store: the group's own (prefixed) store.
-        rank: group rank.
-        size: ranks in the group.
-        ranks: global ranks of the group in group order.
-        timeout: of its operations.
-    """
+    """Gloo's backend with one thread, on a store of its own; ``ranks`` are the global ranks in
+    group order."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_default_device()]
     options._threads = 1

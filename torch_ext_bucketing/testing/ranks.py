@@ -58,11 +58,8 @@ _server: BaseContext | None = None
 
 
 class RankError(RuntimeError):
-    """A rank failed; the message names it and says how.
-
-    Attributes:
-        rank: the rank that failed first, as far as can be told; -1 where no one rank did.
-    """
+    """A rank failed; the message names it and says how. ``rank`` is the one that failed first, as
+    far as can be told; -1 where no one rank did."""
 
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
@@ -78,8 +75,6 @@ class Rank:
     """What a rank knows about itself; the first argument of the function it runs.
 
     Attributes:
-        rank: this rank's number, from 0.
-        world_size: number of ranks.
         store_path: path for ``torch.distributed.FileStore``, fresh for this run.
         timeout: the run's time limit, for process groups.
     """
@@ -214,44 +209,35 @@ class _Run:
                 childs_pipe.close()  # or its end would never be seen
 
     def collect(self, on_message: Callable[[int, Any], None] | None) -> list[Any]:
-        grace_ends: float | None = None
         open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes)}
-        while open_pipes:
-            now = time.monotonic()
-            until = self.deadline if grace_ends is None else min(grace_ends, self.deadline)
-            if now >= until:
-                break
+        until, failed = self.deadline, False
+        while open_pipes and (now := time.monotonic()) < until:
             for ready in wait(list(open_pipes), timeout=until - now):
                 assert isinstance(ready, Connection)
                 rank = open_pipes[ready]
                 try:
                     kind, payload = ready.recv()
                 except (EOFError, OSError):
+                    kind, payload = "end", None
                     del open_pipes[ready]
-                    if rank not in self.results and grace_ends is None:
-                        grace_ends = time.monotonic() + _GRACE_S
-                    continue
-                if kind == "message":
-                    if on_message is not None and grace_ends is None:
-                        on_message(rank, payload)
-                elif kind == "result":
+                if kind == "result":
                     self.results[rank] = payload
-                else:
-                    self.tracebacks[rank] = payload
-                    if grace_ends is None:
-                        grace_ends = time.monotonic() + _GRACE_S
+                elif kind == "message":
+                    if on_message is not None and not failed:
+                        on_message(rank, payload)
+                elif rank not in self.results:
+                    if kind == "traceback":
+                        self.tracebacks[rank] = payload
+                    if not failed:
+                        failed, until = True, min(until, time.monotonic() + _GRACE_S)
         if len(self.results) == self.world_size:
             return [self.results[rank] for rank in range(self.world_size)]
-        if grace_ends is not None:
-            raise self._failure(sorted(open_pipes.values()))
-        raise self._timeout(sorted(open_pipes.values()))
+        running = sorted(open_pipes.values())
+        raise self._failure(running) if failed else self._timeout(running)
 
     def _failure(self, running: list[int]) -> RankError:
-        silent = [
-            rank
-            for rank in range(self.world_size)
-            if rank not in self.results and rank not in self.tracebacks and rank not in running
-        ]
+        heard = {*self.results, *self.tracebacks, *running}
+        silent = [rank for rank in range(self.world_size) if rank not in heard]
         if silent:
             # A rank that died without a word comes first: its peers' tracebacks only say
             # that a connection closed.
@@ -398,16 +384,14 @@ def _threads(number: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables.keys() - before:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def sayer() -> Callable[[str], None]:

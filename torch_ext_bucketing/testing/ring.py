@@ -8,25 +8,20 @@ For testing, on CPU ranks, whatever depends on the bits of a reduction on many n
     mesh = init_device_mesh("cpu", (world_size,))      # sub-groups are ring groups too
     fully_shard(model, mesh=mesh)
 
-``reduce_scatter``, ``all_reduce`` and ``reduce``, in all their forms, are simulated; everything
-else is gloo's. What is added in which order, and what is left out of NCCL, is told in
-:mod:`.sums`.
-
-How it works: gloo only moves bytes. For a reduce-scatter each rank sends every other rank the slice
-that ends there (all-to-all), otherwise its whole buffer (all-gather, so memory is ``n`` buffers),
-and the receiver adds on its own, in ring order. All ranks of an all-reduce do the same additions,
-so they agree bit for bit.
+``reduce_scatter``, ``all_reduce`` and ``reduce``, in all their forms, are simulated: gloo moves the
+bytes, and each rank adds on its own, in the order that :mod:`.sums` tells. Everything else is
+gloo's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch._functorch.config as functorch_config
@@ -44,8 +39,8 @@ T = TypeVar("T")
 
 _BACKEND = "ring"
 
-# c10d creates sub-groups by backend name alone, so the topology can't travel with the call.
 _topology: RingTopology | None = None
+"""What :func:`register_ring_backend` was given last."""
 
 
 class _RingWork(dist.Work):
@@ -106,19 +101,16 @@ class _RingWork(dist.Work):
 
     def get_future(self) -> Future[list[Tensor]]:
         if self._future is None:
-            future: Future[list[Tensor]] = Future()
+            self._future = Future()
             try:
                 self.wait()
+                self._future.set_result(self._outputs)
             except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(self._outputs)
-            self._future = future
+                self._future.set_exception(error)
         return self._future
 
 
-@dataclass(frozen=True)
-class _Sum:
+class _Sum(NamedTuple):
     """One tensor of a reduction, as a rank takes part in it.
 
     Args:
@@ -127,7 +119,7 @@ class _Sum:
         end: the group rank that the sum ends on; None: it is of an all-reduce.
     """
 
-    slices: list[Tensor]
+    slices: Sequence[Tensor]
     output: Tensor | None
     end: int | None = None
 
@@ -136,24 +128,9 @@ def _listed(tensors: Tensor | list[Tensor]) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _bytes_of(x: Tensor) -> Tensor:
-    """``x`` as a 1-D uint8 tensor: gloo then moves any dtype."""
-    return x.detach().contiguous().view(-1).view(torch.uint8)
-
-
 class RingProcessGroup(dist.ProcessGroup):
-    """One rank of a group with simulated ring reductions. Made by c10d, not by hand.
-
-    What is no reduction goes to gloo (see :data:`_GLOO_OPS`).
-
-    Args:
-        store: the group's own (prefixed) store.
-        rank: group rank.
-        size: ranks in the group.
-        group_ranks: global ranks of the group in group order.
-        topology: nodes and channels.
-        timeout: of gloo's operations.
-    """
+    """One rank of a group with simulated ring reductions. Made by c10d, not by hand, with a store
+    of its own; ``group_ranks`` are the global ranks in group order."""
 
     def __init__(
         self,
@@ -171,13 +148,11 @@ class RingProcessGroup(dist.ProcessGroup):
         self.group_ranks = tuple(group_ranks)
         self._gloo = make_gloo(store, rank, size, group_ranks, timeout)
         self._in_flight = InFlight()
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._plain = dist.ProcessGroup(store, rank, size)
-        self._plain._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._plain._register_backend(
-            torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo
-        )
+        kind = dist.ProcessGroup.BackendType.GLOO
+        for group in (self, self._plain):
+            group._set_default_backend(kind)
+            group._register_backend(torch.device("cpu"), kind, self._gloo)
 
     def __repr__(self) -> str:
         return (
@@ -207,7 +182,7 @@ class RingProcessGroup(dist.ProcessGroup):
                 f"{where}: each output needs one input per rank, got {len(outputs)} outputs and "
                 f"{' and '.join(str(len(slices)) for slices in inputs)} inputs"
             )
-        sums = [_Sum(list(x), out, self.rank()) for x, out in zip(inputs, outputs, strict=True)]
+        sums = [_Sum(x, out, self.rank()) for x, out in zip(inputs, outputs, strict=True)]
         return self._reduce(where, sums, outputs, opts)
 
     def reduce_scatter_single(
@@ -233,7 +208,7 @@ class RingProcessGroup(dist.ProcessGroup):
                     f"multiple of {n}"
                 )
             slices = flat.detach().contiguous().view(-1).tensor_split(n)
-            sums.append(_Sum(list(slices), output, self.rank()))
+            sums.append(_Sum(slices, output, self.rank()))
         return self._reduce(where, sums, outputs, opts)
 
     # The names of older callers. C++ looks for the newer one first, eager callers use either.
@@ -278,16 +253,15 @@ class RingProcessGroup(dist.ProcessGroup):
 
         transfers, received = [], []
         for each in sums:
-            send = [_bytes_of(x) for x in each.slices]
+            # As bytes, of which gloo moves any number.
+            send = [x.detach().contiguous().view(-1).view(torch.uint8) for x in each.slices]
             size = send[me if len(send) == n else 0].numel()
             recv = torch.empty(n, size, dtype=torch.uint8)
             received.append(recv)
             if len(send) == n and any(x.numel() for x in send):
                 flat, splits = recv.view(-1), [x.numel() for x in send]
-                call = self._gloo.alltoall_base
-                transfers.append(
-                    self._in_flight.run(call, flat, torch.cat(send), [size] * n, splits)
-                )
+                call, args = self._gloo.alltoall_base, (flat, torch.cat(send), [size] * n, splits)
+                transfers.append(self._in_flight.run(call, *args))
             elif size:
                 rows = [list(recv.unbind(0))]
                 transfers.append(self._in_flight.run(self._gloo.allgather, rows, send))
@@ -331,11 +305,12 @@ class RingProcessGroup(dist.ProcessGroup):
                     f"{where}: the output is {each.output.dtype}, an input {x.dtype}; cast one"
                 )
         if len(each.slices) == self.size() and each.output is not None:
-            mine, me = each.slices[self.rank()], self.rank()
-            if mine.numel() != each.output.numel():
+            me = self.rank()
+            mine = each.slices[me].numel()
+            if mine != each.output.numel():
                 raise ValueError(
                     f"{where}: the output has {each.output.numel()} elements, the input for this "
-                    f"rank ({me}) has {mine.numel()}"
+                    f"rank ({me}) has {mine}"
                 )
 
 
@@ -369,18 +344,14 @@ that lock; the caller holds it and waits for the mutex. Seen as a hang after som
 """
 
 
-def _to_gloo(name: str) -> Callable[..., dist.Work]:
-    def method(self: RingProcessGroup, *args: object, **kwargs: object) -> dist.Work:
-        work: dist.Work = self._in_flight.run(getattr(self._plain, name), *args, **kwargs)
-        return work
-
-    method.__name__ = name
-    return method
+def _to_gloo(self: RingProcessGroup, name: str, *args: object, **kwargs: object) -> dist.Work:
+    work: dist.Work = self._in_flight.run(getattr(self._plain, name), *args, **kwargs)
+    return work
 
 
 for _name in _GLOO_OPS:
     if hasattr(dist.ProcessGroup, _name):  # some are named so by newer versions only
-        setattr(RingProcessGroup, _name, _to_gloo(_name))
+        setattr(RingProcessGroup, _name, functools.partialmethod(_to_gloo, _name))
 
 
 def _create(options: dist._DistributedBackendOptions, _: object) -> RingProcessGroup:
@@ -401,9 +372,8 @@ def _create(options: dist._DistributedBackendOptions, _: object) -> RingProcessG
 def register_ring_backend(topology: RingTopology | None = None) -> None:
     """Make ``dist.init_process_group("ring", ...)`` work. May be called again.
 
-    c10d creates sub-groups (``new_group``, device meshes) by the backend's name, so the topology is
-    kept in this module: every group takes the one set by the last call that named one, at the time
-    when the group is created. Where none was ever named, all ranks are on one node.
+    c10d creates sub-groups (``new_group``, device meshes) by the backend's name: a group takes the
+    topology of the last call that named one. Where none was ever named, all ranks are on one node.
     """
     global _topology
     if topology is not None:
@@ -423,12 +393,9 @@ def init_ring_process_group(
     """``dist.init_process_group`` with the ring backend for all groups.
 
     Args:
-        rank: global rank.
         world_size: number of ranks; must fill whole nodes of the topology.
         store: or ``init_method``: as for ``dist.init_process_group``. With neither, ``env://``.
-        topology: nodes and channels; all ranks on one node if ``None``, whatever was registered
-            before.
-        timeout: of gloo's operations.
+        topology: all ranks on one node if ``None``, whatever was registered before.
 
     Raises:
         ValueError: a world that doesn't fit the topology, before any rank is contacted.
@@ -502,17 +469,8 @@ def ring_rank(
 def on_ranks(
     function: Callable[..., T], *args: object, world: int = 2, timeout_s: float = 240
 ) -> list[T]:
-    """Results by rank of ``function(rank, *args)`` on ranks of one ring group.
-
-    Args:
-        function: as for :func:`.run_ranks`, but its first argument is the rank's number.
-        args: picklable.
-        world: number of ranks, all on one node.
-        timeout_s: limit in seconds.
-
-    Raises:
-        RankError: as of :func:`.run_ranks`.
-    """
+    """:func:`.run_ranks` on ``world`` ranks of one ring group, all on one node; ``function`` gets
+    the rank's number in place of the rank."""
     return run_ranks(_in_group, world, function, args, timeout_s=timeout_s)
 
 

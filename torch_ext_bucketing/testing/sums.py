@@ -7,8 +7,7 @@ first. In a ring reduction that is decided by where the element lies in the buff
 
 With one node every channel has the same ring, so a reduce-scatter's order does not depend on the
 offset. With several nodes the rings of the channels differ, and moving a parameter inside a bucket
-changes its bits. This module is that mapping and nothing else; :mod:`.ring` puts
-it behind a process group.
+changes its bits. :mod:`.ring` puts this mapping behind a process group.
 
 The rules are those of NCCL's ring kernels (``src/device/reduce_scatter.h``, ``all_reduce.h``):
 
@@ -56,8 +55,7 @@ class RingTopology:
             of a small test model span several channels as those of a large one do.
 
     Raises:
-        ValueError: a number that is not a positive integer, or ``chunk_bytes`` that is not a
-            multiple of 16.
+        ValueError: a number that is no positive integer, or a ``chunk_bytes`` of no multiple of 16.
     """
 
     ranks_per_node: int
@@ -92,7 +90,7 @@ class RingTopology:
 
 
 def ring_order(topology: RingTopology, channel: int, group_ranks: Sequence[int]) -> tuple[int, ...]:
-    """The ring of one channel over a process group.
+    """The ring of one channel over a group, as global ranks from ``group_ranks[0]`` on.
 
     Within one node all channels share the group's own order. Over several nodes a ring enters each
     node at the GPU next to the channel's network card, passes through the node and leaves for the
@@ -106,12 +104,7 @@ def ring_order(topology: RingTopology, channel: int, group_ranks: Sequence[int])
     only difference left for a group with one rank per node (the replicas of HSDP).
 
     Args:
-        topology: nodes and channels.
-        channel: 0 <= channel < topology.channels.
         group_ranks: *global* ranks of the group, in group order.
-
-    Returns:
-        The global ranks in ring order, starting at ``group_ranks[0]``.
 
     Raises:
         ValueError: no such channel, an empty group, or a rank listed twice.
@@ -161,41 +154,19 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """One reduce op on one dtype, as NCCL's device functions do it.
-
-    Args:
-        combine: adds into its first argument.
-        scale: a scalar that every contribution is multiplied by first, which rounds; None: by none.
-        divisor: of the sum, towards zero; None: by none.
-    """
-
-    combine: Callable[[Tensor, Tensor], object]
-    scale: Tensor | None = None
-    divisor: int | None = None
-
-    def __call__(self, contributions: Iterable[Tensor]) -> Tensor:
-        """Add up in the given order, into the first of them."""
-        scaled = (x if self.scale is None else x * self.scale for x in contributions)
-        total = next(scaled)
-        for x in scaled:
-            self.combine(total, x)
-        return total if self.divisor is None else total.div_(self.divisor, rounding_mode="trunc")
+Reduction = Callable[[Iterable[Tensor]], Tensor]
+"""Adds contributions up in the given order, into the first of them."""
 
 
 def make_reduction(
     op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype, world_size: int, where: str
 ) -> Reduction:
-    """The arithmetic of ``op`` on ``dtype`` over ``world_size`` ranks.
+    """The arithmetic of ``op`` on ``dtype`` over ``world_size`` ranks; ``where`` begins its error.
 
     AVG follows NCCL (``hostToDevRedOp`` in ``src/enqueue.cc``): floating-point inputs are each
     multiplied by ``1 / world_size``, rounded to the dtype, *before* they are added; integers are
     added and divided at the end, towards zero. PREMUL_SUM multiplies by its own factor, and like
     NCCL's is for floating point only.
-
-    Args:
-        where: the collective and group, for the error message.
 
     Raises:
         NotImplementedError: an op or dtype that NCCL's rings do not reduce either.
@@ -215,12 +186,21 @@ def make_reduction(
             f"(floating point), PRODUCT, MAX or MIN, on 16 bits or more where it is floating "
             f"point, or a gloo group for the others"
         )
-    if name not in ("AVG", "PREMUL_SUM"):
-        return Reduction(_COMBINE[name])
-    if not floating:
-        return Reduction(_COMBINE[name], divisor=world_size)
-    factor = torch.as_tensor(1.0 / world_size if name == "AVG" else op.factor)
-    return Reduction(_COMBINE[name], factor.reshape(()).to(dtype))
+    combine, scale, divisor = _COMBINE[name], None, None
+    if name == "AVG" and not floating:
+        divisor = world_size
+    elif name in ("AVG", "PREMUL_SUM"):
+        factor = torch.as_tensor(1.0 / world_size if name == "AVG" else op.factor)
+        scale = factor.reshape(()).to(dtype)
+
+    def reduce(contributions: Iterable[Tensor]) -> Tensor:
+        scaled = (x if scale is None else x * scale for x in contributions)
+        total = next(scaled)
+        for x in scaled:
+            combine(total, x)
+        return total if divisor is None else total.div_(divisor, rounding_mode="trunc")
+
+    return reduce
 
 
 def ring_sums(
@@ -260,24 +240,6 @@ def ring_sums(
     return total.view(sums, len(piece) * size)[:, :count]
 
 
-def _check_inputs(
-    inputs: Sequence[Tensor], group_ranks: Sequence[int] | None, where: str
-) -> tuple[int, ...]:
-    ranks = tuple(range(len(inputs)) if group_ranks is None else group_ranks)
-    if not inputs or len(ranks) != len(inputs):
-        raise ValueError(
-            f"{where}: needs one input per rank of the group, got {len(inputs)} inputs for "
-            f"{len(ranks)} ranks"
-        )
-    for i, x in enumerate(inputs):
-        if x.shape != inputs[0].shape or x.dtype != inputs[0].dtype:
-            raise ValueError(
-                f"{where}: inputs must agree in shape and dtype, input 0 is {inputs[0].dtype}"
-                f"{list(inputs[0].shape)} and input {i} is {x.dtype}{list(x.shape)}"
-            )
-    return ranks
-
-
 @torch.no_grad()
 def simulate_reduce_scatter(
     inputs: Sequence[Tensor],
@@ -301,17 +263,13 @@ def simulate_reduce_scatter(
         ValueError: inputs that don't match each other, the group, or ``n``.
         NotImplementedError: another op.
     """
-    where = "simulate_reduce_scatter"
-    ranks = _check_inputs(inputs, group_ranks, where)
-    n, shape = len(ranks), inputs[0].shape
+    n, shape = len(inputs), inputs[0].shape
     if not shape or shape[0] % n:
         raise ValueError(
-            f"{where}: dim 0 of the inputs, shape {list(shape)}, does not divide by {n} ranks; "
-            f"pad it"
+            f"simulate_reduce_scatter: dim 0 of the inputs, shape {list(shape)}, does not divide "
+            f"by {n} ranks; pad it"
         )
-    reduction = make_reduction(op, inputs[0].dtype, n, where)
-    slices = torch.stack([x.reshape(n, x.numel() // n) for x in inputs])
-    out = ring_sums(slices, topology, ranks, reduction, range(n))
+    out = _simulate("simulate_reduce_scatter", inputs, topology, group_ranks, op, range(n))
     return list(out.reshape(n, shape[0] // n, *shape[1:]).unbind(0))
 
 
@@ -322,27 +280,39 @@ def simulate_all_reduce(
     group_ranks: Sequence[int] | None = None,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[Tensor]:
-    """What every rank would hold after ``all_reduce``, without any process group.
+    """What every rank would hold after ``all_reduce``: one new tensor per rank, all equal.
 
     A buffer of exactly one loop of one channel (``n * chunk_bytes`` bytes), over a ring that is the
     group's own order, gives what :func:`simulate_reduce_scatter` gives; other buffers need not.
 
-    Args:
-        inputs: one tensor per rank of the group, all of one shape and dtype.
-        topology: nodes, channels and chunk size.
-        group_ranks: global ranks of the group in group order; ``range(len(inputs))`` if ``None``.
-        op: SUM, AVG, PREMUL_SUM, PRODUCT, MAX or MIN.
-
-    Returns:
-        One new tensor per rank, all equal.
-
-    Raises:
-        ValueError: inputs that don't match each other or the group.
-        NotImplementedError: another op.
+    Args and errors are those of :func:`simulate_reduce_scatter`, for inputs of any shape.
     """
-    where = "simulate_all_reduce"
-    ranks = _check_inputs(inputs, group_ranks, where)
+    out = _simulate("simulate_all_reduce", inputs, topology, group_ranks, op, None)
+    return [out.reshape(inputs[0].shape).clone() for _ in inputs]
+
+
+def _simulate(
+    where: str,
+    inputs: Sequence[Tensor],
+    topology: RingTopology,
+    group_ranks: Sequence[int] | None,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    ends: Sequence[int] | None,
+) -> Tensor:
+    """:func:`ring_sums` of the inputs' parts for ``ends``, or of all of each."""
+    ranks = range(len(inputs)) if group_ranks is None else group_ranks
+    if len(ranks) != len(inputs):
+        raise ValueError(
+            f"{where}: needs one input per rank of the group, got {len(inputs)} inputs for "
+            f"{len(ranks)} ranks"
+        )
+    for i, x in enumerate(inputs):
+        if x.shape != inputs[0].shape or x.dtype != inputs[0].dtype:
+            raise ValueError(
+                f"{where}: inputs must agree in shape and dtype, input 0 is {inputs[0].dtype}"
+                f"{list(inputs[0].shape)} and input {i} is {x.dtype}{list(x.shape)}"
+            )
     reduction = make_reduction(op, inputs[0].dtype, len(ranks), where)
-    buffers = torch.stack([x.reshape(1, -1) for x in inputs])
-    out = ring_sums(buffers, topology, ranks, reduction, None).reshape(inputs[0].shape)
-    return [out, *(out.clone() for _ in ranks[1:])]
+    sums = 1 if ends is None else len(ends)
+    parts = torch.stack([x.reshape(sums, x.numel() // sums) for x in inputs])
+    return ring_sums(parts, topology, ranks, reduction, ends)

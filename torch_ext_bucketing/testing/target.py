@@ -1,4 +1,5 @@
-"""What the arguments of a command line name: functions and files. No torch in here."""
+"""Parts of the commands: options, and what they name, functions and files. Torch is imported when a
+function is called, not before."""
 
 from __future__ import annotations
 
@@ -6,12 +7,63 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class TargetError(Exception):
     """The target can't be taken; the message says why and what to do."""
+
+
+def add_command(
+    subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], **texts: str
+) -> argparse.ArgumentParser:
+    """Add a command; what is parsed carries ``run``, and the command's parser as ``parser``.
+
+    Args:
+        texts: its ``help`` and ``description``, perhaps an ``epilog``.
+    """
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
+    )
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def option(
+    default: Any, text: str, metavar: str | None = "N", choices: Sequence[str] | None = None
+) -> Any:
+    """A field of a dataclass that is an option of a command, too; None: "the parameters'"."""
+    about = {"help": text, "choices": choices, "metavar": None if choices else metavar}
+    return field(default=default, metadata=about)
+
+
+def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
+    """Add the options of a dataclass, and ``--json`` for the result."""
+    for each in fields(kind):
+        if each.metadata:
+            default = "the parameters'" if each.default is None else each.default
+            about = {**each.metadata, "help": f"{each.metadata['help']} (default: {default})"}
+            about["type"] = str if each.default is None else type(each.default)
+            name = each.name.removesuffix("_s").replace("_", "-")
+            parser.add_argument(f"--{name}", dest=each.name, default=each.default, **about)
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="also write the result to FILE"
+    )
+
+
+def options_of(args: argparse.Namespace, kind: Callable[..., T]) -> T:
+    """The dataclass of what was parsed; its ``ValueError`` is a usage error, status 2."""
+    given = {f.name: getattr(args, f.name) for f in fields(kind) if hasattr(args, f.name)}  # type: ignore[arg-type]
+    try:
+        return kind(**given)
+    except ValueError as error:
+        args.parser.error(str(error))
+        raise
 
 
 def load_target(target: str) -> Any:
@@ -53,6 +105,34 @@ def load_target(target: str) -> Any:
             f"module {module_name} {what} {function_name}" + nearest_names(function_name, known)
         )
     return found
+
+
+def build(make: Callable[[], Any], name: str, *, loss: bool = False) -> tuple[Any, ...]:
+    """What ``make``, called ``name``, returns: a model and its inputs, with ``loss`` also a third.
+
+    Raises:
+        TargetError: it raises, or returns something else.
+    """
+    import torch.nn as nn
+
+    try:
+        made = make()
+    except Exception as error:
+        raise TargetError(f"{name} raised {type(error).__name__}: {error}") from error
+    sizes = (2, 3) if loss else (2,)
+    if not isinstance(made, tuple) or len(made) not in sizes or not isinstance(made[0], nn.Module):
+        raise TargetError(
+            f"{name} must return (model, inputs){' or (model, inputs, loss)' if loss else ''}, a "
+            f"torch.nn.Module and what it is called with; it returned {type(made).__name__}"
+        )
+    return made
+
+
+def call(run: Callable[..., Any], inputs: Any) -> Any:
+    """``run`` with a model's inputs: a dict by name, a tuple or list by place, else one."""
+    if isinstance(inputs, dict):
+        return run(**inputs)
+    return run(*inputs) if isinstance(inputs, (tuple, list)) else run(inputs)
 
 
 def output_file(text: str) -> Path:

@@ -50,8 +50,7 @@ def batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and next-byte targets of one rank's step, each ``[size, seq]`` int64 on the CPU.
 
-    A function of its arguments only: every run that asks for the same step gets the
-    same bytes. Windows are drawn with replacement, separately per rank.
+    A function of its arguments only. Windows are drawn with replacement, separately per rank.
     """
     text = corpus()
     generator = torch.Generator().manual_seed((seed << 40) ^ (step << 16) ^ rank)

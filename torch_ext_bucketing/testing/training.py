@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,10 +34,49 @@ def digest(model: nn.Module) -> str:
 
 @dataclass
 class Trained:
-    """One run on one rank: :func:`digest` and the loss after each step."""
+    """One run on one rank: by step :func:`digest`, the loss, and wall time in milliseconds."""
 
     digests: list[str] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+
+
+class Training:
+    """A model that is trained by AdamW, step by step; ``done`` is what became of it so far.
+
+    Args:
+        model: the parameters are its own.
+        step: by its number, runs forward and backward, and returns the loss, a scalar.
+        lr: learning rate.
+    """
+
+    def __init__(
+        self, model: nn.Module, step: Callable[[int], torch.Tensor], lr: float = 1e-3
+    ) -> None:
+        self.model, self.step, self.done = model, step, Trained()
+        groups: dict[bool, list[nn.Parameter]] = {}  # no foreach kernel takes both
+        for parameter in model.parameters():
+            groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+        parameters = [{"params": group} for group in groups.values()]
+        self.optimizer = torch.optim.AdamW(parameters, lr=lr, foreach=True)
+
+    def take(self, recompiles: bool = False) -> None:
+        """Take the next step.
+
+        Args:
+            recompiles: whether a later step than the first may compile: that would be under other
+                settings, and in another report. Otherwise it raises.
+        """
+        number = len(self.done.loss)
+        compiled = number > 0 and not recompiles
+        begin = time.perf_counter()
+        with torch.compiler.set_stance("fail_on_recompile" if compiled else "default"):
+            loss = self.step(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done.step_ms.append((time.perf_counter() - begin) * 1e3)
+        self.done.loss.append(loss.item())
+        self.done.digests.append(digest(self.model))
 
 
 def train(
@@ -48,38 +88,22 @@ def train(
     recompiles: bool = False,
     stop_unlike: Sequence[str] | None = None,
 ) -> Trained:
-    """Train ``model`` by AdamW.
+    """Take ``steps`` steps of a :class:`Training`.
 
     Args:
-        model: the parameters are its own.
-        step: by its number, runs forward and backward, and returns the loss, a scalar.
-        steps: number of optimizer steps.
-        lr: learning rate.
-        recompiles: whether later steps than the first may compile: that would be under other
-            settings, and in another report. Otherwise they raise.
         stop_unlike: digests of another run: stop at the first step after which some rank's weights
             are others.
     """
-    groups: dict[bool, list[nn.Parameter]] = {}  # no foreach kernel takes both
-    for parameter in model.parameters():
-        groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
-    optimizer = torch.optim.AdamW([{"params": g} for g in groups.values()], lr=lr, foreach=True)
-    done = Trained()
+    training = Training(model, step, lr)
     for number in range(steps):
-        compiled = number > 0 and not recompiles
-        with torch.compiler.set_stance("fail_on_recompile" if compiled else "default"):
-            loss = step(number)
-        optimizer.step()
-        optimizer.zero_grad()
-        done.loss.append(loss.item())
-        done.digests.append(digest(model))
+        training.take(recompiles)
         if stop_unlike is not None:
-            differs = torch.tensor([int(done.digests[-1] != stop_unlike[number])])
-            differs = differs.to(loss.device)
+            differs = torch.tensor([int(training.done.digests[-1] != stop_unlike[number])])
+            differs = differs.to(next(model.parameters()).device)
             dist.all_reduce(differs, op=dist.ReduceOp.MAX)
             if differs.item():
                 break
-    return done
+    return training.done
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:

@@ -22,9 +22,10 @@ from ..fsdp.units import UnitSpec
 from ..passes.backends import BucketingBackend, backend
 from ..passes.base import GraphPass
 from ..recipes import recipe
+from . import target
 from .comparison import Backend, Options
 from .ranks import Rank
-from .target import TargetError, load_target
+from .target import TargetError
 from .training import Trained, raw_bytes, train
 
 T = TypeVar("T")
@@ -74,8 +75,6 @@ class Trial:
         if self.rank.rank == 0:
             self.rank.send(text)
 
-    # ---- between ranks --------------------------------------------------------------------------
-
     def from_rank_0(self, value: T) -> T:
         """Rank 0's ``value``, on every rank."""
         values = [value]
@@ -87,8 +86,6 @@ class Trial:
         found: list[Any] = [None] * self.rank.world_size
         dist.all_gather_object(found, unlike(one, other))
         return tuple(dict.fromkeys(name for names in found for name in names))
-
-    # ---- ways -----------------------------------------------------------------------------------
 
     def copy(self) -> nn.Module:
         """A copy of the model, of the weights in ``state``."""
@@ -139,8 +136,6 @@ class Trial:
             return self.options.passes(model)
         return recipe(model, units=self.options.units)
 
-    # ---- steps ----------------------------------------------------------------------------------
-
     def train(
         self, model: nn.Module, run: Run, steps: int, stop_unlike: Sequence[str] | None = None
     ) -> tuple[Trained, list[Hashes]]:
@@ -169,10 +164,7 @@ class Trial:
         and the rank."""
         batch = self.batch(step)
         torch.manual_seed(step * self.rank.world_size + self.rank.rank)
-        if isinstance(batch, dict):
-            output = run(**batch)
-        else:
-            output = run(*batch) if isinstance(batch, (tuple, list)) else run(batch)
+        output = target.call(run, batch)
         if self._loss is not None:
             loss = self._loss(output, batch)
         else:
@@ -233,18 +225,9 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _built(build: Callable[[], Any] | str, ranks: int) -> tuple[nn.Module, Any, Any]:
-    make = load_target(build) if isinstance(build, str) else build
+    make = target.load_target(build) if isinstance(build, str) else build
     name = build if isinstance(build, str) else getattr(build, "__qualname__", repr(build))
-    try:
-        made = make()
-    except Exception as error:
-        raise TargetError(f"{name} raised {type(error).__name__}: {error}") from error
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        raise TargetError(
-            f"{name} must return (model, inputs) or (model, inputs, loss), a torch.nn.Module and "
-            f"what it is called with; it returned {type(made).__name__}"
-        )
-    model, inputs, loss = (*made, None)[:3]
+    model, inputs, loss = (*target.build(make, name, loss=True), None)[:3]
     if loss is not None and not callable(loss):
         raise TargetError(f"{name}: loss must be a loss(output, inputs), got {loss!r}")
     if any(isinstance(p, DTensor) for p in model.parameters()):

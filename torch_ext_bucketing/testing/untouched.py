@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from .. import __path__ as _PACKAGE
@@ -27,45 +26,31 @@ def touched_torch() -> list[str]:
     A finder on ``sys.meta_path``; a module that such a finder has loaded; a function in a module or
     a class of torch's, a method or a property included, whose code lies in this package's folder.
     """
-    package = __package__.partition(".")[0]
-    found = [
-        f"the finder {finder!r}"
-        for finder in sys.meta_path
-        if _module_of(finder).partition(".")[0] == package
-    ]
+    found = [f"the finder {finder!r}" for finder in sys.meta_path if _is_from_here(finder)]
     for name, module in sorted(sys.modules.items()):
         if name.partition(".")[0] != "torch" or module is None:
             continue
-        loader = getattr(getattr(module, "__spec__", None), "loader", None)
-        if _module_of(loader).partition(".")[0] == package:
+        if _is_from_here(getattr(getattr(module, "__spec__", None), "loader", None)):
             found.append(f"module {name}")
-        for attribute, value in list(vars(module).items()):
-            if _is_ours(value):
-                found.append(f"{name}.{attribute}")
+        values = dict(vars(module))
+        for attribute, value in vars(module).copy().items():
             if issubclass(type(value), type) and value.__module__ == name:
-                found += [
-                    f"{name}.{attribute}.{member}"
-                    for member, inner in list(vars(value).items())
-                    if _is_ours(inner)
-                ]
+                values |= {f"{attribute}.{member}": v for member, v in vars(value).copy().items()}
+        found += [f"{name}.{attribute}" for attribute, v in values.items() if _is_ours(v)]
     return sorted(found)
 
 
-def _module_of(value: Any) -> str:
-    return value.__module__ if isinstance(value, type) else type(value).__module__
+def _is_from_here(value: Any) -> bool:
+    module = value.__module__ if isinstance(value, type) else type(value).__module__
+    return module.partition(".")[0] == __package__.partition(".")[0]
 
 
 def _is_ours(value: Any) -> bool:
-    return any(code.co_filename.startswith(tuple(_PACKAGE)) for code in _codes(value))
-
-
-def _codes(value: Any) -> Iterator[CodeType]:
-    """The code of a function, method or property, and of what it wraps."""
+    """Whether a function, method or property, or what it wraps, is of this package's folder."""
     kind = type(value)  # isinstance() asks some of torch's objects, which then warn
     if issubclass(kind, property):
-        for part in (value.fget, value.fset, value.fdel):
-            yield from _codes(part)
-    elif issubclass(kind, (staticmethod, classmethod)):
-        yield from _codes(value.__func__)
-    elif issubclass(kind, FunctionType):
-        yield value.__code__
+        return any(map(_is_ours, (value.fget, value.fset, value.fdel)))
+    if issubclass(kind, (staticmethod, classmethod)):
+        return _is_ours(value.__func__)
+    code = value.__code__.co_filename if issubclass(kind, FunctionType) else ""
+    return code.startswith(tuple(_PACKAGE))

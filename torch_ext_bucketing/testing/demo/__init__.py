@@ -2,9 +2,7 @@
 
 settings   what runs, checked                     (no torch)
 train      what each rank does
-rounding   Inductor kernels that round as eager's
 results    from the ranks' reports to a result    (no torch)
 table      the result as text                     (no torch)
-progress   the line that shows it is alive        (no torch)
 cli        the command                            (no torch until it starts)
 """

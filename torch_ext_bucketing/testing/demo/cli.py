@@ -1,19 +1,17 @@
-"""``python -m torch_ext_bucketing demo``: options, checks, output, exit status."""
+"""``python -m torch_ext_bucketing demo``: options, checks, progress, output, exit status."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from dataclasses import fields
+from collections.abc import Callable
 from typing import Any
 
-from ..ranks import Rank, RankError, run_ranks
-from ..target import output_file
-from .progress import on_messages
+from ..ranks import Rank, run_ranks, sayer
+from ..target import add_command, add_options, options_of
 from .results import RankReport, combine
 from .settings import Settings
-from .table import render
+from .table import label, render
 
 _DESCRIPTION = """\
 Train one LLaMA-style model on real text in three ways, side by side, on ranks that this command
@@ -30,61 +28,30 @@ _EPILOG = """\
 exit status: 0 if the run in FSDP2's order matches eager after every step (inductor: if its layout
 is eager's and it is reproducible), 1 if not or if a rank failed, 2 for bad options."""
 
-_OPTIONS = [field for field in fields(Settings) if field.metadata]
 
-
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add ``demo`` to a command's subparsers; the parsed arguments carry ``run(args) -> int``."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "demo",
-        help="train a model on CPU ranks and compare its weights with eager FSDP2's, bit for bit",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_parser(subparsers: Any) -> None:
+    """Add ``demo`` to a command's subparsers."""
+    about = "train a model on CPU ranks and compare its weights with eager FSDP2's, bit for bit"
+    parser = add_command(
+        subparsers, "demo", run, help=about, description=_DESCRIPTION, epilog=_EPILOG
     )
-    for option in _OPTIONS:
-        about = dict(option.metadata)
-        about["help"] = f"{about['help']} (default: {option.default})"
-        about |= {"type": type(option.default), "default": option.default, "dest": option.name}
-        name = option.name.removesuffix("_s").replace("_", "-")
-        parser.add_argument(f"--{name}", **about)
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="also write the result to FILE"
-    )
-    parser.set_defaults(run=run, parser=parser)
-    return parser
+    add_options(parser, Settings)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; returns the exit status. Bad options end in ``parser.error`` (status 2)."""
-    try:
-        settings = Settings(**{option.name: getattr(args, option.name) for option in _OPTIONS})
-    except ValueError as error:
-        args.parser.error(str(error))
-
-    try:
-        reports = run_ranks(
-            _train_rank,
-            settings.ranks,
-            settings,
-            timeout_s=settings.timeout_s,
-            on_message=on_messages(settings),
-        )
-    except RankError as error:
-        print(f"{args.parser.prog}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{args.parser.prog}: interrupted, all ranks ended", file=sys.stderr)
-        return 130
+    """Run the demo; returns the exit status."""
+    settings = options_of(args, Settings)
+    reports = run_ranks(
+        _train_rank,
+        settings.ranks,
+        settings,
+        timeout_s=settings.timeout_s,
+        on_message=_progress(settings),
+    )
     result = combine(settings, reports)
     print(render(result))
     if args.json is not None:
-        text = json.dumps(result, indent=2) + "\n"
-        try:
-            args.json.write_text(text, encoding="utf-8")
-        except OSError as error:
-            print(f"{args.parser.prog}: cannot write {args.json}: {error}", file=sys.stderr)
-            return 1
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0 if result["passed"] else 1
 
 
@@ -93,3 +60,28 @@ def _train_rank(rank: Rank, settings: Settings) -> RankReport:
     from .train import train_rank
 
     return train_rank(rank, settings)
+
+
+def _progress(settings: Settings) -> Callable[[int, tuple[int, str, str]], None]:
+    """Takes each rank's ``(step, run, digest)``, step 0 before a run begins, and says how far the
+    runs are and how often they were equal."""
+    say, steps = sayer(), settings.steps
+    shards: dict[tuple[int, str], dict[int, str]] = {}
+    equal: dict[str, int] = {}
+    say(f"starting {settings.ranks} ranks")
+
+    def on_message(rank: int, message: tuple[int, str, str]) -> None:
+        step, run, digest = message
+        if run not in equal:
+            equal[run] = 0
+            say(f"first step of: {label(run)}")
+        mine = shards.setdefault((step, run), {})
+        mine[rank] = digest
+        if step == 0 or len(mine) < settings.ranks:
+            return
+        equal[run] += mine == shards[step, "eager"]
+        if run == list(equal)[-1] and (step % max(1, steps // 5) == 0 or step == steps):
+            found = "; ".join(f"{label(name)}: {n}" for name, n in equal.items() if name != "eager")
+            say(f"step {step} of {steps}, equal to eager so far: {found}")
+
+    return on_message

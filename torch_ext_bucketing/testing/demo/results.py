@@ -5,15 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from ..payloads import Payload, layout_differences, whole_digest
 from .settings import Settings
 
 WARMUP_STEPS = 3
 """Steps left out of the step time: compilation, lazy initialization, first touches of memory."""
-
-T = TypeVar("T")
 
 Counts = dict[str, int]
 """Collectives per step by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``."""
@@ -54,12 +52,13 @@ def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
     """The demo's result as one JSON-ready dictionary."""
     first = ranks[0]
     hashes = {
-        name: [whole_digest(shards) for shards in _by_step([r.runs[name].digests for r in ranks])]
+        name: list(map(whole_digest, zip(*(r.runs[name].digests for r in ranks), strict=True)))
         for name in first.runs
     }
-    runs = {}
+    runs, layout = {}, {}
     for name, record in first.runs.items():
         equal = [a == b for a, b in zip(hashes[name], hashes["eager"], strict=True)]
+        losses = zip(*(r.runs[name].loss for r in ranks), strict=True)
         runs[name] = {
             "collectives_before": sum(record.before.values()),
             "collectives_after": sum(record.after.values()),
@@ -67,22 +66,19 @@ def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
             "collectives_after_by_kind": record.after,
             "steps_equal_to_eager": sum(equal),
             "first_different_step": equal.index(False) + 1 if False in equal else None,
-            "loss": [statistics.fmean(x) for x in _by_step([r.runs[name].loss for r in ranks])],
+            "loss": list(map(statistics.fmean, losses)),
             "step_ms": statistics.median(record.step_ms[min(WARMUP_STEPS, settings.steps - 1) :]),
             "first_step_ms": record.step_ms[0],
             "buckets": [asdict(payload) for payload in record.payloads],
         }
-    layout = {
-        name: [
-            f"rank {rank}: {text}"
-            for rank, report in enumerate(ranks)
-            for text in layout_differences(
-                report.runs["eager"].payloads, report.runs[name].payloads
-            )
-        ]
-        for name in first.runs
-        if name != "eager"
-    }
+        if name != "eager":
+            layout[name] = [
+                f"rank {rank}: {text}"
+                for rank, report in enumerate(ranks)
+                for text in layout_differences(
+                    report.runs["eager"].payloads, report.runs[name].payloads
+                )
+            ]
     result: dict[str, Any] = {
         "settings": asdict(settings),
         "versions": first.versions,
@@ -91,34 +87,11 @@ def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
         "hashes": hashes,
         "layout_differences": layout,
     }
-    result["passed"], result["findings"] = _verdict(settings, result)
+    verdict = _inductor_verdict if settings.backend == "inductor" else _verdict
+    passed, texts = verdict(settings, runs, hashes)
+    result["passed"] = passed and (settings.backend != "inductor" or not layout["fsdp_order"])
+    result["findings"] = [_layout_text(layout["fsdp_order"]), *texts]
     return result
-
-
-def _by_step(by_rank: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
-    return list(zip(*by_rank, strict=True))
-
-
-def _verdict(settings: Settings, result: Mapping[str, Any]) -> tuple[bool, list[str]]:
-    layout = result["layout_differences"]["fsdp_order"]
-    findings = [_layout_text(layout)]
-    if settings.backend == "inductor":
-        passed, more = _inductor_verdict(settings, result)
-        return passed and not layout, findings + more
-    ours = result["runs"]["fsdp_order"]
-    passed = ours["steps_equal_to_eager"] == settings.steps
-    if passed:
-        text = (
-            f"PASS: with FSDP2's payload order the weights equal eager's, bit for bit, after "
-            f"{settings.steps} of {settings.steps} steps."
-        )
-    else:
-        text = (
-            f"FAIL: with FSDP2's payload order the weights equal eager's after only "
-            f"{ours['steps_equal_to_eager']} of {settings.steps} steps; they first differ at step "
-            f"{ours['first_different_step']}."
-        )
-    return passed, [*findings, text, _control_text(settings, result)]
 
 
 def _layout_text(differences: Sequence[str]) -> str:
@@ -132,15 +105,32 @@ def _layout_text(differences: Sequence[str]) -> str:
     return f"Layout: {len(differences)} differences from eager FSDP2's param groups:\n{shown}{more}"
 
 
-def _control_text(settings: Settings, result: Mapping[str, Any]) -> str:
-    control = result["runs"]["graph_order"]
-    first = control["first_different_step"]
-    if first is not None:
-        return (
-            f"Control: with graph order they equal eager's after "
-            f"{control['steps_equal_to_eager']} of {settings.steps} steps and first differ at step "
-            f"{first}: nothing but the payload order differs between these two runs."
+def _verdict(
+    settings: Settings, runs: Mapping[str, Any], hashes: Mapping[str, Any]
+) -> tuple[bool, list[str]]:
+    """Whether the weights are eager's, in words, and what graph order, the control, shows."""
+    steps, ours, control = settings.steps, runs["fsdp_order"], runs["graph_order"]
+    equal, first = ours["steps_equal_to_eager"], control["first_different_step"]
+    text = (
+        f"PASS: with FSDP2's payload order the weights equal eager's, bit for bit, after "
+        f"{steps} of {steps} steps."
+    )
+    if equal < steps:
+        text = (
+            f"FAIL: with FSDP2's payload order the weights equal eager's after only "
+            f"{equal} of {steps} steps; they first differ at step {ours['first_different_step']}."
         )
+    if first is not None:
+        return equal == steps, [
+            text,
+            f"Control: with graph order they equal eager's after "
+            f"{control['steps_equal_to_eager']} of {steps} steps and first differ at step "
+            f"{first}: nothing but the payload order differs between these two runs.",
+        ]
+    why = (
+        "although its payloads differ: no sum of these few steps was rounded differently. Use "
+        "more --steps or a larger --dim."
+    )
     if settings.nodes == 1:
         why = (
             "as it must on one node: there all channels have the same ring, and the place of a "
@@ -148,30 +138,25 @@ def _control_text(settings: Settings, result: Mapping[str, Any]) -> str:
         )
     elif settings.ranks == 2:
         why = "as it must with two ranks: a + b is b + a, whichever comes first. Use --ranks 4."
-    else:
-        why = (
-            "although its payloads differ: no sum of these few steps was rounded differently. Use "
-            "more --steps or a larger --dim."
-        )
-    return f"Control: graph order matched eager as well, {why}"
+    return equal == steps, [text, f"Control: graph order matched eager as well, {why}"]
 
 
-def _inductor_verdict(settings: Settings, result: Mapping[str, Any]) -> tuple[bool, list[str]]:
-    runs, hashes = result["runs"], result["hashes"]
+def _inductor_verdict(
+    settings: Settings, runs: Mapping[str, Any], hashes: Mapping[str, Any]
+) -> tuple[bool, list[str]]:
+    """Whether the run is reproducible, in words, and how far it is from eager's."""
     again = [a == b for a, b in zip(hashes["fsdp_order"], hashes["fsdp_order_again"], strict=True)]
-    reproducible = all(again)
-    if reproducible:
-        same = (
-            f"Reproducible: compiled anew and trained again, the weights are the same after "
-            f"{settings.steps} of {settings.steps} steps."
-        )
-    else:
+    same = (
+        f"Reproducible: compiled anew and trained again, the weights are the same after "
+        f"{settings.steps} of {settings.steps} steps."
+    )
+    if not all(again):
         same = (
             f"NOT reproducible: compiled anew and trained again, the weights first differ at step "
             f"{again.index(False) + 1}."
         )
     precise = runs["fsdp_order_precise"]
-    texts = [
+    return all(again), [
         same,
         "Inductor's fused kernels keep intermediate values in fp32 where eager rounds each to "
         f"bf16, whatever the payload. {_loss_text(runs, 'fsdp_order')}",
@@ -180,7 +165,6 @@ def _inductor_verdict(settings: Settings, result: Mapping[str, Any]) -> tuple[bo
         f"{precise['steps_equal_to_eager']} of {settings.steps} steps. "
         f"{_loss_text(runs, 'fsdp_order_precise')}",
     ]
-    return reproducible, texts
 
 
 def _loss_text(runs: Mapping[str, Any], name: str) -> str:

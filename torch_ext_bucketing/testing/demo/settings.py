@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
+
+from ..target import option
 
 HEAD_DIM = 32
 """Width of one attention head."""
 
-DIM_MULTIPLE = 2 * HEAD_DIM
+_DIM_MULTIPLE = 2 * HEAD_DIM
 """``dim`` is a multiple of this: two query heads share one key/value head."""
 
-MAX_RANKS = 64
+_MAX_RANKS = 64
 """More processes than this on one machine is a typing error."""
-
-
-def _option(default: Any, text: str, metavar: str | None = "N", **more: Any) -> Any:
-    """A field that is an option of the command, too; ``more`` is for argparse."""
-    return field(default=default, metadata={"help": text, "metavar": metavar, **more})
 
 
 @dataclass(frozen=True)
@@ -35,19 +32,19 @@ class Settings:
         ValueError: a value is out of range; the message starts with the option's name.
     """
 
-    ranks: int = _option(4, "processes to start")
-    nodes: int = _option(2, "simulated nodes; divides the ranks")
-    steps: int = _option(25, "optimizer steps")
-    layers: int = _option(4, "transformer blocks")
-    dim: int = _option(128, "model width, a multiple of 64")
-    backend: Literal["aot_eager", "inductor"] = _option(
-        "aot_eager", "what compiles the graphs", None, choices=("aot_eager", "inductor")
+    ranks: int = option(4, "processes to start")
+    nodes: int = option(2, "simulated nodes; divides the ranks")
+    steps: int = option(25, "optimizer steps")
+    layers: int = option(4, "transformer blocks")
+    dim: int = option(128, "model width, a multiple of 64")
+    backend: Literal["aot_eager", "inductor"] = option(
+        "aot_eager", "what compiles the graphs", choices=("aot_eager", "inductor")
     )
-    reduce_dtype: Literal["bf16", "fp32"] = _option(
-        "bf16", "dtype that gradients are reduced in", None, choices=("bf16", "fp32")
+    reduce_dtype: Literal["bf16", "fp32"] = option(
+        "bf16", "dtype that gradients are reduced in", choices=("bf16", "fp32")
     )
-    seed: int = _option(0, "of the weights and of the choice of text")
-    timeout_s: float = _option(900.0, "limit in seconds for all", "S")
+    seed: int = option(0, "of the weights and of the choice of text")
+    timeout_s: float = option(900.0, "limit in seconds for all", "S")
     batch: int = 2
     seq: int = 64
     lr: float = 3e-3
@@ -55,8 +52,8 @@ class Settings:
     chunk_bytes: int = 512
 
     def __post_init__(self) -> None:
-        if not 2 <= self.ranks <= MAX_RANKS:
-            raise ValueError(f"--ranks must be from 2 to {MAX_RANKS}, got {self.ranks}")
+        if not 2 <= self.ranks <= _MAX_RANKS:
+            raise ValueError(f"--ranks must be from 2 to {_MAX_RANKS}, got {self.ranks}")
         if self.nodes < 1 or self.ranks % self.nodes:
             divisors = [str(n) for n in range(1, self.ranks + 1) if self.ranks % n == 0]
             raise ValueError(
@@ -66,9 +63,9 @@ class Settings:
         for name in ("steps", "layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        if self.dim < DIM_MULTIPLE or self.dim % DIM_MULTIPLE:
+        if self.dim < _DIM_MULTIPLE or self.dim % _DIM_MULTIPLE:
             raise ValueError(
-                f"--dim must be a positive multiple of {DIM_MULTIPLE} (pairs of {HEAD_DIM} wide "
+                f"--dim must be a positive multiple of {_DIM_MULTIPLE} (pairs of {HEAD_DIM} wide "
                 f"attention heads), got {self.dim}"
             )
         if self.timeout_s <= 0:

@@ -7,64 +7,50 @@ rank hashes its shards.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ...fsdp.order import FSDPParamOrder
-from ...fsdp.simple_fsdp import data_parallel
-from ...passes.backends import BucketingBackend, backend
+from ...passes.backends import BucketingBackend
+from ...passes.base import GraphPass
 from ...passes.bucketing import BucketUnits
 from ...rewrites.resharding import ReshardAfterForward
 from .. import text
+from ..comparison import Options
 from ..model import ModelConfig, Transformer
 from ..payloads import bucket_payloads, fsdp_payloads
 from ..ranks import Rank
 from ..ring import RingTopology, ring_rank
-from ..training import count_collectives, digest
+from ..rounding import eager_rounding
+from ..training import Training, count_collectives
+from ..trial import Run, Trial
 from ..untouched import require_untouched_torch
 from .results import RankReport, RunRecord
-from .rounding import eager_rounding
 from .settings import HEAD_DIM, Settings
 
 PARAM_DTYPE = torch.bfloat16
 REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def model_config(settings: Settings) -> ModelConfig:
+def make_model(settings: Settings) -> Transformer:
     """The model that ``settings`` ask for: LLaMA's proportions, two query heads per KV head."""
     heads = settings.dim // HEAD_DIM
-    hidden = -(-settings.dim * 8 // 3 // HEAD_DIM) * HEAD_DIM
-    return ModelConfig(
+    config = ModelConfig(
         vocab=text.VOCAB,
         dim=settings.dim,
         layers=settings.layers,
         heads=heads,
         kv_heads=heads // 2,
-        hidden=hidden,
+        hidden=-(-settings.dim * 8 // 3 // HEAD_DIM) * HEAD_DIM,
         max_seq=settings.seq,
     )
-
-
-@dataclass
-class Run:
-    """One way to train. ``eager_rounding`` holds while it compiles."""
-
-    name: str
-    module: Transformer
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    optimizer: torch.optim.Optimizer
-    record: RunRecord = field(default_factory=RunRecord)
-    eager_rounding: bool = False
-    compiler: BucketingBackend | None = None
+    return Transformer(config, seed=settings.seed, dtype=PARAM_DTYPE)
 
 
 def train_rank(rank: Rank, settings: Settings) -> RankReport:
@@ -73,124 +59,85 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
     Sends ``(step, run name, digest)`` after each step of each run, and ``(0, run name, "")``
     before a run's first step, which is the one that compiles.
     """
-    topology = RingTopology(
-        ranks_per_node=settings.ranks // settings.nodes,
-        channels=settings.channels,
-        chunk_bytes=settings.chunk_bytes,
+    per_node = settings.ranks // settings.nodes
+    with ring_rank(rank, RingTopology(per_node, settings.channels, settings.chunk_bytes)):
+        return _train(rank, settings)
+
+
+def _train(rank: Rank, settings: Settings) -> RankReport:
+    batches = partial(text.batch, size=settings.batch, seq=settings.seq, seed=settings.seed)
+    options = Options(
+        lambda: (make_model(settings), batches),
+        units=[*(f"blocks.{i}" for i in range(settings.layers)), ""],
+        ranks=settings.ranks,
+        backend=settings.backend,
+        param_dtype=PARAM_DTYPE,
+        reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype],
     )
-    with ring_rank(rank, topology):
-        return _train(rank, settings, init_device_mesh("cpu", (settings.ranks,)))
+    trial = Trial(rank, options)
 
+    def training(model: nn.Module, run: Run) -> Training:
+        def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(run(tokens).float().flatten(0, 1), targets.flatten())
 
-def _train(rank: Rank, settings: Settings, mesh: DeviceMesh) -> RankReport:
-    eager = eager_run(settings, mesh)
-    runs = [eager, *compiled_runs(settings, mesh)]
-    # From the real thing: what FSDP2's param groups hold, in their order.
-    fsdp_order = FSDPParamOrder.from_fsdp(eager.module)
+        return Training(model, partial(trial.backward, loss), settings.lr)
+
+    eager = trial.wrapped()
+    runs, compilers = {"eager": training(eager, eager)}, dict[str, BucketingBackend]()
+    names = ["fsdp_order", "graph_order"]
+    if settings.backend == "inductor":
+        names += ["fsdp_order_again", "fsdp_order_precise"]
+    for name in names:
+        model, compilers[name], run = trial.ours(partial(_passes, name != "graph_order"))
+        runs[name] = training(model, run)
+    called: dict[str, int] = {}
     for step in range(settings.steps):
-        tokens, targets = text.batch(
-            step, rank.rank, size=settings.batch, seq=settings.seq, seed=settings.seed
-        )
-        for run in runs:
+        for name, one in runs.items():
             if step == 0:
-                rank.send((0, run.name, ""))
-            # What a later step compiled would not be in the report.
-            stance = torch.compiler.set_stance("fail_on_recompile" if step else "default")
-            rounding = eager_rounding() if run.eager_rounding and not step else nullcontext()
-            counting = count_collectives() if run is eager else nullcontext()
-            with stance, rounding, counting as counts:
-                _step(run, tokens, targets)
-            if counts is not None:
-                run.record.before = run.record.after = counts
-            rank.send((step + 1, run.name, run.record.digests[-1]))
-    eager.record.payloads = fsdp_payloads(
-        eager.module,
-        fsdp_order,
+                rank.send((0, name, ""))
+            precise = name == "fsdp_order_precise" and step == 0
+            rounding = eager_rounding() if precise else nullcontext()
+            counting = count_collectives() if name == "eager" else nullcontext(called)
+            dist.barrier()  # so that no run pays for another one's stragglers
+            with rounding, counting as called:
+                one.take()
+            rank.send((step + 1, name, one.done.digests[-1]))
+    order = FSDPParamOrder.from_fsdp(eager)
+    payloads = fsdp_payloads(
+        eager,
+        order,
         shards=settings.ranks,
         param_dtype=PARAM_DTYPE,
         reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype],
     )
-    for run in runs[1:]:
-        _read_report(run)
+    records = {
+        "eager": RunRecord(
+            **vars(runs["eager"].done), before=called, after=called, payloads=payloads
+        )
+    }
+    for name, compiler in compilers.items():
+        if len(compiler.reports) != 1:
+            # Dynamo could have taken another run's graph for this one.
+            raise RuntimeError(f"run {name} was not compiled exactly once, on its own")
+        report = compiler.last_report()
+        records[name] = RunRecord(
+            **vars(runs[name].done),
+            before=report.collectives_before,
+            after=report.collectives_after,
+            payloads=bucket_payloads(report.buckets),
+        )
     require_untouched_torch()
-    sizes = [parameter.numel() for parameter in eager.module.parameters()]
+    sizes = [parameter.numel() for parameter in eager.parameters()]
     return RankReport(
-        runs={run.name: run.record for run in runs},
-        model={"parameters": sum(sizes), "tensors": len(sizes), "units": len(fsdp_order.units)},
+        records,
+        model={"parameters": sum(sizes), "tensors": len(sizes), "units": len(order.units)},
         versions={"torch": torch.__version__},
     )
 
 
-def _step(run: Run, tokens: torch.Tensor, targets: torch.Tensor) -> None:
-    dist.barrier()  # so that no run pays for another one's stragglers
-    start = time.perf_counter()
-    logits = run.forward(tokens)
-    loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-    loss.backward()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    run.record.step_ms.append((time.perf_counter() - start) * 1e3)
-    run.record.loss.append(loss.item())
-    run.record.digests.append(digest(run.module))
-
-
-def eager_run(settings: Settings, mesh: DeviceMesh) -> Run:
-    """Eager FSDP2: ``fully_shard`` per block, then the root."""
-    model = _model(settings).to(mesh.device_type)
-    policy = MixedPrecisionPolicy(
-        param_dtype=PARAM_DTYPE,
-        reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype],
-        # The rotary tables are inputs of the blocks and stay float32, as in the other runs.
-        cast_forward_inputs=False,
-    )
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return Run("eager", model, model, _optimizer(model, settings))
-
-
-def compiled_runs(settings: Settings, mesh: DeviceMesh) -> list[Run]:
-    """The compiled runs: FSDP2's payload order, graph order and, for Inductor, two more."""
-    names = ["fsdp_order", "graph_order"]
-    if settings.backend == "inductor":
-        names += ["fsdp_order_again", "fsdp_order_precise"]
-    return [_compiled_run(name, settings, mesh) for name in names]
-
-
-def _compiled_run(name: str, settings: Settings, mesh: DeviceMesh) -> Run:
-    """SimpleFSDP: one collective per parameter, merged by the compiler into FSDP2's units."""
-    model = _model(settings)
+def _passes(by_unit: bool, model: Any) -> list[GraphPass]:
+    """One collective per parameter is merged into FSDP2's units."""
     order = FSDPParamOrder.from_model(model, units=model.unit_names())
-    data_parallel(
-        model, mesh, param_dtype=PARAM_DTYPE, reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype]
-    )
     # fully_shard leaves the root's parameters gathered between forward and backward.
-    root = order.units[-1]
-    units = BucketUnits(order, payload_order=None if name == "graph_order" else "units")
-    compiler = backend(settings.backend, [ReshardAfterForward(keep=root), units], model)
-    return Run(
-        name,
-        model,
-        torch.compile(model, backend=compiler, fullgraph=True),
-        _optimizer(model, settings),
-        eager_rounding=name == "fsdp_order_precise",
-        compiler=compiler,
-    )
-
-
-def _model(settings: Settings) -> Transformer:
-    return Transformer(model_config(settings), seed=settings.seed, dtype=PARAM_DTYPE)
-
-
-def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=settings.lr, foreach=True)
-
-
-def _read_report(run: Run) -> None:
-    if run.compiler is None or len(run.compiler.reports) != 1:
-        # Dynamo could have taken another run's graph for this one.
-        raise RuntimeError(f"run {run.name} was not compiled exactly once, on its own")
-    report = run.compiler.last_report()
-    run.record.before = dict(report.collectives_before)
-    run.record.after = dict(report.collectives_after)
-    run.record.payloads = bucket_payloads(report.buckets)
+    reshard = ReshardAfterForward(keep=order.units[-1])
+    return [reshard, BucketUnits(order, payload_order="units" if by_unit else None)]
