@@ -37,7 +37,7 @@ from benchmarks.parity_rows import CHANNELS, Row
 from benchmarks.parity_tensor import cut, parallelize
 from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
-from torch_ext_bucketing.fqns import canonical_fqn
+from torch_ext_bucketing.fqns import parameter_names
 from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce
 from torch_ext_bucketing.graph.collectives import group_name, kind_of, wire_bytes
 from torch_ext_bucketing.graph.tags import tag_of
@@ -457,14 +457,16 @@ def gathered_bytes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     The classes are asked for these tensors, which may communicate: every rank calls it, between
     steps.
     """
+    names = parameter_names(model)
     states: Any = dict.fromkeys(filter(None, map(_get_module_state, model.modules())))
-    return {
-        canonical_fqn(param._param_fqn): tuple(part.nbytes for part in param.all_gather_inputs)
-        for state in states
-        for group in getattr(state, "_fsdp_param_groups", ())
-        for param in group.fsdp_params
-        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
-    }
+    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    found = {}
+    for param in [param for group in groups for param in group.fsdp_params]:
+        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+            info = param._module_info
+            fqn, *_ = names[info.module._parameters[info.param_name]]
+            found[fqn] = tuple(part.nbytes for part in param.all_gather_inputs)
+    return found
 
 
 def wrap_units(

@@ -197,6 +197,18 @@ def test_what_is_added_besides_stays(joint):
     assert_same(joint.run(gm, inputs), expected)
 
 
+def test_a_parameter_that_is_gathered_in_two_steps(joint):
+    """Sharded over two dimensions of a mesh: the steps behind a gather hold another one."""
+
+    def step(w, a, b):
+        return [joint.gather("w", joint.gather("w", w)) * x for x in (a, b)]
+
+    gm = joint.trace(step, torch.randn(1, 4), torch.randn(4, 4), torch.randn(4, 4))
+    assert collectives(gm) == ["all_gather"] * 4
+    combine_uses(gm.graph)
+    assert collectives(gm) == ["all_gather"] * 2
+
+
 # --- memory --------------------------------------------------------------------------
 
 

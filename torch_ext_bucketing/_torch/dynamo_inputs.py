@@ -204,23 +204,15 @@ def module_path(expression: str) -> str | None:
 
 
 def _walk(name: str) -> tuple[str | None, bool]:
+    """The path of modules in a Dynamo expression, and whether it ends in a parameter."""
     root = _ROOT.match(name)
     if root is None:
         return None, False
-    parts: list[str] = []
-    position, is_parameter = root.end(), False
-    while position < len(name):
-        step = _STEP.match(name, position)
-        if step is None:
-            return None, False
-        if step["table"]:
-            parts.append(step["key"])
-            is_parameter = step["table"] == "parameters"
-        else:
-            parts.append(step["attr"] or step["index"])
-            is_parameter = False
-        position = step.end()
-    return ".".join(parts), is_parameter
+    steps = list(_STEP.finditer(name, root.end()))
+    if "".join(step[0] for step in steps) != name[root.end() :]:
+        return None, False
+    path = ".".join(step["key"] or step["attr"] or step["index"] for step in steps)
+    return path, bool(steps) and steps[-1]["table"] == "parameters"
 
 
 def _grapharg_example(placeholder: fx.Node) -> Any | None:

@@ -7,6 +7,7 @@ of modules, as a person writes them or as they are found in a model.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -213,22 +214,22 @@ def abbreviated(units: Iterable[Sequence[str]]) -> list[str]:
     >>> abbreviated([("emb",), ("layers.0",), ("layers.1",), ("norm", "head")])
     ['emb', 'layers.[0-1]', 'norm+head']
     """
-    runs: list[list[Any]] = []  # head, first number, last number, tail
-    for unit in units:
-        name = "+".join(unit)
-        match = _NUMBERED.fullmatch(name) if len(unit) == 1 else None
-        if match is None:
-            runs.append([name, None, None, ""])
-            continue
-        head, number, tail = match[1], int(match[2]), match[3]
-        if runs and runs[-1][0::3] == [head, tail] and runs[-1][2] == number - 1:
-            runs[-1][2] = number
+
+    def run_of(item: tuple[int, Sequence[str]]) -> tuple[Any, ...]:
+        """Equal for units next to each other in a run: head, tail, number less place."""
+        place, unit = item
+        match = _NUMBERED.fullmatch(unit[0]) if len(unit) == 1 else None
+        return (match[1], match[3], int(match[2]) - place) if match else (place,)
+
+    short = []
+    for run, items in itertools.groupby(enumerate(units), key=run_of):
+        (first, unit), *more = items
+        if more:
+            head, tail, offset = run
+            short.append(f"{head}[{first + offset}-{more[-1][0] + offset}]{tail}")
         else:
-            runs.append([head, number, number, tail])
-    return [
-        f"{head}{'' if first is None else first if first == last else f'[{first}-{last}]'}{tail}"
-        for head, first, last, tail in runs
-    ]
+            short.append("+".join(unit))
+    return short
 
 
 _NUMBERED = re.compile(r"((?:.*\.)?)(0|[1-9]\d*)((?:\..*)?)")

@@ -143,10 +143,10 @@ def _repeated(graph: fx.Graph) -> list[Fqns]:
 
 def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str]]:
     """Combine the uses of one parameter; what was done, and why the rest was not."""
-    mine = [n for n in graph.nodes if (tag := tag_of(n)) is not None and tag.fqns == fqns]
-    gathers = [n for n in mine if kind_of(n) == "all_gather"]
     if not unordered_writes(graph.nodes):
-        _share_forms(graph, gathers)
+        _share_forms(graph, _gathers(_serving(graph, fqns)))
+    mine = _serving(graph, fqns)
+    gathers = _gathers(mine)
     place = _Place(graph)
     tree = _find_tree(graph, mine, place)
     reasons: list[str] = []
@@ -183,6 +183,15 @@ def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str
         return None, reasons
     reduced = (number, number if dtype is None else 1)
     return CombinedUses(fqns, (len(read), left), reduced, dtype, saved), reasons
+
+
+def _serving(graph: fx.Graph, fqns: Fqns) -> list[fx.Node]:
+    """The collectives of these parameters."""
+    return [n for n in graph.nodes if (tag := tag_of(n)) is not None and tag.fqns == fqns]
+
+
+def _gathers(starts: Sequence[fx.Node]) -> list[fx.Node]:
+    return [start for start in starts if kind_of(start) == "all_gather"]
 
 
 class _Place:

@@ -169,22 +169,19 @@ def on_one_grid(replicas: Sequence[int], shards: Sequence[int]) -> bool:
         replicas: numbers of the ranks in the one group, ascending, as of :func:`.ranks_of`.
         shards: of those in the other.
     """
-    (rank, *more) = sorted(set(replicas) & set(shards)) or [-1]
-    if more or rank < 0:
+    if len(set(replicas) & set(shards)) != 1:
         return False
-    strides = []
+    dims: list[tuple[int, Sequence[int]]] = []
     for ranks in (replicas, shards):
         steps = {b - a for a, b in itertools.pairwise(ranks)}
         if len(steps) > 1:
             return False
-        strides.append(steps.pop() if steps else 0)
-    across, along = strides
-    if not across or not along:
+        dims.append((steps.pop() if steps else 0, ranks))
+    (inner, inside), (outer, _) = sorted(dims, key=lambda dim: dim[0])
+    if not inner:
         return True  # a group of one rank
-    for ranks, stride in ((replicas, across), (shards, along)):
-        if rank // stride % len(ranks) != list(ranks).index(rank):
-            return False
-    return across % (along * len(shards)) == 0 or along % (across * len(replicas)) == 0
+    begin = all(ranks[0] // stride % len(ranks) == 0 for stride, ranks in dims)
+    return begin and outer % (inner * len(inside)) == 0
 
 
 def _swap(graph: fx.Graph, reduce: fx.Node, scatter: fx.Node, cut: Cut) -> None:
