@@ -734,7 +734,7 @@ def uneven_training(seed: int, layers: int = 8, rows: int = 512) -> fx.GraphModu
     for i in range(layers):
         x = b.mm(x, b.start("all_gather", b.matrix(DIM // 2), f"layers.{i}.w"))
         activation = b.matrix()
-        with _MODE:
+        with b.mode:
             activation.meta["val"] = torch.empty(2 * rng.randint(8, 200), rows)
         reductions.append(b.start("reduce_scatter", b.mm(activation, x), f"layers.{i}.v"))
     return b.finish([x, *reductions])

@@ -16,7 +16,6 @@ from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
 from ..graph.hook_guard import reading_only
 from ..graph.records import Collective
-from ..graph.regions import erase_unused
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import set_member_tags
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
@@ -109,7 +108,8 @@ def merge_buckets(
     for duplicate, original in plan.duplicates:
         (wait,), (earlier,) = duplicate.users, original.users
         wait.replace_all_uses_with(earlier)
-        erase_unused([wait])
+        analysis.graph.erase_node(wait)
+        analysis.graph.erase_node(duplicate)
     reports = []
     for bucket in plan.buckets:
         if bucket.kind == "all_gather":

@@ -63,8 +63,13 @@ class Collective:
 
     @property
     def wait(self) -> fx.Node:
-        """The wait for it, of one that has no ``why_not``."""
+        """The wait for it, where :attr:`waited_alone`."""
         return next(iter(self.start.users))
+
+    @property
+    def waited_alone(self) -> bool:
+        """Whether one wait reads it, and nothing else; so it is where there is no ``why_not``."""
+        return only_wait(self.start) is not None
 
     @cached_property
     def ranks(self) -> int:
