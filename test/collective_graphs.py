@@ -141,7 +141,7 @@ def run_all_ranks(
             for rank in range(world):
                 mine = list(range(world)) if peers is None else peers(rank, args[rank][-1])
                 values = [args[peer][0] for peer in mine]
-                assert peers is None or kind == "all_gather" or values[0].is_contiguous()
+                assert peers is None or kind != "reduce_scatter" or values[0].is_contiguous()
                 results.append(_of_group(kind, values, args[rank][1], mine.index(rank)))
             if node.target is C10D.all_reduce_.default:
                 results = [a[0].copy_(r) for a, r in zip(args, results, strict=True)]
@@ -157,7 +157,7 @@ def _of_group(kind: str, values: list[torch.Tensor], op: object, place: int) -> 
     """What the rank at this place of a group gets."""
     if kind == "all_gather":
         return torch.cat(values)
-    total = values[0].clone()
+    total = values[0].clone(memory_format=torch.contiguous_format)
     for value in values[1:]:
         total = torch.maximum(total, value) if op == "max" else total + value
     if op == "avg":
