@@ -38,8 +38,8 @@ from collections.abc import Sequence
 
 from ..graph.liveness import LiveBytes
 from .model import Model
-from .model_analysis import Send
 from .options import Options
+from .sends import end_of_both
 from .streams import Streams
 
 _NO_STALL_MS = 1e-3
@@ -435,22 +435,12 @@ class ListScheduler:
         """Whether all that follows both ends earlier with ``kernel`` ahead of ``other``; among
         equals the longer path goes first."""
         mine, others = self.analysis.sends[kernel], self.analysis.sends[other]
-        sooner = self._end_of(others, mine) - self._end_of(mine, others)
+        busy, busy_other = self._busy_ms(mine.group), self._busy_ms(others.group)
+        sooner = end_of_both(others, mine, busy_other, busy)
+        sooner -= end_of_both(mine, others, busy, busy_other)
         if abs(sooner) > _NO_STALL_MS:
             return sooner > 0
         return self.analysis.tail[kernel] > self.analysis.tail[other]
-
-    def _end_of(self, first: Send, second: Send) -> float:
-        """Milliseconds until all is done that follows two kernels, each run through to its next
-        collective. Collectives of one group go one after the other::
-
-            compute    | first | second |
-            group              [ of first  ][ of second  ] what follows
-        """
-        begin = max(first.compute_ms, self._busy_ms(first.group))
-        free = begin + first.ms if first.group == second.group else self._busy_ms(second.group)
-        behind = max(first.compute_ms + second.compute_ms, free)
-        return max(begin + first.tail, behind + second.tail)
 
     def _busy_ms(self, group: str | None) -> float:
         last = self.last.get(group)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..graph.liveness import LiveBytes
+from .sends import sends_of
 
 if TYPE_CHECKING:
     from .model import Model
@@ -15,22 +16,6 @@ if TYPE_CHECKING:
 _LARGE = 2**62  # bytes
 _NEAR = 500
 """What is computed between two collectives is looked for where they are no farther apart."""
-
-
-class Send(NamedTuple):
-    """What a node is on the way to.
-
-    Args:
-        compute_ms: of the kernels until then, on the longest path.
-        group: process group of a collective; None: the end of the node, as no collective follows.
-        ms: of the collective.
-        tail: milliseconds from its begin to the end at least.
-    """
-
-    compute_ms: float
-    group: str | None
-    ms: float
-    tail: float
 
 
 class ModelAnalysis:
@@ -49,8 +34,7 @@ class ModelAnalysis:
         total_ms: of all kernels; ``all_ms`` of all that is no collective.
         tail: by place, milliseconds from the node's begin to the end at least: the longest path,
             with all that is computed between its collectives.
-        sends: by place, the first collective on its longest path that takes no less than what is
-            ahead of it. What takes less can hide under that, and counts as a part of it.
+        sends: by place, what the node is on the way to.
         first_use: by place, number of the first kernel that needs the node.
         sent_ms: by process group, milliseconds of all its collectives.
         bound_ms: no order takes less: the longest path, or what a stream (of kernels, of a process
@@ -92,7 +76,7 @@ class ModelAnalysis:
                 if not model.only_ordered(i, j):
                     self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
         self.tail = _paths(model, back=False)
-        self.sends = self._next_sends(model)
+        self.sends = sends_of(model, self.tail)
         # Lazy nodes that lead to no kernel and no collective, and add nothing that stays live, or
         # less than what they read, such as a part of a gathered parameter that is kept.
         self.ends = [False] * size
@@ -149,29 +133,6 @@ class ModelAnalysis:
         )
         self.latest = self._latest_starts(model)
         self.live, self.most = self._live_at_kernels(model)
-
-    def _next_sends(self, model: Model) -> list[Send]:
-        size, ms, tail = len(model), model.ms, self.tail
-        ahead, start = [0.0] * size, [-1] * size
-        for i in reversed(range(size)):
-            users = [j for j in model.dependencies.needed_by[i] if model.needs_end(i, j)]
-            after = max(users, key=tail.__getitem__, default=-1)
-            if after >= 0 and model.group[after] is not None:
-                start[i] = after
-            elif after >= 0:
-                ahead[i], start[i] = ahead[after], start[after]
-            if model.group[i] is not None:  # what is behind it
-                continue
-            ahead[i] += ms[i]
-            while (at := start[i]) >= 0 and ms[at] < ahead[i]:
-                ahead[i] += ms[at] + ahead[at]
-                start[i] = start[at]
-        return [
-            Send(ms[i], None, 0.0, tail[i] - ms[i])
-            if at < 0
-            else Send(ahead[i], model.group[at], ms[at], tail[at])
-            for i, at in enumerate(start)
-        ]
 
     def _find_available(self, model: Model) -> None:
         """Find what is there before anything was run: lazy nodes and starts that need no kernel,
