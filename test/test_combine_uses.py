@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint_graphs import Joint, collectives, mark_accumulations
 
+from torch_ext_bucketing.graph.collectives import is_wait
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses, combine_uses
 from torch_ext_bucketing.scheduling.memory import PeakMemory
@@ -347,12 +348,9 @@ def test_any_graph(fake_world, grids, program):
     report = combine_uses(gm.graph)
     gm.recompile()
     combined = {c.fqns[0] for c in report.combined if c.reductions[0] > c.reductions[1]}
-    if not report.combined:  # but for gathers that nothing reads
-        changed, unchanged = copy.deepcopy(gm), copy.deepcopy(original)
-        for module in (changed, unchanged):
-            module.graph.eliminate_dead_code()
-            module.recompile()
-        assert show(changed) == show(unchanged)
+    if not report.combined:
+        if all(node.users for node in original.graph.nodes if is_wait(node)):
+            assert show(gm) == show(original)  # else gathers that nothing reads are gone
         assert bool(report.to_text()) == bool(report.left)
     used = [p for kind, p in program["events"] if kind == "use"]
 
