@@ -213,11 +213,15 @@ def real(way: str) -> list[dict[str, Any]]:
     return [result]
 
 
-def one_for_all(way: str) -> list[dict[str, Any]]:
+def one_for_all(*ways: str) -> list[dict[str, Any]]:
     """A rank of a gloo group, compiling for all ranks: what it makes, what the artifacts of rank 0
     make of it, and what the model without a compiler gives."""
     torch.distributed.config.compile_on_one_rank = True
     dist.init_process_group("gloo")
+    return [_for_all(way) for way in ways]
+
+
+def _for_all(way: str) -> dict[str, Any]:
     mesh = mesh_of(way)  # one, as each makes process groups
     with fresh_cache():
         each = compile_step(way, mesh)
@@ -227,10 +231,10 @@ def one_for_all(way: str) -> list[dict[str, Any]]:
     with fresh_cache():
         torch.compiler.load_cache_artifacts(box[0])
         loaded = compile_step(way, mesh)
-    result = {"rank": dist.get_rank(), "each": each, "loaded": loaded}
+    result = {"way": way, "rank": dist.get_rank(), "each": each, "loaded": loaded}
     result["expected"] = step(model_of(way, mesh))
     dist.barrier()
-    return [result]
+    return result
 
 
 # --- passes and config entries -------------------------------------------------------------------
