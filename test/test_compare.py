@@ -70,6 +70,11 @@ HYBRID: dict[str, Case] = {
         "replicas": 2,
     },
     "equal, replicas first": {
+        "build": partial(models.of_kind, "twice"),
+        "shard": shard_by_parametrization,
+        "replicas": 2,
+    },
+    "equal, replicas first, in bf16": {
         "build": models.tied_and_uneven,
         "shard": partial(shard_by_parametrization, dtype=torch.bfloat16),
         "replicas": 2,
