@@ -1,6 +1,6 @@
 """What ranks of tests are forked with (see ``ranks.preload``): imports, and which vector instructions
-there are. Neither leaves a thread; ``test_ranks`` looks. A compile would save each rank a second
-more, and leaves autograd's threads where torch was built with CUDA.
+there are. Neither leaves a thread; ``test_ranks`` looks. A compile would save each rank a tenth of
+its first one, and leaves autograd's threads where torch was built with CUDA.
 """
 
 import contextlib

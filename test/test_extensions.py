@@ -58,8 +58,8 @@ CASES: dict[str, tuple[Any, int, dict[str, Any] | None, Any, Any]] = {
 }
 
 
-SOME = ("hybrid", "uneven", "planes")
-REST = tuple(name for name in CASES if name not in SOME)
+MORE = ("hybrid", "planes")
+REST = tuple(name for name in CASES if name not in ("uneven", *MORE))
 """What else may be gathered again in backward, of which ``test_keep`` and ``test_reshard_to`` are."""
 
 
@@ -91,8 +91,12 @@ def _compared(
 
 @pytest.mark.parametrize(
     "names",
-    [SOME, pytest.param(REST, marks=[pytest.mark.slow, pytest.mark.once])],
-    ids=["some", "rest"],
+    [
+        ("uneven",),
+        pytest.param(MORE, marks=pytest.mark.slow),
+        pytest.param(REST, marks=[pytest.mark.slow, pytest.mark.once]),
+    ],
+    ids=["some", "more", "rest"],
 )
 def test_weights_are_eagers(names: tuple[str, ...]) -> None:
     first, *others = run_ranks(_compared, 4, names, timeout_s=600)

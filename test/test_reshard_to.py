@@ -326,7 +326,11 @@ def _beside_eager(rank, memory):
 
 @pytest.mark.parametrize(
     ("memory", "again"),
-    [(None, {2: 2}), (teb.PeakMemory(ratio=0.9), {2: 1}), (teb.PeakMemory(ratio=9.0), {})],
+    [
+        (None, {2: 2}),
+        (teb.PeakMemory(ratio=0.9), {2: 1}),
+        pytest.param(teb.PeakMemory(ratio=9.0), {}, marks=pytest.mark.slow),
+    ],
     ids=["given", "0.9", "9.0"],
 )
 def test_bits_of_eager(memory, again):
