@@ -65,6 +65,8 @@ _SMALL = 2000
 """Members are moved between buckets in graphs of so many nodes at most;"""
 _MOVED_NODES = 40_000
 """the plans that are made so have no more than so many nodes together."""
+_WORTH = 0.999
+"""A step must be shorter than so much of the best one for that: most moves make one bucket more."""
 _MIB = 2**20
 
 _Cap: TypeAlias = float | tuple[float, ...]
@@ -171,6 +173,7 @@ class _Search:
         self._planner = CapPlanner(analysis, kinds=kinds, **options)
         self._replaced = {} if accumulate is None else replaceable(analysis.collectives)
         self._plans: dict[tuple[str, int | None], MergePlan] = {}
+        self._worth = 1.0
         self._known: dict[tuple[Any, ...], ScheduleReport | None] = {}
 
     def run(self, ladder: list[float], largest: float) -> MergePlan:
@@ -215,7 +218,7 @@ class _Search:
     def _move_members(self, smallest: float) -> None:
         """Move members between the buckets of the best plan as long as the step becomes shorter, in
         orders of the sort that was the best; then try all orders of what came of it."""
-        like = self.tried[self.best()].chosen
+        like, self._worth = self.tried[self.best()].chosen, _WORTH
         left = _MOVED_NODES // len(self._analysis.nodes)
         at = fruitless = 0  # places since the last move that helped
         while left > 0:
@@ -234,6 +237,7 @@ class _Search:
                     break
             fruitless = 0 if self.best() != best else fruitless + 1
             at += fruitless > 0
+        self._worth = 1.0
         self._try(dict(self.best()), self.runs[self.best()])
 
     def _try_between(self, ladder: list[float]) -> None:
@@ -305,9 +309,9 @@ class _Search:
         return self._busiest_ms(plan) >= self._best_ms()
 
     def _best_ms(self) -> float:
-        """The shortest step so far that keeps all bounds."""
+        """The longest that a step may be to take the place of the best so far."""
         best = self.tried[self.best()] if self.tried else None
-        return math.inf if best is None or best.misses else best.step_ms[1]
+        return math.inf if best is None or best.misses else self._worth * best.step_ms[1]
 
     def _outcome(self, plan: MergePlan, like: str = "") -> ScheduleReport | None:
         """The schedule of a plan, in orders like the one of that name; None if it is known to be
