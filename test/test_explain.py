@@ -16,7 +16,7 @@ from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.explain import explain
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.scheduling.machine import Machine
-from torch_ext_bucketing.testing.target import TargetError as ExplainError
+from torch_ext_bucketing.testing.target import TargetError
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 HERE = f"{__name__}"
@@ -128,7 +128,7 @@ def test_the_goal_speed():
     assert names == ["CombineUses", "ReshardAfterForward", "BucketAndSchedule"]
     assert len(found.report.schedules) == 2
     assert "byte cap, MiB" in found.report.to_text()
-    with pytest.raises(ExplainError, match=r"recipe\(model, 'parity'\): no repeated blocks"):
+    with pytest.raises(TargetError, match=r"recipe\(model, 'parity'\): no repeated blocks"):
         explain(f"{HERE}:one_layer", goal="parity", world_size=4)
 
 
@@ -165,15 +165,15 @@ def test_modes():
     ],
 )
 def test_bad_targets_are_named(target, match):
-    with pytest.raises(ExplainError, match=match):
+    with pytest.raises(TargetError, match=match):
         explain(target, cap_mb=1.0, world_size=2)
 
 
 @pytest.mark.once
 def test_bad_options(capsys):
-    with pytest.raises(ExplainError, match="cap_mb must be a positive number"):
+    with pytest.raises(TargetError, match="cap_mb must be a positive number"):
         explain(f"{HERE}:two_blocks", cap_mb=-1.0)
-    with pytest.raises(ExplainError, match="no mode is named 'units'"):
+    with pytest.raises(TargetError, match="no mode is named 'units'"):
         explain(f"{HERE}:two_blocks", mode="units")
     for argv in (["--world-size", "0"], ["--mode", "none", "--cap-mb", "3"], ["--json", "/"]):
         with pytest.raises(SystemExit) as stop:
@@ -230,7 +230,7 @@ def test_times_of_a_machine_and_of_sizes_that_depend_on_data(tmp_path, capsys):
 
 
 def test_a_process_group_of_someone_else(fake_world):
-    with pytest.raises(ExplainError, match="is initialised already"):
+    with pytest.raises(TargetError, match="is initialised already"):
         explain(f"{HERE}:two_blocks")
     dist.destroy_process_group()
     from torch.testing._internal.distributed.fake_pg import FakeStore
