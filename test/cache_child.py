@@ -27,6 +27,7 @@ from extended_models import OtherScaled, TensorScaled, wrap
 from sharded_models import shard_by_parametrization
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
@@ -141,11 +142,13 @@ def compile_step(way: str, mesh: Any = None) -> dict[str, Any]:
     codes = run_and_get_code(lambda: found.extend(step(compiled)))[1]
     # The place of this rank's shards in the buffer, in elements.
     places = re.findall(
-        r"agree\.default\(reinterpret_tensor\(\w+, \(\d+, \), \(1, \), (\d+)\)", "".join(codes)
+        r"aten\.empty\.memory_format\(.*?aten\.slice\.Tensor\(\w+, 0, (\d+), \d+\)",
+        "".join(codes),
+        re.DOTALL,
     )
     return {
         **states(),
-        "places": sorted(map(int, places)),
+        "places": [int(place) for place in places],
         "values": found,
         "report": backend.last_report().as_dict(),
         "text": backend.last_report().to_text(),
@@ -214,11 +217,14 @@ def real(way: str) -> list[dict[str, Any]]:
 
 
 def one_for_all(*ways: str) -> list[dict[str, Any]]:
-    """A rank of a gloo group, compiling for all ranks: what it makes, what the artifacts of rank 0
-    make of it, and what the model without a compiler gives."""
+    """The ranks of a gloo group, compiling for all ranks: what each makes, what the artifacts of
+    rank 0 make of it, and what the model without a compiler gives. Rank 0 tells it all: lines of
+    several ranks would mix."""
     torch.distributed.config.compile_on_one_rank = True
     dist.init_process_group("gloo")
-    return [_for_all(way) for way in ways]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [_for_all(way) for way in ways])
+    return [result for mine in found for result in mine] if dist.get_rank() == 0 else []
 
 
 def _for_all(way: str) -> dict[str, Any]:
@@ -353,8 +359,7 @@ def state_of(name: str, mesh: Any) -> dict[str, Any]:
     model = Pair(turned="turned" in name)
     compiler, settings = SETUPS[name](model)
     shard_by_parametrization(model, mesh)
-    # The code that calls kernels shows whatever a pass changes; none need be compiled.
-    with config.patch({"fallback_by_default": True, **settings}), codes_run() as codes:
+    with config.patch(settings), codes_run() as codes:
         torch.compile(model, backend=compiler)(torch.ones(4, 8)).sum().backward()
     for logger in loggers:
         logger.removeHandler(log)
@@ -386,8 +391,8 @@ def uuids(name: str) -> dict[str, Any]:
 
 def setups(*names: str) -> list[dict[str, Any]]:
     """Hits, misses and bypasses of both caches for each of ``SETUPS``, digests of the code that ran
-    (forward, backward) and what was logged; of "uuids" those of some passes. Names of config entries need the hooks, which are
-    installed where one is asked for."""
+    (forward, backward) and what was logged; of "uuids" those of some passes. Names of config
+    entries need the hooks, which are installed where one is asked for."""
     if any(name.startswith("config") for name in names):
         teb.hooks.install()
     with fake_group(2):
@@ -399,6 +404,8 @@ def main() -> None:
     torch.set_num_threads(1)
     name, *arguments = sys.argv[1:]
     functorch_config.autograd_cache_allow_custom_autograd_functions = name != "setups"
+    # The code that calls kernels shows whatever a pass changes; none need be compiled.
+    inductor_config.fallback_by_default = True
     results = globals()[name](*arguments)
     lines = "".join(json.dumps(r) + "\n" for r in results)
     sys.stdout.write(lines)  # at once, so that lines of two ranks don't mix

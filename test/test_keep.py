@@ -468,7 +468,7 @@ def test_choices_are_near_the_best_of_all(fake_world, activations, to, most):
     """Against every choice there is, each scheduled; `python -m benchmarks.keep --random` is the
     same on many more and larger models."""
     slower, parts = 0, 0
-    for seed in range(12):
+    for seed in range(4, 16):
         rng = random.Random(seed)
         planner = random_planner(seed, rng.randint(2, most), activations, to)
         everything = planner.scheduled(planner.candidates, 2**60)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from test_warm import HIT, MISS, assert_state, run
+from test_warm import CHILD, HIT, MISS, assert_state, run
 
 from torch_ext_bucketing._torch import caches
 from torch_ext_bucketing.testing.untouched import require_untouched_torch, touched_torch
@@ -49,7 +49,7 @@ def test_what_a_compile_wraps_in_torch_is_found_and_is_gone_afterwards():
 @pytest.mark.slow
 def test_damaged_entries_are_compiled_anew():
     """Every entry of every cache cut in half."""
-    cold, damaged, warm = run("damaged", "data_parallel")
+    cold, damaged, warm = run(str(CHILD), "damaged", "data_parallel")
     for result, state in ((cold, MISS), (damaged, MISS), (warm, HIT)):
         assert_state(result, state)
         assert result["places"] == cold["places"]

@@ -206,7 +206,8 @@ class _Search:
             self._try(dict(best) or ladder[0], _SHORT_RUN)
             for cap in [cap for cap in ladder if cap > _top(best)][:1]:
                 self._try(cap, _SHORT_RUN)
-        if largest and len(self._analysis.nodes) <= _SMALL:
+        small = len(self._analysis.nodes) <= _SMALL
+        if largest and small and not self.tried[self.best()].misses:
             self._move_members(ladder[0])
         return self._chosen(ladder[0])
 
