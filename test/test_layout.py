@@ -138,3 +138,16 @@ def test_private_torch_is_touched_in_one_folder():
                 if n.startswith("torch._") and not n.startswith(offered)
             ]
     assert found == []
+
+
+def test_torch_is_enough():
+    """torch does not install numpy, and its collectives of objects, among others, need it."""
+    needs = {"numpy", "all_gather_object", "broadcast_object_list", "gather_object"}
+    found = []
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = {getattr(node, "attr", None)}
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {alias.name for alias in node.names}
+            found += [f"{name_of(path)}: {name}" for name in needs & names]
+    assert found == []

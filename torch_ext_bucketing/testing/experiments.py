@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.utils._pytree as pytree
 from torch._inductor import config as inductor_config
@@ -45,8 +44,7 @@ def compare_on_rank(rank: Rank, options: Options) -> Comparison:
         TargetError: as of :class:`.Trial`.
     """
     trial, steps = Trial(rank, options), options.steps
-    inputs: list[str] = [""] * rank.world_size
-    dist.all_gather_object(inputs, hash_of(trial.batch(0)))
+    inputs = trial.from_all(hash_of(trial.batch(0)))
     notes: dict[str, None] = {}
     if len(set(inputs)) < rank.world_size:
         notes[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -77,14 +78,24 @@ class Trial:
 
     def from_rank_0(self, value: T) -> T:
         """Rank 0's ``value``, on every rank."""
-        values = [value]
-        dist.broadcast_object_list(values)
-        return values[0]
+        return self._from_rank(0, value)
+
+    def from_all(self, value: T) -> list[T]:
+        """Every rank's ``value``, by rank."""
+        return [self._from_rank(rank, value) for rank in range(self.rank.world_size)]
+
+    def _from_rank(self, source: int, value: T) -> T:
+        # torch's own collectives of objects need numpy, which torch does not ask for.
+        given = bytearray(pickle.dumps(value) if self.rank.rank == source else b"")
+        size = torch.tensor([len(given)])
+        dist.broadcast(size, source)
+        given = given or bytearray(int(size))
+        dist.broadcast(torch.frombuffer(given, dtype=torch.uint8), source)
+        return value if self.rank.rank == source else pickle.loads(given)
 
     def differing(self, one: Hashes, other: Hashes) -> tuple[str, ...]:
         """The names whose hashes differ on some rank."""
-        found: list[Any] = [None] * self.rank.world_size
-        dist.all_gather_object(found, unlike(one, other))
+        found = self.from_all(unlike(one, other))
         return tuple(dict.fromkeys(name for names in found for name in names))
 
     def copy(self) -> nn.Module:
