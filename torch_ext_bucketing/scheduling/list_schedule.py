@@ -39,10 +39,11 @@ from collections.abc import Sequence
 from ..graph.liveness import LiveBytes
 from .model import Model
 from .options import Options
-from .sends import end_of_both
+from .sends import Send, sooner_ms
 from .streams import Streams
 
 _NO_STALL_MS = 1e-3
+_NOTHING = Send(0.0, None, 0.0, 0.0)
 ROUNDING = 1 + 1e-9
 """By so much sums of the same times, added in another order, may differ."""
 
@@ -390,10 +391,11 @@ class ListScheduler:
         near = before[self.head] + options.window
         capped = self._run_is_full()
         best = fallback = -1
-        best_tail, by_tail = -1.0, False
+        best_tail, by_tail, best_send, best_busy = -1.0, False, _NOTHING, 0.0
         soonest = (float("inf"), 0.0)
         waiting, waits_ms, waiting_tail = -1, 0.0, 0.0
         compute, tails, pending, now = model.compute, analysis.tail, self.pending, self.now
+        sends, last, end = analysis.sends, self.last, self.end
         for number in self.ready:
             if before[number] > (reach if best < 0 else near):
                 break
@@ -401,9 +403,12 @@ class ListScheduler:
             tail = tails[kernel]
             if now + tail > self.at_most_ms:
                 self.lost = True
-            # Without a window the first one that need not wait goes.
-            if best >= 0 and not self._goes_first(kernel, kernels[best]):
-                continue
+            send = sends[kernel]
+            busy = end[last[send.group]] - now if send.group in last else 0.0
+            if best >= 0:  # without a window the first one that need not wait goes
+                sooner = sooner_ms(send, best_send, busy, best_busy)
+                if sooner < -_NO_STALL_MS or (sooner <= _NO_STALL_MS and tail <= best_tail):
+                    continue
             if capped and compute[kernel] and kernel not in self.wanted:
                 continue
             stall = self._stall(kernel) if pending.get(kernel, True) else 0.0
@@ -416,7 +421,7 @@ class ListScheduler:
             if number != self.head and not self._may_overtake(number):
                 continue
             by_tail = best >= 0
-            best, best_tail = number, tail
+            best, best_tail, best_send, best_busy = number, tail, send, busy
         if best >= 0:
             if waiting >= 0 and self._delays(kernels[best], waiting_tail, waits_ms, best_tail):
                 return self._fitting(waiting, waits_ms, near, capped)
@@ -430,21 +435,6 @@ class ListScheduler:
             n for n in self.ready if not model.compute[kernels[n]] or kernels[n] in self.wanted
         )
         return next(allowed, self.ready[0])
-
-    def _goes_first(self, kernel: int, other: int) -> bool:
-        """Whether all that follows both ends earlier with ``kernel`` ahead of ``other``; among
-        equals the longer path goes first."""
-        mine, others = self.analysis.sends[kernel], self.analysis.sends[other]
-        busy, busy_other = self._busy_ms(mine.group), self._busy_ms(others.group)
-        sooner = end_of_both(others, mine, busy_other, busy)
-        sooner -= end_of_both(mine, others, busy, busy_other)
-        if abs(sooner) > _NO_STALL_MS:
-            return sooner > 0
-        return self.analysis.tail[kernel] > self.analysis.tail[other]
-
-    def _busy_ms(self, group: str | None) -> float:
-        last = self.last.get(group)
-        return 0.0 if last is None else self.end[last] - self.now
 
     def _delays(self, kernel: int, path_ms: float, stall: float, tail: float) -> bool:
         """Whether all would end later with ``kernel``, whose path takes ``tail``, than with a wait

@@ -59,9 +59,10 @@ def sends_of(model: Model, tail: Sequence[float]) -> list[Send]:
     ]
 
 
-def end_of_both(first: Send, second: Send, busy_first: float, busy_second: float) -> float:
-    """Milliseconds until all is done that follows two kernels, each run through to what it is on
-    the way to. Collectives of one group go one after the other.
+def sooner_ms(first: Send, second: Send, busy_first: float, busy_second: float) -> float:
+    """By how many milliseconds all that follows two kernels is done sooner with the first one ahead
+    than with the second one, each run through to what it is on the way to. Collectives of one group
+    go one after the other.
 
     Args:
         first: what the first kernel is on the way to.
@@ -69,7 +70,16 @@ def end_of_both(first: Send, second: Send, busy_first: float, busy_second: float
         busy_first: how long the stream of the first one's group is still busy; 0 without a group.
         busy_second: that of the second one's.
     """
-    begin = max(first.compute_ms, busy_first)
-    free = begin + first.ms if first.group == second.group else busy_second
-    behind = max(first.compute_ms + second.compute_ms, free)
-    return max(begin + first.tail, behind + second.tail)
+    # A schedule asks this for each two of the kernels that could be next: without calls.
+    compute, group, ms, tail = first
+    other_compute, other_group, other_ms, other_tail = second
+    both = compute + other_compute
+    begin = compute if compute > busy_first else busy_first
+    other_begin = other_compute if other_compute > busy_second else busy_second
+    free, other_free = busy_second, busy_first
+    if group == other_group:
+        free, other_free = begin + ms, other_begin + other_ms
+    ahead, behind = begin + tail, (both if both > free else free) + other_tail
+    end = ahead if ahead > behind else behind
+    ahead, behind = other_begin + other_tail, (both if both > other_free else other_free) + tail
+    return (ahead if ahead > behind else behind) - end
