@@ -34,8 +34,8 @@ from benchmarks.models import Llama, LlamaConfig
 from benchmarks.parallel import Layout, shard_llama, start_world
 from benchmarks.parity_models import MODELS, build, units_of
 from benchmarks.tracing import Say, copy_graph, trace_model
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import (
-    count_collectives,
     is_view,
     kind_of,
     tensors_in,
@@ -100,7 +100,7 @@ def measured(way: str, config: LlamaConfig) -> tuple[int, int, Merged, Merged]:
     for gm in graphs.values():
         starts = [n for n in gm.graph.nodes if kind_of(n) == "all_gather" and tag_of(n)]
         gathered += sum(map(wire_bytes, starts))
-        before += sum(count_collectives(gm.graph).values())
+        before += sum(GraphAnalysis(gm.graph).counts.values())
     policies = [teb.Overlap(), teb.PeakMemory(ratio=1.02)]
     found = list[Merged]()
     for estimate in (None, Fused()):
@@ -109,7 +109,7 @@ def measured(way: str, config: LlamaConfig) -> tuple[int, int, Merged, Merged]:
             copy = fx.GraphModule(gm, copy_graph(gm.graph))
             machine = replace(nodes(None), estimate=estimate)
             report = teb.BucketAndSchedule(policies, machine=machine)(copy)
-            after += sum(count_collectives(copy.graph).values())
+            after += sum(GraphAnalysis(copy.graph).counts.values())
             step_ms += report.schedules[-1].step_ms[1]
         found.append((after, step_ms))
     return gathered, before, found[0], found[1]

@@ -31,7 +31,8 @@ from torch_ext_bucketing.bucketing.units import UncoveredParametersWarning, plan
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.fsdp.units import Units
-from torch_ext_bucketing.graph.collectives import count_collectives, kind_of
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
+from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
@@ -149,7 +150,7 @@ def test_dependent_member_starts_a_bucket_of_its_own(fake_world):
     assert [tag_of(m).fqns[0] for m in bucket.members] == ["a", "c", "d"]
     assert plan.splits
     apply_plan(gm.graph, plan)
-    assert count_collectives(gm.graph) == {"reduce_scatter": 2}
+    assert GraphAnalysis(gm.graph).counts == {"reduce_scatter": 2}
 
 
 def test_same_gather_twice_is_one(fake_world):
@@ -447,7 +448,7 @@ def test_inductor_config_is_left_as_it_was(fake_world):
         report = compiled_step([BucketUnits(order())], backend_of="inductor")
     assert copied() == before
     assert seen == [False, False], "forward and backward"
-    found = [count_collectives(gm.graph) for gm in graphs]
+    found = [GraphAnalysis(gm.graph).counts for gm in graphs]
     assert found == [{"all_gather": 3}, {"reduce_scatter": 3}]
     assert report.collectives_after == {"all_gather": 3, "reduce_scatter": 3}
 

@@ -24,7 +24,7 @@ from .dependencies import Dependencies
 from .graph_of import GraphLike, graph_of
 from .liveness import Liveness
 from .records import Collective, record_of
-from .regions import gathered_values
+from .regions import gathered_values, positions
 from .size_hints import GivenHints, SizeHints
 from .uneven import ShardSide, shard_side
 from .writes import unordered_writes, written_roots
@@ -101,7 +101,7 @@ class GraphAnalysis:
     @cached_property
     def position(self) -> dict[fx.Node, int]:
         """The place of every node in the graph, from 0."""
-        return {node: i for i, node in enumerate(self.nodes)}
+        return positions(self.graph)
 
     @cached_property
     def unordered_writes(self) -> list[fx.Node]:

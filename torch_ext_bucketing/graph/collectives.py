@@ -8,7 +8,6 @@ knows of tags (:mod:`.graph.tags`) or of dependencies (:mod:`.graph.dependencies
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Collection
 from typing import Any, Literal
 
@@ -278,9 +277,3 @@ def nbytes_of(node: fx.Node) -> int:
     """Bytes of a tensor whose sizes are numbers."""
     value = node.meta["val"]
     return int(value.numel()) * int(value.element_size())
-
-
-def count_collectives(graph: fx.Graph) -> dict[str, int]:
-    """Number of all-gathers, reduce-scatters and all-reduces in ``graph``, by kind."""
-    found = Counter(kind_of(n) for n in graph.nodes)
-    return {kind: found[kind] for kind in KINDS if found[kind]}
