@@ -136,7 +136,7 @@ def estimate(chunks: Chunks, layers: int) -> dict[str, Any]:
         "theirs_ms": torchtitans.step_ms,
         "ours_ms": ours.step_ms,
         "forward_ms": [t.end[loss] for t in (torchtitans, ours)],
-        "bound_ms": model.analysis.bound_ms,
+        "bound_ms": model.paths.bound_ms,
         "peak_gib": [t.peak_bytes / GIB for t in (torchtitans, ours)],
         "chosen": report.chosen,
         "schedule_s": report.seconds,

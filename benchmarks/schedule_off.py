@@ -99,4 +99,4 @@ def steps_off(
 
     step, merged = planned(machine)
     off = (off_by(machine, seed, sigma, hints) for seed in range(draws))
-    return step, merged.analysis.bound_ms, [planned(by)[0] for by in off]
+    return step, merged.paths.bound_ms, [planned(by)[0] for by in off]

@@ -78,6 +78,7 @@ class Schedule(GraphPass):
             reference_bytes=compilation.baseline.peak_bytes,
             size_hints=compilation.size_hints,
             external_live_bytes=compilation.baseline.external_live_bytes,
+            like="" if caps is None else caps.chosen.order,
         )
         compilation.report.schedules.append(replace(report, caps=caps))
 

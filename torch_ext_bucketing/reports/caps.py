@@ -21,6 +21,7 @@ class TriedCaps:
         peak_bytes: estimated peak of live bytes.
         longest_run: most compute nodes between two reduce-scatters.
         misses: by how much bounds are missed, as parts of them added up; 0: all are kept.
+        order: the name of that order, as :attr:`.ScheduleReport.chosen`.
     """
 
     caps_mb: NamedCaps
@@ -28,6 +29,7 @@ class TriedCaps:
     peak_bytes: int
     longest_run: int
     misses: float
+    order: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ best step so far, and its scheduling ends where the step is known to become long
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import math
 import time
@@ -65,8 +66,10 @@ _SMALL = 2000
 """Members are moved between buckets in graphs of so many nodes at most;"""
 _MOVED_NODES = 40_000
 """the plans that are made so have no more than so many nodes together."""
-_WORTH = 0.999
-"""A step must be shorter than so much of the best one for that: most moves make one bucket more."""
+_WORTH = 0.998
+"""A step must be shorter than so much of the best one so far,"""
+_WORTH_MOVES = 0.999
+"""or than so much where members are moved: most moves make one bucket more."""
 _MIB = 2**20
 
 _Cap: TypeAlias = float | tuple[float, ...]
@@ -119,7 +122,8 @@ def choose_caps(
     costs = Costs(machine, analysis.hints)
     search = _Search(analysis, policies, costs, reference_bytes, kinds, accumulate, options)
     try:
-        plan = search.run([float(c) for c in caps_mb], largest)
+        with paused_gc():
+            plan = search.run([float(c) for c in caps_mb], largest)
     except Exception as error:
         plan = search.plan(None)  # raises anew what comes of the caller's options
         text = f"byte caps are torch's own, as an estimate failed: {type(error).__name__}: {error}"
@@ -143,7 +147,12 @@ def check_caps(caps_mb: Collection[float]) -> None:
 def _tried(caps: _Caps, report: ScheduleReport) -> TriedCaps:
     named = tuple((f"{group} {kind}", cap) for (group, kind), cap in caps)
     return TriedCaps(
-        named, report.step_ms[1], report.peak_bytes[1], report.longest_run[1], report.misses
+        named,
+        report.step_ms[1],
+        report.peak_bytes[1],
+        report.longest_run[1],
+        report.misses,
+        report.chosen,
     )
 
 
@@ -173,7 +182,8 @@ class _Search:
         self._planner = CapPlanner(analysis, kinds=kinds, **options)
         self._replaced = {} if accumulate is None else replaceable(analysis.collectives)
         self._plans: dict[tuple[str, int | None], MergePlan] = {}
-        self._worth = 1.0
+        self._worth = _WORTH
+        self._models: dict[tuple[Any, ...], Model] = {}
         self._known: dict[tuple[Any, ...], ScheduleReport | None] = {}
 
     def run(self, ladder: list[float], largest: float) -> MergePlan:
@@ -183,7 +193,7 @@ class _Search:
         Returns:
             The plan with the best.
         """
-        for cap in sorted(ladder, key=self.busiest_ms):
+        for cap in self._best_first(ladder):
             self.attempt(cap)
         # A small model, or a hard bound.
         while self.tried[self.best()].misses and ladder[0] > _SMALLEST_MB:
@@ -211,6 +221,18 @@ class _Search:
             self._move_members(ladder[0])
         return self._chosen(ladder[0])
 
+    def _best_first(self, ladder: Iterable[float]) -> Iterator[float]:
+        """The caps with which a step could be the shortest first. Its bound is only found out where
+        the time of the busiest process group does not come later already."""
+        left = [(self.busiest_ms(cap), False, cap) for cap in ladder]
+        heapq.heapify(left)
+        while left:
+            _, known, cap = heapq.heappop(left)
+            if known:
+                yield cap
+            else:
+                heapq.heappush(left, (self._bound_ms(self.plan(cap, self._max_run)), True, cap))
+
     def _chosen(self, smallest: float) -> MergePlan:
         """The plan of the best caps; where nothing could be merged, these have no names."""
         chosen = self.best()
@@ -219,7 +241,7 @@ class _Search:
     def _move_members(self, smallest: float) -> None:
         """Move members between the buckets of the best plan as long as the step becomes shorter, in
         orders of the sort that was the best; then try all orders of what came of it."""
-        like, self._worth = self.tried[self.best()].chosen, _WORTH
+        like, self._worth = self.tried[self.best()].chosen, _WORTH_MOVES
         left = _MOVED_NODES // len(self._analysis.nodes)
         at = fruitless = 0  # places since the last move that helped
         while left > 0:
@@ -238,7 +260,7 @@ class _Search:
                     break
             fruitless = 0 if self.best() != best else fruitless + 1
             at += fruitless > 0
-        self._worth = 1.0
+        self._worth = _WORTH
         self._try(dict(self.best()), self.runs[self.best()])
 
     def _try_between(self, ladder: list[float]) -> None:
@@ -314,26 +336,32 @@ class _Search:
         best = self.tried[self.best()] if self.tried else None
         return math.inf if best is None or best.misses else self._worth * best.step_ms[1]
 
+    def _bound_ms(self, plan: MergePlan) -> float:
+        """What the step of a plan takes at least."""
+        return self._merged(plan).paths.bound_ms
+
     def _outcome(self, plan: MergePlan, like: str = "") -> ScheduleReport | None:
         """The schedule of a plan, in orders like the one of that name; None if it is known to be
         slower than the best so far."""
         members = (like, *(b.members for b in plan.buckets))
         if members not in self._known:
-            best_ms = self._best_ms()
-            with paused_gc():  # for one model at a time: a copy of the graph holds cycles
-                model = self._merged(plan)
-                found: ScheduleReport | None
-                # All orders: by few of them, plans are ranked by how these few do under the bounds.
-                found, _ = schedule_model(
-                    model,
-                    self._policies,
-                    self._reference,
-                    at_most_ms=best_ms,
-                    priced=False,
-                    like=like,
-                )
-            slower = found.step_ms[1] > best_ms
-            self._known[members] = None if slower else found
+            self._known[members] = None
+            best_ms, model = self._best_ms(), self._merged(plan)
+            del self._models[members[1:]]
+            if model.paths.bound_ms > best_ms:
+                return None
+            # All orders: by few of them, plans are ranked by how these few do under the bounds.
+            found, _ = schedule_model(
+                model,
+                self._policies,
+                self._reference,
+                at_most_ms=best_ms,
+                priced=False,
+                like=like or (self.tried[self.best()].chosen if self.tried else ""),
+                others=not like,
+            )
+            if found.step_ms[1] <= best_ms:
+                self._known[members] = found
         return self._known[members]
 
     @cached_property
@@ -347,6 +375,12 @@ class _Search:
         return model_of(self._analysis, self._costs)
 
     def _merged(self, plan: MergePlan) -> Model:
+        members = tuple(b.members for b in plan.buckets)
+        if members not in self._models:
+            self._models[members] = self._merge(plan)
+        return self._models[members]
+
+    def _merge(self, plan: MergePlan) -> Model:
         rank_order = self._accumulate is not None
         merged = merged_model(self._model, plan.buckets, self._costs, rank_order)
         if merged is not None:

@@ -21,6 +21,7 @@ from ..graph.uneven import ShardSide
 from .cost import Costs
 from .machine import H100, Machine
 from .model_analysis import ModelAnalysis
+from .paths import Paths
 
 
 def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) -> Model:
@@ -142,6 +143,11 @@ class Model:
         return len(self.ms)
 
     @cached_property
+    def paths(self) -> Paths:
+        """The longest paths, and what no order can be shorter than, computed once."""
+        return Paths(self)
+
+    @cached_property
     def analysis(self) -> ModelAnalysis:
         """Facts that every order of the model has in common, computed once."""
         return ModelAnalysis(self)
@@ -194,6 +200,12 @@ class Model:
             members=members,
             **columns,
         )
+
+    def streams_of(self, group: str | None) -> tuple[str | None, ...]:
+        """What has to take one after the other, with a collective of that group, or with a kernel
+        where it is None: its stream, and the network level if others share that."""
+        level = None if group is None else self.shared.get(group)
+        return (group,) if level is None else (group, level)
 
     def only_ordered(self, before: int, after: int) -> bool:
         """Whether the two are starts: then ``after`` needs ``before`` for the launch order alone,
