@@ -59,8 +59,10 @@ _SHORT_RUN = 8
 """Compute nodes that a bucket of reduce-scatters waits for after the one before: such buckets
 hold fewer gradients at once. Tried where no policy bounds runs."""
 
+_AT_FLOOR = 1.015
+"""A step within so many times what no plan can be shorter than is not worth other caps."""
 _NEAR_BOUND = 1.02
-"""A step within so many times its bound is not worth more caps."""
+"""A step within so many times its own bound is not worth caps between the rungs."""
 
 _SMALL = 2000
 """Members are moved between buckets in graphs of so many nodes at most;"""
@@ -76,6 +78,7 @@ _Cap: TypeAlias = float | tuple[float, ...]
 _Caps: TypeAlias = tuple[tuple[tuple[str, str], _Cap], ...]
 
 
+@paused_gc()
 def choose_caps(
     graph: fx.Graph | GraphAnalysis,
     policies: Policy | Iterable[Policy],
@@ -122,8 +125,7 @@ def choose_caps(
     costs = Costs(machine, analysis.hints)
     search = _Search(analysis, policies, costs, reference_bytes, kinds, accumulate, options)
     try:
-        with paused_gc():
-            plan = search.run([float(c) for c in caps_mb], largest)
+        plan = search.run([float(c) for c in caps_mb], largest)
     except Exception as error:
         plan = search.plan(None)  # raises anew what comes of the caller's options
         text = f"byte caps are torch's own, as an estimate failed: {type(error).__name__}: {error}"
@@ -194,6 +196,8 @@ class _Search:
             The plan with the best.
         """
         for cap in self._best_first(ladder):
+            self._try(cap, self._max_run)
+        for cap in ladder if self.tried[self.best()].misses else ():
             self.attempt(cap)
         # A small model, or a hard bound.
         while self.tried[self.best()].misses and ladder[0] > _SMALLEST_MB:
@@ -204,6 +208,8 @@ class _Search:
             ladder.append(min(4 * ladder[-1], largest))
             self.attempt(ladder[-1])
         for key, _ in self.best():
+            if self._within(_AT_FLOOR, self._floor_ms):
+                break
             caps: dict[tuple[str, str], Any] = dict(self.best())
             at = ladder.index(caps[key])
             for near in (at - 1, at + 1):
@@ -211,7 +217,7 @@ class _Search:
                     self.attempt({**caps, key: ladder[near]})
         if largest:
             self._try_between(ladder)
-        if self._max_run is None:
+        if self._max_run is None and not self._within(_AT_FLOOR, self._floor_ms):
             best = self.best()
             self._try(dict(best) or ladder[0], _SHORT_RUN)
             for cap in [cap for cap in ladder if cap > _top(best)][:1]:
@@ -270,8 +276,7 @@ class _Search:
         for keys in [[key for key, _ in self.best()], *([key] for key, _ in self.best())]:
             for step in (-1, 1):
                 best = self.best()
-                report = self.tried[best]
-                if report.step_ms[1] <= _NEAR_BOUND * report.bound_ms:
+                if self._within(_NEAR_BOUND, self.tried[best].bound_ms):
                     return
                 caps: dict[tuple[str, str], Any] = dict(best)
                 for key in keys:
@@ -279,6 +284,26 @@ class _Search:
                     caps[key] = rungs[at] if 0 <= at < len(rungs) else caps[key]
                 if caps != dict(best):
                     self.attempt(caps)
+
+    def _within(self, times: float, bound_ms: float) -> bool:
+        """Whether the best step is within so many times a bound."""
+        best = self.tried[self.best()]
+        return not best.misses and best.step_ms[1] <= times * bound_ms
+
+    @cached_property
+    def _floor_ms(self) -> float:
+        """What a step takes at least, nearly, whatever is merged: with each member of a bucket
+        taking its part of the largest bucket's time."""
+        ms = list(self._model.ms)
+        places = {node: i for i, node in enumerate(self._model.dependencies.nodes)}
+        for bucket in self.plan(_LARGEST_MB).buckets:
+            for member in bucket.members:
+                nbytes = self._costs.collective_bytes(member)
+                largest = max(nbytes, int(_LARGEST_MB * _MIB))
+                part_ms = self._costs.collective(member, largest) * nbytes / largest
+                i = places[member]
+                ms[i] = min(ms[i], part_ms)
+        return replace(self._model, ms=ms).paths.bound_ms
 
     def plan(self, caps: Any, max_run: int | None = None) -> MergePlan:
         """The plan for the graph itself, with buckets that leave no longer runs."""

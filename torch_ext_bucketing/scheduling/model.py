@@ -152,13 +152,21 @@ class Model:
         """Facts that every order of the model has in common, computed once."""
         return ModelAnalysis(self)
 
+    @cached_property
+    def needed_values(self) -> list[list[int]]:
+        """By place, what the node needs but for the launch order."""
+        return [
+            mine if self.group[i] is None else [j for j in mine if self.group[j] is None]
+            for i, mine in enumerate(self.dependencies.needs)
+        ]
+
     def row(self, i: int, at: Sequence[int]) -> Row:
         """Node ``i`` as it is in a model in the making, in which old places are ``at``; below 0:
         not in it."""
-        needs, start = self.dependencies.needs[i], self.start_of[i]
+        start = self.start_of[i]
         return Row(
             self.dependencies.nodes[i],
-            [at[j] for j in needs if at[j] >= 0 and not self.only_ordered(j, i)],
+            [at[j] for j in self.needed_values[i] if at[j] >= 0],
             self.liveness.allocates[i],
             self.liveness.touches[i],
             self.ms[i],
@@ -180,22 +188,19 @@ class Model:
         """The model of other nodes on the same machine. Collectives of one group and kind are
         launched in the order of ``rows``; the rest is as of :class:`Model` and :class:`.Storages`.
         """
-        needs = [set(row.needs) for row in rows]
+        nodes, given, allocates, touches, *rest = map(list, zip(*rows, strict=True))
+        columns: dict[str, Any] = dict(zip(Row._fields[4:], rest, strict=True))
+        needs = list(map(set, given))
         last: dict[tuple[str, Kind], int] = {}
         for i, row in enumerate(rows):
-            kind = kind_of(row.node)
+            kind = None if row.group is None else kind_of(row.node)
             if row.group is not None and kind is not None:
                 key = row.group, kind
                 needs[i].update((last[key],) if key in last else ())
                 last[key] = i
-        columns: dict[str, Any] = {
-            name: [getattr(row, name) for row in rows]
-            for name in ("ms", "group", "start_of", "compute", "reduces", "view")
-        }
-        allocates, touches = [r.allocates for r in rows], [r.touches for r in rows]
         return replace(
             self,
-            dependencies=Precedence([row.node for row in rows], needs),
+            dependencies=Precedence(nodes, needs),
             liveness=Storages(size, allocates, touches, kept, at_start),
             members=members,
             **columns,
