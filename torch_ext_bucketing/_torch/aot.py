@@ -125,12 +125,8 @@ def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
 
 def read_in_backward(graph: fx.Graph, repeated: Collection[fx.Node] = ()) -> dict[fx.Node, None]:
     """The nodes of a joint graph whose results backward reads, told by the tangents, by the marks
-    of torch's tracing, and by what is marked to be computed again there.
-
-    Args:
-        graph: in topological order.
-        repeated: what will be marked so, too.
-    """
+    of torch's tracing, and by what is marked to be computed again there, or will be, as
+    ``repeated``."""
     again = dict.fromkeys(repeated)
     late = backward_nodes(graph)
     read: dict[fx.Node, None] = {}
@@ -164,14 +160,9 @@ def compile_aot(
     each: Callable[[fx.GraphModule], Callable[[Callable[..., Any]], Callable[..., Any]]],
     compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None,
 ) -> Callable[..., Any]:
-    """AOTAutograd with the default partitioner.
-
-    Args:
-        joint: run on the joint graph, and on an inference graph.
-        each: run on the forward, the backward and the inference graph; what it returns gets what
-            was compiled of it, and returns what will run in its place.
-        compiler: gets each of them afterwards; None runs them as they are.
-    """
+    """AOTAutograd with the default partitioner: ``joint`` runs on the joint or the inference graph,
+    and ``each`` on the forward, the backward and the inference graph, which ``compiler`` then gets
+    (None runs them as they are); what ``each`` returned makes of the result what will run."""
     with private_torch():
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.backends.debugging import boxed_nop
@@ -186,9 +177,8 @@ def compile_aot(
     def finish(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         wrap = each(graph)
         graph.recompile()
-        if compiler is None:
-            return wrap(boxed_nop(graph, inputs))  # type: ignore[arg-type]
-        compiled = compiler(graph, inputs)
+        make: Any = boxed_nop if compiler is None else compiler
+        compiled = make(graph, inputs)
         boxed = getattr(compiled, "_boxed_call", False)
         return wrap(compiled if boxed else make_boxed_func(compiled))
 

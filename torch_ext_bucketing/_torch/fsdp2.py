@@ -70,15 +70,9 @@ def _states_in(model: nn.Module) -> list[FSDPState]:
 
 
 def read_param_groups(model: nn.Module) -> list[ParamGroup]:
-    """The param groups of all FSDP2 states in ``model``, in the order of the ``fully_shard`` calls.
-
-    Works before and after FSDP2's lazy initialization, sharded or unsharded. Names are relative to
-    ``model``.
-
-    Raises:
-        ValueError: nothing in ``model`` was wrapped by ``fully_shard``, or a unit reaches outside
-            of ``model``.
-    """
+    """The param groups of all FSDP2 states in ``model``, to which names are relative, in the order
+    of the ``fully_shard`` calls; before and after FSDP2's lazy initialization, sharded or not. A
+    ValueError where nothing is wrapped, or a unit reaches outside of ``model``."""
     states = _states_in(model)
     if not states:
         raise ValueError(
@@ -130,11 +124,8 @@ def _grad_dtype(fsdp_param: Any) -> Hashable:
 
 
 def _groups_of(states: list[FSDPState]) -> list[Any]:
-    """The param groups of states, in the order of the ``fully_shard`` calls.
-
-    A state does not record when it was made, but the table from modules to states is filled by the
-    calls, and keeps insertion order.
-    """
+    """The param groups of states, in the order of the ``fully_shard`` calls: a state does not
+    record when it was made, but the table of states is filled by the calls, in their order."""
     made = dict.fromkeys(ref() for ref in _composable_state._module_state_mapping.values())
     groups: list[Any] = []
     for state in [state for state in made if state in states]:

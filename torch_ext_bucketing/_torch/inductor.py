@@ -22,13 +22,8 @@ except ImportError:  # torch 2.11: anything with a uuid() is a graph pass
 
 
 def check_passes_run_here() -> None:
-    """To be called where Inductor compiles.
-
-    Raises:
-        RuntimeError: Inductor is set to run graph passes in another process. Torch sends it the
-            config without custom passes and without hooks that are callables, so that nothing, or
-            something else than was asked for, would be bucketed there, and nobody told.
-    """
+    """Raise a RuntimeError where Inductor is set to run graph passes in another process: nothing,
+    or something else than was asked for, would be bucketed there, and nobody told."""
     compile_fx = sys.modules.get("torch._inductor.compile_fx")
     if getattr(getattr(compile_fx, "fx_compile_mode", None), "name", None) == "SUBPROCESS":
         raise RuntimeError(
@@ -66,9 +61,6 @@ def compile_inductor(
     - ``meshes``: see :func:`.watched_caches`.
     - ``max_compute_pre_fetch=prefetch`` where torch's overlap scheduling is enabled and the user
       has set no depth.
-
-    Raises:
-        RuntimeError: see :func:`check_passes_run_here`.
     """
     with private_torch():
         from torch._inductor import config
@@ -108,11 +100,8 @@ def compile_inductor(
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """Inductor's options for a ``mode`` of ``torch.compile``.
-
-    Raises:
-        RuntimeError: torch knows no such mode; the message lists those that it knows.
-    """
+    """Inductor's options for a ``mode`` of ``torch.compile``; torch's RuntimeError lists those that
+    it knows."""
     with private_torch():
         from torch._inductor import list_mode_options
 

@@ -24,9 +24,8 @@ def replace_actions(schedule: Any, actions: Sequence[tuple[tuple[int, str], ...]
         RECV_F  UNSHARD  F ..           UNSHARD runs: what stands before it, and it, stay
         RECV_F  UNSHARD  the rest of `actions`
 
-    Args:
-        schedule: its list is changed in place, as the step that runs goes through it.
-        actions: of a whole step: places in its list, and new ones of one stage.
+    ``actions`` are of a whole step: places in its list, and new ones of one stage. The list is
+    changed in place, as the step that runs goes through it.
     """
     schedules: Any = importlib.import_module("torch.distributed.pipelining.schedules")
     order = schedule.pipeline_order_with_comms[schedule.rank]

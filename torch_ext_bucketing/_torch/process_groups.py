@@ -49,11 +49,8 @@ def default_group() -> Any:
 
 
 def default_store() -> Any:
-    """The store through which the ranks of the default group found each other.
-
-    Raises:
-        ValueError: no process group is initialised.
-    """
+    """The store through which the ranks of the default group found each other; torch's ValueError
+    without a group."""
     with private_torch():
         return dist.distributed_c10d._get_default_store()
 
@@ -79,11 +76,8 @@ def as_argument(group: MeshGroup) -> Any:
 
 
 def group_by_name(name: str) -> Any:
-    """The process group of that name, as collectives in a graph call it.
-
-    Raises:
-        RuntimeError: there is none in this process.
-    """
+    """The process group of that name, as collectives in a graph call it; torch's RuntimeError where
+    there is none in this process."""
     with private_torch():
         return dist.distributed_c10d._resolve_process_group(name)
 
@@ -95,12 +89,8 @@ def has_peers(group: Any) -> bool:
 
 
 def new_groups(rows: Sequence[Sequence[int]], backend: str) -> Any:
-    """Create a group of each row of ranks, which all ranks do together; returns this rank's.
-
-    Args:
-        rows: numbers of ranks in the default group; each rank is in one row.
-        backend: of the new groups.
-    """
+    """Create a group of each row of ranks, which all ranks do together; returns this rank's. Every
+    rank of the default group is in one row."""
     mine = None
     for row in rows:
         group = dist.new_group(list(row), backend=backend)

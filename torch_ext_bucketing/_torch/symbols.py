@@ -33,15 +33,8 @@ def depends_on_data(size: Any) -> bool:
 
 
 def size_with(size: Any, number_of: Callable[[Any, Any], int]) -> int:
-    """A size as a number.
-
-    Args:
-        size: an ``int`` or a ``SymInt``.
-        number_of: a symbol that depends on data, and its ``ShapeEnv``, to a number for it.
-
-    Raises:
-        ArithmeticError: the expression has no finite value for these numbers.
-    """
+    """An ``int`` or a ``SymInt`` as a number: ``number_of`` gets each symbol that depends on data,
+    and its ``ShapeEnv``. An ArithmeticError where that gives no finite value."""
     if isinstance(size, int):
         return size
     expression, env = _expression(size)
