@@ -45,24 +45,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def reduce_by_all_to_all(graph: fx.Graph, accumulate: torch.dtype) -> None:
-    """Replace the reductions of a graph that add up gradients.
-
-    Args:
-        graph: a tagged graph, changed in place.
-        accumulate: the dtype of the sums.
-    """
+    """Replace the reductions of a tagged graph that add up gradients, with sums in this dtype."""
     for c in replaceable(GraphAnalysis(graph).collectives).values():
         _replace(graph, c, accumulate)
 
 
 def replaceable(collectives: Mapping[fx.Node, Collective]) -> dict[fx.Node, Collective]:
-    """The reductions of a graph that add up gradients over data-parallel ranks, by their starts.
+    """The reductions among a graph's collectives that add up gradients over data-parallel ranks.
 
     Not an all-reduce inside one of these ranks, as of tensor parallelism, whose result another
     reduction of the same parameter adds up: a process group adds it for eager FSDP2 as well.
-
-    Args:
-        collectives: all of the graph.
     """
     found = {start: c for start, c in collectives.items() if _adds_gradients(c)}
     groups: dict[str, dict[str, None]] = {}
@@ -79,7 +71,6 @@ def replaceable(collectives: Mapping[fx.Node, Collective]) -> dict[fx.Node, Coll
 
 
 def _adds_gradients(c: Collective) -> bool:
-    """Whether it adds up gradients of parameters, and one wait alone reads it."""
     return (
         c.start.target in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
         and c.tag is not None

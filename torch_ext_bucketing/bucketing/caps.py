@@ -20,9 +20,10 @@ already.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch.fx as fx
@@ -35,7 +36,7 @@ from ..graph.records import UNTAGGED, Collective
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 from .contraction import Contraction
-from .groups import Counts, GroupFilter, chosen_groups
+from .groups import GroupFilter, chosen_groups
 from .plan import Bucket, MergePlan, left_alone
 from .structure import fsdp_starts
 
@@ -97,10 +98,8 @@ def plan_by_cap(
 
 
 class CapPlanner:
-    """Plans of one graph under several caps. The graph is read once.
-
-    Arguments and errors are those of :func:`plan_by_cap`; the graph must stay unchanged.
-    """
+    """Plans of one graph, which must stay unchanged and is read once, under several caps. Arguments
+    and errors are those of :func:`plan_by_cap`."""
 
     def __init__(
         self,
@@ -111,20 +110,27 @@ class CapPlanner:
         group_filter: GroupFilter | None = None,
     ) -> None:
         check_options(kinds=kinds, eligible=eligible, group_filter=group_filter)
-        analysis = GraphAnalysis.of(graph)
-        self._graph = analysis.graph
-        with _reading_only(self._graph, eligible=eligible, group_filter=group_filter):
+        self._analysis = analysis = GraphAnalysis.of(graph)
+        with _reading_only(analysis.graph, eligible=eligible, group_filter=group_filter):
             self._contracted = Contraction(analysis)
-            self._candidates = _candidates(analysis, kinds, eligible)
-            self._scopes = _scopes(self._candidates.counts, group_filter)
-        self._analysis = analysis
+            mergeable, self._left, counts = _candidates(analysis, kinds, eligible)
+            # The groups to plan together, scope after scope.
+            self._scopes: list[Collection[str]] = [counts]
+            if group_filter is not None and counts:
+                self._scopes = [(group,) for group in chosen_groups(group_filter, counts)]
+        chosen = {group for scope in self._scopes for group in scope}
+        self._left += [
+            left_alone(c, f"the group filter leaves out group {c.home}")
+            for c in mergeable
+            if c.home not in chosen
+        ]
+        self._in_wait_order = sorted(
+            (c for c in mergeable if c.home in chosen),
+            key=lambda c: (KINDS.index(c.kind), analysis.position[c.wait]),
+        )
 
     def plan(
-        self,
-        cap_mb: CapMb = None,
-        *,
-        max_compute_run: int | None = None,
-        non_adjacent: bool = True,
+        self, cap_mb: CapMb = None, *, max_compute_run: int | None = None, non_adjacent: bool = True
     ) -> MergePlan:
         """The plan under one cap."""
         check_options(cap_mb, max_compute_run=max_compute_run)
@@ -132,25 +138,15 @@ class CapPlanner:
         self._contracted.reset()
         reached = {} if max_compute_run is None else self._analysis.compute_before
         planner = _Planner(self._contracted, cap_mb, max_compute_run, reached)
-        found = self._candidates
-        left = list(found.left)
-        with _reading_only(self._graph, cap_mb=next(filter(callable, caps), None)):
+        with _reading_only(self._analysis.graph, cap_mb=next(filter(callable, caps), None)):
             for groups in self._scopes:
-                for mine in found.in_wait_order.values():
-                    members = [c for c in mine if groups is None or c.home in groups]
-                    for run in _runs(members, non_adjacent):
-                        planner.fill(run)
-        if self._scopes != [None]:
-            chosen = {group for groups in self._scopes for group in groups or ()}
-            left += [
-                left_alone(c, f"the group filter leaves out group {c.home}")
-                for c in found.mergeable
-                if c.home not in chosen
-            ]
+                members = [c for c in self._in_wait_order if c.home in groups]
+                for run in _runs(members, non_adjacent):
+                    planner.fill(run)
         place = self._contracted.position
         return MergePlan(
             buckets=tuple(sorted(planner.buckets, key=lambda b: place(b.members[0]))),
-            ineligible=tuple(left),
+            ineligible=tuple(self._left),
             unmerged=tuple(u for _, u in sorted(planner.unmerged, key=lambda item: item[0])),
         )
 
@@ -159,46 +155,31 @@ class CapPlanner:
         they were filled, unmerged ones as buckets of their own. Where a group has several bucket
         keys of one kind, it is left out."""
         number = {m: i for i, bucket in enumerate(plan.buckets) for m in bucket.members}
-        chosen = {group for groups in self._scopes for group in groups or ()}
+        runs = _runs(self._in_wait_order, non_adjacent=True)
+        keys = Counter[tuple[str, str]]((run[0].group, run[0].kind) for run in runs)
         found: dict[tuple[str, str], list[list[int]]] = {}
-        several = set[tuple[str, str]]()
-        for mine in self._candidates.in_wait_order.values():
-            members = [c for c in mine if self._scopes == [None] or c.home in chosen]
-            for run in _runs(members, non_adjacent=True):
-                name = (run[0].group, run[0].kind)
-                several.update((name,) if name in found else ())
+        for run in runs:
+            name = (run[0].group, run[0].kind)
+            if keys[name] == 1:
                 buckets = itertools.groupby(run, lambda c: number.get(c.start, c.start))
                 found[name] = [[c.wire_bytes for c in bucket] for _, bucket in buckets]
-        return {name: buckets for name, buckets in found.items() if name not in several}
+        return found
 
 
 def _reading_only(graph: fx.Graph, **hooks: Any) -> contextlib.AbstractContextManager[Any]:
-    """Watch the graph while hooks of the user may be called; without any, that costs nothing."""
+    """Watch the graph while hooks of the user may be called, if there are any."""
     given = [name for name, hook in hooks.items() if callable(hook)]
     return reading_only(graph, " or ".join(given)) if given else contextlib.nullcontext()
 
 
-@dataclass
-class _Candidates:
-    """Args:
-    mergeable: what may be merged, in graph order.
-    counts: of what is eligible, by group and kind.
-    in_wait_order: the mergeable ones by kind.
-    left: what may not be merged.
-    """
-
-    mergeable: list[Collective] = field(default_factory=list)
-    counts: dict[str, dict[str, int]] = field(default_factory=dict)
-    in_wait_order: dict[Kind, list[Collective]] = field(
-        default_factory=lambda: {k: [] for k in KINDS}
-    )
-    left: list[LeftAlone] = field(default_factory=list)
-
-
 def _candidates(
     analysis: GraphAnalysis, kinds: Collection[Kind], eligible: Eligible
-) -> _Candidates:
-    found = _Candidates()
+) -> tuple[list[Collective], list[LeftAlone], dict[str, dict[str, int]]]:
+    """What may be merged, and what may not, in graph order; numbers of what is eligible, by group
+    and kind."""
+    mergeable: list[Collective] = []
+    left: list[LeftAlone] = []
+    counts: dict[str, dict[str, int]] = {}
     is_eligible: Callable[[Collective], Any]
     if eligible == "tag":
         is_eligible, otherwise = (lambda c: c.tag), UNTAGGED
@@ -215,18 +196,15 @@ def _candidates(
         wanted = is_eligible(c)
         if wanted:
             # A bucket counts as its members, so that planning again comes out the same.
-            counts = found.counts.setdefault(c.home, dict.fromkeys(KINDS, 0))
-            counts[c.kind] += c.count
+            counts.setdefault(c.home, dict.fromkeys(KINDS, 0))[c.kind] += c.count
         if c.kind not in kinds:
             continue
         why = c.why_not or ("" if wanted else otherwise)
         if why:
-            found.left.append(left_alone(c, why))
+            left.append(left_alone(c, why))
         else:
-            found.mergeable.append(c)
-    for c in sorted(found.mergeable, key=lambda c: analysis.position[c.wait]):
-        found.in_wait_order[c.kind].append(c)
-    return found
+            mergeable.append(c)
+    return mergeable, left, counts
 
 
 def _asking(eligible: Callable[[fx.Node], Any]) -> Callable[[Collective], bool]:
@@ -239,23 +217,13 @@ def _asking(eligible: Callable[[fx.Node], Any]) -> Callable[[Collective], bool]:
     return ask
 
 
-def _scopes(counts: Counts, group_filter: GroupFilter | None) -> list[tuple[str, ...] | None]:
-    """The groups to plan together, scope after scope; None stands for all."""
-    if group_filter is None or not counts:
-        return [None]
-    return [(g,) for g in chosen_groups(group_filter, counts)]
-
-
 def _runs(members: list[Collective], non_adjacent: bool) -> list[list[Collective]]:
     """Members of one bucket key each, in wait order."""
+    if not non_adjacent:
+        return [list(run) for _, run in itertools.groupby(members, lambda c: c.key)]
     runs: dict[Any, list[Collective]] = {}
-    previous: Any = None
-    number = 0
     for c in members:
-        if not non_adjacent:
-            number += c.key != previous
-            previous = c.key
-        runs.setdefault((number, c.key), []).append(c)
+        runs.setdefault(c.key, []).append(c)
     return list(runs.values())
 
 
@@ -272,8 +240,8 @@ class _Planner:
         self.unmerged: list[tuple[int, Unmerged]] = []
         self._cap_mb = cap_mb
         self._max_run, self._compute_before = max_run, compute_before
+        self._default_cap = functools.cache(default_cap_mb)
         self._reached = 0  # compute nodes before the last member of the bucket before
-        self._default: dict[int, float] = {}
 
     def fill(self, candidates: list[Collective]) -> None:
         """Plan the buckets of one key."""
@@ -330,9 +298,7 @@ class _Planner:
         if isinstance(cap, Mapping):
             cap = cap.get((c.group, c.kind), cap.get(c.group))
         if cap is None:
-            if c.ranks not in self._default:
-                self._default[c.ranks] = default_cap_mb(c.ranks)
-            cap = self._default[c.ranks]
+            cap = self._default_cap(c.ranks)
 
         def cap_bytes(index: int) -> int:
             value = cap[min(index, len(cap) - 1)] if isinstance(cap, tuple) else cap

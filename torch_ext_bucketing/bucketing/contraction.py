@@ -42,16 +42,11 @@ class _Planned:
 
 
 class Contraction:
-    """The starts of a graph, and the buckets planned so far as single nodes.
+    """The starts of a graph, and the buckets planned so far as single nodes; a ValueError for a
+    graph that is not in topological order.
 
     ``open(a)``, then ``try_add(b)`` for each candidate, then ``close()``; a bucket of one start
     contracts nothing. A start that is in a closed bucket already brings that whole bucket along.
-
-    Args:
-        analysis: of a graph in topological order.
-
-    Raises:
-        ValueError: a node stands before one of its inputs.
     """
 
     def __init__(self, analysis: GraphAnalysis) -> None:
@@ -60,7 +55,7 @@ class Contraction:
         self._up: list[int] = []  # what each start needs, by edges of the graph alone
         self._epoch: list[int] = []  # number of unordered writes before it
         self._alone: dict[int, fx.Node] = {}  # the write between it and what a bucket would read
-        self._writes = analysis.unordered_writes
+        self._writes = analysis.writes.unordered
         self._project(analysis)
         self.reset()
 

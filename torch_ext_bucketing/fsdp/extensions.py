@@ -36,15 +36,7 @@ def extends_gather(tensor: torch.Tensor) -> bool:
 
 
 class Extension:
-    """How one sharded parameter that follows the protocol is gathered.
-
-    Args:
-        name: of the parameter, for errors.
-        param: the full parameter.
-        module: that owns it.
-        mesh: 1-D, of the ranks that it is sharded over on dim 0.
-        param_dtype: as of :func:`.data_parallel`.
-        reduce_dtype: the same.
+    """How one parameter that follows the protocol, sharded on dim 0 over a 1-D mesh, is gathered.
 
     Raises:
         TypeError: the class has one method without the other, takes other arguments than FSDP2

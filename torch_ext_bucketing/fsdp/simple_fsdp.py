@@ -355,10 +355,7 @@ class _Attach(torch.autograd.Function):
 
 
 def attach(
-    shard: torch.Tensor,
-    unreduced: torch.Tensor | None,
-    reduction: _Reduction,
-    full: torch.Tensor,
+    shard: torch.Tensor, unreduced: torch.Tensor | None, reduction: _Reduction, full: torch.Tensor
 ) -> torch.Tensor:
     """``full`` as what was gathered of ``shard``, whose gradient is reduced by ``reduction``.
 

@@ -57,11 +57,7 @@ def modules_with_nodes(
     model: nn.Module, units: Iterable[str | Sequence[str]]
 ) -> dict[str, nn.Module]:
     """The modules whose inputs get nodes, by FQN: of each unit that holds parameters the first one.
-    That is eager FSDP2's choice where a unit's modules are called in the order of the unit.
-
-    Raises:
-        TypeError, ValueError: as of :func:`.find_units`.
-    """
+    That is eager FSDP2's choice where a unit's modules are called in the order of the unit."""
     held: set[nn.Parameter] = set()
     found = {}
     for names, modules in find_units(model, units):

@@ -89,11 +89,8 @@ class Units:
 
 
 def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...], ...]:
-    """Units, each a list of names or one name, as canonical names; ``what`` names them in errors.
-
-    Raises:
-        TypeError: a string, or what can't be iterated; a name is no string.
-    """
+    """Units, each a list of names or one name, as canonical names, ``what`` in errors; a TypeError
+    for a string, what can't be iterated, and a name that is no string."""
     if isinstance(units, str) or not isinstance(units, Iterable):
         given = f"the string {units!r}" if isinstance(units, str) else repr(units)
         raise TypeError(f"{what} must be a list of units, each a list of FQNs, got {given}")
@@ -150,12 +147,7 @@ def _check_not_empty(units: Sequence[Sequence[str]]) -> None:
 def find_units(
     model: nn.Module, units: Iterable[Sequence[str]]
 ) -> Iterator[tuple[tuple[str, ...], list[nn.Module]]]:
-    """Each unit's names and its modules, in the order given.
-
-    Args:
-        model: wrapped or not.
-        units: names or lists of names, in the order of the ``fully_shard`` calls: inner modules
-            before those around them.
+    """Each unit's names and its modules, in the order of the ``fully_shard`` calls.
 
     Raises:
         TypeError: ``units`` is a string, or a name is none.
@@ -195,11 +187,8 @@ def find_units(
 
 
 def spec_of_units(units: Iterable[tuple[str, ...]], model: nn.Module) -> UnitSpec:
-    """Units that fit the model, to which parameters' names are relative from now on.
-
-    Raises:
-        ValueError: as of :func:`find_units`; a unit without parameters.
-    """
+    """Units that fit the model, to which parameters' names are relative from now on; errors are
+    those of :func:`find_units`, and a ValueError for a unit without parameters."""
     found = list(find_units(model, units))
     for unit, modules in found:
         if not any(map(has_parameters, modules)):

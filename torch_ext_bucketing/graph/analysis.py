@@ -24,10 +24,10 @@ from .dependencies import Dependencies
 from .graph_of import GraphLike, graph_of
 from .liveness import Liveness
 from .records import Collective, record_of
-from .regions import gathered_values, positions
+from .regions import Structures, positions
 from .size_hints import GivenHints, SizeHints
 from .uneven import ShardSide, shard_side
-from .writes import unordered_writes, written_roots
+from .writes import Writes
 
 
 class GraphAnalysis:
@@ -43,11 +43,6 @@ class GraphAnalysis:
     Attributes:
         nodes: all nodes in graph order, placeholders and output included.
         kinds: the kind of each start, in graph order.
-
-    Raises:
-        TypeError: ``size_hints`` is no whole number and no callable.
-        ValueError: ``size_hints`` is negative. On the first use of :attr:`dependencies` or
-            :attr:`liveness`: a node stands before one of its inputs.
     """
 
     def __init__(
@@ -93,10 +88,12 @@ class GraphAnalysis:
 
     @cached_property
     def gathered_values(self) -> dict[fx.Node, int]:
-        """By all-gather a number, equal for those that gather the same value; see
-        :func:`.gathered_values`."""
-        gathers = (c.start for c in self.collectives.values() if c.kind == "all_gather")
-        return gathered_values(gathers, self.position)
+        """By all-gather a number, equal where the first values, and the casts and pads between,
+        are. Pads, too: ranks whose shard of an uneven parameter is short have them, and must find
+        the same gathers equal as the others."""
+        structures = Structures(self.position)
+        gathers = (n for n, kind in self.kinds.items() if kind == "all_gather")
+        return {n: structures.from_source(n.all_input_nodes[0])[1] for n in gathers}
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
@@ -104,14 +101,9 @@ class GraphAnalysis:
         return positions(self.graph)
 
     @cached_property
-    def unordered_writes(self) -> list[fx.Node]:
-        """The writes that edges do not order; see :func:`.unordered_writes`."""
-        return unordered_writes(self.nodes)
-
-    @cached_property
-    def written_roots(self) -> set[fx.Node]:
-        """The nodes whose memory a later node writes to; see :func:`.written_roots`."""
-        return written_roots(self.nodes)
+    def writes(self) -> Writes:
+        """Which nodes write to tensors, and which may share memory."""
+        return Writes(self.nodes)
 
     @cached_property
     def compute_before(self) -> dict[fx.Node, int]:
@@ -134,7 +126,7 @@ class GraphAnalysis:
     @cached_property
     def dependencies(self) -> Dependencies:
         """The movable nodes, and what each one needs."""
-        return Dependencies(self.nodes, self.unordered_writes)
+        return Dependencies(self.nodes, self.writes)
 
     @cached_property
     def liveness(self) -> Liveness:

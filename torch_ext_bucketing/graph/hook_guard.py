@@ -37,15 +37,8 @@ class _NoCollectives(TorchDispatchMode):
 
 @contextlib.contextmanager
 def reading_only(graph: fx.Graph, what: str) -> Iterator[None]:
-    """Hooks that are called inside may read ``graph`` (and write metadata), nothing else.
-
-    Args:
-        graph: what they are called about.
-        what: names them in errors.
-
-    Raises:
-        RuntimeError: one changed the graph, which was put back; or one called a collective.
-    """
+    """Hooks that are called inside, ``what`` in errors, may read ``graph`` and write metadata. A
+    RuntimeError where one changed the graph, which was put back, or called a collective."""
     snapshot = Snapshot(graph)
     failed: Exception | None = None
     try:

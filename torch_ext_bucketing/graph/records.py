@@ -35,8 +35,6 @@ class Collective:
     """The facts about one collective, each read from the graph once, for any number of plans.
 
     Args:
-        start: its node.
-        kind: as of :func:`.kind_of`.
         group: the name of its process group.
         home: the name of that which its parameter is sharded over; see :func:`.home_group`.
         tag: None if it serves no known parameter.

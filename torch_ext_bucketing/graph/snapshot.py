@@ -9,15 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.fx as fx
 
 
-@dataclass(frozen=True)
-class _Saved:
-    node: fx.Node
+class _Saved(NamedTuple):
     op: str
     name: str
     target: Any
@@ -26,6 +23,11 @@ class _Saved:
     type: Any
     users: tuple[fx.Node, ...]
     meta: dict[str, Any]
+
+    def is_other(self, node: fx.Node) -> bool:
+        """Whether ``node`` is another call than it was."""
+        same = (self.args is node.args, self.kwargs is node.kwargs, self.target is node.target)
+        return not all(same) or (self.op, self.name) != (node.op, node.name)
 
 
 class Snapshot:
@@ -37,29 +39,27 @@ class Snapshot:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._saved = [
-            _Saved(
-                n, n.op, n.name, n.target, n.args, n.kwargs, n.type, tuple(n.users), dict(n.meta)
+        self._saved = {
+            n: _Saved(
+                n.op, n.name, n.target, n.args, n.kwargs, n.type, tuple(n.users), dict(n.meta)
             )
             for n in graph.nodes
-        ]
+        }
 
     def difference(self) -> str:
         """The first difference between the graph and the snapshot, in words; empty if there is
         none. Metadata does not count."""
-        nodes = list(self._graph.nodes)
-        known = {saved.node for saved in self._saved}
+        nodes = dict.fromkeys(self._graph.nodes)
         for node in nodes:
-            if node not in known:
+            if node not in self._saved:
                 return f"{node.name} is new"
-        there = dict.fromkeys(nodes)
-        for saved in self._saved:
-            if saved.node not in there:
+        for node, saved in self._saved.items():
+            if node not in nodes:
                 return f"{saved.name} is gone"
-        for node, saved in zip(nodes, self._saved, strict=True):
-            if node is not saved.node:
+        for node, (was, saved) in zip(nodes, self._saved.items(), strict=True):
+            if node is not was:
                 return f"{node.name} stands where {saved.name} stood"
-            if _is_other(node, saved):
+            if saved.is_other(node):
                 return f"{saved.name} is another call"
         return ""
 
@@ -67,56 +67,34 @@ class Snapshot:
         """Make the graph what it was. A node that was erased since comes back as a new object with
         the old name; all others are the same objects."""
         graph = self._graph
-        nodes = list(graph.nodes)
-        there = dict.fromkeys(nodes)
-        known = {saved.node for saved in self._saved}
-        extra = [n for n in nodes if n not in known]
-        lost = {saved.node for saved in self._saved if saved.node not in there}
-        touched = [s for s in self._saved if s.node in there and _is_other(s.node, s)]
-        for node in (*extra, *(s.node for s in touched)):
-            node.args, node.kwargs = (), {}  # so that nobody uses what goes
+        there = dict.fromkeys(graph.nodes)
+        extra = [n for n in there if n not in self._saved]
+        for node in there:
+            if node not in self._saved or self._saved[node].is_other(node):
+                node.args, node.kwargs = (), {}  # so that nobody uses what goes
         for node in extra:
             graph.erase_node(node)
-        now = {saved.node: saved.node for saved in self._saved}
-        for saved in self._saved:
-            if saved.node in lost:
-                now[saved.node] = graph.create_node(saved.op, saved.target)
-        for saved in self._saved:
-            node = now[saved.node]
-            node.op, node.name, node.target, node.type = (
-                saved.op,
-                saved.name,
-                saved.target,
-                saved.type,
-            )
+        now = {
+            node: node if node in there else graph.create_node(saved.op, saved.target)
+            for node, saved in self._saved.items()
+        }
+        for was, saved in self._saved.items():
+            node = now[was]
+            node.op, node.name, node.target, node.type = saved[:3] + (saved.type,)
             node.meta.clear()
             node.meta.update(saved.meta)
-            if node.args is saved.args and node.kwargs is saved.kwargs:
-                continue
-            node.args, node.kwargs = fx.map_arg((saved.args, saved.kwargs), now.__getitem__)
-        for saved in self._saved:
+            if node.args is not saved.args or node.kwargs is not saved.kwargs:
+                node.args, node.kwargs = fx.map_arg((saved.args, saved.kwargs), now.__getitem__)
+        for was, saved in self._saved.items():
             users = tuple(now[user] for user in saved.users)
-            node = now[saved.node]
-            if users != tuple(node.users):
-                node.users.clear()
-                node.users.update(dict.fromkeys(users))
-        self._reorder([now[saved.node] for saved in self._saved])
-
-    def _reorder(self, wanted: list[fx.Node]) -> None:
-        if not wanted or wanted == list(self._graph.nodes):
-            return
-        next(iter(self._graph.nodes)).prepend(wanted[0])
-        for before, node in itertools.pairwise(wanted):
-            before.append(node)
-
-
-def _is_other(node: fx.Node, saved: _Saved) -> bool:
-    return (
-        node.args is not saved.args
-        or node.kwargs is not saved.kwargs
-        or node.target is not saved.target
-        or (node.op, node.name) != (saved.op, saved.name)
-    )
+            if users != tuple(now[was].users):
+                now[was].users.clear()
+                now[was].users.update(dict.fromkeys(users))
+        wanted = list(now.values())
+        if wanted != list(graph.nodes):
+            next(iter(graph.nodes)).prepend(wanted[0])
+            for before, node in itertools.pairwise(wanted):
+                before.append(node)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from ..graph.records import unmergeable
 from ..graph.regions import nodes_behind
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
-from ..graph.writes import unordered_writes
+from ..graph.writes import Writes
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import AmaxReport, LeftAlone
 
@@ -40,18 +40,14 @@ class MergeAmax(GraphPass):
     needs = (Tags,)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        report = merge_amax(graph_of(graph))
+        report = _merge_amax(graph_of(graph))
         if report.merged or report.left:
             compilation.report.rewrites.append(report)
 
 
-def merge_amax(graph: fx.Graph) -> AmaxReport:
-    """Merge the all-reduces of maxima and minima that tagged gathers wait for.
-
-    Args:
-        graph: a tagged joint or inference graph, in topological order, which it stays. One with
-            writes to its values is left as it is.
-    """
+def _merge_amax(graph: fx.Graph) -> AmaxReport:
+    """Merge the all-reduces of maxima and minima that tagged gathers wait for, unless the graph
+    writes to its values."""
     found: dict[fx.Node, dict[str, None]] = {}
     for start in graph.nodes:
         tag = tag_of(start)
@@ -61,7 +57,7 @@ def merge_amax(graph: fx.Graph) -> AmaxReport:
                     found.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
     groups: dict[Any, list[fx.Node]] = {}
     left: list[LeftAlone] = []
-    writes = unordered_writes(graph.nodes) if found else ()
+    writes = Writes(graph.nodes).unordered if found else ()
     for node in [n for n in graph.nodes if n in found]:
         why = "the graph writes to its values" if writes else unmergeable(node)
         if not why and any(other in found for other in nodes_behind([node])):
@@ -73,7 +69,7 @@ def merge_amax(graph: fx.Graph) -> AmaxReport:
     merged = [members for members in groups.values() if len(members) > 1]
     with unchanged_on_error(graph):
         for members in merged:
-            pack(graph, "all_reduce", members, members, members[-1].next)
+            pack(graph, members, members, members[-1].next)
         if merged:
             sort_topologically(graph)
             graph.lint()
