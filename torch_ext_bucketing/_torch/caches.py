@@ -32,8 +32,7 @@ _OF_A_RANK = ("_rank", "_coordinate_on_dim", "_dim_group_names")
 
 
 def meshes_in(values: Iterable[Any]) -> list[DeviceMesh]:
-    """The device meshes among ``values`` and of the tensors among them, and those that they
-    hold."""
+    """The device meshes among ``values``, of the tensors among them, and those that they hold."""
     found: dict[int, DeviceMesh] = {}
     given = [mesh_of(value) or value for value in values]
     stack = [value for value in given if isinstance(value, DeviceMesh)]

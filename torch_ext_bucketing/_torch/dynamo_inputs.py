@@ -1,11 +1,9 @@
-"""Which input of a Dynamo graph is which parameter, and which compile it is: the one place that
-reads Dynamo's sources and numbers.
+"""Which input of a Dynamo graph is which parameter, and which compile it is.
 
 Two sources of truth, the better first:
 
-1. a module: a graph input *is* one of its parameters (the same object). That is the module that the
-   caller named, else those that names are known to be relative to (:func:`names_are_relative_to`).
-   It holds whatever part of the model is compiled: all of it, a block, what a graph break left;
+1. a module, of which a graph input *is* a parameter, whatever part of the model is compiled: the
+   one that the caller named, else those that names are relative to (:func:`names_are_relative_to`);
 2. the *source* that Dynamo recorded on each placeholder, the Python expression that reaches the
    tensor from the compiled frame, such as ``L['self']._modules['layers']._parameters['weight']``.
    Its path of modules is the FQN, relative to the module whose ``forward`` was compiled.
@@ -56,8 +54,7 @@ def _models(model: torch.nn.Module | None) -> list[torch.nn.Module]:
 
 
 def model_of(parameter: Any, model: torch.nn.Module | None = None) -> torch.nn.Module | None:
-    """``model``, or without it the latest known one (:func:`names_are_relative_to`), where it has
-    this parameter; else None."""
+    """``model`` or the latest known one (:func:`names_are_relative_to`) with this parameter."""
     found = (one for one in _models(model) if any(p is parameter for p in one.parameters()))
     return next(found, None)
 
@@ -112,10 +109,9 @@ def activation_inputs(gm: fx.GraphModule) -> dict[int, tuple[str, weakref.ref[to
 
 
 def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
-    """:func:`input_fqns` for the joint graph that is being compiled now, for config hooks, which
-    see neither Dynamo's graph nor its inputs: by the tensors that Dynamo lists, in the order in
-    which they became inputs. Empty where these are not as many as the joint graph has, each of the
-    same shape."""
+    """FQNs of the parameters among the inputs of the joint graph that is being compiled now, for
+    config hooks: by the tensors that Dynamo lists, in the order in which they became inputs. Empty
+    where these are not as many as the joint graph has, each of the same shape."""
     whole = _traced_tensors()
     inputs: dict[int, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):

@@ -12,8 +12,7 @@ from .symbols import size_with, symbol_facts
 
 
 def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
-    """Milliseconds of a collective, or an all-to-all, whose input and output have ``nbytes``
-    together, by torch's analytical model of NCCL."""
+    """A collective's milliseconds by torch's model of NCCL, for bytes in and out together."""
     with private_torch():
         from torch._inductor.comm_analysis import estimate_nccl_collective_runtime_from_fx_node
 

@@ -98,8 +98,7 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
 
 
 def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tuple[str, ...]:
-    """``params`` in the order in which this torch packs their gradients (``grad_dtypes``: one per
-    parameter)."""
+    """``params``, by the dtypes of their gradients, in the order in which torch packs these."""
     if not REDUCES_BY_GRAD_DTYPE:
         return tuple(params)
     met = list(dict.fromkeys(grad_dtypes))
@@ -108,8 +107,7 @@ def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tupl
 
 
 def grad_dtype(parameter: nn.Parameter) -> Hashable:
-    """The gradient dtype that FSDP2 would record for a parameter that it wraps
-    (``FSDPParam.sharded_grad_dtype``)."""
+    """What FSDP2 would have for a parameter as ``FSDPParam.sharded_grad_dtype``."""
     if getattr(parameter, "_has_grad_dtype_override", False):
         return parameter.grad_dtype
     return parameter.dtype
@@ -137,8 +135,7 @@ def _groups_of(states: list[FSDPState]) -> list[Any]:
 
 
 def _names_of(fsdp_param: Any, names: Mapping[nn.Parameter, tuple[str, ...]]) -> tuple[str, ...]:
-    """All canonical FQNs of a ``FSDPParam``, the one of ``model.named_parameters()`` first: those
-    of the parameter that its module has now, sharded or not."""
+    """All canonical FQNs of a ``FSDPParam``, the one of ``model.named_parameters()`` first."""
     info = fsdp_param._module_info
     found = names.get(info.module._parameters.get(info.param_name), ())
     if not found:

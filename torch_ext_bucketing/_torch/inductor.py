@@ -100,8 +100,7 @@ def compile_inductor(
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """Inductor's options for a ``mode`` of ``torch.compile``; torch's RuntimeError lists those that
-    it knows."""
+    """Inductor's options for a ``mode`` of ``torch.compile``, or torch's RuntimeError."""
     with private_torch():
         from torch._inductor import list_mode_options
 

@@ -10,8 +10,7 @@ _BETWEEN_RANKS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_S
 
 
 def actions_of(schedule: Any) -> list[tuple[tuple[int, str], ...]]:
-    """What this rank does in a step: stage and kind, as torch writes it, of each action; of two
-    where it overlaps them."""
+    """This rank's actions in a step: stage and kind of each, of two where it overlaps them."""
     return [
         tuple((one.stage_index, one.computation_type.value) for one in a.sub_actions or (a,))
         for a in schedule.pipeline_order_with_comms[schedule.rank]

@@ -49,8 +49,7 @@ def default_group() -> Any:
 
 
 def default_store() -> Any:
-    """The store through which the ranks of the default group found each other; torch's ValueError
-    without a group."""
+    """The store through which the ranks of the default group found each other."""
     with private_torch():
         return dist.distributed_c10d._get_default_store()
 
@@ -76,8 +75,7 @@ def as_argument(group: MeshGroup) -> Any:
 
 
 def group_by_name(name: str) -> Any:
-    """The process group of that name, as collectives in a graph call it; torch's RuntimeError where
-    there is none in this process."""
+    """The process group of that name, as collectives in a graph call it."""
     with private_torch():
         return dist.distributed_c10d._resolve_process_group(name)
 
@@ -89,8 +87,7 @@ def has_peers(group: Any) -> bool:
 
 
 def new_groups(rows: Sequence[Sequence[int]], backend: str) -> Any:
-    """Create a group of each row of ranks, which all ranks do together; returns this rank's. Every
-    rank of the default group is in one row."""
+    """Create a group of each row of the default group's ranks; returns this rank's."""
     mine = None
     for row in rows:
         group = dist.new_group(list(row), backend=backend)
@@ -101,8 +98,7 @@ def new_groups(rows: Sequence[Sequence[int]], backend: str) -> Any:
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """The ranks in a group, given as such or by its name in graphs, by their numbers in the default
-    group, ascending."""
+    """The ranks in a group, or in that of a name, by their default group's numbers, ascending."""
     if isinstance(group, str):
         group = group_by_name(group)
     return tuple(sorted(dist.get_process_group_ranks(group)))

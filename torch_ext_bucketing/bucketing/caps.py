@@ -1,8 +1,7 @@
 """Buckets by size: as few collectives as a byte cap allows.
 
-:func:`plan_by_cap` reads the graph only; :func:`.apply_plan` merges what it plans. Kinds,
-groups and dtypes are planned one after the other, on one contraction: no two buckets form a cycle
-together. Per bucket key, members are taken in the order of their waits, which is the order in
+Kinds, groups and dtypes are planned one after the other, on one contraction: no two buckets form a
+cycle together. Per bucket key, members are taken in the order of their waits, which is the order in
 which their results are needed, and one bucket is open at a time. It is closed
 
 - by ``"bytes"``: the next member would exceed the cap;
@@ -11,10 +10,9 @@ which their results are needed, and one bucket is open at a time. It is closed
   planned before, or a write to a tensor stands between them;
 - by the ``"end"``: there is no next member.
 
-The next member then starts a bucket. That is the rule of torch's greedy bucketing with
-``bucket_non_adjacent`` set (see ``torch_patches``), and gives the same buckets for the same
-settings; but torch takes every write for a barrier, and does not look at members that are buckets
-already.
+The next member then starts a bucket. torch's greedy bucketing with ``bucket_non_adjacent`` set (see
+``torch_patches``) gives the same buckets for the same settings, but takes every write for a barrier
+and does not look at members that are buckets already.
 """
 
 from __future__ import annotations
@@ -98,8 +96,7 @@ def plan_by_cap(
 
 
 class CapPlanner:
-    """Plans of one graph, which must stay unchanged and is read once, under several caps. Arguments
-    and errors are those of :func:`plan_by_cap`."""
+    """:func:`plan_by_cap` of one graph, which is read once, under several caps."""
 
     def __init__(
         self,
@@ -175,8 +172,7 @@ def _reading_only(graph: fx.Graph, **hooks: Any) -> contextlib.AbstractContextMa
 def _candidates(
     analysis: GraphAnalysis, kinds: Collection[Kind], eligible: Eligible
 ) -> tuple[list[Collective], list[LeftAlone], dict[str, dict[str, int]]]:
-    """What may be merged, and what may not, in graph order; numbers of what is eligible, by group
-    and kind."""
+    """What may be merged, what may not, and numbers of what is eligible by group and kind."""
     mergeable: list[Collective] = []
     left: list[LeftAlone] = []
     counts: dict[str, dict[str, int]] = {}

@@ -26,8 +26,7 @@ def plan_units(
     units: Units,
     kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
 ) -> MergePlan:
-    """One bucket per unit and bucket key of these kinds; others are left alone and not reported one
-    by one. A ValueError for a graph that is not in topological order."""
+    """One bucket per unit and bucket key of these kinds, in a graph in topological order."""
     uncovered: dict[str, None] = {}
     left: list[LeftAlone] = []
     groups: dict[tuple[int, Any, bool], list[Collective]] = {}

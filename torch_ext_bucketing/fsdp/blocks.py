@@ -138,8 +138,7 @@ class _ModuleTree:
 
 
 def _is_plain_container(module: nn.Module) -> bool:
-    """A ``ModuleList`` or ``ModuleDict`` that can't be called: ``fully_shard`` refuses those,
-    too."""
+    """Whether it is a container that can't be called: ``fully_shard`` refuses those, too."""
     return (
         isinstance(module, nn.ModuleList | nn.ModuleDict)
         and type(module).forward is nn.Module.forward
@@ -203,8 +202,7 @@ def _outermost_lists(tree: _ModuleTree, path: str, least: int) -> list[str]:
 
 
 def _inner_lists(tree: _ModuleTree, path: str) -> list[str]:
-    """Candidates for the block lists of a stage: no experts, and no lists of mere pairs of
-    layers."""
+    """The block lists of a stage: no experts, and no lists of mere pairs of layers."""
     return [
         inner
         for inner in _outermost_lists(tree, path, least=2)

@@ -88,8 +88,7 @@ def read_in_forward(chains: Chains) -> dict[fx.Node, None]:
 
 
 def in_other_form(gather: fx.Node) -> bool:
-    """Whether what is gathered are not the values of a parameter but others, computed from them or
-    stored in their place, such as 8-bit data and scales."""
+    """Whether what is gathered is not a parameter's values, but such as 8-bit data and scales."""
     dtype = gather.meta["val"].dtype
     if dtype.itemsize == 1 or not dtype.is_floating_point:
         return True

@@ -144,8 +144,7 @@ class Extension:
 
 
 def distribute(param: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
-    """``distribute_tensor`` for a parameter that follows the protocol: rank 0's values, sharded by
-    the operators that eager FSDP2 asks of such a class."""
+    """Rank 0's values, sharded by the operators that eager FSDP2 asks of such a class."""
     ranks, rank = mesh.size(-1), mesh.get_local_rank(-1)
     with torch.no_grad():
         full = map_parts(param.detach(), lambda part: _from_first(part, mesh))

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Part of the uuid: to be raised when a key changes its meaning without these sources changing.
-_VERSION = 1
-
 
 @dataclass(frozen=True, repr=False)
 class FSDPParamOrder(Units, CustomPassBase):
@@ -227,12 +224,10 @@ class FSDPParamOrder(Units, CustomPassBase):
         return f"FSDPParamOrder.from_fqns([{units}])"
 
     def __call__(self, start: fx.Node) -> tuple[int, int] | None:
-        """The sort key of a collective's launch node: (payload, position in it) of its parameter,
-        or of several (fused weights) that of the one that is packed first.
-
-        ``None``, which keeps its whole bucket in graph order, for a collective without a tag and
-        for one with a parameter that the order doesn't know, which is logged as a warning, once.
-        """
+        """The sort key of a collective's start: (payload, position in it) of its parameter, or of
+        several (fused weights) that of the one that is packed first. None, which keeps its whole
+        bucket in graph order, for a collective without a tag and for one with a parameter that the
+        order doesn't know, which is logged as a warning, once."""
         tag = tags.tag_of(start)
         if tag is None or not tag.fqns:
             _warn_once(
@@ -262,12 +257,9 @@ class FSDPParamOrder(Units, CustomPassBase):
         return tuple(fqn for fqn in fqns if self.place_of(fqn) is None)
 
     def uuid(self) -> str:
-        """A name (hex) for what the order does, for Inductor's caches.
-
-        The same in every process for equal contents, another one when the contents or the code of
-        the key change.
-        """
-        contents = json.dumps([_VERSION, self.units, self.aliases, self.reduce_units])
+        """A name (hex) for what the order does, for Inductor's caches: the same in every process
+        for equal contents and code."""
+        contents = json.dumps([self.units, self.aliases, self.reduce_units])
         return hashlib.sha256(f"{package_digest()}\0{contents}".encode()).hexdigest()
 
     @functools.cached_property

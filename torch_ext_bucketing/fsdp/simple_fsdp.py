@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from .._torch.fsdp2 import KEEPS_WIDE_GRADIENTS, REDUCES_BY_GRAD_DTYPE
 from .._torch.process_groups import MeshGroup, as_argument, mesh_group
 from .._torch.sharded import is_distributed, placed, shard_of
-from ..fqns import canonical_fqn, own_parameters, parameters_by_name
+from ..fqns import canonical_fqn, parameters_by_name
 from .extensions import Extension, distribute, extends_gather
 
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
@@ -116,7 +116,8 @@ def data_parallel(
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     for module in list(model.modules()):
         unshards: dict[str, _Unshard] = {}
-        for name, param in own_parameters(module):
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        for name, param in own.items():
             extension = extensions.get(param)
             if param not in distributed:
                 share = distribute_tensor if extension is None else distribute
@@ -127,8 +128,8 @@ def data_parallel(
             unshards[name] = _Unshard(
                 mesh, shard_dim, replica_dim, param.shape, param_dtype, reduced_in, extension
             )
-        if unshards:
-            module._parameters.update((n, distributed[p]) for n, p in own_parameters(module))
+        if own:
+            module._parameters.update({name: distributed[param] for name, param in own.items()})
             module.__dict__["_unshards"] = unshards
             plain: Any = type(module)
             module.__class__ = _gathering_class(plain, tuple(unshards))
@@ -141,7 +142,7 @@ def ignored_extensions(model: nn.Module) -> dict[str, str]:
     found = {}
     for path, module in model.named_modules():
         unshards = module.__dict__.get("_unshards", {})
-        for name, param in own_parameters(module):
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             shard = shard_of(param)
             if name not in unshards and extends_gather(shard) and placed(param)[0]:
                 found[canonical_fqn(f"{path}.{name}".lstrip("."))] = type(shard.data).__name__
@@ -189,17 +190,18 @@ class _Unshard:
             return _Gather.apply(shard, self.unreduced, self)
         if full is None:
             with torch.no_grad():
-                full = (self.extension or self).gather(shard)
+                full = self.gather(shard)
         return attach(shard, self.unreduced, self.reduction, full)
 
     def leaf(self, sharded: DTensor) -> torch.Tensor:
-        """A leaf in whose ``grad`` gradients of the full parameter can add up, of its full shape
-        with a single element of memory."""
+        """A leaf whose ``grad`` adds up, of the full shape with one element's memory."""
         dtype = self.param_dtype or sharded.dtype
         one = torch.empty((), dtype=self.reduction[0] or dtype, device=sharded.device)
         return one.expand(self.shape).requires_grad_()
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
+        if self.extension is not None:
+            return self.extension.gather(shard)
         full = shard if self.param_dtype is None else shard.to(self.param_dtype)
         if self.shard_group is None:
             return full.view_as(full)
@@ -294,11 +296,7 @@ def _parametrizations(module: nn.Module, names: tuple[str, ...]) -> nn.ModuleDic
 
 
 class _Steps(nn.ModuleList):
-    """The parametrizations of one sharded parameter, in order.
-
-    Args:
-        keep: called before one is added.
-    """
+    """The parametrizations of a sharded parameter; ``keep`` is called before one is added."""
 
     unsafe = True  # what is gathered has another dtype and shape than the shard
 
@@ -473,8 +471,7 @@ class ReduceOnce:
 
 
 def _gather_all(units: list[_Unshard], shards: list[DTensor]) -> list[torch.Tensor]:
-    pairs = zip(units, shards, strict=True)
-    return [(u.extension or u).gather(s.to_local()) for u, s in pairs]
+    return [unit.gather(shard.to_local()) for unit, shard in zip(units, shards, strict=True)]
 
 
 def _reduce_late(

@@ -146,9 +146,8 @@ def _gradients_ahead(
     inputs: Mapping[fx.Node, str | None],
     outputs: Iterable[tuple[fx.Node, str]],
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Map every node to the parameters whose gradient it becomes, by way of collectives, moves,
-    accumulation and scaling only: in the order of the graph's inputs, so that fused weights have
-    that of their gather."""
+    """Map every node to the parameters whose gradient it becomes, by collectives, moves, sums and
+    scaling alone, in the order of the graph's inputs, as fused weights are gathered."""
     ahead: dict[fx.Node, dict[str, None]] = {}
     for value, fqn in outputs:
         ahead.setdefault(value, {})[fqn] = None

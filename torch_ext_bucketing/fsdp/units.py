@@ -66,8 +66,7 @@ class Units:
         return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.compare)
 
     def place_of(self, fqn: str) -> tuple[int, int] | None:
-        """A parameter's unit, and the place in it of the name that covers the parameter; None for
-        a parameter in no unit."""
+        """A parameter's unit, and the place in it of the name that covers it; None without one."""
         name = canonical_fqn(fqn)
         places, aliases = self._tables
         name = aliases.get(name, name)
@@ -89,8 +88,7 @@ class Units:
 
 
 def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...], ...]:
-    """Units, each a list of names or one name, as canonical names, ``what`` in errors; a TypeError
-    for a string, what can't be iterated, and a name that is no string."""
+    """Units, each a list of names or one name, as canonical names; ``what`` in TypeErrors."""
     if isinstance(units, str) or not isinstance(units, Iterable):
         given = f"the string {units!r}" if isinstance(units, str) else repr(units)
         raise TypeError(f"{what} must be a list of units, each a list of FQNs, got {given}")
@@ -187,8 +185,7 @@ def find_units(
 
 
 def spec_of_units(units: Iterable[tuple[str, ...]], model: nn.Module) -> UnitSpec:
-    """Units that fit the model, to which parameters' names are relative from now on; errors are
-    those of :func:`find_units`, and a ValueError for a unit without parameters."""
+    """Units with parameters in the model, to which parameters' names are relative from now on."""
     found = list(find_units(model, units))
     for unit, modules in found:
         if not any(map(has_parameters, modules)):

@@ -89,8 +89,7 @@ class GraphAnalysis:
     @cached_property
     def gathered_values(self) -> dict[fx.Node, int]:
         """By all-gather a number, equal where the first values, and the casts and pads between,
-        are. Pads, too: ranks whose shard of an uneven parameter is short have them, and must find
-        the same gathers equal as the others."""
+        are: ranks with a short shard of an uneven parameter find the same equal as others."""
         structures = Structures(self.position)
         gathers = (n for n, kind in self.kinds.items() if kind == "all_gather")
         return {n: structures.from_source(n.all_input_nodes[0])[1] for n in gathers}

@@ -33,8 +33,7 @@ _KIND_OF_TARGET: dict[Any, Kind] = {
 
 
 def check_kinds(kinds: Collection[str]) -> tuple[Kind, ...]:
-    """``kinds`` in the order of :data:`KINDS`, each once; a ValueError for a string and for what is
-    no kind."""
+    """``kinds`` in the order of :data:`KINDS`, each once; a ValueError for what is no kind."""
     if isinstance(kinds, str) or any(k not in KINDS for k in kinds):
         raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
     return tuple(k for k in KINDS if k in kinds)
@@ -137,8 +136,7 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def is_grouped_product(node: fx.Node) -> bool:
-    """Whether ``node`` is a matrix product per group of rows or columns, ``_grouped_mm`` or one of
-    its scaled forms: the experts of a mixture."""
+    """Whether ``node`` is a mixture's products, ``_grouped_mm`` or one of its scaled forms."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target.name() in _GROUPED
 
@@ -159,8 +157,7 @@ def bucket_key(start: fx.Node) -> tuple[Any, ...]:
 
 
 def group_name(start: fx.Node) -> str:
-    """The name of a collective's process group, also where it is a node of the graph; of an
-    all-to-all's as well."""
+    """The name of a collective's process group, also where that is a node of the graph."""
     name = argument(start, "group_name")
     return str(name if isinstance(name, str) else name.meta["val"].group_name)
 
@@ -208,8 +205,7 @@ def reduce_op(start: fx.Node) -> str | None:
 
 
 def wire_bytes(start: fx.Node) -> int:
-    """Bytes that a collective counts against a byte cap: the larger of its input and output. A
-    symbolic size without a hint is a RuntimeError."""
+    """Bytes that count against a byte cap: of the larger of input and output."""
     return max(
         size_hint(node.meta["val"].numel(), f"collective bucket {what} size")
         * node.meta["val"].element_size()

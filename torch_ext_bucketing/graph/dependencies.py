@@ -10,10 +10,9 @@ A node depends on its inputs. Besides, these keep their order whatever the edges
 - operators that draw random numbers from the generator's state, among themselves;
 - an assertion on a size or another number, and what uses that number, or the tensor whose size it
   is, after the assertion: what stood behind the check must not run unchecked;
-- the marks of profiled ranges, among themselves. Nothing ties them to the nodes between them, so
-  after scheduling a range no longer says where these run;
-- operators with other side effects, and operators that are not known to have none, against
-  everything;
+- the marks of profiled ranges, among themselves: after scheduling a range no longer says where the
+  nodes between them run;
+- operators that have other side effects, or are not known to have none, against everything;
 - the starts of one process group and kind. Ranks meet in a group in the order in which they launch,
   so the order that the graph came with, which is the same on every rank, is kept per kind; gathers
   may overtake reductions. All-to-alls have no such order: where experts' tokens come in chunks, one
@@ -161,9 +160,8 @@ class Dependencies(Precedence):
 
 
 def unused(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes, out of all of a graph, whose results nothing reads and that do nothing else, and
-    the nodes that only these read. Inductor makes no code for them. torch's partitioner leaves
-    them: what led to a collective that it has removed, for one."""
+    """The nodes, out of all of a graph, that do nothing for its results. Inductor makes no code for
+    them, torch's partitioner leaves them: what led to a collective that it has removed, for one."""
     found: set[fx.Node] = set()
     for node in reversed(nodes):
         if node.op == "call_function" and found.issuperset(node.users) and not _acts(node):

@@ -32,8 +32,7 @@ def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
 
 
 def kept_inputs(graph: fx.Graph, hints: SizeHints) -> dict[str, int]:
-    """The inputs of a graph that the caller keeps, by name, and the bytes of each. Of inputs that
-    share memory only the first counts."""
+    """Bytes by name of the inputs that the caller keeps; memory of several counts for the first."""
     donated = donated_by_autograd(graph)
     side = shard_side(graph, hints)
     seen: set[int] = set()
@@ -209,8 +208,7 @@ class LiveBytes:
         return sum(size[s] for s in storages if self._left[s] == 1 and s not in kept)
 
     def after(self, nodes: Iterable[int]) -> tuple[int, int]:
-        """The most bytes live while ``nodes`` would run next, one after the other, and what would
-        be left."""
+        """The most bytes live while ``nodes`` would run next, and what would be left."""
         liveness = self._liveness
         size, now, most = liveness.size, self.now, self.now
         read: dict[int, int] = {}

@@ -91,8 +91,7 @@ class Collective:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what it moves in one rank's part of a buffer: a gather's input, a
-        reduction's result."""
+        """Of a gather's input, of a reduction's result: its part of one rank's buffer."""
         node = self.start.all_input_nodes[0] if self.kind == "all_gather" else self.start
         sizes = node.meta["val"].shape
         return tuple(size_hint(s, "the report of a bucket's payload") for s in sizes)

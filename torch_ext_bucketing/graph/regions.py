@@ -102,8 +102,7 @@ def _adds_over_ranks(node: fx.Node) -> bool:
 
 
 def outside_reader(cut: Cut, end: fx.Node) -> fx.Node | None:
-    """A node that is not in the region and reads what is inside it before its end, if there is one.
-    Zeros may be shared."""
+    """A node outside of a region that reads what is inside before its end, if any; zeros aside."""
     inside = dict.fromkeys(cut.inside)
     ours = (n for n in cut.inside if n is not end and n.target not in CONSTANTS)
     return next((user for node in ours for user in node.users if user not in inside), None)
@@ -142,8 +141,7 @@ class Structures:
         return numbers[end]
 
     def from_source(self, value: fx.Node) -> tuple[Cut, int]:
-        """The region behind a value from the first value that it is made of by linear steps, and
-        the number of what is done to that very value."""
+        """The region behind a value from its first value, and the number of what is done to it."""
         source = list(cuts_behind(value, self._position))[-1]
         return source, self.of(source, value, name=source.node)
 

@@ -47,8 +47,7 @@ class Snapshot:
         }
 
     def difference(self) -> str:
-        """The first difference between the graph and the snapshot, in words; empty if there is
-        none. Metadata does not count."""
+        """The first difference of the graph in words, metadata aside; empty without one."""
         nodes = dict.fromkeys(self._graph.nodes)
         for node in nodes:
             if node not in self._saved:

@@ -14,8 +14,8 @@ decision depends on what a rank does with its own shards:
 - copies between a shard and its gather count nothing, for torch casts while it packs, except where
   a pad stands in between.
 
-Every rank can tell whether its graph is one of these, also a rank whose own shards are full:
-gathered parameters are cut, and gradients are padded before they are reduced, on all of them.
+Every rank can tell, also one whose own shards are full: gathered parameters are cut, and gradients
+are padded before they are reduced, on all of them.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ class ShardSide:
 
 
 def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
-    """Find them in a forward, backward or joint graph, which may be out of order; ``hints`` are for
-    :attr:`ShardSide.elements` alone."""
+    """Find them in a graph; ``hints`` are for :attr:`ShardSide.elements` alone."""
 
     def elements(node: fx.Node) -> int:
         value = node.meta.get("val")

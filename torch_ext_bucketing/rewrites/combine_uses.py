@@ -90,8 +90,7 @@ class CombineUses(GraphPass):
 def combine_uses(
     graph: fx.Graph, peak: PeakMemory | None = None, size_hints: SizeHints | GivenHints = None
 ) -> CombineReport:
-    """:class:`CombineUses` on a tagged joint or inference graph, which stays in topological
-    order."""
+    """:class:`CombineUses` on a tagged joint or inference graph in topological order."""
     hints = SizeHints.of(size_hints)
     combined: list[CombinedUses] = []
     left: list[LeftAlone] = []
@@ -271,8 +270,7 @@ class _Tree:
 
 
 def _summands_of(add: fx.Node) -> tuple[fx.Node, ...]:
-    """The two tensors of one shape and dtype that a node adds, as autograd accumulates; nothing for
-    another node."""
+    """The two tensors of one shape and dtype that a node adds, or nothing."""
     if add.target is not _aten.add.Tensor or add.kwargs:
         return ()
     nodes = tuple(a for a in add.args if isinstance(a, fx.Node))

@@ -46,8 +46,7 @@ class MergeAmax(GraphPass):
 
 
 def _merge_amax(graph: fx.Graph) -> AmaxReport:
-    """Merge the all-reduces of maxima and minima that tagged gathers wait for, unless the graph
-    writes to its values."""
+    """Merge the all-reduces of maxima and minima that tagged gathers wait for."""
     found: dict[fx.Node, dict[str, None]] = {}
     for start in graph.nodes:
         tag = tag_of(start)

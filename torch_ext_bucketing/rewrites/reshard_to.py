@@ -13,10 +13,9 @@ backward gathers there: over the fast network, for more memory. With 4 ranks, 2 
                                                        \\-> slice_copy [4:8]             saved
                 backward   slice_copy -> all_gather(ranks 0, 1) -> wait -> t -> t -> mm
 
-The joint graph has forward and backward in one, and what reads a parameter may be wanted in both
-(activation checkpointing, and whatever else the partitioner computes again). So there all readers
-get the second gather, behind a copy that the partitioner has to save, and the forward graph gets
-rid of it afterwards. Each of these graphs computes the same::
+In the joint graph what reads a parameter may be wanted in both (activation checkpointing, and
+whatever else the partitioner computes again). So there all readers get the second gather, behind a
+copy that the partitioner has to save, and the forward graph gets rid of it afterwards::
 
     joint graph     w -> all_gather -> wait -> slice_copy -> all_gather(0, 1) -> wait -> t -> mm
                                                                                       \\-> t -> mm
@@ -67,8 +66,7 @@ class SmallerGroup:
 
 
 def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:
-    """The group that ``ReshardAfterForward(to=...)`` means, which raises what this does; None for
-    one rank, which keeps parameters gathered."""
+    """The group that ``ReshardAfterForward(to=...)`` means; None for one rank."""
     if isinstance(to, DeviceMesh):
         size = to.size(to.ndim - 1)
     elif isinstance(to, int) and not isinstance(to, bool):
@@ -133,8 +131,7 @@ def reshard_to(
 
 
 def what_fits(chains: Chains, smaller: SmallerGroup) -> Smaller:
-    """The gathers of a joint graph that backward may make in the smaller group instead; a
-    ValueError as of :func:`reshard_to`."""
+    """The gathers that backward may make in the smaller group; errors as of :func:`reshard_to`."""
     reasons = _why_not(read_in_forward(chains), smaller)
     fitting = [start for start, reason in reasons.items() if not reason]
     return Smaller(smaller.name, len(smaller.ranks), fitting)
@@ -182,8 +179,7 @@ def _cannot_cut(start: fx.Node, smaller: SmallerGroup) -> str:
 def _gather_twice(
     graph: fx.Graph, start: fx.Node, tag: Tag, smaller: SmallerGroup, chain: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """Put the copy and the second gather behind the first one's wait; returns the copy, and what is
-    computed of it in backward."""
+    """Gather again behind the wait; returns the copy, and what backward computes of it."""
     (wait,) = start.users
     readers = list(wait.users)
     ranks = len(smaller.ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import posixpath
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -68,31 +68,30 @@ class ReshardAfterForward(GraphPass):
 
         [ReshardAfterForward(keep="auto", memory=PeakMemory(gib=70)), BucketUnits(order), ...]
 
-    With ``to`` as well, each unit is gathered again over all ranks, or inside the node from a copy
-    of as much as makes the whole there, or kept whole. With ``activations``, groups of these, by
-    unit and sort, are saved or computed again (:mod:`.scheduling.activations`); what the user
-    marked, by ``torch.utils.checkpoint`` say, stays as it is.
-
-    The bound holds for what the graphs hold, parameters' shards and gradients among it, and
-    ``state_bytes`` beside it; schedules of the same backend keep it, too. All ranks choose alike,
-    which is part of what they compare. With too little room for any unit nothing is kept, and a
-    ``NothingKeptWarning`` says by how much the cheapest unit misses. A choice that fails keeps
-    nothing, with a warning.
+    With ``to`` as well, each unit is gathered again over all ranks, or inside the node, or kept
+    whole. With ``activations``, groups of these, by unit and sort, are saved or computed again
+    (:mod:`.scheduling.activations`); what the user marked, by ``torch.utils.checkpoint`` say, stays
+    as it is. The bound holds for what the graphs hold, parameters' shards and gradients among it,
+    and ``state_bytes`` beside it; schedules of the same backend keep it, too. All ranks choose
+    alike, which is part of what they compare. With too little room for any unit nothing is kept,
+    and a ``NothingKeptWarning`` says by how much the cheapest unit misses; a choice that fails
+    keeps nothing, with a warning.
 
     Args:
         keep: FQNs of parameters or modules that stay gathered until backward, as eager FSDP2 keeps
-            its root's. A name that no parameter has keeps none. Or ``"auto"``.
-        memory: for ``"auto"``: the bound. A ratio refers to the peak with everything gathered
-            again, the collectives of each unit merged, in the order of the graph.
-        units: for ``"auto"``: what is kept or not together, as of ``BucketUnits``. None takes the
-            units of the backend's ``BucketUnits``, and without one modules: what is below the first
-            number in a name (``layers.3``), and each other module.
-        machine: for ``"auto"``: what the cost model times nodes for. None takes that of the pass
-            that schedules in the same backend, and without one :func:`.job_machine`.
-        activations: for ``"auto"``: whether to choose which activations are saved, too.
-        state_bytes: for ``"auto"``: bytes on each rank that the graphs do not see.
-        curve: for ``"auto"``: whether the report also says what other bounds would come to; takes
-            as long again for each.
+            its root's. A name that no parameter has keeps none. Or ``"auto"``, to which the other
+            arguments but ``to`` belong.
+        memory: the bound. A ratio refers to the peak with everything gathered again, the
+            collectives of each unit merged, in the order of the graph.
+        units: what is kept or not together, as of ``BucketUnits``. None takes the units of the
+            backend's ``BucketUnits``, and without one modules: what is below the first number in a
+            name (``layers.3``), and each other module.
+        machine: what the cost model times nodes for. None takes that of the pass that schedules in
+            the same backend, and without one :func:`.job_machine`.
+        activations: whether to choose which activations are saved, too.
+        state_bytes: bytes on each rank that the graphs do not see.
+        curve: whether the report also says what other bounds would come to; takes as long again
+            for each.
         to: the smaller group; None: none, backward gathers over all ranks that share a parameter.
             A number of ranks, for sharding over neighbouring ranks of the job: ranks 0 to
             ``to - 1``, the next ``to``, and so on. It creates process groups: make the pass on
@@ -277,9 +276,7 @@ def _unit_of(graph: fx.Graph, units: Units | None) -> UnitOf:
 
 def unit_name(fqns: Sequence[str]) -> str:
     """A unit in a few words: what its names have in common, else the first of them."""
-    parts = [f.split(".") for f in fqns]
-    common = list(itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False)))
-    name = ".".join(same[0] for same in common)
+    name = posixpath.commonpath([f.replace(".", "/") for f in fqns] or [""]).replace("/", ".")
     if name:
         return name
     modules = list(dict.fromkeys(f.split(".")[0] for f in fqns))
