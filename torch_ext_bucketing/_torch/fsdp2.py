@@ -27,6 +27,9 @@ with private_torch():
     from torch.distributed import _composable_state
     from torch.distributed.fsdp import _common_utils
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllocMixin as DefaultAllocMixin,
+    )
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -42,19 +45,15 @@ WRAPS_DATACLASSES = hasattr(_common_utils, "replace_grad_tensors")
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """One payload of eager FSDP2."""
+    """One payload of eager FSDP2: FQNs of the modules of the ``fully_shard`` call, in its order,
+    and of the parameters in the orders of all-gather and reduce-scatter; (other name, name) of
+    shared ones; what identifies each before sharding, in all groups (None before torch 2.13)."""
 
     modules: tuple[str, ...]
-    """FQNs of the modules that the ``fully_shard`` call was given, in its order."""
     params: tuple[str, ...]
-    """FQNs of the parameters in all-gather order."""
     reduce_params: tuple[str, ...]
-    """The same FQNs in reduce-scatter order."""
     aliases: tuple[tuple[str, str], ...]
-    """(other name, name in ``params``) of shared parameters."""
     origins: tuple[Hashable, ...]
-    """Per parameter, what identifies it as it was before sharding, equal in groups that share it;
-    None before torch 2.13."""
 
 
 def is_wrapped(model: nn.Module) -> bool:

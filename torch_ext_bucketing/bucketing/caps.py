@@ -17,11 +17,10 @@ and does not look at members that are buckets already.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch.fx as fx
@@ -63,9 +62,8 @@ def plan_by_cap(
         cap_mb: in MiB, counted as the larger of a member's input and output: a number, a tuple of
             one per bucket of a bucket key (the last one holds for all further), a callable of the
             bucket's index (0, 1, ...), or any per process group name, or per group name and kind.
-            None, and what the mapping lacks: what saturates the
-            network of a group of that size, by torch's own estimate. A member above the cap is a
-            bucket of its own.
+            None, and what the mapping lacks: what saturates the network of a group of that size, by
+            torch's own estimate. A member above the cap is a bucket of its own.
         kinds: what is bucketed; others are left alone and not reported one by one.
         eligible: ``"tag"``: collectives with a tag, those that serve parameters. ``"structure"``:
             those that torch takes for FSDP's by their place in the graph. Or a callable of the
@@ -108,7 +106,7 @@ class CapPlanner:
     ) -> None:
         check_options(kinds=kinds, eligible=eligible, group_filter=group_filter)
         self._analysis = analysis = GraphAnalysis.of(graph)
-        with _reading_only(analysis.graph, eligible=eligible, group_filter=group_filter):
+        with reading_only(analysis.graph, eligible=eligible, group_filter=group_filter):
             self._contracted = Contraction(analysis)
             mergeable, self._left, counts = _candidates(analysis, kinds, eligible)
             # The groups to plan together, scope after scope.
@@ -135,7 +133,7 @@ class CapPlanner:
         self._contracted.reset()
         reached = {} if max_compute_run is None else self._analysis.compute_before
         planner = _Planner(self._contracted, cap_mb, max_compute_run, reached)
-        with _reading_only(self._analysis.graph, cap_mb=next(filter(callable, caps), None)):
+        with reading_only(self._analysis.graph, cap_mb=next(filter(callable, caps), None)):
             for groups in self._scopes:
                 members = [c for c in self._in_wait_order if c.home in groups]
                 for run in _runs(members, non_adjacent):
@@ -163,12 +161,6 @@ class CapPlanner:
         return found
 
 
-def _reading_only(graph: fx.Graph, **hooks: Any) -> contextlib.AbstractContextManager[Any]:
-    """Watch the graph while hooks of the user may be called, if there are any."""
-    given = [name for name, hook in hooks.items() if callable(hook)]
-    return reading_only(graph, " or ".join(given)) if given else contextlib.nullcontext()
-
-
 def _candidates(
     analysis: GraphAnalysis, kinds: Collection[Kind], eligible: Eligible
 ) -> tuple[list[Collective], list[LeftAlone], dict[str, dict[str, int]]]:
@@ -184,12 +176,15 @@ def _candidates(
         is_eligible = lambda c: c.start in ours or c.merged  # noqa: E731
         otherwise = "it is no collective of FSDP by its place in the graph"
     else:
-        is_eligible, otherwise = _asking(eligible), "it is not eligible"
+        is_eligible, otherwise = (lambda c: eligible(c.start)), "it is not eligible"
 
     for c in analysis.collectives.values():
         if c.kind not in kinds and c.kind != "all_gather":
             continue
-        wanted = is_eligible(c)
+        try:
+            wanted = bool(is_eligible(c))
+        except Exception as error:
+            raise RuntimeError(f"eligible failed at {c.start.format_node()}") from error
         if wanted:
             # A bucket counts as its members, so that planning again comes out the same.
             counts.setdefault(c.home, dict.fromkeys(KINDS, 0))[c.kind] += c.count
@@ -203,16 +198,6 @@ def _candidates(
     return mergeable, left, counts
 
 
-def _asking(eligible: Callable[[fx.Node], Any]) -> Callable[[Collective], bool]:
-    def ask(c: Collective) -> bool:
-        try:
-            return bool(eligible(c.start))
-        except Exception as error:
-            raise RuntimeError(f"eligible failed at {c.start.format_node()}") from error
-
-    return ask
-
-
 def _runs(members: list[Collective], non_adjacent: bool) -> list[list[Collective]]:
     """Members of one bucket key each, in wait order."""
     if not non_adjacent:
@@ -223,28 +208,21 @@ def _runs(members: list[Collective], non_adjacent: bool) -> list[list[Collective
     return list(runs.values())
 
 
+@dataclass
 class _Planner:
-    def __init__(
-        self,
-        contracted: Contraction,
-        cap_mb: CapMb,
-        max_run: int | None,
-        compute_before: Mapping[fx.Node, int],
-    ) -> None:
-        self.contracted = contracted
-        self.buckets: list[Bucket] = []
-        self.unmerged: list[tuple[int, Unmerged]] = []
-        self._cap_mb = cap_mb
-        self._max_run, self._compute_before = max_run, compute_before
-        self._default_cap = functools.cache(default_cap_mb)
-        self._reached = 0  # compute nodes before the last member of the bucket before
+    contracted: Contraction
+    cap_mb: CapMb
+    max_run: int | None
+    compute_before: Mapping[fx.Node, int]
+    buckets: list[Bucket] = field(default_factory=list)
+    unmerged: list[tuple[int, Unmerged]] = field(default_factory=list)
 
     def fill(self, candidates: list[Collective]) -> None:
         """Plan the buckets of one key."""
         cap_of = self._cap_of(candidates[0])
         index, cap = 0, cap_of(0)
         members: list[Collective] = []
-        filled = self._reached = 0
+        filled = self._reached = 0  # compute nodes before the last member of the bucket before
         for c in candidates:
             if members:
                 closed_by, detail = self._closed_by(c, filled, cap)
@@ -263,9 +241,9 @@ class _Planner:
         filled += c.wire_bytes
         if filled > cap:
             return "bytes", f"with {c.start.name}: {filled} bytes, above the cap of {cap}"
-        if self._max_run is not None and c.kind == "reduce_scatter":
-            run = self._compute_before[c.start] - self._reached
-            if run > self._max_run:
+        if self.max_run is not None and c.kind == "reduce_scatter":
+            run = self.compute_before[c.start] - self._reached
+            if run > self.max_run:
                 return "run", f"with {c.start.name}: {run} compute nodes since the bucket before"
         if self.contracted.try_add(c.start):
             return None, ""
@@ -275,8 +253,8 @@ class _Planner:
         self, members: list[Collective], filled: int, cap: int, closed_by: ClosedBy, detail: str
     ) -> None:
         self.contracted.close()
-        if self._max_run is not None:
-            self._reached = max(self._compute_before[c.start] for c in members)
+        if self.max_run is not None:
+            self._reached = max(self.compute_before[c.start] for c in members)
         position, one = self.contracted.position, members[0]
         if len(members) > 1:
             ordered = tuple(sorted((c.start for c in members), key=position))
@@ -290,11 +268,11 @@ class _Planner:
         self.unmerged.append((position(one.start), unmerged))
 
     def _cap_of(self, c: Collective) -> Callable[[int], int]:
-        cap: Any = self._cap_mb
+        cap: Any = self.cap_mb
         if isinstance(cap, Mapping):
             cap = cap.get((c.group, c.kind), cap.get(c.group))
         if cap is None:
-            cap = self._default_cap(c.ranks)
+            cap = default_cap_mb(c.ranks)
 
         def cap_bytes(index: int) -> int:
             value = cap[min(index, len(cap) - 1)] if isinstance(cap, tuple) else cap
@@ -317,7 +295,6 @@ def check_options(
     eligible: Eligible = "tag",
     group_filter: GroupFilter | None = None,
     max_compute_run: int | None = None,
-    non_adjacent: bool = True,
 ) -> None:
     """Check options of :func:`plan_by_cap` without a graph; errors are those of that function."""
     check_kinds(kinds)

@@ -8,8 +8,7 @@ Buckets can be free of dependencies each and form a cycle together::
 
 Only starts matter for that. One pass over the nodes projects the graph onto them: each start gets
 the set of starts that it needs, as a Python integer with one bit per start. A node's set is dropped
-at its last use, and equal sets are one object, so what is kept grows with the starts and not with
-the nodes. From then on one bucket is open at a time and grows by :meth:`Contraction.try_add`.
+at its last use, and equal sets are one object: what is kept grows with the starts, not the nodes.
 
 Writes are barriers. An operator that writes to a tensor that others read without getting it from
 that operator (``copy_`` on an input) is not ordered against them by the graph's edges but by the
@@ -195,4 +194,9 @@ class Contraction:
 
 
 def _bits(mask: int) -> list[int]:
-    return [i for i, bit in enumerate(reversed(f"{mask:b}")) if bit == "1"]
+    indices = []
+    while mask:
+        low = mask & -mask
+        indices.append(low.bit_length() - 1)
+        mask ^= low
+    return indices

@@ -25,8 +25,6 @@ from .plan import Bucket, MergePlan
 
 PayloadKey = Callable[[fx.Node], Any]
 
-_ASKED = "payload_order"  # what errors call the key: the argument of the passes
-
 
 def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
     """``order``; a TypeError for what is no callable and not None."""
@@ -113,26 +111,23 @@ def merge_buckets(
 def _payload_keys(graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey) -> dict[fx.Node, Any]:
     """Every member's key, computed and compared before anything changes."""
     keys: dict[fx.Node, Any] = {}
-    with reading_only(graph, _ASKED):
+    with reading_only(graph, payload_order=payload_key):
         for bucket in plan.buckets:
             for member in bucket.members:
                 try:
                     keys[member] = payload_key(member)
                 except Exception as error:
-                    raise RuntimeError(f"{_ASKED} failed at {member.format_node()}") from error
-            _check_order({m: keys[m] for m in bucket.members})
+                    text = f"payload_order failed at {member.format_node()}"
+                    raise RuntimeError(text) from error
+            try:
+                known = sorted(keys[m] for m in bucket.members if keys[m] is not None)
+                if not all(a < b or a == b for a, b in itertools.pairwise(known)):
+                    raise TypeError("keys without a total order, such as NaN")
+            except Exception as error:
+                listed = ", ".join(f"{m.name}: {keys[m]!r}" for m in bucket.members)
+                text = f"payload_order: the keys of a bucket can't be sorted: {listed}"
+                raise RuntimeError(text) from error
     return keys
-
-
-def _check_order(keys: Mapping[fx.Node, Any]) -> None:
-    known = [k for k in keys.values() if k is not None]
-    try:
-        known.sort()
-        if not all(a < b or a == b for a, b in itertools.pairwise(known)):
-            raise TypeError("keys without a total order, such as NaN")
-    except Exception as error:
-        listed = ", ".join(f"{node.name}: {key!r}" for node, key in keys.items())
-        raise RuntimeError(f"{_ASKED}: the keys of a bucket can't be sorted: {listed}") from error
 
 
 def _apply_bucket(

@@ -192,16 +192,6 @@ def _reduction(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node])
 _OF_THE_FIRST = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
 
 
-def _merged_metadata(members: Sequence[fx.Node]) -> dict[str, Any]:
-    """Metadata for every node that takes the place of ``members``, all values shared: the first
-    one's module stack, source line and annotations, and each one as a source (``from_node``), which
-    Inductor's provenance tracking reads."""
-    first = members[0].meta
-    actions = [NodeSourceAction.CREATE, NodeSourceAction.REPLACE]
-    sources = [NodeSource(member, "bucketing_pass", actions) for member in members]
-    return {**{key: first[key] for key in _OF_THE_FIRST if key in first}, "from_node": sources}
-
-
 class Writer:
     """Writes the nodes of one bucket where the graph inserts nodes, each with its value.
 
@@ -213,7 +203,12 @@ class Writer:
     def __init__(self, graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         self.nodes: list[fx.Node] = []
         self._graph = graph
-        self._meta = _merged_metadata(members)
+        # Of all nodes, values shared: the first member's module stack, source line and annotations,
+        # and each member as a source (``from_node``), which Inductor's provenance tracking reads.
+        actions = [NodeSourceAction.CREATE, NodeSourceAction.REPLACE]
+        first = members[0].meta
+        self._meta = {key: first[key] for key in _OF_THE_FIRST if key in first}
+        self._meta["from_node"] = [NodeSource(m, "bucketing_pass", actions) for m in members]
         values = [m.meta["val"] for m in members] + [m.args[0].meta["val"] for m in members]  # type: ignore[union-attr]
         self._mode = fake_mode_of(values[0])
         self._static = self._mode is not None and all(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.fx as fx
 
 from ..graph.analysis import GraphAnalysis
@@ -21,13 +19,10 @@ def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
     way for all of them.
     """
     nodes = analysis.nodes
-    several: Any = object()
-    source: dict[fx.Node, Any] = {}  # the only placeholder behind a node, None, or several
+    sources: dict[fx.Node, list[fx.Node]] = {}  # the placeholders behind a node, two at most
     for node in nodes:
-        found = {source[arg] for arg in node.all_input_nodes} - {None}
-        if node.op == "placeholder":
-            found = {node}
-        source[node] = several if len(found) > 1 else next(iter(found), None)
+        found = dict.fromkeys(s for arg in node.all_input_nodes for s in sources[arg])
+        sources[node] = [node] if node.op == "placeholder" else list(found)[:2]
     only_outputs: dict[fx.Node, bool] = {}
     for node in reversed(nodes):
         only_outputs[node] = all(
@@ -35,7 +30,7 @@ def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
             for user in node.users
         )
     all_gathers = (c for c in analysis.collectives.values() if c.kind == "all_gather")
-    gathers = {c.start: c for c in all_gathers if source[c.start] not in (None, several)}
+    gathers = {c.start: c for c in all_gathers if len(sources[c.start]) == 1}
     groups = {c.group for c in gathers.values()}
 
     def is_ours(c: Collective) -> bool:

@@ -134,21 +134,18 @@ class FSDPParamOrder(Units, CustomPassBase):
         2.15 (``torch/distributed/fsdp/_fully_shard/_fsdp_init.py``): the modules of a unit
         depth-first, children before the module itself, stopping at the modules of earlier units;
         then each module's own parameters in the order of registration. A parameter counts once,
-        where first seen, frozen or not. No parameter is read, so meta devices and parametrizations
-        are fine; parameters that ``torch.nn.utils.parametrize`` has moved into children come before
-        the rest, as FSDP2 visits them.
+        where first seen, frozen or not. None is read: meta devices and parametrizations are fine.
 
         Args:
             model: The model, wrapped or not.
             units: In the order of the ``fully_shard`` calls (inner modules before those around
-                them), each item a module FQN or a list of them that share one call; ``""`` is
-                ``model`` itself. Or a bucket plan. Parameters outside all units are in no payload.
-                Default: ``fully_shard(model)`` alone.
+                them), each item a module FQN or a list of them that share one call; ``""``, the
+                default, is ``model`` itself. Parameters outside all units are in no payload.
             ignored_params: What would be passed to ``fully_shard`` as ``ignored_params``, as
                 parameters or FQNs.
             group_key: Splits units like a ``shard_placement_fn`` with several meshes: from the FQN
                 and the parameter to any hashable that stands for its mesh. Each key is a payload,
-                in order of first appearance. Default: one payload per unit.
+                in order of first appearance.
 
         Raises:
             TypeError: ``units`` is a string, or an item is neither a string nor a list of strings.
@@ -159,7 +156,13 @@ class FSDPParamOrder(Units, CustomPassBase):
 
         given = names_of_units(units)
         names = parameter_names(model)
-        ignored = _ignored(ignored_params, names)
+        by_name = {fqn: parameter for parameter, fqns in names.items() for fqn in fqns}
+        ignored: set[nn.Parameter] = set()  # some may be another model's: of other pipeline stages
+        for item in [ignored_params] if isinstance(ignored_params, str) else ignored_params:
+            if isinstance(item, str) and canonical_fqn(item) not in by_name:
+                near = nearest_names(item, by_name)
+                raise ValueError(f"ignored_params: no parameter is named {item!r}{near}")
+            ignored.add(by_name[canonical_fqn(item)] if isinstance(item, str) else item)
         taken: set[nn.Parameter] = set()
         payloads: list[list[nn.Parameter]] = []
         for modules in _unit_modules(model, given):
@@ -176,6 +179,9 @@ class FSDPParamOrder(Units, CustomPassBase):
         names_are_relative_to(model)
         fqns = [tuple(names[parameter][0] for parameter in params) for params in payloads]
         held = [names[parameter] for params in payloads for parameter in params]
+        short = abbreviated(given)
+        plain = short == [unit[0] if len(unit) == 1 else None for unit in given]
+        code = str(short) if plain else f"manual_plan({short}, model)"
         return cls(
             units=tuple(fqns),
             aliases=tuple((alias, first) for first, *others in held for alias in others),
@@ -183,7 +189,7 @@ class FSDPParamOrder(Units, CustomPassBase):
                 _fsdp2.reduce_order(unit, [_fsdp2.grad_dtype(p) for p in params])
                 for unit, params in zip(fqns, payloads, strict=True)
             ),
-            made_by=f"from_model(model, units={_units_code(given)})",
+            made_by=f"from_model(model, units={code})",
         )
 
     @classmethod
@@ -265,27 +271,6 @@ class FSDPParamOrder(Units, CustomPassBase):
     @functools.cached_property
     def _reduced(self) -> Units:
         return Units(self.reduce_units, self.aliases)
-
-
-def _ignored(
-    ignored_params: Collection[nn.Parameter | str], names: Mapping[nn.Parameter, tuple[str, ...]]
-) -> set[nn.Parameter]:
-    """Resolves FQNs. Parameters of other models pass: under pipeline parallelism, other stages'."""
-    by_name = {fqn: parameter for parameter, fqns in names.items() for fqn in fqns}
-    given = [ignored_params] if isinstance(ignored_params, str) else ignored_params
-    for item in given:
-        if isinstance(item, str) and canonical_fqn(item) not in by_name:
-            raise ValueError(
-                f"ignored_params: no parameter is named {item!r}" + nearest_names(item, by_name)
-            )
-    return {by_name[canonical_fqn(i)] if isinstance(i, str) else i for i in given}
-
-
-def _units_code(units: Sequence[Sequence[str]]) -> str:
-    short = abbreviated(units)
-    if short == [unit[0] if len(unit) == 1 else None for unit in units]:
-        return str(short)
-    return f"manual_plan({short}, model)"
 
 
 def _unit_modules(model: nn.Module, units: Iterable[tuple[str, ...]]) -> Iterator[list[nn.Module]]:

@@ -44,10 +44,9 @@ def data_parallel(
 ) -> nn.Module:
     """Shard or replicate every parameter of ``model``, in place.
 
-    A parameter that several modules share stays shared. Parameters may be uneven over the ranks.
-
-    Names stay, too: ``named_parameters()`` and ``state_dict()`` give the shards (``DTensor``) under
-    the names from before, so checkpoints go to and from eager FSDP2's models. Reading a parameter
+    Parameters may be shared by modules, which stays so, and uneven over the ranks. Names stay, too:
+    ``named_parameters()`` and ``state_dict()`` give the shards (``DTensor``) under the names from
+    before, so checkpoints go to and from eager FSDP2's models. Reading a parameter
     as an attribute, ``module.weight``, gathers it: all ranks have to. What is written to that, as
     by ``torch.nn.init``, is lost: initialize before, or write to those of ``named_parameters()``,
     which are also the ones to freeze. Each module becomes one of a subclass of its class, as with
@@ -393,9 +392,8 @@ class ReduceOnce:
 
     Inside of it, gradients of the full parameters add up on every rank, in the dtype in which they
     are reduced; at its end they are reduced, in the buckets of ``backend``, and added to the
-    parameters' ``grad``. In memory that costs one full gradient of every parameter, in that dtype,
-    on every rank: 4 bytes for each parameter of the whole model with float32. On the network it
-    saves all reductions but one. The reductions overlap with no computation.
+    parameters' ``grad``. That costs one full gradient of every parameter in memory (4 bytes each
+    with float32), saves all reductions but one, and overlaps these with no computation.
 
     What is run inside is compiled for itself, once. Bits are eager FSDP2's, but where a parameter
     that is read several times in one forward is reduced in another dtype than it is gathered in:
@@ -406,9 +404,8 @@ class ReduceOnce:
         backend: compiles the reductions, and the gathers that are made once; None runs them one by
             one. With buckets it needs ``model=``, by which the parameters are told apart.
         gather_once: gather every parameter on entering, not in each microbatch, as eager FSDP2 does
-            with ``set_reshard_after_backward(False)``: that saves all gathers but one, and costs
-            one full copy of every parameter, 2 bytes for each with bfloat16, until it is left.
-            What was written to the parameters inside is not seen inside.
+            with ``set_reshard_after_backward(False)``, for one full copy of every parameter until
+            it is left. What was written to the parameters inside is not seen inside.
 
     Raises:
         ValueError: ``model`` is not sharded by :func:`data_parallel`.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -54,8 +54,7 @@ def tag_joint_graph(
     """Tag every collective of ``gm`` that serves parameters. One pass forward and one back.
 
     Args:
-        gm: a joint graph, an inference graph, or a trace of a whole training step. Existing tags
-            are kept.
+        gm: a joint or inference graph, or that of a whole step. Existing tags are kept.
         fqn_of: names a parameter input: called with what identifies it, an ``AOTInput`` where the
             placeholders carry descriptors and the placeholder node otherwise, or a mapping from
             the graph input's index (``PlainAOTInput.idx``) to the FQN. It returns None for inputs
@@ -77,7 +76,9 @@ def tag_joint_graph(
     inputs = {n: _name_of(n, fqn_of) for n in nodes if n.op == "placeholder"}
     behind = _parameters_behind(nodes, inputs)
     ahead = _gradients_ahead(nodes, inputs, _gradient_outputs(nodes, fqn_of, grad_fqns))
-    shards = _shards_by_module(model)
+    shards: dict[str, list[tuple[str, tuple[int, ...]]]] = {}  # of parameters, by their modules
+    for fqn, param, _ in () if model is None else parameters_by_name(model):
+        shards.setdefault(fqn.rpartition(".")[0], []).append((fqn, tuple(shard_of(param).shape)))
     has_descriptors = any("desc" in n.meta for n in nodes if n.op in ("placeholder", "output"))
 
     tags: dict[fx.Node, Tag] = {}
@@ -198,18 +199,9 @@ def _gradient_outputs(
 _PARAMETRIZATION = re.compile(r"(?:(.*)\.)?parametrizations\.(\w+)(?:\.\d+)?")
 
 
-_Shards: TypeAlias = dict[str, list[tuple[str, tuple[int, ...]]]]
-"""By module its own parameters, each with the shape of this rank's shard."""
-
-
-def _shards_by_module(model: torch.nn.Module | None) -> _Shards:
-    shards: _Shards = {}
-    for fqn, param, _ in () if model is None else parameters_by_name(model):
-        shards.setdefault(fqn.rpartition(".")[0], []).append((fqn, tuple(shard_of(param).shape)))
-    return shards
-
-
-def _served_in_module(node: fx.Node, kind: Kind, shards: _Shards) -> tuple[str, ...]:
+def _served_in_module(
+    node: fx.Node, kind: Kind, shards: Mapping[str, list[tuple[str, tuple[int, ...]]]]
+) -> tuple[str, ...]:
     """The parameter that a collective serves in a graph without descriptors: that of the module
     which it was traced in, by the shape of the shard. Where two have that shape, it is neither."""
     module = _module_fqn(node)

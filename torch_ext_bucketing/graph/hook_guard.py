@@ -36,9 +36,13 @@ class _NoCollectives(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def reading_only(graph: fx.Graph, what: str) -> Iterator[None]:
-    """Hooks that are called inside, ``what`` in errors, may read ``graph`` and write metadata. A
+def reading_only(graph: fx.Graph, **hooks: object) -> Iterator[None]:
+    """Those of ``hooks`` that are callables may read ``graph`` inside, and write metadata. A
     RuntimeError where one changed the graph, which was put back, or called a collective."""
+    what = " or ".join(name for name, hook in hooks.items() if callable(hook))
+    if not what:
+        yield
+        return
     snapshot = Snapshot(graph)
     failed: Exception | None = None
     try:

@@ -75,30 +75,21 @@ def cuts_behind(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
         node = max(pending, key=position.__getitem__)
         if len(pending) == 1:
             yield Cut(node, tuple(inside), tuple(reductions))
-        if not is_linear(node) and not _adds_over_ranks(node):
+        if kind_of(node):
+            added = reduce_op(node) in ("sum", "avg")
+            if not added or node.target is torch.ops._c10d_functional.all_reduce_.default:
+                return
+            reductions.append(node)
+        elif not is_linear(node):
             return
         del pending[node]
         inside.append(node)
-        if kind_of(node):
-            reductions.append(node)
-        for arg in _values(node):
+        # The process group of a collective may be a node of the graph, too.
+        for arg in node.all_input_nodes[:1] if kind_of(node) else node.all_input_nodes:
             if is_zeros(arg):
                 inside.append(arg)
             else:
                 pending[arg] = None
-
-
-def _values(node: fx.Node) -> list[fx.Node]:
-    # The process group of a collective may be a node of the graph, too.
-    return node.all_input_nodes[:1] if kind_of(node) else node.all_input_nodes
-
-
-def _adds_over_ranks(node: fx.Node) -> bool:
-    return (
-        kind_of(node) in ("reduce_scatter", "all_reduce")
-        and reduce_op(node) in ("sum", "avg")
-        and node.target is not torch.ops._c10d_functional.all_reduce_.default
-    )
 
 
 def outside_reader(cut: Cut, end: fx.Node) -> fx.Node | None:

@@ -41,14 +41,11 @@ class SizeHints:
 
     Args:
         given: for each symbol that depends on data; a callable gets the symbol as a sympy
-            expression (``u0``) and returns a number.
+            expression (``u0``) and returns a number. Checked by :func:`check_size_hints`.
 
     Attributes:
         used: the symbols that were asked for, by name, and their numbers.
         problems: what was wrong with the callable's answers; the default stands for these.
-
-    Raises:
-        TypeError, ValueError: as of :func:`check_size_hints`.
     """
 
     def __init__(self, given: GivenHints = None) -> None:

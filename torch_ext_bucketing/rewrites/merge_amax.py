@@ -40,36 +40,34 @@ class MergeAmax(GraphPass):
     needs = (Tags,)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        report = _merge_amax(graph_of(graph))
-        if report.merged or report.left:
+        g = graph_of(graph)
+        found: dict[fx.Node, dict[str, None]] = {}
+        for start in g.nodes:
+            tag = tag_of(start)
+            if tag is not None and kind_of(start) == "all_gather":
+                for node in nodes_behind([start]):
+                    if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
+                        found.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
+        if not found:
+            return
+        groups: dict[Any, list[fx.Node]] = {}
+        left: list[LeftAlone] = []
+        writes = Writes(g.nodes).unordered
+        for node in [n for n in g.nodes if n in found]:
+            why = "the graph writes to its values" if writes else unmergeable(node)
+            if not why and any(other in found for other in nodes_behind([node])):
+                why = "it waits for another one"
+            if why:
+                left.append(LeftAlone(tuple(found[node]), why, node.name))
+            else:
+                groups.setdefault(bucket_key(node), []).append(node)
+        merged = [members for members in groups.values() if len(members) > 1]
+        with unchanged_on_error(g):
+            for members in merged:
+                pack(g, members, members, members[-1].next)
+            if merged:
+                sort_topologically(g)
+                g.lint()
+        if merged or left:
+            report = AmaxReport(tuple(map(len, merged)), tuple(left))
             compilation.report.rewrites.append(report)
-
-
-def _merge_amax(graph: fx.Graph) -> AmaxReport:
-    """Merge the all-reduces of maxima and minima that tagged gathers wait for."""
-    found: dict[fx.Node, dict[str, None]] = {}
-    for start in graph.nodes:
-        tag = tag_of(start)
-        if tag is not None and kind_of(start) == "all_gather":
-            for node in nodes_behind([start]):
-                if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
-                    found.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
-    groups: dict[Any, list[fx.Node]] = {}
-    left: list[LeftAlone] = []
-    writes = Writes(graph.nodes).unordered if found else ()
-    for node in [n for n in graph.nodes if n in found]:
-        why = "the graph writes to its values" if writes else unmergeable(node)
-        if not why and any(other in found for other in nodes_behind([node])):
-            why = "it waits for another one"
-        if why:
-            left.append(LeftAlone(tuple(found[node]), why, node.name))
-        else:
-            groups.setdefault(bucket_key(node), []).append(node)
-    merged = [members for members in groups.values() if len(members) > 1]
-    with unchanged_on_error(graph):
-        for members in merged:
-            pack(graph, members, members, members[-1].next)
-        if merged:
-            sort_topologically(graph)
-            graph.lint()
-    return AmaxReport(tuple(map(len, merged)), tuple(left))

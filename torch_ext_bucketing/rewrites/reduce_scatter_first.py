@@ -70,7 +70,8 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
             scatter = _scatter_behind(reduce)
             if scatter is None:
                 continue
-            cut = _between(reduce, scatter, position)
+            cuts = cuts_behind(scatter.all_input_nodes[0], position)
+            cut = next((c for c in cuts if started_by(c.node) is reduce), None)
             reason = _why_not(reduce, scatter, cut, written)
             if reason or cut is None:
                 left.append(LeftAlone(tag.fqns, f"{reduce.name}, {scatter.name}: {reason}"))
@@ -96,13 +97,6 @@ def _scatter_behind(reduce: fx.Node) -> fx.Node | None:
             if moves and user not in reached:
                 reached[user] = None
                 stack.append(user)
-    return None
-
-
-def _between(reduce: fx.Node, scatter: fx.Node, position: dict[fx.Node, int]) -> Cut | None:
-    for cut in cuts_behind(scatter.all_input_nodes[0], position):
-        if started_by(cut.node) is reduce:
-            return cut
     return None
 
 
