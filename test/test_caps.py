@@ -40,12 +40,11 @@ from torch_features import needs_pre_bucketing
 
 from torch_ext_bucketing._torch.estimates import default_cap_mb
 from torch_ext_bucketing.bucketing import caps as caps_module
-from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
+from torch_ext_bucketing.bucketing.caps import CapPlanner, fsdp_starts, plan_by_cap
 from torch_ext_bucketing.bucketing.contraction import Contraction
 from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
-from torch_ext_bucketing.bucketing.structure import fsdp_starts
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import KINDS, bucket_key, group_name, kind_of, wire_bytes
 from torch_ext_bucketing.graph.tags import Tag, set_tag

@@ -147,8 +147,7 @@ class _Meshes:
 
     Such a graph asks for places and groups when it runs. Whatever asks a mesh for this rank's place
     while the graph is made, which ``place_read`` then says, has it as a constant in there: no cache
-    may keep that. A mesh that is pickled is known, too: a key is made before its entry is looked
-    for.
+    may keep that. A mesh that is pickled is known, too: a key is made before its entry is read.
     """
 
     def __init__(self, meshes: Iterable[DeviceMesh]) -> None:

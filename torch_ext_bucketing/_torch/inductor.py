@@ -49,18 +49,15 @@ def compile_inductor(
     """Inductor, with the two hooks appended to those that the user has set.
 
     ``options`` and ``mode`` are those of ``torch.compile``. The config is patched for this compile
-    only; ``compile_fx`` patches it again around the backward graph, which is compiled when the
-    first backward runs.
+    only; ``compile_fx`` patches it again around the backward graph, which is compiled later.
 
     - ``allow_buffer_reuse=False``, as a precaution: ``_WaitKernel.get_volatile_reads`` keeps the
       input of an out-of-place collective alive until its wait, and no reuse before a wait was seen
       on CPU where start and wait are adjacent. Starts far from their waits were not examined.
-    - ``cacheable``: functions by name, and digests of what they do: AOTAutograd caches graphs that
-      call them.
+    - ``cacheable``: functions by name that AOTAutograd caches calls of, and their digests.
     - torch's own bucketing is off: it would merge our buckets with each other.
     - ``meshes``: see :func:`.watched_caches`.
-    - ``max_compute_pre_fetch=prefetch`` where torch's overlap scheduling is enabled and the user
-      has set no depth.
+    - ``max_compute_pre_fetch=prefetch`` under torch's overlap scheduling without a depth given.
     """
     with private_torch():
         from torch._inductor import config

@@ -55,8 +55,7 @@ def default_store() -> Any:
 
 
 MeshGroup: TypeAlias = str | tuple[DeviceMesh, int]
-"""A process group by its name; or a mesh and a dimension of it, whose group a graph asks for when
-it runs."""
+"""A process group by name; or a mesh and a dimension, for graphs that ask when they run."""
 
 
 def mesh_group(mesh: DeviceMesh, dim: int) -> MeshGroup:

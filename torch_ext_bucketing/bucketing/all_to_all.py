@@ -32,7 +32,7 @@ from .._torch.aot import in_backward, mark_backward
 from .._torch.process_groups import ranks_of
 from ..fsdp.all_to_all import SUM, steps_of
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import argument
+from ..graph.collectives import argument, only_wait
 from ..graph.records import Collective
 from ..graph.tags import mark_replaced
 from .groups import is_inside
@@ -77,7 +77,7 @@ def _adds_gradients(c: Collective) -> bool:
         and c.reduce_op in ("sum", "avg")
         and c.start.meta["val"].dtype in _DTYPES
         and c.ranks > 1
-        and c.waited_alone
+        and only_wait(c.start) is not None
     )
 
 

@@ -27,7 +27,7 @@ import torch.fx as fx
 
 from .._torch.estimates import default_cap_mb
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import KINDS, Kind, check_kinds
+from ..graph.collectives import KINDS, Kind, check_kinds, is_wait
 from ..graph.hook_guard import reading_only
 from ..graph.records import UNTAGGED, Collective
 from ..reports.base import LeftAlone
@@ -35,7 +35,6 @@ from ..reports.buckets import ClosedBy, Unmerged
 from .contraction import Contraction
 from .groups import GroupFilter, chosen_groups
 from .plan import Bucket, MergePlan, left_alone
-from .structure import fsdp_starts
 
 Cap: TypeAlias = float | tuple[float, ...] | Callable[[int], float]
 CapMb: TypeAlias = Cap | Mapping[str, Cap] | Mapping[tuple[str, str], Cap] | None
@@ -66,8 +65,7 @@ def plan_by_cap(
             torch's own estimate. A member above the cap is a bucket of its own.
         kinds: what is bucketed; others are left alone and not reported one by one.
         eligible: ``"tag"``: collectives with a tag, those that serve parameters. ``"structure"``:
-            those that torch takes for FSDP's by their place in the graph. Or a callable of the
-            start.
+            those that torch takes for FSDP's by their place. Or a callable of the start.
         group_filter: called with ``counts[group][kind]``, the number of eligible collectives of
             each kind per process group, in graph order; only collectives of the groups that it
             returns are bucketed, group by group. None buckets all. Of kinds that are not in
@@ -196,6 +194,38 @@ def _candidates(
         else:
             mergeable.append(c)
     return mergeable, left, counts
+
+
+def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
+    """The starts that torch takes for FSDP's by their place in the graph, in graph order.
+
+    A gather that derives from exactly one placeholder (``is_fsdp_all_gather``), a reduce-scatter
+    whose result reaches nothing but outputs, by operators of one input
+    (``is_fsdp_reduce_scatter_wait``), and an all-reduce on the group of such a gather
+    (``bucket_fsdp_all_reduce``): here by one walk each way, in torch by one per collective.
+    """
+    nodes = analysis.nodes
+    sources: dict[fx.Node, list[fx.Node]] = {}  # the placeholders behind a node, two at most
+    for node in nodes:
+        found = dict.fromkeys(s for arg in node.all_input_nodes for s in sources[arg])
+        sources[node] = [node] if node.op == "placeholder" else list(found)[:2]
+    only_outputs: dict[fx.Node, bool] = {}
+    for node in reversed(nodes):
+        only_outputs[node] = all(
+            user.op == "output" or (len(user.all_input_nodes) == 1 and only_outputs[user])
+            for user in node.users
+        )
+    all_gathers = (c for c in analysis.collectives.values() if c.kind == "all_gather")
+    gathers = {c.start: c for c in all_gathers if len(sources[c.start]) == 1}
+    groups = {c.group for c in gathers.values()}
+
+    def is_ours(c: Collective) -> bool:
+        if c.kind == "reduce_scatter":
+            waits = [user for user in c.start.users if is_wait(user)]
+            return bool(waits) and all(wait.users and only_outputs[wait] for wait in waits)
+        return c.start in gathers or (c.kind == "all_reduce" and c.group in groups)
+
+    return {start: None for start, c in analysis.collectives.items() if is_ours(c)}
 
 
 def _runs(members: list[Collective], non_adjacent: bool) -> list[list[Collective]]:

@@ -22,8 +22,7 @@ class PrimaryGroup(CustomPassBase):
     """The process group with the most FSDP all-gathers; of equal ones the first in graph order.
 
     In a graph without gathers that with the most reduce-scatters, and without these that with the
-    most all-reduces. Leaves the others' collectives alone, such as those of expert parameters on a
-    mesh of their own.
+    most all-reduces. Leaves the others' collectives alone, such as those of experts on a mesh.
     """
 
     def __call__(self, counts: Counts) -> tuple[str, ...]:

@@ -10,11 +10,7 @@ payload: the elements of all members, ``n`` ranks::
         b -> flat /           /             (wait)              \\ part -> clone -> view [n * b0, .]
           empty [n * p] -> slice
 
-    the same where all ranks run what one compiles: no rank's place is a constant
-
-        a -> flat \\                                     / part -> clone -> view [n * a0, .]
-                   cat [p] -> cast -> AG [n * p] -> view [n, p]
-        b -> flat /                   (wait)            \\ part -> clone -> view [n * b0, .]
+    where all ranks run what one compiles, no rank's place is a constant: cat -> cast -> AG
 
     all_gather of several dtypes: in between all are bytes, and what is cast is cast before
 
@@ -105,8 +101,7 @@ def pack(
     graph order. The graph need not be in topological order afterwards.
 
     Args:
-        members: starts of one bucket key, each with one wait and nothing else as its user, in graph
-            order.
+        members: starts of one bucket key in graph order, each with one wait as its only user.
         payload: the members in the order of their bytes.
         before: where the new nodes stand; it may be a member or a wait of one.
     """
@@ -309,7 +304,6 @@ class Writer:
         return self.new(_aten.cat.default, [values, *([dim] if dim else [])], dtype, shape)
 
     def wait(self, start: fx.Node, shape: Sequence[_Size]) -> fx.Node:
-        """The wait for a collective."""
         return self.new(_c10d.wait_tensor.default, [start], start.meta["val"].dtype, shape)
 
     def split(self, value: fx.Node, sizes: Sequence[_Size], dim: int) -> list[fx.Node]:
@@ -346,15 +340,12 @@ class Writer:
         return sizes
 
     def numel(self, value: fx.Node) -> _Size:
-        """The number of a tensor's elements."""
         return functools.reduce(self.times, self.shape(value), 1)
 
     def add(self, sizes: Sequence[_Size]) -> _Size:
-        """The sum of sizes."""
         return functools.reduce(functools.partial(self._number, operator.add), sizes)
 
     def times(self, one: _Size, other: _Size) -> _Size:
-        """The product of two sizes."""
         return self._number(operator.mul, one, other)
 
     def divided(self, size: _Size, ranks: int) -> _Size:

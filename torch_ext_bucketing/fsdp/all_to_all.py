@@ -107,8 +107,7 @@ class AllToAllReduceScatter(DefaultAllocMixin, ReduceScatter):
 
         Args:
             output_tensor: of n elements.
-            input_tensor: of n elements for each rank, rank by rank, in the same floating-point
-                dtype.
+            input_tensor: of n elements for each rank, rank by rank, in the same float dtype.
 
         Raises:
             ValueError: ``op`` is no sum and no average, ``async_op``, or dtypes that differ or are

@@ -7,8 +7,7 @@ number of tensors of any dtype, and makes the full parameter of what came of tha
     inputs -> all-gather -> outputs                              one collective each, to be bucketed
     outputs, metadata -> fsdp_post_all_gather(...) -> full parameter
 
-torchao's weights do so, for products in float8 or int8. Float8, which c10d does not know, is
-gathered as bytes.
+torchao's weights do so. Float8, which c10d does not know, is gathered as bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The order in which eager FSDP2 packs parameters.
 
-With it, the members of every bucket lie in the packed buffer as in eager FSDP2's, so that a
-collective which adds in an order that depends on the byte offset (NCCL over several nodes) rounds
-the same way.
+With it, the members of every bucket lie in the packed buffer as in eager FSDP2's, and a collective
+that adds in an order which depends on the byte offset (NCCL over several nodes) rounds alike.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class FSDPParamOrder(Units, CustomPassBase):
     with no parameter makes none.
 
     A shared parameter is in one payload, at the place where FSDP2 first visits it, under the name
-    that ``model.named_parameters()`` gives it (FSDP2's own ``_param_fqn``). Its other names are
-    ``aliases``, sorted.
+    that ``model.named_parameters()`` gives it (FSDP2's ``_param_fqn``), others are ``aliases``.
 
     Raises:
         TypeError: a payload or an FQN is of the wrong type.
@@ -141,8 +139,7 @@ class FSDPParamOrder(Units, CustomPassBase):
             units: In the order of the ``fully_shard`` calls (inner modules before those around
                 them), each item a module FQN or a list of them that share one call; ``""``, the
                 default, is ``model`` itself. Parameters outside all units are in no payload.
-            ignored_params: What would be passed to ``fully_shard`` as ``ignored_params``, as
-                parameters or FQNs.
+            ignored_params: As of ``fully_shard``, as parameters or FQNs.
             group_key: Splits units like a ``shard_placement_fn`` with several meshes: from the FQN
                 and the parameter to any hashable that stands for its mesh. Each key is a payload,
                 in order of first appearance.

@@ -57,8 +57,7 @@ def data_parallel(
     Args:
         model: its parameters are plain tensors on the mesh's device, equal on all ranks or not:
             rank 0's values are distributed.
-        mesh: 1-D for ``"fully_shard"`` and ``"replicate"``; for ``"hybrid_shard"`` 2-D, replicas
-            first, then shards.
+        mesh: 1-D; for ``"hybrid_shard"`` 2-D, replicas first, then shards.
         mode: shard every parameter on dim 0, do so within groups that are replicas of each other,
             or keep whole copies (DDP).
         param_dtype: dtype of the gathered parameters; None keeps each parameter's own.
@@ -186,7 +185,7 @@ class _Unshard:
         wide = _comes_wide(self.param_dtype or shard.dtype, self.reduction[0])
         full = self.full
         if full is None and self.extension is None and not wide:
-            return _Gather.apply(shard, self.unreduced, self)
+            return _Gather.apply(shard, self.unreduced, self, None)
         if full is None:
             with torch.no_grad():
                 full = self.gather(shard)
@@ -252,8 +251,7 @@ def _gathering_class(cls: Any, names: tuple[str, ...]) -> Any:
     """A subclass of ``cls`` whose parameters are gathered when they are read as attributes.
 
     They stay in ``module._parameters``, which ``named_parameters()``, ``state_dict()`` and
-    optimizers read. Modules of one class share the result, so that code that was compiled for one
-    serves the others.
+    optimizers read. Modules of one class share the result, and so the code compiled for one.
     """
 
     def read(module: Any, name: str) -> torch.Tensor:
@@ -310,45 +308,32 @@ class _Steps(nn.ModuleList):
 
 
 class _Gather(torch.autograd.Function):
-    """The full parameter; its gradient is reduced, or handed on to ``unreduced`` as it is."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, shard: torch.Tensor, unreduced: torch.Tensor | None, unshard: _Unshard
-    ) -> torch.Tensor:
-        ctx.reduction = unshard.reduction
-        ctx.dtype = shard.dtype
-        ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
-        return unshard.gather(shard)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        if ctx.unreduced_dtype is not None:
-            return None, grad.to(ctx.unreduced_dtype), None
-        return _reduced(grad, ctx.reduction).to(ctx.dtype), None, None
-
-
-class _Attach(torch.autograd.Function):
-    """:class:`_Gather` for a full parameter that is gathered already."""
+    """The full parameter, gathered by an :class:`_Unshard` or given; its gradient is reduced, or
+    handed on to ``unreduced`` as it is."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         shard: torch.Tensor,
         unreduced: torch.Tensor | None,
-        reduction: _Reduction,
-        full: torch.Tensor,
+        how: _Unshard | _Reduction,
+        full: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.reduction = reduction
+        ctx.reduction = how.reduction if isinstance(how, _Unshard) else how
         ctx.dtype = shard.dtype
         ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
-        if _comes_wide(full.dtype, reduction[0]):
+        if isinstance(how, _Unshard):
+            return how.gather(shard)
+        assert full is not None
+        if _comes_wide(full.dtype, how[0]):
             ctx.set_output_grad_dtype(None)
         return full.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return (*_Gather.backward(ctx, grad), None)
+        if ctx.unreduced_dtype is not None:
+            return None, grad.to(ctx.unreduced_dtype), None, None
+        return _reduced(grad, ctx.reduction).to(ctx.dtype), None, None, None
 
 
 def attach(
@@ -358,7 +343,7 @@ def attach(
 
     A node of Dynamo's graph, which would have the gradient be of the parameter's class and dtype.
     """
-    found: torch.Tensor = _Attach.apply(shard, unreduced, reduction, full)
+    found: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full)
     return found
 
 

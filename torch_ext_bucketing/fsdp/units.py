@@ -149,8 +149,7 @@ def find_units(
 
     Raises:
         TypeError: ``units`` is a string, or a name is none.
-        ValueError: no units, an empty unit, an unknown name, a module twice, or one inside an
-            earlier unit.
+        ValueError: no units, an empty one, an unknown name, a module twice or in an earlier unit.
     """
     known = canonical_modules(model)
     unit_of: dict[nn.Module, str] = {}

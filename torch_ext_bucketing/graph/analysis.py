@@ -23,7 +23,7 @@ from .collectives import KINDS, Kind, group_name, is_collective, is_compute, kin
 from .dependencies import Dependencies
 from .graph_of import GraphLike, graph_of
 from .liveness import Liveness
-from .records import Collective, record_of
+from .records import Collective
 from .regions import Structures, positions
 from .size_hints import GivenHints, SizeHints
 from .uneven import ShardSide, shard_side
@@ -34,8 +34,7 @@ class GraphAnalysis:
     """Facts about a graph, each computed once, when it is first asked for.
 
     Args:
-        graph: in topological order, with fake tensors in ``meta["val"]``, and unchanged as long as
-            this is used.
+        graph: in topological order, with fake tensors in ``meta["val"]``, and unchanged meanwhile.
         size_hints: numbers for sizes that depend on data, as of :func:`.backend`.
         donated: whether an input is freed at its last use; None: :func:`.donated_by_autograd`.
         external_live_bytes: bytes that are in memory all the time beside the graph's own inputs.
@@ -67,7 +66,6 @@ class GraphAnalysis:
 
     @cached_property
     def stage(self) -> str:
-        """See :func:`.stage_of`."""
         return stage_of(self.graph)
 
     @cached_property
@@ -79,7 +77,7 @@ class GraphAnalysis:
     @cached_property
     def collectives(self) -> dict[fx.Node, Collective]:
         """The record of each start, in graph order."""
-        return {start: record_of(start, kind) for start, kind in self.kinds.items()}
+        return {start: Collective(start, kind) for start, kind in self.kinds.items()}
 
     @cached_property
     def groups(self) -> dict[fx.Node, str]:

@@ -2,8 +2,7 @@
 
 Counted per storage, so that views and other aliases count once. A storage is live from the node
 that allocates it to the last node that touches it; then it is freed, unless it is an output or an
-input that the caller keeps. What a collective reads and writes is live until its wait: the network
-still uses it.
+input that the caller keeps. What a collective reads and writes is live until its wait.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ def _storage_bytes(node: fx.Node, value: torch.Tensor, side: ShardSide, hints: S
     return hints(value.untyped_storage().nbytes())
 
 
+@dataclass(eq=False)
 class Storages:
     """The storages that nodes use.
 
@@ -71,21 +72,15 @@ class Storages:
         at_start: bytes of the inputs and constants, and of what is in memory beside them.
     """
 
-    def __init__(
-        self,
-        size: list[int],
-        allocates: list[tuple[int, ...]],
-        touches: list[tuple[int, ...]],
-        kept: dict[int, None],
-        at_start: int,
-    ) -> None:
-        self.size = size
-        self.allocates = allocates
-        self.touches = touches
-        self.kept = kept
-        self.at_start = at_start
-        uses = Counter(itertools.chain.from_iterable(touches))
-        self.uses = [uses[s] for s in range(len(size))]
+    size: list[int]
+    allocates: list[tuple[int, ...]]
+    touches: list[tuple[int, ...]]
+    kept: dict[int, None]
+    at_start: int
+
+    def __post_init__(self) -> None:
+        uses = Counter(itertools.chain.from_iterable(self.touches))
+        self.uses = [uses[s] for s in range(len(self.size))]
 
     def profile(self, order: Sequence[int]) -> list[int]:
         """Bytes live while each node of ``order`` runs."""

@@ -1,7 +1,6 @@
 """Where the graphs of two ranks differ: parameters whose rows do not divide evenly.
 
-The last ranks have fewer rows, or none. They pad a shard before it is gathered, and cut off what a
-reduction gives them::
+The last ranks have fewer rows, or none. They pad a shard before it is gathered, and cut gradients::
 
     rank 0    w [3] -> to bf16 ----------> all_gather      reduce_scatter -> wait ----------> output
     rank 1    w [2] -> to bf16 -> pad 1 -> all_gather      reduce_scatter -> wait -> [0:2] -> output

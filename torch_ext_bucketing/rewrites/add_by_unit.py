@@ -1,7 +1,6 @@
 """The pass that has the gradients of an activation added unit by unit, as eager FSDP2 does.
 
-:mod:`.fsdp.unit_inputs` has autograd do it; here the views that this takes are dropped, and what
-was added is reported.
+:mod:`.fsdp.unit_inputs` has autograd do it; here the views that this takes are dropped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One all-reduce for the largest values of all parameters that are gathered scaled by them.
 
 A weight that is scaled to 8 bits by its own largest value needs that of all shards first: a small
-all-reduce in front of every gather, each as long as the network's latency. All of them together
-are one::
+all-reduce in front of every gather, each as long as the network's latency. Together they are one::
 
     w1 -> max -> all_reduce -> wait -> ... -> mul -> ag      w1 -> max \\
                                                                         cat -> all_reduce -> ...

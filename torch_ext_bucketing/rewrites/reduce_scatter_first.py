@@ -40,8 +40,7 @@ _c10d = torch.ops._c10d_functional
 
 class ReduceScatterFirst(GraphPass):
     """Reduce-scatter over the shards before all-reducing over the replicas (HSDP), with the bits of
-    eager FSDP2; see :mod:`.rewrites.reduce_scatter_first`. A graph in eager's order already is left
-    as it is.
+    eager FSDP2; see :mod:`.rewrites.reduce_scatter_first`. One in eager's order already stays so.
 
     Swapped are an all-reduce of a parameter's gradient and the reduce-scatter that follows it where
     both are sums or averages, where nothing but moves and pads with zeros stands between them,

@@ -90,8 +90,7 @@ class ReshardAfterForward(GraphPass):
             the same backend, and without one :func:`.job_machine`.
         activations: whether to choose which activations are saved, too.
         state_bytes: bytes on each rank that the graphs do not see.
-        curve: whether the report also says what other bounds would come to; takes as long again
-            for each.
+        curve: whether to report what other bounds would come to, too; each takes as long again.
         to: the smaller group; None: none, backward gathers over all ranks that share a parameter.
             A number of ranks, for sharding over neighbouring ranks of the job: ranks 0 to
             ``to - 1``, the next ``to``, and so on. It creates process groups: make the pass on
