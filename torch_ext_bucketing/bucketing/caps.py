@@ -28,8 +28,8 @@ import torch.fx as fx
 from .._torch.estimates import default_cap_mb
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import KINDS, Kind, check_kinds, is_wait
-from ..graph.hook_guard import reading_only
 from ..graph.records import UNTAGGED, Collective
+from ..graph.snapshot import reading_only
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 from .contraction import Contraction

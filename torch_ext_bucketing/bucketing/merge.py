@@ -14,9 +14,8 @@ from .._torch.aot import mark_backward
 from .._torch.sorting import sort_topologically
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
-from ..graph.hook_guard import reading_only
 from ..graph.records import Collective
-from ..graph.snapshot import unchanged_on_error
+from ..graph.snapshot import reading_only, unchanged_on_error
 from ..graph.tags import set_member_tags
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
 from ..reports.graph import GraphReport, emit

@@ -25,8 +25,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -243,21 +242,13 @@ def _is_read(node: fx.Node) -> bool:
 # --- reductions ----------------------------------------------------------------------
 
 
-@dataclass
-class _Tree:
-    """The sum that a parameter's gradient is: ``add(add(a, b), c)``.
+class _Tree(NamedTuple):
+    """The sum that a parameter's gradient is, ``add(add(a, b), c)``: its additions, the last one
+    first; what is added, in order; and those of that which are its reduced gradients, with cuts."""
 
-    Args:
-        root: the last addition.
-        adds: all of them.
-        leaves: what is added, in order.
-        uses: those leaves that are reduced gradients of the parameter, with their cuts.
-    """
-
-    root: fx.Node
-    adds: list[fx.Node] = field(default_factory=list)
-    leaves: list[fx.Node] = field(default_factory=list)
-    uses: dict[fx.Node, list[Cut]] = field(default_factory=dict)
+    adds: list[fx.Node]
+    leaves: list[fx.Node]
+    uses: dict[fx.Node, list[Cut]]
 
     def grow(self, add: fx.Node) -> None:
         """Take in an addition, and those whose results only it adds."""
@@ -289,7 +280,7 @@ def _find_tree(facts: GraphAnalysis, mine: Sequence[fx.Node]) -> _Tree | None:
                 node = node.all_input_nodes[0]
             if not _summands_of(node):
                 continue
-            tree = _Tree(node)
+            tree = _Tree([], [], {})
             tree.grow(node)
             for leaf in tree.leaves:
                 cuts = list(cuts_behind(leaf, facts.position))
@@ -372,9 +363,9 @@ def _kept_dtype(tree: _Tree, facts: GraphAnalysis) -> dict[torch.dtype, None]:
     uses go through, or else its own."""
     (output,) = facts.graph.find_nodes(op="output")
     for node, grad_of in _descriptors.gradient_outputs(output):
-        while node is not tree.root and is_linear(node):
+        while node is not tree.adds[0] and is_linear(node):
             node = node.all_input_nodes[0]
-        if node is not tree.root:
+        if node is not tree.adds[0]:
             continue
         for parameter in facts.graph.find_nodes(op="placeholder"):
             own = parameter.meta.get("desc")
@@ -417,7 +408,7 @@ def _reduce_once(
     summands.sort(key=lambda s: s[0])
     kept = max(cuts, key=lambda leaf: position[cuts[leaf].node])
     cut = cuts[kept]
-    total = _sum(graph, [node for _, node in summands], tree.root, position)
+    total = _sum(graph, [node for _, node in summands], tree.adds[0], position)
     # Views and collectives behind it were recorded for these strides; contiguous suits them, too.
     if total.meta["val"].stride() != cut.node.meta["val"].stride():
         total = contiguous_copy(graph, total, like=total)
