@@ -23,6 +23,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_ext_bucketing._gc import paused_gc
+from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, what_fits
 from torch_ext_bucketing.scheduling.keep import KeepPlanner
@@ -176,7 +177,7 @@ def random_planner(
         assert group is not None
         fast = replace(network, bandwidth=network.bandwidth * more)
         machine = replace(machine, ranks_per_node=to, intra=fast)
-        smaller = what_fits(graph, group)
+        smaller = what_fits(parameter_chains(graph), group)
     return KeepPlanner(graph, unit_of, machine=machine, activations=activations, smaller=smaller)
 
 

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_ext_bucketing as teb
 from benchmarks.keep_random import least_ms, random_joint, random_planner, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute
+from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.fsdp.tag_graph import parameter_chains
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.graph.tags import member_tags, tag_of
@@ -143,7 +143,7 @@ class Chosen(teb.GraphPass):
         def unit_of(fqn):
             return (99, "root") if self.root and not fqn.startswith("blocks") else block(fqn)
 
-        smaller = None if self.smaller is None else what_fits(g, self.smaller)
+        smaller = None if self.smaller is None else what_fits(parameter_chains(g), self.smaller)
         partitioned = PartitionedModel(
             g, Costs(), unit_of, kinds=(), activations=True, smaller=smaller
         )
@@ -158,7 +158,7 @@ class Chosen(teb.GraphPass):
         choice = _choice(partitioned, self.kept)
         _mark(parameter_chains(g), choice, lambda tag: True)
         if self.smaller is not None:
-            reshard_to(g, self.smaller, choice.is_part)
+            reshard_to(g, parameter_chains(g), self.smaller, choice.is_part)
 
     def finish(self, graph, compilation):
         read_first_gathers(graph_of(graph))

@@ -21,6 +21,7 @@ import torch_ext_bucketing as teb
 from benchmarks.machines import nodes
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.groups import primary_group
+from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.graph.collectives import group_name, group_size, kind_of
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.rewrites.reshard_to import (
@@ -83,7 +84,9 @@ def test_the_graph_before_and_after(fake_world):
     gm = joint.trace(forward_and_backward, *inputs)
     before = listing(joint.named(gm))
     assert before.count("all_gather_into_tensor.default") == 2
-    report = reshard_to(gm.graph, SmallerGroup(node, (0, 1), 1), lambda tag: True)
+    report = reshard_to(
+        gm.graph, parameter_chains(gm.graph), SmallerGroup(node, (0, 1), 1), lambda tag: True
+    )
     assert_expected_inline(
         listing(joint.named(gm)),
         """\
@@ -126,7 +129,12 @@ def test_a_graph_that_it_can_do_nothing_for_stays(fake_world):
     with pytest.raises(
         ValueError, match=r"ranks 0, 1, 2 do not divide the group of ranks 0, 1, 2, 3"
     ):
-        reshard_to(gm.graph, SmallerGroup(other, (0, 1, 2), 0), lambda tag: True)
+        reshard_to(
+            gm.graph,
+            parameter_chains(gm.graph),
+            SmallerGroup(other, (0, 1, 2), 0),
+            lambda tag: True,
+        )
     assert listing(gm) == before
 
 

@@ -83,22 +83,11 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
 
 
 def parameters_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Canonical FQN, parameter and owner of every place that a parameter has in ``model``."""
+    """Canonical FQN, parameter and owner of every place that a parameter has in ``model``. None is
+    read as an attribute, which gathers one that is parametrized by its class (SimpleFSDP's)."""
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in own_parameters(module):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield canonical_fqn(f"{path}.{name}".lstrip(".")), parameter, module
-
-
-def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """``module``'s own parameters (not its children's) as (name, parameter), one that it has twice
-    given twice.
-
-    Reads ``module._parameters``: attribute access gathers one that is parametrized by a property of
-    its class (SimpleFSDP's).
-    """
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter
 
 
 def format_names(names: Collection[str], shown: int = 4) -> str:

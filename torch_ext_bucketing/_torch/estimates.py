@@ -12,12 +12,7 @@ from .symbols import size_with, symbol_facts
 
 
 def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
-    """Milliseconds of a collective by torch's analytical model of NCCL.
-
-    Args:
-        start: any collective, all-to-alls included.
-        nbytes: of its input and output together.
-    """
+    """A collective's milliseconds by torch's model of NCCL, for bytes in and out together."""
     with private_torch():
         from torch._inductor.comm_analysis import estimate_nccl_collective_runtime_from_fx_node
 
@@ -51,11 +46,7 @@ def default_cap_mb(size: int) -> float:
 
 
 def size_hint(size: Any, context: str) -> int:
-    """A size as an integer: itself, or the hint of a symbolic one.
-
-    Raises:
-        RuntimeError: for a symbolic size without a hint.
-    """
+    """A size as an integer: itself, or the hint of a symbolic one; a RuntimeError without one."""
 
     def hinted(symbol: Any, env: Any) -> int:
         hint = symbol_facts(symbol, env)[0]

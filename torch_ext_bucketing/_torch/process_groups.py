@@ -49,18 +49,13 @@ def default_group() -> Any:
 
 
 def default_store() -> Any:
-    """The store through which the ranks of the default group found each other.
-
-    Raises:
-        ValueError: no process group is initialised.
-    """
+    """The store through which the ranks of the default group found each other."""
     with private_torch():
         return dist.distributed_c10d._get_default_store()
 
 
 MeshGroup: TypeAlias = str | tuple[DeviceMesh, int]
-"""A process group by its name; or a mesh and a dimension of it, whose group a graph asks for when
-it runs."""
+"""A process group by name; or a mesh and a dimension, for graphs that ask when they run."""
 
 
 def mesh_group(mesh: DeviceMesh, dim: int) -> MeshGroup:
@@ -79,11 +74,7 @@ def as_argument(group: MeshGroup) -> Any:
 
 
 def group_by_name(name: str) -> Any:
-    """The process group of that name, as collectives in a graph call it.
-
-    Raises:
-        RuntimeError: there is none in this process.
-    """
+    """The process group of that name, as collectives in a graph call it."""
     with private_torch():
         return dist.distributed_c10d._resolve_process_group(name)
 
@@ -95,12 +86,7 @@ def has_peers(group: Any) -> bool:
 
 
 def new_groups(rows: Sequence[Sequence[int]], backend: str) -> Any:
-    """Create a group of each row of ranks, which all ranks do together; returns this rank's.
-
-    Args:
-        rows: numbers of ranks in the default group; each rank is in one row.
-        backend: of the new groups.
-    """
+    """Create a group of each row of the default group's ranks; returns this rank's."""
     mine = None
     for row in rows:
         group = dist.new_group(list(row), backend=backend)
@@ -111,8 +97,7 @@ def new_groups(rows: Sequence[Sequence[int]], backend: str) -> Any:
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """The ranks in a group, given as such or by its name in graphs, by their numbers in the default
-    group, ascending."""
+    """The ranks in a group, or in that of a name, by their default group's numbers, ascending."""
     if isinstance(group, str):
         group = group_by_name(group)
     return tuple(sorted(dist.get_process_group_ranks(group)))

@@ -50,8 +50,7 @@ def is_part(source: str, sources: Collection[str]) -> bool:
 
 
 def name_per_tensor(name: str, tensor: Any) -> list[str | None]:
-    """For each plain tensor that a parameter is made of: the name for its shard, which comes first,
-    and None for the rest (its mesh)."""
+    """The name for a parameter's shard, and None for each further tensor that it is made of."""
     if not is_traceable_wrapper_subclass(tensor):
         return [name]
     attributes, _ = tensor.__tensor_flatten__()
@@ -67,8 +66,7 @@ def parts_of(tensor: Any) -> list[torch.Tensor]:
 
 
 def map_parts(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A tensor whose plain tensors are what ``function`` makes of those of ``tensor``, of the same
-    shapes."""
+    """A tensor of what ``function`` makes of the plain tensors that ``tensor`` is made of."""
     if not is_traceable_wrapper_subclass(tensor):
         return function(tensor)
     names, context = tensor.__tensor_flatten__()

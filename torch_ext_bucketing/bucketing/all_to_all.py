@@ -32,7 +32,7 @@ from .._torch.aot import in_backward, mark_backward
 from .._torch.process_groups import ranks_of
 from ..fsdp.all_to_all import SUM, steps_of
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import argument
+from ..graph.collectives import argument, only_wait
 from ..graph.records import Collective
 from ..graph.tags import mark_replaced
 from .groups import is_inside
@@ -45,24 +45,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def reduce_by_all_to_all(graph: fx.Graph, accumulate: torch.dtype) -> None:
-    """Replace the reductions of a graph that add up gradients.
-
-    Args:
-        graph: a tagged graph, changed in place.
-        accumulate: the dtype of the sums.
-    """
+    """Replace the reductions of a tagged graph that add up gradients, with sums in this dtype."""
     for c in replaceable(GraphAnalysis(graph).collectives).values():
         _replace(graph, c, accumulate)
 
 
 def replaceable(collectives: Mapping[fx.Node, Collective]) -> dict[fx.Node, Collective]:
-    """The reductions of a graph that add up gradients over data-parallel ranks, by their starts.
+    """The reductions among a graph's collectives that add up gradients over data-parallel ranks.
 
     Not an all-reduce inside one of these ranks, as of tensor parallelism, whose result another
     reduction of the same parameter adds up: a process group adds it for eager FSDP2 as well.
-
-    Args:
-        collectives: all of the graph.
     """
     found = {start: c for start, c in collectives.items() if _adds_gradients(c)}
     groups: dict[str, dict[str, None]] = {}
@@ -79,14 +71,13 @@ def replaceable(collectives: Mapping[fx.Node, Collective]) -> dict[fx.Node, Coll
 
 
 def _adds_gradients(c: Collective) -> bool:
-    """Whether it adds up gradients of parameters, and one wait alone reads it."""
     return (
         c.start.target in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
         and c.tag is not None
         and c.reduce_op in ("sum", "avg")
         and c.start.meta["val"].dtype in _DTYPES
         and c.ranks > 1
-        and c.waited_alone
+        and only_wait(c.start) is not None
     )
 
 

@@ -45,8 +45,7 @@ class MergePlan(NotMerged):
 
     Args:
         buckets: in the graph order of their first members; each has two members or more.
-        duplicates: ``(start, earlier start)``: a gather of the same value as an earlier one, whose
-            result it can use.
+        duplicates: ``(start, earlier start)`` of gathers of one value, which can be shared.
     """
 
     buckets: tuple[Bucket, ...] = ()

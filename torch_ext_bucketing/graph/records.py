@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -24,19 +22,16 @@ from .collectives import (
     sent_as_bytes,
     wire_bytes,
 )
-from .tags import Tag, home_group, is_bucket, member_count, tag_of
+from .tags import home_group, is_bucket, member_count, tag_of
 
 UNTAGGED = "it serves no known parameter"
 """Why a collective without a tag is in no bucket."""
 
 
-@dataclass(frozen=True, eq=False)
 class Collective:
     """The facts about one collective, each read from the graph once, for any number of plans.
 
-    Args:
-        start: its node.
-        kind: as of :func:`.kind_of`.
+    Attributes:
         group: the name of its process group.
         home: the name of that which its parameter is sharded over; see :func:`.home_group`.
         tag: None if it serves no known parameter.
@@ -44,17 +39,21 @@ class Collective:
         key: see :func:`.bucket_key`; None where there is a ``why_not``.
         merged: whether it is a bucket already.
         count: number of collectives that were merged into it; 1 where none were.
+        in_backward: whether autograd ran while it was traced, in the graph of a whole step.
     """
 
-    start: fx.Node
-    kind: Kind
-    group: str
-    home: str
-    tag: Tag | None
-    why_not: str
-    key: tuple[Any, ...] | None
-    merged: bool
-    count: int
+    def __init__(self, start: fx.Node, kind: Kind) -> None:
+        self.start = start
+        self.kind = kind
+        self.group = group_name(start)
+        self.home = home_group(start)
+        self.tag = tag_of(start)
+        self.why_not = unmergeable(start)
+        self.key = None if self.why_not else bucket_key(start)
+        self.merged = is_bucket(start)
+        self.count = member_count(start)
+        self.reduce_op = reduce_op(start)
+        self.in_backward = _aot.in_backward(start)
 
     @property
     def fqns(self) -> tuple[str, ...]:
@@ -63,38 +62,20 @@ class Collective:
 
     @property
     def wait(self) -> fx.Node:
-        """The wait for it, where :attr:`waited_alone`."""
+        """The wait for it, where that is all that reads it: where there is no ``why_not``."""
         return next(iter(self.start.users))
-
-    @property
-    def waited_alone(self) -> bool:
-        """Whether one wait reads it, and nothing else; so it is where there is no ``why_not``."""
-        return only_wait(self.start) is not None
 
     @cached_property
     def ranks(self) -> int:
-        """The number of ranks in its process group."""
         return group_size(self.start)
 
     @cached_property
-    def reduce_op(self) -> str | None:
-        """See :func:`.reduce_op`."""
-        return reduce_op(self.start)
-
-    @cached_property
     def wire_bytes(self) -> int:
-        """See :func:`.wire_bytes`."""
         return wire_bytes(self.start)
 
     @cached_property
-    def in_backward(self) -> bool:
-        """Whether it was traced while autograd ran, in the graph of a whole step."""
-        return _aot.in_backward(self.start)
-
-    @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what it moves in one rank's part of a buffer: a gather's input, a
-        reduction's result."""
+        """Of a gather's input, of a reduction's result: its part of one rank's buffer."""
         node = self.start.all_input_nodes[0] if self.kind == "all_gather" else self.start
         sizes = node.meta["val"].shape
         return tuple(size_hint(s, "the report of a bucket's payload") for s in sizes)
@@ -109,22 +90,6 @@ class Collective:
     def nbytes(self) -> int:
         """Bytes of :attr:`shape`."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def record_of(start: fx.Node, kind: Kind) -> Collective:
-    """The record of one collective."""
-    why = unmergeable(start)
-    return Collective(
-        start,
-        kind,
-        group_name(start),
-        home_group(start),
-        tag_of(start),
-        why,
-        None if why else bucket_key(start),
-        is_bucket(start),
-        member_count(start),
-    )
 
 
 def unmergeable(start: fx.Node) -> str:

@@ -24,12 +24,8 @@ GivenHints: TypeAlias = "int | Callable[[Any], int] | None"
 
 
 def check_size_hints(given: object) -> None:
-    """Check the ``size_hints`` of a caller.
-
-    Raises:
-        TypeError: no whole number, no callable and not None.
-        ValueError: a negative number.
-    """
+    """Raise a TypeError for ``size_hints`` that are no whole number, no callable and not None, a
+    ValueError for a negative number."""
     if given is None or callable(given):
         return
     if isinstance(given, bool) or not isinstance(given, int):
@@ -45,15 +41,11 @@ class SizeHints:
 
     Args:
         given: for each symbol that depends on data; a callable gets the symbol as a sympy
-            expression (``u0``) and returns a number.
+            expression (``u0``) and returns a number. Checked by :func:`check_size_hints`.
 
     Attributes:
         used: the symbols that were asked for, by name, and their numbers.
         problems: what was wrong with the callable's answers; the default stands for these.
-
-    Raises:
-        TypeError: see :func:`check_size_hints`.
-        ValueError: see :func:`check_size_hints`.
     """
 
     def __init__(self, given: GivenHints = None) -> None:
@@ -117,9 +109,7 @@ class SizeHints:
             by_number.setdefault(self.used[name], []).append(name)
         parts = []
         for number, names in by_number.items():
-            shown = ", ".join(
-                names if len(names) <= 4 else [*names[:3], f"... {len(names)} in all"]
-            )
-            parts.append(f"{number} for {shown}")
+            shown = names if len(names) <= 4 else [*names[:3], f"... {len(names)} in all"]
+            parts.append(f"{number} for {', '.join(shown)}")
         source = "by default" if self.given is None else "as given"
         return f"sizes that depend on data, {source}: {'; '.join(parts)}"
