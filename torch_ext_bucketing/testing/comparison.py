@@ -83,22 +83,6 @@ class Options:
                 )
 
 
-CauseName = Literal[
-    "nondeterminism",
-    "Dynamo",
-    "decompositions",
-    "Inductor",
-    "activations",
-    "no collective",
-    "uses",
-    "hybrid order",
-    "rank order",
-    "units",
-    "payload order",
-    "unknown",
-]
-
-
 @dataclass(frozen=True)
 class Cause:
     """One thing that, switched alone, changes gradients.
@@ -110,7 +94,7 @@ class Cause:
         advice: what to change.
     """
 
-    name: CauseName
+    name: str
     parameters: tuple[str, ...]
     found: str
     advice: str

@@ -30,10 +30,9 @@ from ..passes.bucketing import BucketUnits
 from ..reports.rewrites import CombineReport, RewriteReport, ScatterReport
 from ..rewrites.combine_uses import CombineUses
 from ..rewrites.reduce_scatter_first import ReduceScatterFirst
-from .comparison import Cause, CauseName, Comparison, Options
+from .comparison import Cause, Comparison, Options
 from .payloads import bucket_payloads, fsdp_payloads, layout_differences
 from .ranks import Rank
-from .rounding import eager_rounding
 from .trial import Hashes, Passes, Run, Trial, hash_of, state_of, unlike, wrap
 
 
@@ -99,7 +98,7 @@ class _Search:
         """Do all experiments; every rank finds the same."""
         trial = self.trial
         if names := self._once_more():
-            yield Cause("nondeterminism", names, *_WORDS["nondeterminism"])
+            yield _cause("nondeterminism", names)
             return
         size = trial.rank.world_size
         mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("all", "one"))
@@ -117,13 +116,13 @@ class _Search:
             trial.say("all ranks: aot_eager")
             names = self.take(trial.passes)
             if names and "Inductor" not in [cause.name for cause in found]:
-                found.append(Cause("Inductor", names, *_WORDS["Inductor"]))
+                found.append(_cause("Inductor", names))
         for on_all in _ON_ALL_RANKS:
             found += on_all(self)
         yield from found
         left = self.ordered(trial.differing(self.eager, self.ours))
         if left and len(found) == self.mended:
-            yield Cause("unknown", left, *_WORDS["unknown"])
+            yield _cause("unknown", left)
 
     def _once_more(self) -> tuple[str, ...]:
         """What differs between two runs of eager FSDP2; keeps the weights before the last step."""
@@ -177,14 +176,12 @@ _WAYS: dict[str, Callable[[nn.Module], Run]] = {
 """How far a model goes through the compiler."""
 
 
-def _traced(name: CauseName, before: str, after: str, search: _Search) -> Iterator[Cause]:
-    names = search.ordered(unlike(search.on_one(before), search.on_one(after)))
-    if names:
+def _traced(name: str, before: str, after: str, search: _Search) -> Iterator[Cause]:
+    if names := search.ordered(unlike(search.on_one(before), search.on_one(after))):
         search.trial.say(f"one rank: the first module that {after} changes")
         module = _first_module(search, (before, after))
-        found, advice = _WORDS[name]
         where = f"module {module}" if module else "no module by itself"
-        yield Cause(name, names, f"{found}. The first is {where}", advice)
+        yield _cause(name, names, f". The first is {where}")
 
 
 def _inductor(search: _Search) -> Iterator[Cause]:
@@ -194,15 +191,8 @@ def _inductor(search: _Search) -> Iterator[Cause]:
     if names := search.ordered(unlike(before, search.on_one("Inductor"))):
         with inductor_config.patch(emulate_precision_casts=True):
             left = unlike(before, search.on_one("Inductor", again=True))
-        found, advice = _WORDS["Inductor"]
-        found += f". With emulate_precision_casts {len(left)} of these {len(names)} still differ"
-        if left:
-            with eager_rounding():
-                last = unlike(before, search.on_one("Inductor", again=True))
-            found += (
-                f", and {len(last)} with eager's kernel for the gradients of embeddings as well"
-            )
-        yield Cause("Inductor", names, found, advice)
+        more = f". With emulate_precision_casts {len(left)} of these {len(names)} still differ"
+        yield _cause("Inductor", names, more)
 
 
 def _activations(search: _Search) -> Iterator[Cause]:
@@ -218,9 +208,8 @@ def _activations(search: _Search) -> Iterator[Cause]:
     trial.say("one rank: eager FSDP2")
     if names := changed_by(trial.units):
         alone = ["+".join(unit) for unit in trial.units if changed_by([unit])]
-        found, advice = _WORDS["activations"]
-        found += f". Units that do so alone: {format_names(alone)}" if alone else ""
-        yield Cause("activations", names, found, advice)
+        more = f". Units that do so alone: {format_names(alone)}" if alone else ""
+        yield _cause("activations", names, more)
 
 
 # ---- the first module ---------------------------------------------------------------------------
@@ -308,26 +297,26 @@ def _no_collective(search: _Search) -> Iterator[Cause]:
     named = search.model.named_parameters()
     trained = [(canonical_fqn(name), p) for name, p in named if p.requires_grad]
     if plain := [name for name, p in trained if not isinstance(p, DTensor)]:
-        yield Cause("no collective", search.ordered(plain), *_WORDS["no collective"])
+        yield _cause("no collective", search.ordered(plain))
 
 
 def _rewritten(
-    name: CauseName, rewrite: Callable[[], GraphPass], kind: type[RewriteReport], search: _Search
+    name: str, rewrite: type[GraphPass], kind: type[RewriteReport], search: _Search
 ) -> Iterator[Cause]:
     """Whether a rewrite is missing, or left alone some of what it is for."""
     if kind is ScatterReport and search.trial.options.replicas == 1:
         return
-    passes, new = search.passes, rewrite()
-    found, advice = _WORDS[name]
-    if not any(p.name == new.name for p in passes(search.model)):
-        search.trial.say(f"all ranks: with {new}")
+    passes = search.passes
+    if not any(p.name == rewrite.__name__ for p in passes(search.model)):
+        search.trial.say(f"all ranks: with {rewrite.__name__}()")
         if names := search.take(lambda model: [rewrite(), *passes(model)]):
-            yield Cause(name, names, found, advice)
+            yield _cause(name, names)
     rewrites = [r for report in search.compiler.reports for r in report.rewrites]
     if left := [x for r in rewrites if isinstance(r, kind) for x in r.left]:
         why = "; ".join(f"{format_names(x.fqns)}: {x.reason}" for x in left)
         names = search.ordered([fqn for x in left for fqn in x.fqns])
-        yield Cause(name, names, f"{found}. {new} left alone {why}", "see its reasons")
+        said = f". {rewrite.__name__}() left alone {why}"
+        yield _cause(name, names, said, "see its reasons")
 
 
 def _rank_order(search: _Search) -> Iterator[Cause]:
@@ -335,7 +324,7 @@ def _rank_order(search: _Search) -> Iterator[Cause]:
     if any(_gives(p, RankOrder) for p in passes(search.model)):
         search.trial.say("all ranks: reductions over rings")
         if names := search.take(lambda m: [p for p in passes(m) if not _gives(p, RankOrder)]):
-            yield Cause("rank order", names, *_WORDS["rank order"])
+            yield _cause("rank order", names)
 
 
 def _payloads(search: _Search) -> Iterator[Cause]:
@@ -355,10 +344,9 @@ def _payloads(search: _Search) -> Iterator[Cause]:
 
     search.trial.say("all ranks: with eager FSDP2's payloads")
     if names := search.take(with_eagers):
-        name: CauseName = "payload order" if same_units else "units"
-        found, advice = _WORDS[name]
         more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-        yield Cause(name, names, f"{found}: {'; '.join(differences[:3])}{more}", advice)
+        said = f": {'; '.join(differences[:3])}{more}"
+        yield _cause("payload order" if same_units else "units", names, said)
 
 
 def _gives(graph_pass: GraphPass, *facts: type) -> bool:
@@ -394,7 +382,7 @@ def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:
 
 
 _Experiment = Callable[[_Search], Iterator[Cause]]
-_ON_ONE_RANK: dict[CauseName, _Experiment] = {
+_ON_ONE_RANK: dict[str, _Experiment] = {
     "Dynamo": partial(_traced, "Dynamo", "eager", "Dynamo"),
     "decompositions": partial(_traced, "decompositions", "Dynamo", "AOTAutograd"),
     "Inductor": _inductor,
@@ -408,7 +396,13 @@ _ON_ALL_RANKS: Sequence[_Experiment] = (
     _payloads,
 )
 
-_WORDS: dict[CauseName, tuple[str, str]] = {
+
+def _cause(name: str, names: tuple[str, ...], more: str = "", advice: str = "") -> Cause:
+    """A cause in the words of ``_WORDS``, with ``more`` behind what is found."""
+    return Cause(name, names, _WORDS[name][0] + more, advice or _WORDS[name][1])
+
+
+_WORDS: dict[str, tuple[str, str]] = {
     "nondeterminism": (
         "eager FSDP2, trained twice from the same weights and inputs, differs from itself",
         "seed what is random in the model and in its inputs by step and rank (torch's generator "
