@@ -94,14 +94,12 @@ MODEL = {"parameters": 10, "tensors": 3, "units": 2}
 def _reports(settings: Settings, *, ours: list[str], control: list[str]) -> list[RankReport]:
     def record(digests: list[str]) -> RunRecord:
         steps = settings.steps
-        return RunRecord(
-            list(digests), [1.0] * steps, [5.0] * steps, {"all_gather": 9}, {"all_gather": 3}
-        )
+        return RunRecord(list(digests), [1.0] * steps, [5.0] * steps, before=9, after=3)
 
     eager = [str(step) for step in range(settings.steps)]
     runs = {"eager": eager, "fsdp_order": ours, "graph_order": control}
     return [
-        RankReport({name: record(d) for name, d in runs.items()}, MODEL, {"torch": "2"})
+        RankReport({name: record(d) for name, d in runs.items()}, MODEL, "2")
         for _ in range(settings.ranks)
     ]
 
@@ -142,7 +140,7 @@ def _demo(*options: str, interpreter: tuple[str, ...] = ()) -> subprocess.Comple
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--ranks", "1"], "--ranks must be from 2"),
+        (["--ranks", "1"], "--ranks must be at least 2"),
         (["--ranks", "4", "--nodes", "3"], "--nodes must divide --ranks"),
         (["--nodes", "0"], "--nodes must divide --ranks"),
         (["--steps", "0"], "--steps must be at least 1"),
