@@ -130,8 +130,6 @@ class BucketingBackend:
         self.agree_timeout = agree_timeout
         self.passes = Pipeline(passes, model)
         self.reports: list[CompileReport] = []
-        merged = (fact for fact in self.passes.ahead if isinstance(fact, Buckets))
-        self._watches = [RunWatch(f.units, model) for f in merged if f.units is not None]
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
@@ -145,8 +143,9 @@ class BucketingBackend:
         )
         self.reports.append(compilation.report)
         compiled = self._compile(gm, example_inputs, compilation, **kwargs)
-        for watch in self._watches:
-            compiled = watch.watch(compiled, compilation)
+        for fact in self.passes.ahead:
+            if isinstance(fact, Buckets) and fact.units is not None:
+                compiled = RunWatch(fact.units, self.model, compilation).watch(compiled)
         return watch_peak(compiled, compilation)
 
     def _compile(
