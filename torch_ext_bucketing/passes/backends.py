@@ -5,15 +5,13 @@
         model, backend=backend("inductor", passes=[ReshardAfterForward(), BucketUnits(order)])
     )
 
-A pass is an object with a ``stage``, ``__call__`` and ``uuid``. It composes with any backend: the
-passes know nothing of what compiles the graph afterwards.
+A pass composes with any backend: it knows nothing of what compiles the graph afterwards.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -142,40 +140,38 @@ class BucketingBackend:
             size_hints=self.size_hints,
         )
         self.reports.append(compilation.report)
-        compiled = self._compile(gm, example_inputs, compilation, **kwargs)
-        for fact in self.passes.ahead:
-            if isinstance(fact, Buckets) and fact.units is not None:
-                compiled = RunWatch(fact.units, self.model, compilation).watch(compiled)
-        return watch_peak(compiled, compilation)
-
-    def _compile(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        compilation: Compilation,
-        **kwargs: Any,
-    ) -> Callable[..., Any]:
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
-        fresh = _dynamo_inputs.is_first_compile()
+        is_fresh = agrees and _dynamo_inputs.is_first_compile()
         if self.compiler == "inductor":
-            agreement = _Agreement(self.agree_timeout) if agrees else None
             meshes = _caches.meshes_in(example_inputs)
             compiled = compile_inductor(
                 gm,
                 example_inputs,
-                joint=_InductorPass(self.passes, "joint", compilation, meshes),
-                post_grad=_InductorPass(
-                    self.passes, "forward_backward", compilation, meshes, agreement
-                ),
+                joint=_InductorPass(self, "joint", compilation, meshes),
+                post_grad=_InductorPass(self, "forward_backward", compilation, meshes, agrees),
                 options=kwargs.get("options"),
                 mode=kwargs.get("mode"),
                 cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
                 prefetch=self.prefetch,
                 meshes=meshes,
             )
-            return as_fresh_frame(compiled) if agrees and fresh else compiled
+        else:
+            compiled = self._compile_aot(gm, example_inputs, compilation, agrees)
+        if is_fresh:
+            compiled = as_fresh_frame(compiled)
+        for fact in self.passes.ahead:
+            if isinstance(fact, Buckets) and fact.units is not None:
+                compiled = RunWatch(fact.units, self.model, compilation).watch(compiled)
+        return watch_peak(compiled, compilation)
 
+    def _compile_aot(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        compilation: Compilation,
+        agrees: bool,
+    ) -> Callable[..., Any]:
         def each(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             launches_after = _run_each(self.passes, graph, compilation)
             if not agrees:
@@ -183,24 +179,17 @@ class BucketingBackend:
             launches = launches_after()
             return lambda run: before_first_run(run, launches, self.agree_timeout)
 
-        compiled = _aot.compile_aot(
+        return _aot.compile_aot(
             gm,
             example_inputs,
             joint=lambda graph: self.passes.run("joint", graph, compilation),
             each=each,
             compiler=None if self.compiler == "aot_eager" else self.compiler,  # type: ignore[arg-type]
         )
-        return as_fresh_frame(compiled) if agrees and fresh else compiled
 
     def __repr__(self) -> str:
-        defaults = {"prefetch": _PREFETCH, "agree": True}
-        options = {
-            "model": self.model,
-            "prefetch": self.prefetch,
-            "agree": self.agree,
-            "agree_timeout": self.agree_timeout,
-            "size_hints": self.size_hints,
-        }
+        defaults = {"model": None, "prefetch": _PREFETCH, "agree": True}
+        options = {name: getattr(self, name) for name in (*defaults, "agree_timeout", "size_hints")}
         parts = [code_of(self.compiler), code_of(self.passes.given)]
         parts += [f"{k}={code_of(v)}" for k, v in options.items() if v != defaults.get(k)]
         return f"backend({', '.join(parts)})"
@@ -219,29 +208,24 @@ class BucketingBackend:
         return self.reports[-1]
 
 
-@dataclass(frozen=True)
-class _Agreement:
-    """Present where ranks compare what they launch; says how long they wait for each other."""
-
-    timeout: timedelta | None
-
-
 class _InductorPass(CustomGraphPass):
-    """One stage of one compile as a config hook of Inductor."""
+    """One stage of one compile as a config hook of Inductor; ``agrees`` says whether ranks compare
+    what its graphs launch."""
 
     def __init__(
         self,
-        passes: Pipeline,
+        backend: BucketingBackend,
         stage: Stage,
         compilation: Compilation,
         meshes: Sequence[Any],
-        agreement: _Agreement | None = None,
+        agrees: bool = False,
     ) -> None:
-        self._meshes = meshes
-        self._passes = passes
+        self._passes = backend.passes
+        self._timeout = backend.agree_timeout
         self._stage = stage
         self._compilation = compilation
-        self._agreement = agreement
+        self._meshes = meshes
+        self._agrees = agrees
         self._made: CompileReport | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -254,8 +238,8 @@ class _InductorPass(CustomGraphPass):
         self._made = report.since(graphs, schedules)
         launches = launches_after()
         _say_whose_groups(launches)
-        if self._agreement is not None:
-            _agree_op.insert(graph, launches, self._agreement.timeout)
+        if self._agrees:
+            _agree_op.insert(graph, launches, self._timeout)
         if last_fact(self._passes.ahead, Order) is not None:
             pin_order(graph)
 
@@ -273,7 +257,7 @@ class _InductorPass(CustomGraphPass):
         _caches.forget_mesh_hashes(self._meshes)  # torch asks before it makes a key
         passes = self._passes.uuid()
         fqns = repr(describe(self._compilation.input_fqns))
-        agreement = repr(self._agreement)
+        agreement = repr((self._agrees, self._timeout))
         try:
             hints = repr(describe(self._compilation.size_hints))
         except NoUuidError as error:
