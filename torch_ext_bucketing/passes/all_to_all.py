@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .._torch.lowering import lower_sum
@@ -11,7 +9,6 @@ from ..bucketing.all_to_all import reduce_by_all_to_all
 from ..fsdp.all_to_all import SUM, check_accumulate
 from ..graph.snapshot import unchanged_on_error
 from .base import Compilation, GraphLike, GraphPass, Order, RankOrder, Stage, Tags, graph_of
-from .code import call
 
 
 class ReduceByAllToAll(GraphPass):
@@ -51,11 +48,3 @@ class ReduceByAllToAll(GraphPass):
         with unchanged_on_error(g):
             reduce_by_all_to_all(g, self.accumulate)
             g.lint()
-
-    def __repr__(self) -> str:
-        changed = None if self.accumulate is torch.float32 else self.accumulate
-        return call("ReduceByAllToAll", accumulate=changed)
-
-    def settings(self) -> tuple[Any, ...]:
-        """The dtype of the sums."""
-        return (str(self.accumulate),)

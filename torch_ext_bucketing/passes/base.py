@@ -1,8 +1,7 @@
 """Passes, the facts that they give, and what the passes of one compile share.
 
-A pass composes with any backend: it knows nothing of what compiles the graph afterwards. It says
-which facts about a graph it needs, gives and undoes; :class:`.Pipeline` checks a list of passes by
-these before anything is compiled.
+A pass says which facts about a graph it needs, gives and undoes; :class:`.Pipeline` checks a list
+of passes by these before anything is compiled.
 """
 
 from __future__ import annotations
@@ -133,11 +132,7 @@ F = TypeVar("F", bound=Fact)
 
 def last_fact(facts: Iterable[Fact], kind: type[F]) -> F | None:
     """The last fact of a class; None where there is none."""
-    found = None
-    for fact in facts:
-        if isinstance(fact, kind):
-            found = fact
-    return found
+    return next((fact for fact in reversed(list(facts)) if isinstance(fact, kind)), None)
 
 
 # ---------------------------------------------------------------- one compile
@@ -227,12 +222,7 @@ class Compilation:
             warnings.warn(text, category, stacklevel=3)
 
     def warn_uncovered(self, fqns: Sequence[str], units: Iterable[Sequence[str]]) -> None:
-        """Warn about parameters that no unit covers, about each once per compile.
-
-        Args:
-            fqns: the parameters.
-            units: the units, of whose names the warning shows a few.
-        """
+        """Warn about parameters that none of ``units`` covers, about each once per compile."""
         new = [fqn for fqn in fqns if fqn not in self._uncovered]
         self._uncovered.update(new)
         if new:
@@ -309,16 +299,7 @@ class GraphPass(CustomGraphPass):
         return compilation.report
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises:
-        TypeError: a subclass outside of this package has a ``__call__`` of its own.
-        """
         super().__init_subclass__(**kwargs)
-        ours = __package__.partition(".")[0]
-        if "__call__" in vars(cls) and cls.__module__.partition(".")[0] != ours:
-            raise TypeError(
-                f"{cls.__qualname__} overrides __call__, which a backend does not call: override "
-                "run(graph, compilation)"
-            )
         note_sources(cls)
 
     def uuid(self) -> str | None:

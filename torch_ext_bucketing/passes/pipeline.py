@@ -29,7 +29,7 @@ from .base import (
     Tags,
     graph_of,
 )
-from .cache_key import NoUuidError, brief, digest, log_no_uuid
+from .cache_key import brief, digest
 from .diagnostics import warn_of_silence
 from .tagging import TagParameters
 
@@ -55,8 +55,7 @@ class Pipeline:
     their classes.
 
     Args:
-        passes: in any order of stages, and within a stage in the order in which they run. A pass of
-            another make is an object with ``stage``, ``uuid()`` and ``__call__(graph)``.
+        passes: in any order of stages, and within a stage in the order in which they run.
         model: as of :func:`.backend`.
 
     Raises:
@@ -67,7 +66,10 @@ class Pipeline:
 
     def __init__(self, passes: Iterable[GraphPass] = (), model: nn.Module | None = None) -> None:
         self.given = tuple(passes)
-        ours = [p if isinstance(p, GraphPass) else _Foreign(p) for p in self.given]
+        for p in self.given:
+            if not isinstance(p, GraphPass):
+                raise TypeError(f"{p!r} is no pass: it must be a GraphPass")
+        ours = list(self.given)
         if not any(Tags() in p.gives for p in ours):
             ours.insert(0, TagParameters(model))
         ours.sort(key=lambda p: Tags() not in p.gives)
@@ -136,34 +138,6 @@ class Pipeline:
         return digest(*map(str, uuids), *self.disabled) if all(uuids) else None
 
 
-class _Foreign(GraphPass):
-    """A pass of another make, which gets the graph alone."""
-
-    def __init__(self, given: Any) -> None:
-        if not callable(given) or not callable(getattr(given, "uuid", None)):
-            raise TypeError(f"{given!r} is no pass: it needs __call__(graph) and uuid()")
-        self._given = given
-        self.stage = getattr(given, "stage", None)  # type: ignore[assignment]
-
-    @property
-    def name(self) -> str:
-        return type(self._given).__name__
-
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        self._given(graph)
-
-    def uuid(self) -> str | None:
-        uuid: str | None = self._given.uuid()
-        if not uuid:
-            cls = type(self._given)
-            reason = NoUuidError(f"its uuid() returned {uuid!r}")
-            log_no_uuid(f"{cls.__module__}.{cls.__qualname__}", reason)
-        return uuid
-
-
-# ---------------------------------------------------------------- checks
-
-
 def _check(passes: Sequence[GraphPass]) -> None:
     """Check that every pass finds what it needs and that none undoes what another has given.
 
@@ -186,7 +160,7 @@ def _check(passes: Sequence[GraphPass]) -> None:
                 f"{given[fact].name} and {p.name} both decide {fact.text}: give one of them"
             )
         for fact in given.keys() & p.undoes:
-            right = ", ".join(q.name for q in _sorted([q for q in passes if q.stage == p.stage]))
+            right = ", ".join(_right_order([q for q in passes if q.stage == p.stage]))
             raise ValueError(
                 f"{p.name} comes after {given[fact].name} and would undo what that decides, "
                 f"{fact.text}. The right order: [{right}]"
@@ -194,18 +168,19 @@ def _check(passes: Sequence[GraphPass]) -> None:
         given.update((type(fact), p) for fact in p.gives)
 
 
-def _sorted(passes: list[GraphPass]) -> list[GraphPass]:
-    """The passes in an order in which none undoes what another has given."""
-    rest, done = list(passes), []
-    while rest:
-        free = (p for p in rest if not any(_undoes(q, p) for q in rest if q is not p))
-        done.append(next(free, rest[0]))
-        rest.remove(done[-1])
-    return done
+def _right_order(passes: list[GraphPass]) -> list[str]:
+    """Names of the passes in an order in which none undoes what another has given."""
 
+    def undoes(p: GraphPass, other: GraphPass) -> bool:
+        return any(isinstance(fact, p.undoes) for fact in other.gives)
 
-def _undoes(p: GraphPass, other: GraphPass) -> bool:
-    return any(isinstance(fact, p.undoes) for fact in other.gives)
+    names = []
+    while passes:
+        free = (p for p in passes if not any(undoes(q, p) for q in passes if q is not p))
+        first = next(free, passes[0])
+        names.append(first.name)
+        passes = [p for p in passes if p is not first]
+    return names
 
 
 def _switched_off(passes: Iterable[GraphPass]) -> tuple[str, ...]:
