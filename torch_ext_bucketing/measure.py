@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from ._torch.process_groups import ranks_of
 from .scheduling.machine import COLLECTIVES, Machine
 
-KIB = (4, 64, 1024, 16384)
 _PRODUCT = {"cuda": 8192, "cpu": 512}
 # On CPU as much as malloc may keep and hand out again (M_MMAP_THRESHOLD is 32 MiB at most): what is
 # larger is mapped anew each time, and takes ten times as long.
@@ -33,7 +32,7 @@ _COPY_MIB = {"cuda": 1024, "cpu": 16}
 def measure(
     mesh: Sequence[int],
     *,
-    kib: Sequence[int] = KIB,
+    kib: Sequence[int] = (4, 64, 1024, 16384),
     repeats: int = 7,
     say: Callable[[str], None] = lambda text: None,
 ) -> Machine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,8 +19,6 @@ from .base import Compilation
 
 _OFF = 1.03
 """A device's peak above so many times the predicted one is a warning."""
-_LARGEST_GIB = 288
-"""Of one GPU, as of 2026 (AMD's MI355X, NVIDIA's B300)."""
 
 
 def state_bytes(
@@ -97,12 +94,6 @@ def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> int:
             f"{size_text(least)}: {size_text(parameters)} of parameters, {size_text(gradients)} of "
             f"gradients, {size_text(state)} of optimizer state, {size_text(buffers)} of buffers. "
             "Shard over more ranks, or give a larger bound"
-        )
-    if memory.gib > _LARGEST_GIB:
-        warnings.warn(
-            f"memory={memory!r} is more than any GPU has ({_LARGEST_GIB} GiB): bounds are per "
-            "rank, in GiB",
-            stacklevel=3,
         )
     return bound - least
 
