@@ -27,7 +27,6 @@ class GraphReport(NotMerged, Report):
     Args:
         stage: ``"forward"``, ``"backward"`` or ``"inference"``.
         collectives_before: number of collectives per kind.
-        collectives_after: the same after bucketing.
         buckets: those that were merged, in graph order.
         kinds: what was to be bucketed.
         from_cache: Inductor had the compiled graph in a cache; this is of the compile that filled

@@ -16,8 +16,7 @@ class KeptUnit:
 
     Args:
         name: of the unit; of activations with the sort behind it.
-        kept: whether it stays gathered, or saved.
-        nbytes: bytes that it holds from forward to backward if it does.
+        nbytes: what it holds from forward to backward if it is kept.
         gather_ms: time that its gathers in backward take, or computing it again.
         saved_ms: by how much the step is shorter because it is kept, or would be if it were, all
             other units as they are, in the order that backward has with everything gathered again.
@@ -38,18 +37,15 @@ class KeptUnit:
 class KeepReport(Report):
     """What :class:`.ReshardAfterForward` with ``keep="auto"`` chose for one graph. Times are the
     cost model's, of forward and backward together, scheduled; bytes are estimated peaks of the two.
+    Pairs are with everything gathered again, and as chosen.
 
     Args:
-        bound_bytes: the bound.
         units: all that could be kept, in the order of the plan.
-        step_ms: with everything gathered again, and as chosen.
-        peak_bytes: the same.
         all_peak_bytes: with everything kept, in the order of the graph.
         state_bytes: beside them on each rank, such as the optimizer's state; not in the bound.
         measured_bytes: the device's peak in the first step, all of it; 0: not measured.
         unread: units of which backward reads nothing, which are never kept.
-        next_ms: what one more GiB would save, by ``next_units``.
-        next_units: the units that would be kept then and are not now.
+        next_ms: what one more GiB would save, by keeping ``next_units``, too.
         less_ms: what one GiB less would cost; None: no choice found keeps that bound.
         curve: by bound in bytes: step in ms, peak in bytes, number of units kept; empty where it
             was not asked for.
@@ -58,7 +54,6 @@ class KeepReport(Report):
         size_hints: what sizes that depend on data were taken as; empty: there are none.
         machine: what times are for, and how many ranks a node is taken to have.
         seconds: what choosing took; ``model_seconds`` of it went into the model of the graph.
-        model_seconds: see ``seconds``.
     """
 
     derived = ("rewrite",)

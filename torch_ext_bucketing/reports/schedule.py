@@ -13,14 +13,9 @@ from .text import aligned
 
 @dataclass(frozen=True)
 class PolicyReport:
-    """What one policy says of the order that was taken.
-
-    Args:
-        policy: its ``repr``.
-        figures: its bound and what was reached, by name, for JSON.
-        text: the same in a few words, for a line of the report's text; empty: no line.
-        warning: by how much the bound is missed and what stands in the way; empty: it is kept.
-    """
+    """What one policy, by its ``repr``, says of the order that was taken: its bound and what was
+    reached by name, for JSON, and in a few words for a line of the text (empty: no line); and by
+    how much the bound is missed and what stands in the way (empty: it is kept)."""
 
     policy: str
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -30,29 +25,24 @@ class PolicyReport:
 
 @dataclass(frozen=True)
 class ScheduleReport(Report):
-    """What :func:`.schedule` reached. Pairs are before and after; times are the cost
-    model's, in milliseconds.
+    """What :func:`.schedule` reached. Pairs are before and after; times are the cost model's, in
+    milliseconds; ``peak_bytes`` are estimates of live bytes.
 
     Args:
         policies: what was asked for.
         machine: what times are for, and how many ranks a node is taken to have.
-        step_ms: time of the graph.
         bound_ms: what no order can beat: the largest of longest path, compute, busiest group.
-        compute_ms: time that the compute stream is busy.
-        exposed_ms: time that it waits for communication.
-        peak_bytes: estimated peak of live bytes.
+        exposed_ms: time that the compute stream waits for communication.
         reference_bytes: the peak that ratios refer to.
         longest_run: most compute nodes between two reduce-scatters.
         bounds: what each policy says of it.
         misses: by how much bounds are missed, as parts of them added up; 0: all are kept.
-        chosen: which of the orders tried was taken.
-        alternatives: all of them: name, step in ms, peak in bytes.
+        chosen: which of the orders tried, ``alternatives`` (name, ms, bytes), was taken.
         caps: how the byte caps of the graph's buckets were chosen, where that was part of it.
         notes: what was asked for and does not apply to this graph, or is no more than a guess.
         warnings: the bounds that are not kept, or why the graph kept its order.
         order: the movable nodes' names, in the new order.
-        bounds_cost_ms: by how much an order of the same graph without any bound would be faster; 0
-            where no policy bounds anything.
+        bounds_cost_ms: by how much an order of the same graph without any bound would be faster.
         rank_order_ms: by how much the step would be shorter with rings, in this order, where
             gradients are added in the order of the ranks; None: none are.
         size_hints: what sizes that depend on data were taken as; empty: there are none.

@@ -11,17 +11,15 @@ from .text import change, size_text
 
 @dataclass(frozen=True)
 class StageReport(Report):
-    """What a stage does and holds in one step, on one rank.
+    """What a stage of a pipeline does and holds in one step, on one rank.
 
     Args:
-        stage: its number in the pipeline.
         compiled: of the graphs that gather and reduce, each of which is there once.
         gathers: how often a step gathers its parameters.
         reductions: how often it reduces its gradients.
-        under_way: the most microbatches between forward and backward.
+        under_way: the most microbatches between forward and backward, of ``saved_bytes`` each.
         gathered_bytes: its whole parameters.
         gradient_bytes: their gradients, summed over microbatches.
-        saved_bytes: of each microbatch under way.
         peak_bytes: the most of all these at a time, with what the graph that runs then makes;
             shards and the optimizer's state are beside it.
         rank_peak_bytes: of all stages of the rank together.
