@@ -1,7 +1,7 @@
-"""Digests of source code, for the ``uuid()`` of objects that Inductor keys its caches by.
+"""Digests of source code, for the ``uuid()`` of objects that Inductor keys its caches by: a key
+made of a hook's fields alone goes on hitting after the hook's code was changed.
 
-A cache key made of a hook's fields alone goes on hitting after the hook's code was changed.
-Upstream answers this by hashing the files of a custom pass
+Upstream hashes the files of a custom pass
 (``torch._inductor.custom_graph_pass.get_hash_for_files``); this does the same by module name, so
 that it works for a package in a zip file, too.
 """
@@ -42,10 +42,8 @@ def source_digest(*module_names: str) -> str:
 
 def package_digest() -> str:
     """The digest of all modules of this package, in every folder but ``hooks`` (which no pass of
-    this package needs) and ``testing``, which no graph goes through.
-
-    It is that of the sources as they were when this module was imported: an edit while a process
-    runs changes what is on disk, not what runs.
+    this package needs) and ``testing``, which no graph goes through; as they were when this module
+    was imported.
 
     Raises:
         RuntimeError: as of :func:`source_digest`.

@@ -36,17 +36,15 @@ def measure(
     repeats: int = 7,
     say: Callable[[str], None] = lambda text: None,
 ) -> Machine:
-    """Measure the groups of a mesh over the default process group; every rank has to call it.
+    """Measure the groups of a mesh over the default process group; every rank has to call it, and
+    gets the same machine. Its ``ranks_per_node`` is torchrun's ``LOCAL_WORLD_SIZE``, else the
+    number of ranks.
 
     Args:
         mesh: sizes of its dimensions; their product is the number of ranks.
         kib: sizes of the whole buffer in KiB: what is gathered, scattered, reduced, or exchanged.
         repeats: runs of each size, after one that is not counted.
         say: gets a line per measurement, for progress.
-
-    Returns:
-        The same machine on every rank. ``ranks_per_node`` is torchrun's ``LOCAL_WORLD_SIZE``, else
-        the number of ranks.
 
     Raises:
         ValueError: the mesh does not fit the number of ranks, or no positive size or number of

@@ -182,14 +182,9 @@ def _install(tree: TorchTree) -> Status:
 
 
 def _with_digest(config_source: bytes, digest: str) -> bytes:
-    """The config module's source with one entry more, for the keys of Inductor's graph caches.
-
-    They hold the config, private entries included, and a hash of torch's files on disk. In memory
-    those are not the sources that run, and graphs made under another series would be found.
-
-    Raises:
-        HooksError: the module does not end as config modules do.
-    """
+    """The config module's source with one entry more, for the keys of Inductor's graph caches. They
+    hold the config, private entries included, and a hash of torch's files on disk. In memory those
+    are not the sources that run, and graphs made under another series would be found."""
     head, call, tail = config_source.rpartition(b"\ninstall_config_module(")
     if not call:
         raise HooksError(f"{CONFIG_PATH} has no line that calls install_config_module()")
@@ -240,11 +235,8 @@ def _users(name: str) -> list[str]:
 
 
 def _new_entries(module: ModuleType, before: bytes, after: bytes) -> Callable[[], None]:
-    """What adds the patched source's new entries to the config module that is there.
-
-    Raises:
-        HooksError: the patch does more to config than to add entries.
-    """
+    """What adds the patched source's new entries to the config module that is there; an error where
+    the patch does more to it."""
     rest = iter(split_lines(after))
     if not all(line in rest for line in split_lines(before)):
         raise ImportedTooEarlyError(
@@ -272,11 +264,9 @@ def _new_entries(module: ModuleType, before: bytes, after: bytes) -> Callable[[]
 
 
 def _executed(module: ModuleType, source: bytes) -> dict[str, Any]:
-    """The entries that a source of the config module makes, executed apart from the live one.
-
-    It ends in ``install_config_module(sys.modules[__name__])``, which reads its comments through
-    ``inspect.getsource``: for the moment of its execution it needs a name and lines.
-    """
+    """The entries that a source of the config module makes, executed apart from the live one. It
+    ends in ``install_config_module(sys.modules[__name__])``, which reads its comments through
+    ``inspect.getsource``: for the moment of its execution it needs a name and lines."""
     scratch = ModuleType(f"{module.__name__}__torch_ext_bucketing")
     scratch.__file__ = filename = f"<{scratch.__name__}>"
     scratch.__package__ = module.__package__

@@ -58,11 +58,8 @@ def split_lines(data: bytes) -> list[bytes]:
 
 
 def parse_patch(name: str, data: bytes) -> list[FileDiff]:
-    """Read one patch; its changes outside ``torch/``, which are tests, are left out.
-
-    Args:
-        name: the file's name, for messages.
-        data: its bytes.
+    """Read the bytes of one patch, called ``name``; its changes outside ``torch/``, which are
+    tests, are left out.
 
     Raises:
         HooksError: it is malformed, cut short, or asks of torch for more than edits of text.
@@ -128,14 +125,9 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
 def apply_patches(
     diffs: Iterable[FileDiff], read: Callable[[str], bytes | None]
 ) -> dict[str, FileChange]:
-    """Apply diffs one after the other; several may change the same file.
-
-    Args:
-        diffs: in order.
-        read: gives a file's present bytes by its path in the repository; ``None``: no such file.
-
-    Returns:
-        The changes by path, in the order in which the diffs first touch them.
+    """Apply diffs one after the other, of which several may change the same file, and return the
+    changes by path, in the order in which the diffs first touch them. ``read`` gives a file's
+    present bytes by its path in the repository; ``None``: no such file.
 
     Raises:
         PatchDoesNotApplyError: with every hunk that failed, not just the first.

@@ -70,12 +70,8 @@ class Regathers(Fact):
 
 @dataclass(frozen=True)
 class Buckets(Fact):
-    """Collectives are merged.
-
-    Args:
-        kinds: which.
-        units: one bucket per unit; None: by size.
-    """
+    """Collectives of ``kinds`` are merged: one bucket per unit; or, where ``units`` is None, by
+    size."""
 
     text = "which collectives are merged"
     once = False
@@ -85,11 +81,8 @@ class Buckets(Fact):
 
 @dataclass(frozen=True)
 class RankOrder(Fact):
-    """Gradients are added in the order of the ranks; no reduction is left to be merged.
-
-    Args:
-        accumulate: the dtype of the sums.
-    """
+    """Gradients are added in the order of the ranks, in the dtype ``accumulate``; no reduction is
+    left to be merged."""
 
     text = "how gradients are added up"
     accumulate: torch.dtype = torch.float32
@@ -97,12 +90,8 @@ class RankOrder(Fact):
 
 @dataclass(frozen=True)
 class Order(Fact):
-    """The nodes stand in the order in which they are to run, and the compiler has to keep it.
-
-    Args:
-        policies: what the order is judged by.
-        machine: what its nodes were timed for.
-    """
+    """The nodes stand in the order in which they are to run, judged by ``policies`` and timed for
+    ``machine``, and the compiler has to keep it."""
 
     text = "the order of the nodes"
     policies: tuple[Policy, ...] = ()
@@ -140,13 +129,9 @@ def last_fact(facts: Iterable[Fact], kind: type[F]) -> F | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """A pass's choice on the joint graph for the graphs after the partitioner.
-
-    Args:
-        text: what was chosen, in short; ranks compare it.
-        limit_bytes: the bound on the peak of live bytes that it was chosen under, which schedules
-            keep, too; None: there is none.
-    """
+    """A pass's choice on the joint graph for the graphs after the partitioner: in short, for ranks
+    to compare, and with the bound on the peak of live bytes that it was made under, which schedules
+    keep, too (None: there is none)."""
 
     text: str
     limit_bytes: int | None = None
@@ -157,14 +142,13 @@ class Compilation:
     """One compile.
 
     Args:
-        input_fqns: FQN of each graph input that is a parameter, by position. Like the next four
-            it is known before the first pass runs.
+        input_fqns: FQN of each graph input that is a parameter, by position. Like the next four it
+            is known before the first pass runs.
         activations: of the inputs that code before this one computed, by position: the name in the
             code that is compiled, and the tensor.
         frame: number of the code that is compiled, the same when it is compiled again.
         size_hints: as given to :func:`.backend`.
         ahead: what the passes after the partitioner will give, in the order in which they run.
-        report: what the passes report.
         tagged: number of collectives of the joint graph that carry a tag, by ``TagParameters``.
         choice: by ``ReshardAfterForward(keep="auto")``; None where nothing was chosen.
         baseline: of the graph at hand, by the pipeline.

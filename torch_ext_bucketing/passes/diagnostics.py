@@ -251,14 +251,8 @@ _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 
 
 class RunWatch:
-    """Watches the first runs of one compile's code, and warns where units are not reduced as
-    planned.
-
-    Args:
-        units: that were bucketed.
-        model: as of :func:`.backend`.
-        compilation: takes the warnings.
-    """
+    """Watches the first runs of one compile's code, and warns where ``units``, which were bucketed,
+    are not reduced as planned. ``model`` is as of :func:`.backend`."""
 
     def __init__(self, units: Units, model: nn.Module | None, compilation: Compilation) -> None:
         self._units = units

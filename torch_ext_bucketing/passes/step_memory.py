@@ -26,10 +26,9 @@ def state_bytes(
     optimizer: torch.optim.Optimizer | None = None,
     per_parameter: float | None = None,
 ) -> int:
-    """Bytes of the optimizer's state on this rank.
+    """Bytes of the optimizer's state on this rank for a model, sharded or not.
 
     Args:
-        model: sharded or not.
         optimizer: whose state it is. Before its first step, which makes the state, one like it
             takes a step on a small parameter of each of its groups.
         per_parameter: or bytes per element of a parameter. With neither 8, two numbers in fp32 as
@@ -68,18 +67,11 @@ def _tensor_bytes(state: dict[str, object]) -> int:
 
 
 def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> int:
-    """See that a bound leaves room for anything.
-
-    Args:
-        model: sharded.
-        memory: the bound; a ratio is not looked at.
-        state: bytes of the optimizer's state.
-
-    Returns:
-        The bytes that it leaves; with a ratio 0.
+    """Bytes that a bound leaves beside shards, their gradients and ``state`` bytes of the
+    optimizer's; 0 where it is a ratio.
 
     Raises:
-        ValueError: the shards, their gradients and the optimizer's state are larger.
+        ValueError: it leaves none.
     """
     if memory.gib is None:
         return 0

@@ -76,16 +76,8 @@ def run_passes(
     grad_fqns: Sequence[str | None],
     model: nn.Module,
 ) -> None:
-    """Run all passes on one graph, in place.
-
-    Args:
-        gm: of any part of a step.
-        pipeline: the passes.
-        compilation: gets the report.
-        fqns: names of the placeholders that are parameters.
-        grad_fqns: whose gradient each flattened output is.
-        model: whose parameters these are.
-    """
+    """Run all passes on one graph of any part of a step, in place. ``fqns`` names the placeholders
+    that are parameters of ``model``, ``grad_fqns`` whose gradient each flattened output is."""
     tag_joint_graph(gm, fqns.get, grad_fqns=grad_fqns, model=model)
     for stage in ("joint", "forward_backward"):
         pipeline.run(stage, gm, compilation)  # type: ignore[arg-type]

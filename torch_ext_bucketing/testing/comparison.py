@@ -85,14 +85,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Cause:
-    """One thing that, switched alone, changes gradients.
-
-    Args:
-        name: what it is, in a word or two.
-        parameters: whose gradients it changes, the first in backward first.
-        found: what was seen.
-        advice: what to change.
-    """
+    """One thing that, switched alone, changes the gradients of ``parameters``, the first in
+    backward first: its name in a word or two, what was seen, and what to change."""
 
     name: str
     parameters: tuple[str, ...]

@@ -5,18 +5,16 @@ Both end a rank with SIGABRT. Seen with torch 2.13.0 alone and, in ring groups, 
 *Two threads, one string.* A ``ProcessGroupGloo`` has two threads, and each, when its operation is
 done, writes the operation's name to one ``std::string`` of the group and takes no lock
 (``lastCompletedWorkName`` in ``runLoop`` of ``ProcessGroupGloo.cpp``). Two that end at once free
-the string twice, and another small object is overwritten: ``malloc(): unaligned tcache chunk
-detected``, or a segmentation fault. Seen with plain gloo in one of three runs of two ranks for 15
-seconds, with eight all-reduces and eight coalesced all-gathers of four floats in flight. So a group
-of :func:`make_gloo` has one thread. It does one operation at a time, in the order of the calls, as
-a communication stream of a GPU does.
+the string twice: ``malloc(): unaligned tcache chunk detected``, or a segmentation fault, in one of
+three runs of two ranks for 15 seconds. So a group of :func:`make_gloo` has one thread. It does one
+operation at a time, in the order of the calls, as a communication stream of a GPU does.
 
 *The interpreter is gone.* Gloo's thread lets go of an operation's tensors after ``wait`` has
-returned. To let go of one that Python has seen it needs the interpreter's lock; asked for in a
-process that has begun to end, that ends the thread, in a place where C++ allows no such thing:
-``terminate called without an active exception``, in about one of 200 processes that end right after
-a collective. So what :meth:`~InFlight.run` gave the thread last is waited for when Python ends;
-what was given earlier is done by then, as there is one thread.
+returned, and needs the interpreter's lock for one that Python has seen. Asked for in a process that
+has begun to end, that ends the thread where C++ allows no such thing: ``terminate called without an
+active exception``, in about one of 200 processes that end right after a collective. So what
+:meth:`~InFlight.run` gave the thread last is waited for when Python ends; what was given earlier is
+done by then, as there is one thread.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A LLaMA-style decoder, small enough for CPU ranks and shaped like the real ones.
+"""A LLaMA-style decoder, small enough for CPU ranks and shaped like the real ones: RMSNorm, rotary
+embedding, grouped-query attention and SwiGLU.
 
-RMSNorm, rotary embedding, grouped-query attention and SwiGLU. Two modules own a
-parameter *and* have children, which is where naive parameter orders go wrong:
-:class:`Attention` (a learnable logit scale per query head) and :class:`Block` (a
-layer scale per branch).
+Two modules own a parameter *and* have children, which is where naive parameter orders go wrong:
+:class:`Attention` (a learnable logit scale per query head) and :class:`Block` (a layer scale per
+branch).
 
-Every operator used here lowers to the same ATen calls, in the same order, whether
-autograd runs it or AOTAutograd traces it, so that ``torch.compile`` with a backend
-that only replays the graph gives eager's bits. That is why RMSNorm is written out.
+Every operator used here lowers to the same ATen calls, in the same order, whether autograd runs it
+or AOTAutograd traces it, so that ``torch.compile`` with a backend that only replays the graph gives
+eager's bits. That is why RMSNorm is written out.
 """
 
 from __future__ import annotations

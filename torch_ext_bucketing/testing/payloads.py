@@ -48,18 +48,15 @@ def fsdp_payloads(
 ) -> list[Payload]:
     """What eager FSDP2's collectives carry, from its param groups.
 
-    In a rank's part of the buffer each parameter takes the rows of its shard, padded to the
-    first rank's, one parameter after the other (``foreach_all_gather``'s copy-in and the
-    ``chunk_cat`` of ``foreach_reduce``); frozen ones are gathered only. HSDP all-reduces the
-    reduce-scatter's output as it is.
+    In a rank's part of the buffer each parameter takes the rows of its shard, padded to the first
+    rank's, one parameter after the other (``foreach_all_gather``'s copy-in and the ``chunk_cat`` of
+    ``foreach_reduce``); frozen ones are gathered only. HSDP all-reduces the reduce-scatter's output
+    as it is.
 
     Args:
         model: after ``fully_shard``.
         order: of its param groups.
-        shards: ranks that share a parameter.
-        param_dtype: of gathers.
-        reduce_dtype: of reductions.
-        replicas: groups of such ranks.
+        shards: ranks that share a parameter, in ``replicas`` groups.
         gathered: of parameters with gathers of their own, the bytes of each tensor on a rank.
     """
     from ..fqns import canonical_fqn

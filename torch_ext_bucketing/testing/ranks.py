@@ -1,19 +1,13 @@
 """Start ranks on this machine, and never leave one behind.
 
-:func:`run_ranks` runs one function on every rank, each in a process of its own, and
-returns what the ranks return. One rank's failure ends all of them:
+:func:`run_ranks` runs one function on every rank, each in a process of its own, and returns what
+the ranks return. One rank's failure ends all of them. A rank also ends, with whatever it started
+itself, when the process that called :func:`run_ranks` is gone, however that one ended: beside each
+rank sits a small watcher that waits for that. It is a process of its own because no thread of a
+rank can act while another one hangs with the interpreter's lock held.
 
-- a rank that raises: :class:`RankError` carries its traceback;
-- a rank that dies (signal, ``os._exit``): how it died and the end of what it printed;
-- too slow: every rank's stack, then the end of all.
-
-A rank also ends, with whatever it started itself, when the process that called
-:func:`run_ranks` is gone, however that one ended: beside each rank sits a small watcher that
-waits for that. It is a process of its own because no thread of a rank can act while another one
-hangs with the interpreter's lock held.
-
-Ranks find each other through a file in a temporary folder: no port, so that any number
-of runs can share a machine. Only the standard library is imported here.
+Ranks find each other through a file in a temporary folder: no port, so that any number of runs can
+share a machine. Only the standard library is imported here.
 
 Importing torch takes a rank seconds. A program that starts ranks more than once, a test run for
 one, calls :func:`preload` first: ranks are then forked from a server that has imported it.
@@ -58,8 +52,8 @@ _server: BaseContext | None = None
 
 
 class RankError(RuntimeError):
-    """A rank failed; the message names it and says how. ``rank`` is the one that failed first, as
-    far as can be told; -1 where no one rank did."""
+    """A rank raised or died, and how, with the end of what it printed. ``rank`` is the one that
+    failed first, as far as can be told; -1 where no one rank did."""
 
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
@@ -91,17 +85,13 @@ class Rank:
 
 
 def preload(*modules: str) -> None:
-    """From now on, fork ranks from one server that has imported ``modules``.
+    """From now on, fork ranks from one server that has imported ``modules``, by their names.
 
-    Each rank is still a process of its own, and as new as what the modules leave behind. They must
-    leave no thread, or forking is not safe: imports of torch leave none, compiling does.
+    Each rank is still a process of its own. The modules must leave no thread, or forking is not
+    safe: imports of torch leave none, compiling does.
 
     The server starts with the first rank, with the environment and ``sys.path`` of this process and
     one OpenMP thread, and ends with this process. Its ranks skip ``atexit``.
-
-    Args:
-        modules: names. One that there isn't is left out without a word, as of
-            ``multiprocessing``, and ranks import it themselves.
     """
     global _server
     _server = multiprocessing.get_context("forkserver")
@@ -117,27 +107,24 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> list[T]:
-    """Run ``function(rank, *args)`` on ``world_size`` ranks and return their results by rank.
+    """Run ``function(rank, *args)`` on ``world_size`` ranks and return their results by rank. Then
+    every rank's process, and all that the ranks had started, has ended.
 
     Args:
-        function: importable by name (it travels by name, not by value); takes a
-            :class:`Rank` and ``args``, and returns something picklable.
-        world_size: number of ranks, at least 1.
+        function: importable by name (it travels by name, not by value); takes a :class:`Rank` and
+            ``args``, and returns something picklable.
         args: picklable.
         timeout_s: limit in seconds for the whole run, imports included.
         threads: OpenMP and MKL threads per rank. Ranks of :func:`preload` that have imported torch
             have one.
         environment: more environment variables for the ranks.
-        on_message: called in this process with ``(rank, message)`` for each
-            :meth:`Rank.send`. What it raises ends the ranks and reaches the caller.
+        on_message: called in this process with ``(rank, message)`` for each :meth:`Rank.send`. What
+            it raises ends the ranks and reaches the caller.
 
     Raises:
         RankError: a rank raised or died, or an import of :func:`preload` failed.
         RanksTimedOut: ``timeout_s`` passed.
         ValueError: ``world_size`` or ``timeout_s`` is not positive.
-
-    When this returns or raises, every rank's process, and all that the ranks had started,
-    has ended.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")

@@ -342,10 +342,9 @@ def _store_after_restart(rank: int, world_size: int, timeout: timedelta) -> dist
     """The store of ``env://``, without what the ranks left in it that ``torchrun`` has restarted;
     None where it has restarted none.
 
-    Its agent keeps one store for all restarts (torch 2.13 and 2.15; see pytorch 135712). A rank
-    that finds there the address of a peer that is gone, sooner than its successor writes its own,
-    fails, or waits for it until the time is up, in plain gloo as well. The count is that of one
-    agent, so of one node.
+    Its agent keeps one store for all restarts (torch 2.13 and 2.15; see pytorch 135712), in which a
+    rank would meet the address of a peer that is gone. The count is that of one agent, so of one
+    node.
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if not restarts:

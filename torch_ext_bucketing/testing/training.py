@@ -42,13 +42,8 @@ class Trained:
 
 
 class Training:
-    """A model that is trained by AdamW, step by step; ``done`` is what became of it so far.
-
-    Args:
-        model: the parameters are its own.
-        step: by its number, runs forward and backward, and returns the loss, a scalar.
-        lr: learning rate.
-    """
+    """A model whose own parameters are trained by AdamW; ``done`` is what became of it so far.
+    ``step`` runs forward and backward by the step's number, and returns the loss, a scalar."""
 
     def __init__(
         self, model: nn.Module, step: Callable[[int], torch.Tensor], lr: float = 1e-3
@@ -88,12 +83,8 @@ def train(
     recompiles: bool = False,
     stop_unlike: Sequence[str] | None = None,
 ) -> Trained:
-    """Take ``steps`` steps of a :class:`Training`.
-
-    Args:
-        stop_unlike: digests of another run: stop at the first step after which some rank's weights
-            are others.
-    """
+    """Take ``steps`` steps of a :class:`Training`; with ``stop_unlike``, digests of another run,
+    only up to the first step after which some rank's weights are others."""
     training = Training(model, step, lr)
     for number in range(steps):
         training.take(recompiles)

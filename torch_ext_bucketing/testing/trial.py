@@ -39,10 +39,8 @@ Hashes = dict[str, str]
 
 class Trial:
     """The model that ``options.build`` makes. Every rank has one and calls the same methods.
-
-    Attributes:
-        state: the weights and buffers that each of its copies starts from.
-        units: the modules of each ``fully_shard`` call.
+    ``state`` are the weights and buffers that each of its copies starts from, ``units`` the modules
+    of each ``fully_shard`` call.
 
     Raises:
         TargetError: ``build`` is not found or raises, or its result can't be trained; the message

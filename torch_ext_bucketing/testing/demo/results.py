@@ -16,16 +16,9 @@ WARMUP_STEPS = 3
 
 @dataclass
 class RunRecord:
-    """One run on one rank.
-
-    Attributes:
-        digests: sha256 of this rank's shards after each step.
-        loss: this rank's loss at each step.
-        step_ms: wall time of each step in milliseconds.
-        before: collectives per step, one per parameter and use, before bucketing.
-        after: collectives per step that remain, as in the graphs (eager: as issued).
-        payloads: every collective's layout.
-    """
+    """One run on one rank: per step the sha256 of this rank's shards, its loss and its wall time in
+    milliseconds; the number of collectives per step before and after bucketing (eager: as issued);
+    and every collective's layout."""
 
     digests: list[str]
     loss: list[float]

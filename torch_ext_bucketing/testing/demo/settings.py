@@ -13,14 +13,8 @@ HEAD_DIM = 32
 
 @dataclass(frozen=True)
 class Settings:
-    """One demo; the options' texts say what a field is.
-
-    Attributes:
-        batch: sequences per rank and step.
-        seq: tokens (bytes) per sequence.
-        lr: AdamW's learning rate.
-        channels: ring channels that the simulator splits a buffer over.
-        chunk_bytes: bytes of a buffer that go to one channel before the next one's turn.
+    """One demo; the options' texts say what a field is, ``batch`` and ``seq`` are sequences per
+    rank and step and their length in tokens (bytes), and the last two are of the ring simulator.
 
     Raises:
         ValueError: a value is out of range; the message starts with the option's name.
