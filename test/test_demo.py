@@ -39,20 +39,6 @@ def test_batches_are_real_text_and_repeat():
     assert bytes(tokens[0].tolist()) in text.corpus()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ({"dim": 0}, "dim must be at least 1"),
-        ({"dim": 100, "heads": 3}, "not divisible by heads 3"),
-        ({"dim": 12, "heads": 4, "kv_heads": 2}, "rotates pairs"),
-        ({"heads": 4, "kv_heads": 3}, "not divisible by kv_heads 3"),
-    ],
-)
-def test_model_sizes_are_checked(sizes, says):
-    with pytest.raises(ValueError, match=says):
-        ModelConfig(**sizes)
-
-
 def test_the_model_is_a_function_of_its_seed_and_owns_parameters_next_to_children():
     config = ModelConfig(dim=64, layers=1, heads=2, kv_heads=1, hidden=96)
     one, two, three = (Transformer(config, seed=seed) for seed in (1, 1, 2))

@@ -106,8 +106,11 @@ def recipe(
         raise ValueError(f"goal must be 'parity' or 'speed', got {goal!r}")
     if reduce not in (None, "all_to_all"):
         raise ValueError(f"reduce must be 'all_to_all' or None, got {reduce!r}")
-    for name, module in (("model", model), ("reference", reference)):
-        if not isinstance(module, nn.Module) and not (name == "reference" and module is None):
+    for name, module in (
+        ("model", model),
+        ("reference", model if reference is None else reference),
+    ):
+        if not isinstance(module, nn.Module):
             raise TypeError(f"{name} must be a torch.nn.Module, got {module!r}")
     kinds = _kinds(model)
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
@@ -153,10 +156,9 @@ def recipe(
         if units is not None or reference is not None:
             raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
         # The bound on the step holds for schedules, too.
-        bound = [PeakMemory(ratio=1.02)] if memory is None else []
-        all_to_all = ReduceByAllToAll() if reduce else None
-        policies = [Overlap(), *bound]
-        both = BucketAndSchedule(policies, kinds=kinds, machine=machine, reduce=all_to_all)
+        policies = [Overlap(), *([PeakMemory(ratio=1.02)] if memory is None else [])]
+        sums = ReduceByAllToAll() if reduce else None
+        both = BucketAndSchedule(policies, kinds=kinds, machine=machine, reduce=sums)
         return [*first, *reshard, both]
     if units is not None and reference is not None:
         raise ValueError("give units= or reference=, not both: a reference has units of its own")
@@ -164,8 +166,8 @@ def recipe(
     if memory is None and gathers:
         reshard = [ReshardAfterForward(keep=keep)]
     buckets = [BucketUnits(order, kinds=kinds), *([ReduceByAllToAll()] if reduce else [])]
-    schedule = Schedule([Overlap()], machine)
-    return [AddByUnit(model, named), *first, *reshard, *buckets, schedule]
+    last = Schedule([Overlap()], machine)
+    return [AddByUnit(model, named), *first, *reshard, *buckets, last]
 
 
 def _kinds(model: nn.Module) -> tuple[Kind, ...]:

@@ -10,7 +10,6 @@ from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import check_passes_run_here
 from ..fsdp.order import FSDPParamOrder
 from ..fsdp.tag_graph import FqnOf, tag_joint_graph
-from ..reports.compile import CompileReport
 from .base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 
 PAYLOAD_FIELD = "fsdp_payload_order"
@@ -45,12 +44,9 @@ class TagParameters(GraphPass):
         self.fqn_of = fqn_of
         self.order = order
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         if _dynamo_inputs.is_compiling():
             check_passes_run_here()
-        return super().__call__(graph, compilation)
-
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         fqn_of = compilation.input_fqns if self.fqn_of is None else self.fqn_of
         if fqn_of is None:
             fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))

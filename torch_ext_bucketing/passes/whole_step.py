@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -41,17 +42,11 @@ def whole_step_pass(
         ValueError: the graph has fewer inputs than the model has parameters, or fewer results than
             it has parameters to train. The graph is as it was.
     """
-    pipeline = Pipeline(
-        (p for p in passes if last_fact(getattr(p, "gives", ()), Regathers) is None), model
-    )
+    pipeline = Pipeline((p for p in passes if last_fact(p.gives, Regathers) is None), model)
     shared = compilation or pipeline.compilation()
 
     def torch_ext_bucketing_pass(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:
-        parameters = list(model.named_parameters(remove_duplicate=False))
-        names = [name for each in parameters for name in name_per_tensor(*each)]
-        trained = [
-            n for each in parameters if each[1].requires_grad for n in name_per_tensor(*each)
-        ]
+        names, trained = names_per_tensor(model)
         inputs = gm.graph.find_nodes(op="placeholder")
         (output,) = gm.graph.find_nodes(op="output")
         others = len(pytree.tree_leaves(output.args[0])) - len(trained)
@@ -66,6 +61,14 @@ def whole_step_pass(
         return gm
 
     return torch_ext_bucketing_pass
+
+
+def names_per_tensor(model: nn.Module) -> tuple[list[str | None], list[str | None]]:
+    """The parameter's name for each tensor that one is made of; of all, and of those to train."""
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    names = [name_per_tensor(*each) for each in parameters]
+    trained = [of for of, (_, p) in zip(names, parameters, strict=True) if p.requires_grad]
+    return list(itertools.chain(*names)), list(itertools.chain(*trained))
 
 
 def run_passes(

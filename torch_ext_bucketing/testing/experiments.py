@@ -350,7 +350,7 @@ def _payloads(search: _Search) -> Iterator[Cause]:
 
 
 def _gives(graph_pass: GraphPass, *facts: type) -> bool:
-    return any(isinstance(fact, facts) for fact in getattr(graph_pass, "gives", ()))
+    return any(isinstance(fact, facts) for fact in graph_pass.gives)
 
 
 def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:

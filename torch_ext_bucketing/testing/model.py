@@ -22,11 +22,9 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a :class:`Transformer`. All are counts of elements.
-
-    Raises:
-        ValueError: a size is not positive, or sizes do not divide one another.
-    """
+    """Sizes of a :class:`Transformer`: ``hidden`` is the inner width of the SwiGLU MLP,
+    ``layer_scale`` the initial value of each block's two layer scales. All are counts of
+    elements."""
 
     vocab: int = 256
     dim: int = 128
@@ -34,25 +32,10 @@ class ModelConfig:
     heads: int = 4
     kv_heads: int = 2
     hidden: int = 384
-    """Inner width of the SwiGLU MLP."""
     max_seq: int = 64
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     layer_scale: float = 0.5
-    """Initial value of each block's two layer scales."""
-
-    def __post_init__(self) -> None:
-        for name in ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "max_seq"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.dim % self.heads:
-            raise ValueError(f"dim {self.dim} is not divisible by heads {self.heads}")
-        if self.head_dim % 2:
-            raise ValueError(
-                f"rotary embedding rotates pairs: dim / heads must be even, got {self.head_dim}"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
 
     @property
     def head_dim(self) -> int:

@@ -55,12 +55,11 @@ from torchtitan.experiments.graph_trainer.registry import (
 )
 
 from .._torch.pipelines import actions_of, replace_actions
-from .._torch.sharded import name_per_tensor
 from ..agreement.before_run import agree_on_launches
 from ..agreement.launches import launches_of
 from ..passes.pipeline import Pipeline
 from ..passes.step_memory import check_bound, state_bytes
-from ..passes.whole_step import run_passes, whole_step_pass
+from ..passes.whole_step import names_per_tensor, run_passes, whole_step_pass
 from ..recipes import recipe
 from ..reports.compile import CompileReport
 from ..reports.stage import StageReport
@@ -99,7 +98,11 @@ def pass_pipeline(memory: PeakMemory | None = None) -> str:
 
     def started(trainer: Any) -> None:
         if trainer.parallel_dims.pp_enabled:
-            room = None if memory is None else _room(trainer, memory)
+            room = None
+            if memory is not None:  # what it leaves beside shards, gradients and optimizer state
+                parts = nn.ModuleList(trainer.model_parts)
+                state = sum(state_bytes(parts, optimizer) for optimizer in trainer.optimizers)
+                room = check_bound(parts, memory, state)
             trainer.pp_schedule.graph_provider = _BucketedStages(trainer.pp_schedule, room)
         elif memory is not None:
             raise ValueError(
@@ -111,13 +114,6 @@ def pass_pipeline(memory: PeakMemory | None = None) -> str:
     register_post_init_hook(name)(started)
     register_pass_pipeline(name)(graph_passes)
     return name
-
-
-def _room(trainer: Any, memory: PeakMemory) -> int:
-    """Bytes that the bound leaves for stages, beside shards, gradients and optimizer state."""
-    parts = nn.ModuleList(trainer.model_parts)
-    state = sum(state_bytes(parts, optimizer) for optimizer in trainer.optimizers)
-    return check_bound(parts, memory, state)
 
 
 def graph_passes(
@@ -180,10 +176,8 @@ class _BucketedStages:
             self._bucket(schedule, new)
         stages = {stage.stage_index: stage for stage in schedule._stages}
         return {
-            (forward, backward): _ReleasedPair(
-                theirs, stages[forward].graphs, stages[backward].graphs
-            )
-            for (forward, backward), theirs in overlapped.items()
+            (f, b): _ReleasedPair(theirs, stages[f].graphs, stages[b].graphs)
+            for (f, b), theirs in overlapped.items()
         }
 
     def _bucket(self, schedule: Any, stages: dict[int, Any]) -> None:
@@ -310,9 +304,7 @@ class _ReleasedPair:
 def _bucket(stage: Any) -> CompileReport:
     """Run the passes on the graphs of ``stage`` that gather and reduce, in place."""
     model, modules, meta = stage.submod, stage.graphs.modules, stage.graphs.meta
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    names = [name for each in parameters for name in name_per_tensor(*each)]
-    trained = [n for each in parameters if each[1].requires_grad for n in name_per_tensor(*each)]
+    names, trained = names_per_tensor(model)
     pipeline = Pipeline(recipe(model, units=_units(model)), model)
     compilation = pipeline.compilation()
     if modules.unshard is not None:
@@ -341,20 +333,14 @@ def _bytes_of(graphs: Any) -> StageBytes:
     running = {"UNSHARD": unshard - gathered, "F": forward - saved, "B": backward, "W": backward}
     parameters = modules.fw.graph.find_nodes(op="placeholder")[: meta.num_fw_unsharded_param_inputs]
     views = views_of(modules.fw.graph, parameters)[meta.num_user_outputs :]
-    names = {
-        n
-        for n, is_view in zip(meta.partition.saved_for_backward_names, views, strict=False)
-        if is_view
-    }
+    saved_names = meta.partition.saved_for_backward_names
+    names = {n for n, is_view in zip(saved_names, views, strict=False) if is_view}
     reads = set("FBIW" if names else "F")
     if modules.bw_di is not None and modules.bw_dw is not None:
         running |= {"I": bytes_of(modules.bw_di.graph)[1], "W": bytes_of(modules.bw_dw.graph)[1]}
         inputs = modules.bw_di.graph.find_nodes(op="placeholder")
-        read = [
-            n
-            for n, name in zip(inputs, meta.partition.bwd_input_names, strict=True)
-            if name in names
-        ]
+        named = zip(inputs, meta.partition.bwd_input_names, strict=True)
+        read = [n for n, name in named if name in names]
         if not any(views_of(modules.bw_di.graph, read)[meta.num_input_grad_values :]):
             reads.discard("W")
     if modules.reduce_grad is not None:
