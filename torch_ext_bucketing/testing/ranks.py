@@ -52,12 +52,7 @@ _server: BaseContext | None = None
 
 
 class RankError(RuntimeError):
-    """A rank raised or died, and how, with the end of what it printed. ``rank`` is the one that
-    failed first, as far as can be told; -1 where no one rank did."""
-
-    def __init__(self, message: str, rank: int = -1) -> None:
-        super().__init__(message)
-        self.rank = rank
+    """A rank raised or died: which, as far as can be told, and how."""
 
 
 class RanksTimedOut(RankError):
@@ -168,20 +163,15 @@ class _Run:
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
             **environment,
         }
+        store, timeout = str(self.folder / "store"), timedelta(seconds=self.timeout_s)
         with _environment(variables):
             for rank in range(self.world_size):
                 pipe, childs_pipe = context.Pipe(duplex=False)
                 self.pipes.append(pipe)
-                me = Rank(
-                    rank,
-                    self.world_size,
-                    str(self.folder / "store"),
-                    timedelta(seconds=self.timeout_s),
-                    childs_pipe,
-                )
+                me = Rank(rank, self.world_size, store, timeout, childs_pipe)
                 process = context.Process(  # type: ignore[attr-defined]
                     target=_rank_main,
-                    args=(me, str(_log_path(self.folder, rank)), variables, function, args),
+                    args=(me, str(self._log_path(rank)), variables, function, args),
                     name=f"rank{rank}",
                     daemon=True,
                 )
@@ -217,26 +207,21 @@ class _Run:
                         self.tracebacks[rank] = payload
                     if not failed:
                         failed, until = True, min(until, time.monotonic() + _GRACE_S)
+        ranks, running = range(self.world_size), sorted(open_pipes.values())
         if len(self.results) == self.world_size:
-            return [self.results[rank] for rank in range(self.world_size)]
-        running = sorted(open_pipes.values())
-        raise self._failure(running) if failed else self._timeout(running)
-
-    def _failure(self, running: list[int]) -> RankError:
-        heard = {*self.results, *self.tracebacks, *running}
-        silent = [rank for rank in range(self.world_size) if rank not in heard]
-        if silent:
-            # A rank that died without a word comes first: its peers' tracebacks only say
-            # that a connection closed.
-            rank = silent[0]
-            self.processes[rank].join(timeout=1.0)
-            return RankError(
-                f"rank {rank} died: {_exit_text(self.processes[rank].exitcode)}"
-                f"{self._log_text(rank)}",
-                rank,
-            )
-        rank = next(iter(self.tracebacks))
-        return RankError(f"rank {rank} failed:\n{self.tracebacks[rank].rstrip()}", rank)
+            return [self.results[rank] for rank in ranks]
+        if not failed:
+            raise self._timeout(running)
+        silent = [r for r in ranks if r not in {*self.results, *self.tracebacks, *running}]
+        if not silent:
+            rank, text = next(iter(self.tracebacks.items()))
+            raise RankError(f"rank {rank} failed:\n{text.rstrip()}")
+        # A rank that died without a word comes first: its peers' tracebacks only say that a
+        # connection closed.
+        died = self.processes[silent[0]]
+        died.join(timeout=1.0)
+        how = f"{_exit_text(died.exitcode)}{self._log_text(silent[0])}"
+        raise RankError(f"rank {silent[0]} died: {how}")
 
     def _timeout(self, running: list[int]) -> RanksTimedOut:
         for rank in running:
@@ -246,38 +231,50 @@ class _Run:
         where = "".join(self._log_text(rank) for rank in running)
         ranks = ", ".join(str(rank) for rank in running)
         return RanksTimedOut(
-            f"time limit of {self.timeout_s:g} s reached; unfinished ranks: {ranks}{where}",
-            running[0] if len(running) == 1 else -1,
+            f"time limit of {self.timeout_s:g} s reached; unfinished ranks: {ranks}{where}"
         )
 
+    def _log_path(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
     def _log_text(self, rank: int) -> str:
-        try:
-            text = _log_path(self.folder, rank).read_text(errors="replace").strip()
-        except OSError:
-            text = ""
+        """The end of a rank's output; from before Python's report of a crash on, whose end is a
+        long list."""
+        path = self._log_path(rank)
+        text = path.read_text(errors="replace").strip() if path.exists() else ""
         if not text:
             return f"\n(rank {rank} printed nothing)"
-        return f"\n--- end of rank {rank}'s output ---\n{_told(text)}"
+        crash, last = text.rfind(_CRASH), len(text) - _LOG_TAIL
+        begin = max(0, last if crash < 0 else min(crash - _LOG_TAIL // 4, last))
+        return f"\n--- end of rank {rank}'s output ---\n{text[begin : begin + _LOG_TAIL]}"
 
     def end(self) -> None:
         """End every rank's process group and collect the processes."""
+        groups = [process.pid for process in self.processes if process.pid is not None]
         for process in self.processes:
             # A rank leads a session of its own from its first line on, so this also
             # ends compilers that it had started; before that line it has started nothing.
-            if process.pid is not None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            _signal_group(process.pid, signal.SIGKILL)
             process.kill()
-        groups = [process.pid for process in self.processes if process.pid is not None]
         for process in self.processes:
             process.join()
             process.close()
         # The ranks' own children are not ours to wait for, only to see vanish.
         deadline = time.monotonic() + _GRACE_S
-        while any(map(_group_exists, groups)) and time.monotonic() < deadline:
+        while any(_signal_group(g, 0) for g in groups) and time.monotonic() < deadline:
             time.sleep(0.01)
         for pipe in self.pipes:
             pipe.close()
+
+
+def _signal_group(group: int | None, number: int) -> bool:
+    """Send a signal to a process group, if there is one of ours."""
+    try:
+        if group is not None:
+            os.killpg(group, number)
+        return group is not None
+    except (ProcessLookupError, PermissionError):  # a foreign group may take over the number
+        return False
 
 
 def _rank_main(
@@ -288,7 +285,7 @@ def _rank_main(
     args: tuple[object, ...],
 ) -> None:
     os.setsid()
-    os.environ.update(variables)  # A process of a fork server has the server's environment.
+    os.environ.update(variables)  # a process of a fork server has the server's
     _start_watcher()
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
@@ -302,8 +299,7 @@ def _rank_main(
         me._pipe.send(("result", function(me, *args)))
     except BaseException:
         me._pipe.send(("traceback", traceback.format_exc()))
-        # Not sys.exit: destructors of a failed run can wait for peers that never answer.
-        sys.stdout.flush()
+        sys.stdout.flush()  # not sys.exit: destructors can wait for peers that never answer
         sys.stderr.flush()
         os._exit(1)
 
@@ -324,27 +320,6 @@ def _start_watcher() -> None:
     select.select([caller.sentinel], [], [])
     os.killpg(group, signal.SIGKILL)
     os._exit(0)
-
-
-def _group_exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # a foreign group that took over the number
-        return False
-    return True
-
-
-def _log_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.log"
-
-
-def _told(text: str) -> str:
-    """The end of an output; from before Python's report of a crash on, whose end is a long list."""
-    crash, last = text.rfind(_CRASH), len(text) - _LOG_TAIL
-    begin = max(0, last if crash < 0 else min(crash - _LOG_TAIL // 4, last))
-    return text[begin : begin + _LOG_TAIL]
 
 
 def _exit_text(code: int | None) -> str:
