@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import logging
 import os
-import pkgutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -202,23 +201,12 @@ def _switched_off(passes: Iterable[GraphPass]) -> tuple[str, ...]:
     return tuple(name for name in given if name in wanted)
 
 
-def _names_of_passes() -> Iterator[str]:
+def _names_of_passes() -> list[str]:
     """The public passes of this package, whether imported yet or not."""
-    above = __package__.rpartition(".")[0]
-    for folder in (f"{above}.passes", f"{above}.rewrites"):
-        package = importlib.import_module(folder)
-        for module in pkgutil.iter_modules(package.__path__, f"{folder}."):
-            importlib.import_module(module.name)
-
-    def below(cls: type[Any]) -> Iterator[type[Any]]:
-        child: type[Any]
-        for child in cls.__subclasses__():
-            yield child
-            yield from below(child)
-
-    for cls in below(GraphPass):
-        if cls.__module__.startswith(f"{above}.") and not cls.__name__.startswith("_"):
-            yield cls.__name__
+    package = importlib.import_module(__package__.partition(".")[0])
+    public = [getattr(package, name) for name in package.__all__]
+    passes = [p for p in public if isinstance(p, type) and issubclass(p, GraphPass)]
+    return [p.__name__ for p in passes if p is not GraphPass]
 
 
 # ---------------------------------------------------------------- running
