@@ -97,7 +97,11 @@ class _Search:
     def causes(self) -> Iterator[Cause]:
         """Do all experiments; every rank finds the same."""
         trial = self.trial
-        if names := self._once_more():
+        trial.say("eager FSDP2 once more")
+        model = trial.wrapped()
+        trial.train(model, model, self.step)
+        trial.state = state_of(model)
+        if names := trial.differing(self.eager, trial.gradients(model, model, self.step)):
             yield _cause("nondeterminism", names)
             return
         size = trial.rank.world_size
@@ -123,15 +127,6 @@ class _Search:
         left = self.ordered(trial.differing(self.eager, self.ours))
         if left and len(found) == self.mended:
             yield _cause("unknown", left)
-
-    def _once_more(self) -> tuple[str, ...]:
-        """What differs between two runs of eager FSDP2; keeps the weights before the last step."""
-        trial = self.trial
-        trial.say("eager FSDP2 once more")
-        model = trial.wrapped()
-        trial.train(model, model, self.step)
-        trial.state = state_of(model)
-        return trial.differing(self.eager, trial.gradients(model, model, self.step))
 
     def _backward_order(self) -> list[str]:
         model, order = self.trial.plain(), dict[str, None]()
@@ -212,56 +207,33 @@ def _activations(search: _Search) -> Iterator[Cause]:
         yield _cause("activations", names, more)
 
 
-# ---- the first module ---------------------------------------------------------------------------
-
-
-@dataclass
-class _Call:
-    """The first call of a module, and the first ones of those in it."""
-
-    name: str
-    module: nn.Module
-    arguments: Any = None
-    inside: list[_Call] = field(default_factory=list)
-
-
 def _first_module(search: _Search, ways: tuple[str, str]) -> str:
     """The innermost module with other outputs or gradients in the second way, when it is called by
-    itself as it is called in the model; the first of several."""
-    call = _calls(search)
-    while True:
-        inner = (c for c in call.inside if len({_alone(c, way) for way in ways}) > 1)
-        found = next(inner, None)
-        if found is None:
-            return call.name
-        call = found
+    itself as it is called first in the model; the first of several."""
+    calls: dict[str, tuple[nn.Module, Any]] = {}
 
+    def note(name: str, module: nn.Module, args: Any, keywords: Any) -> None:
+        if name not in calls:
+            calls[name] = module, _detached((args, keywords))
 
-def _calls(search: _Search) -> _Call:
-    """The calls of one step, as a tree."""
     model = search.trial.plain()
-    names = {module: canonical_fqn(name) for name, module in model.named_modules() if name}
-    stack = [_Call("", model)]
-    seen: set[nn.Module] = set()
-
-    def enter(module: nn.Module, args: Any, keywords: Any) -> None:
-        call = _Call(names[module], module, _detached((args, keywords)))
-        if module not in seen:
-            seen.add(module)
-            stack[-1].inside.append(call)
-        stack.append(call)
-
-    def leave(*_: Any) -> None:
-        stack.pop()
-
-    handles = []
-    for module in names:
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave))
+    handles = [
+        module.register_forward_pre_hook(partial(note, canonical_fqn(name)), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name
+    ]
     search.trial.backward(model, search.step)
     for handle in handles:
         handle.remove()
-    return stack[0]
+    found, inside = "", list(calls)
+    while inside:
+        outermost = [c for c in inside if not any(c.startswith(f"{other}.") for other in inside)]
+        differs = (c for c in outermost if len({_alone(c, *calls[c], way) for way in ways}) > 1)
+        found, before = next(differs, ""), found
+        if not found:
+            return before
+        inside = [c for c in inside if c.startswith(f"{found}.")]
+    return found
 
 
 def _detached(tree: Any) -> Any:
@@ -271,23 +243,23 @@ def _detached(tree: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, detach, tree)
 
 
-def _alone(call: _Call, way: str) -> str:
+def _alone(name: str, module: nn.Module, arguments: Any, way: str) -> str:
     """A hash of a module's outputs and gradients; empty where it can't be called by itself."""
     torch.compiler.reset()
-    args, keywords = given = _detached(call.arguments)
-    call.module.zero_grad()
+    args, keywords = given = _detached(arguments)
+    module.zero_grad()
     torch.manual_seed(0)
     try:
-        outputs = pytree.tree_leaves(_WAYS[way](call.module)(*args, **keywords))
+        outputs = pytree.tree_leaves(_WAYS[way](module)(*args, **keywords))
         outputs = [x for x in outputs if isinstance(x, torch.Tensor)]
         torch.manual_seed(0)
         for output in (x for x in outputs if x.requires_grad):
             output.backward(torch.randn_like(output), retain_graph=True)
     except Exception as error:
-        warnings.warn(f"{call.name} can't be called by itself: {error}", stacklevel=2)
+        warnings.warn(f"{name} can't be called by itself: {error}", stacklevel=2)
         return ""
     leaves = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
-    return hash_of([outputs, *(x.grad for x in (*leaves, *call.module.parameters()))])
+    return hash_of([outputs, *(x.grad for x in (*leaves, *module.parameters()))])
 
 
 # ---- experiments on all ranks -------------------------------------------------------------------
