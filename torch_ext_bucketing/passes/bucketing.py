@@ -11,16 +11,7 @@ from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ..bucketing.units import plan_units
 from ..fsdp.units import Units
 from ..graph.collectives import KINDS, Kind, check_kinds
-from .base import (
-    Buckets,
-    Compilation,
-    GraphLike,
-    GraphPass,
-    Order,
-    RankOrder,
-    Stage,
-    Tags,
-)
+from .base import Buckets, Compilation, GraphLike, GraphPass, Order, RankOrder, Stage, Tags
 from .diagnostics import DividedUnits
 
 

@@ -348,10 +348,7 @@ class RunWatch:
         ]
 
     def _watch_others(
-        self,
-        names: dict[nn.Parameter, str],
-        members: dict[int | None, list[str]],
-        known: _Known,
+        self, names: dict[nn.Parameter, str], members: dict[int | None, list[str]], known: _Known
     ) -> None:
         """Notice gradients of parameters that no graph was compiled with."""
         trained = {name for p, name in names.items() if p.requires_grad and is_distributed(p)}

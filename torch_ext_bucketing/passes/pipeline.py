@@ -17,17 +17,7 @@ from .._torch import aot as _aot
 from .._torch.trace import readable, trace_artifact
 from ..graph.size_hints import GivenHints
 from ..reports.compile import PassTime
-from .base import (
-    Baseline,
-    Compilation,
-    Fact,
-    GraphLike,
-    GraphPass,
-    Order,
-    Stage,
-    Tags,
-    graph_of,
-)
+from .base import Baseline, Compilation, Fact, GraphLike, GraphPass, Order, Stage, Tags, graph_of
 from .cache_key import brief, digest
 from .diagnostics import warn_of_silence
 from .tagging import TagParameters

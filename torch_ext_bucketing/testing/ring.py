@@ -159,9 +159,7 @@ class RingProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def allreduce(
-        self,
-        tensors: Tensor | list[Tensor],
-        opts: dist.AllreduceOptions | None = None,
+        self, tensors: Tensor | list[Tensor], opts: dist.AllreduceOptions | None = None
     ) -> dist.Work:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         return self._reduce("all_reduce", [[x] for x in tensors], tensors, opts, scatter=False)
