@@ -3,27 +3,23 @@
 A rank that launches something else than its peers (another model, hook or torch) makes them hang,
 or mixes the bytes of one parameter with those of another. So when a compiled graph runs for the
 first time, and before its first collective, the ranks of each process group in it compare digests
-of their launches (:mod:`.launches`) and of the torch and the edition of this package in use. Where
-they differ, every rank raises :class:`PlanMismatchError`; where a rank does not come, those that
-wait raise :class:`RankMissingError`, which names it.
+of their launches (:mod:`.launches`) and of the torch and the edition of this package in use. A
+graph from one of Inductor's caches is compared like any other, as its launches travel with it.
 
-A graph's launches travel with it and are compared when it runs, not when it is compiled: a graph
-from one of Inductor's caches is compared like any other, with ranks that compiled theirs.
+Ranks run their collectives on a group in the same order, so they meet new launches in the same
+order, and the n-th comparison of one rank belongs to the n-th of the others. Two things call for a
+comparison: a frame that Dynamo compiles for the first time, as it does on every rank of one
+program; and launches that were not agreed on before. So a rank may compile a frame *again* (for
+another batch size, say) while the others don't, as long as it launches the same. Where the ranks'
+programs break into different frames, the comparison can't tell that from different launches; switch
+it off there.
 
-What is compared with what: ranks run their collectives on a group in the same order, so they meet
-new launches in the same order, and the n-th comparison of one rank belongs to the n-th of the
-others. Two things call for a comparison: a frame that Dynamo compiles for the first time, as it
-does on every rank of one program; and launches that were not agreed on before. So a rank may
-compile a frame *again* (for another batch size, say) while the others don't, as long as it launches
-the same. Where the ranks' programs break into different frames, the comparison can't tell that from
-different launches; switch it off there.
-
-The exchange goes through the store of the default process group, not through collectives: there is
-nothing that could mix with those of the training, and a rank that waits can say for whom. Each rank
-writes its digest; the first one is what all compare theirs with; counters tell when all have
-come. That is a handful of small messages per rank, group and graph, whatever the number of ranks. A
-second count makes sure that no rank goes on while another one has found a mismatch in one of its
-other groups, as a mesh of several dimensions has.
+The exchange goes through the store of the default process group, not through collectives: nothing
+could mix with those of the training, and a rank that waits can say for whom. Each rank writes its
+digest; the first one is what all compare theirs with; a counter tells when all have come. That is a
+handful of small messages per rank, group and graph, whatever the number of ranks. A second count
+makes sure that no rank goes on while another one has found a mismatch in one of its other groups,
+as a mesh of several dimensions has.
 """
 
 from __future__ import annotations

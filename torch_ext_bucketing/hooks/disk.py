@@ -108,12 +108,8 @@ def look(tree: TorchTree) -> Found:
 
 
 def status(torch_dir: str | Path | None = None) -> Found:
-    """:func:`look`, once no other command is at work on that torch.
-
-    Raises:
-        HooksError: no torch there, or what ``apply`` left can't be read.
-        ModuleNotFoundError: no directory given and torch is not installed.
-    """
+    """:func:`look`, once no other command is at work on that torch, which is found by
+    :func:`.find_torch`."""
     tree = find_torch(torch_dir)
     with _locked(tree):
         return look(tree)
@@ -126,7 +122,6 @@ def apply(torch_dir: str | Path | None = None) -> str:
     Raises:
         HooksError: no torch there; a hunk that does not fit (``PatchDoesNotApplyError``); a patched
             file was changed since; the operating system refused a change.
-        ModuleNotFoundError: no directory given and torch is not installed.
     """
     tree = find_torch(torch_dir)
     with _locked(tree):
@@ -168,7 +163,6 @@ def revert(torch_dir: str | Path | None = None) -> str:
     Raises:
         HooksError: there is nothing to revert; no torch there; a patched file was changed since;
             the operating system refused a change.
-        ModuleNotFoundError: no directory given and torch is not installed.
     """
     tree = find_torch(torch_dir)
     with _locked(tree):
@@ -184,11 +178,7 @@ def revert(torch_dir: str | Path | None = None) -> str:
 
 
 def check_compiles(path: str, source: bytes) -> None:
-    """Check that a patched source is Python.
-
-    Raises:
-        HooksError: it is not.
-    """
+    """Raise a ``HooksError`` where a patched source is no Python."""
     try:
         compile(source, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
@@ -248,11 +238,7 @@ def _kept(tree: TorchTree, side: Literal["before", "after"], path: str) -> Path:
 
 
 def _original(tree: TorchTree, record: Record, path: str) -> bytes:
-    """The original of a file that is patched.
-
-    Raises:
-        HooksError: what was kept of it is gone or damaged.
-    """
+    """The original of a file that is patched; a ``HooksError`` where that is gone or damaged."""
     kept = _kept(tree, "before", path)
     try:
         # What a symbolic link says counts from where it was.

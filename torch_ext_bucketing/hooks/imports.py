@@ -36,14 +36,10 @@ _COMPILE_MODE = "TORCHINDUCTOR_FX_COMPILE_MODE"
 
 @dataclass(frozen=True)
 class Status:
-    """Where this process has the hooks from.
-
-    Attributes:
-        state: ``"in memory"`` (``install`` serves them), ``"on disk"`` (``patch apply`` was run),
-            ``"native"`` (this torch came with them) or ``"none"``.
-        torch_version: of the torch on disk.
-        series: the patch series in use, such as ``"2.15"``; ``None`` unless in memory or on disk.
-    """
+    """Where this process has the hooks from: ``"in memory"`` (``install`` serves them), ``"on
+    disk"`` (``patch apply`` was run), ``"native"`` (this torch came with them) or ``"none"``; the
+    version of the torch on disk; and the patch series in use, such as ``"2.15"``, ``None`` unless
+    in memory or on disk."""
 
     state: Literal["in memory", "on disk", "native", "none"]
     torch_version: str
@@ -105,12 +101,7 @@ _lock = threading.RLock()
 
 
 def status() -> Status:
-    """Where this process has the hooks from, or would have them from if it imported torch.
-
-    Raises:
-        HooksError: what ``patch apply`` left in torch can't be read.
-        ModuleNotFoundError: torch is not installed.
-    """
+    """Where this process has the hooks from, or would have them from if it imported torch."""
     for finder in sys.meta_path:
         # By name: this package may have been removed from sys.modules and imported again.
         if type(finder).__name__ == PatchedFinder.__name__:

@@ -3,10 +3,7 @@
 It reads what ``git format-patch`` writes and gives what ``git apply`` would, or refuses, in more
 cases than ``git``. A hunk whose lines moved is taken only where there is exactly one place where
 *all* of its context and removed lines match (``git`` takes the nearest); one that was made for the
-beginning or the end of a file only there. Of a torch nothing but the text of existing files is
-changed.
-
-Everything is bytes: a source file's encoding and line endings are none of our business.
+beginning or the end of a file only there. Everything is bytes.
 """
 
 from __future__ import annotations

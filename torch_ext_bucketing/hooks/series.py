@@ -50,11 +50,8 @@ class Series:
 
     @cached_property
     def diffs(self) -> tuple[FileDiff, ...]:
-        """What all patches change in ``torch/``, in order.
-
-        Raises:
-            HooksError: a file is malformed or can't be read, or one of the series is missing.
-        """
+        """What all patches change in ``torch/``, in order; a ``HooksError`` where one is malformed
+        or missing."""
         try:
             # 0000 is the cover letter, which has no diff.
             paths = sorted(self.folder.glob("[0-9][0-9][0-9][0-9]-*.patch"))
@@ -77,11 +74,7 @@ class Series:
 
 
 def find_patches_dir() -> Path:
-    """The folder of all series: inside an installed package, beside it in a checkout or sdist.
-
-    Raises:
-        HooksError: neither is there.
-    """
+    """The folder of all series: inside an installed package, beside it in a checkout or sdist."""
     for folder in (PACKAGE_DIR / "_torch_patches", PACKAGE_DIR.parent / "torch_patches"):
         if folder.is_dir():
             return folder
@@ -101,13 +94,9 @@ def list_series() -> list[Series]:
 
 
 def choose_series(version: str) -> Series:
-    """The series for a torch version: that of its minor, else the newest that is not newer.
-
-    So a nightly beyond the newest series is tried with the newest one.
-
-    Raises:
-        HooksError: torch is older than every series, or there is no series at all.
-    """
+    """The series for a torch version: that of its minor, else the newest that is not newer. So a
+    nightly beyond the newest series is tried with the newest one; what is older than all is a
+    ``HooksError``."""
     wanted = _minor(version)
     oldest = "any (install the package again, it has no series)"
     for series in list_series():

@@ -291,10 +291,8 @@ class GraphPass(CustomGraphPass):
 
         None, which keeps Inductor's caches away, where a setting is a plain function: neither its
         name nor its address says what it does. Give it a ``uuid()`` to be cached. The reason is
-        logged as a warning.
-
-        The code is this package and the modules of the pass's own classes; what those import from
-        elsewhere is not looked at.
+        logged as a warning. The code is this package and the modules of the pass's own classes;
+        what those import from elsewhere is not looked at.
         """
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         try:
@@ -318,8 +316,8 @@ class GraphPass(CustomGraphPass):
 
     def settings(self) -> tuple[Any, ...]:
         """The settings that decide the pass's result: plain values, containers and dataclasses of
-        them, and objects with a ``uuid()``. Those of :meth:`arguments`; a subclass that decides by
-        more adds it."""
+        them, and objects with a ``uuid()``. A subclass that decides by more than its
+        :meth:`arguments` adds it."""
         return tuple(self.arguments().values())
 
     def __repr__(self) -> str:

@@ -19,28 +19,21 @@ from .pipeline import Pipeline
 def whole_step_pass(
     model: nn.Module, passes: Iterable[GraphPass], compilation: Compilation | None = None
 ) -> Callable[..., fx.GraphModule]:
-    """One pass, ``(graph_module, example_inputs) -> graph_module``, that runs ``passes``.
+    """One pass, ``(graph_module, example_inputs) -> graph_module``, that runs ``passes``;
+    ``compilation`` gets its report.
 
-    For torchtitan's graph trainer, in the place of its bucketing pass, whose pipeline is a list::
+    For torchtitan's graph trainer, in the place of its bucketing pass, whose pipeline is a list:
+    ``passes[i] = whole_step_pass(model, recipe(model, reference=eager_model))``.
 
-        passes[i] = whole_step_pass(model, recipe(model, reference=eager_model))
+    The graph is a function of the parameters and then the buffers of ``model``, the one that was
+    traced, by name and shared ones once per name, and of the step's inputs; it returns the
+    gradients of the parameters that require one, in the same order, behind other values. A
+    ``DTensor`` stands for the plain tensors that it is made of, its shard first. What is gathered
+    again in backward stays so: that is decided by the trainer, and passes that decide it
+    (``ReshardAfterForward``) are left out.
 
-    The graph is a function of the model's parameters and then its buffers, by name and shared ones
-    once per name, and of the step's inputs; it returns the gradients of the parameters that
-    require one, in the same order, behind other values. What is gathered again in backward stays
-    so: that is decided by the trainer, and passes that decide it (``ReshardAfterForward``) are left
-    out.
-
-    A ``DTensor`` stands for the plain tensors that it is made of, its shard first.
-
-    Args:
-        model: the one that was traced.
-        passes: for :func:`.backend`.
-        compilation: gets the report, in ``compilation.report``.
-
-    The pass raises:
-        ValueError: the graph has fewer inputs than the model has parameters, or fewer results than
-            it has parameters to train. The graph is as it was.
+    The pass raises a ``ValueError``, and leaves the graph as it was, where that has fewer inputs
+    than the model has parameters, or fewer results than it has parameters to train.
     """
     pipeline = Pipeline((p for p in passes if last_fact(p.gives, Regathers) is None), model)
     shared = compilation or pipeline.compilation()

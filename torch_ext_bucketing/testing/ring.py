@@ -314,12 +314,11 @@ def init_ring_process_group(
     """``dist.init_process_group`` with the ring backend for all groups.
 
     Args:
-        world_size: number of ranks; must fill whole nodes of the topology.
         store: or ``init_method``: as for ``dist.init_process_group``. With neither, ``env://``.
         topology: all ranks on one node if ``None``, whatever was registered before.
 
     Raises:
-        ValueError: a world that doesn't fit the topology, before any rank is contacted.
+        ValueError: a world that doesn't fill whole nodes, before any rank is contacted.
     """
     topology = topology or RingTopology(ranks_per_node=world_size)
     topology.nodes_of(world_size)
@@ -356,15 +355,9 @@ def _store_after_restart(rank: int, world_size: int, timeout: timedelta) -> dist
 def ring_rank(
     rank: Rank, topology: RingTopology | None = None, *, caches: bool = False
 ) -> Iterator[None]:
-    """Inside the block this process is one rank of a ring group, on little more than one core.
-
-    Args:
-        rank: of :func:`.run_ranks`.
-        topology: as for :func:`init_ring_process_group`.
-        caches: whether compiled graphs may come from Inductor's and AOTAutograd's caches. Such a
-            graph has not been through the passes, and that compiling anew gives the same bits goes
-            unproven.
-    """
+    """Inside the block this process is one rank of a ring group, on little more than one core. With
+    ``caches`` compiled graphs may come from Inductor's and AOTAutograd's: such a graph has not been
+    through the passes, and that compiling anew gives the same bits goes unproven."""
     torch.set_num_threads(1)
     # Compilers run in threads of this process: two per rank keep the cores busy, because ranks
     # wait for one another's kernels rather than compile them twice.

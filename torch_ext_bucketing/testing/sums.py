@@ -142,15 +142,13 @@ Reduction = Callable[[Iterable[Tensor]], Tensor]
 def make_reduction(
     op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype, world_size: int, where: str
 ) -> Reduction:
-    """The arithmetic of ``op`` on ``dtype`` over ``world_size`` ranks; ``where`` begins its error.
+    """The arithmetic of ``op`` on ``dtype`` over ``world_size`` ranks; ``where`` begins the
+    ``NotImplementedError`` for what NCCL's rings do not reduce either.
 
     AVG follows NCCL (``hostToDevRedOp`` in ``src/enqueue.cc``): floating-point inputs are each
     multiplied by ``1 / world_size``, rounded to the dtype, *before* they are added; integers are
     added and divided at the end, towards zero. PREMUL_SUM multiplies by its own factor, and like
     NCCL's is for floating point only.
-
-    Raises:
-        NotImplementedError: an op or dtype that NCCL's rings do not reduce either.
     """
     kind = dist.ReduceOp.RedOpType
     name = str(op.name if isinstance(op, kind) else op.op.name)
@@ -228,20 +226,13 @@ def simulate_reduce_scatter(
     group_ranks: Sequence[int] | None = None,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[Tensor]:
-    """What every rank would hold after ``reduce_scatter_tensor``, without any process group.
+    """What every rank would hold after ``reduce_scatter_tensor``, without any process group: views
+    of one new buffer, bit for bit those of a ``ring`` group of real ranks.
 
     Args:
         inputs: one tensor per rank of the group, all of one shape ``[n * d0, ...]`` and dtype.
-        topology: nodes, channels and chunk size.
         group_ranks: global ranks of the group in group order; ``range(len(inputs))`` if ``None``.
-        op: SUM, AVG, PREMUL_SUM, PRODUCT, MAX or MIN.
-
-    Returns:
-        One ``[d0, ...]`` tensor per rank, views of one new buffer, bit for bit those of a ``ring``
-        group of real ranks.
-
-    Raises:
-        NotImplementedError: another op.
+        op: SUM, AVG, PREMUL_SUM, PRODUCT, MAX or MIN; another is a ``NotImplementedError``.
     """
     n, shape = len(inputs), inputs[0].shape
     slices = [x.reshape(n, x.numel() // n) for x in inputs]

@@ -119,12 +119,8 @@ def pass_pipeline(memory: PeakMemory | None = None) -> str:
 def graph_passes(
     traced: Any, config: Any, *, parallel_dims: Any = None
 ) -> list[Callable[..., Any]]:
-    """torchtitan's default list of graph passes, ours in the place of its bucketing.
-
-    Args:
-        traced: torchtitan's trace of a step.
-        config: of the trainer that traced it.
-        parallel_dims: torchtitan's.
+    """torchtitan's default list of graph passes for its trace of a step, ours in the place of its
+    bucketing.
 
     Raises:
         ValueError: no trainer has started with this config, or torchtitan's list has no bucketing.
