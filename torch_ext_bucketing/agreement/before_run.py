@@ -27,10 +27,9 @@ def agree(
     report: GraphReport | None = None,
     timeout: timedelta | None = None,
 ) -> None:
-    """Compare what a graph launches with the other ranks, now.
-
-    For graphs that are compiled without a backend of this package; :func:`.backend` does it
-    by itself. Every rank has to call it, for its graphs in the same order.
+    """Compare what a graph launches with the other ranks, now. For graphs that are compiled without
+    a backend of this package; :func:`.backend` does it by itself. Every rank has to call it, for
+    its graphs in the same order.
 
     Args:
         graph: after bucketing and scheduling.
@@ -85,12 +84,8 @@ def as_fresh_frame(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def agree_on_launches(
     launches: GraphLaunches, timeout: timedelta | None = None, fresh: bool = False
 ) -> None:
-    """Compare ``launches`` with the other ranks of their groups; see :func:`agree`.
-
-    Args:
-        fresh: compare it even if it was agreed on before in this process, and so for the graphs
-            after it. Otherwise it returns at once for such launches.
-    """
+    """Compare ``launches`` with the other ranks of their groups, unless they were agreed on before
+    in this process; with ``fresh`` again, and so for the graphs after it."""
     agreed, digest = _agreed(), launches.digest()
     if digest in agreed.digests and not fresh:
         return

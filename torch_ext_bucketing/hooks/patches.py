@@ -20,7 +20,7 @@ _FILE = re.compile(rb"diff --git a/([^\n]+) b/\1\n?")
 _NOT_TEXT = re.compile(rb"(new|deleted) file|(old|new) mode|rename|copy|GIT binary|Binary files")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Hunk:
     """One ``@@`` block: ``before`` is its context and removed lines with their line ends,
     ``after`` its context and added lines; ``start`` counts from 1, in the old file."""
@@ -29,7 +29,7 @@ class Hunk:
     start: int
     before: list[bytes]
     after: list[bytes]
-    trailing_context: int
+    trailing_context: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,51 +68,42 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
     def fail(what: str) -> HooksError:
         return HooksError(f"{name}, line {at + 1}: {what}")
 
-    def hunk() -> Hunk:
-        nonlocal at
-        head = _HUNK.match(lines[at])
-        if head is None:
-            raise fail("malformed hunk header")
-        old, new = (1 if count is None else int(count) for count in head.group(2, 3))
-        before: list[bytes] = []
-        after: list[bytes] = []
-        trailing = 0
-        at += 1
-        while old > 0 or new > 0:
-            # A context line that is empty may have lost its leading blank in the mail.
-            line = lines[at] if at < len(lines) else b""
-            kind, text = (b" ", line) if line == b"\n" else (line[:1], line[1:])
-            if kind not in (b" ", b"-", b"+"):
-                raise fail("the hunk is cut short")
-            at += 1
-            if lines[at : at + 1] and lines[at].startswith(b"\\ "):
-                text = text.removesuffix(b"\n")
-                at += 1
-            trailing = trailing + 1 if kind == b" " else 0
-            if kind != b"+":
-                before.append(text)
-                old -= 1
-            if kind != b"-":
-                after.append(text)
-                new -= 1
-        follows = lines[at] if at < len(lines) else b"-- "
-        if old or new or not follows.startswith((b"@@ ", b"diff --git ", b"-- ")):
-            raise fail("the hunk is longer than its header says")
-        return Hunk(head[0].decode(), int(head[1]), before, after, trailing)
-
     while at < len(lines):
         line = lines[at]
+        if diffs and line.startswith(b"@@ "):
+            head = _HUNK.match(line)
+            if head is None:
+                raise fail("malformed hunk header")
+            old, new = (int(count or 1) for count in head.group(2, 3))
+            hunk = Hunk(head[0].decode(), int(head[1]), [], [])
+            diffs[-1][1].append(hunk)
+            at += 1
+            while old > 0 or new > 0:
+                # A context line that is empty may have lost its leading blank in the mail.
+                line = lines[at] if at < len(lines) else b""
+                kind, text = (b" ", line) if line == b"\n" else (line[:1], line[1:])
+                if kind not in (b" ", b"-", b"+"):
+                    raise fail("the hunk is cut short")
+                at += 1
+                if lines[at : at + 1] and lines[at].startswith(b"\\ "):
+                    text = text.removesuffix(b"\n")
+                    at += 1
+                hunk.trailing_context = hunk.trailing_context + 1 if kind == b" " else 0
+                if kind != b"+":
+                    hunk.before.append(text)
+                    old -= 1
+                if kind != b"-":
+                    hunk.after.append(text)
+                    new -= 1
+            follows = lines[at] if at < len(lines) else b"-- "
+            if old or new or not follows.startswith((b"@@ ", b"diff --git ", b"-- ")):
+                raise fail("the hunk is longer than its header says")
+            continue
         if line.startswith(b"diff --git "):
             match = _FILE.fullmatch(line)
             if match is None:
                 raise fail("expected 'diff --git a/PATH b/PATH' with the same path twice")
-            path = match[1].decode("utf-8", "replace")
-            if ".." in path.split("/"):
-                raise fail(f"refusing to touch the path {path!r}")
-            diffs.append((path, []))
-        elif diffs and line.startswith(b"@@ "):
-            diffs[-1][1].append(hunk())
-            continue
+            diffs.append((match[1].decode(), []))
         elif diffs and diffs[-1][0].startswith("torch/") and _NOT_TEXT.match(line):
             raise fail(f"{line.strip().decode('utf-8', 'replace')!r} is not supported")
         at += 1

@@ -134,16 +134,9 @@ class TorchTree:
 
 
 def find_torch(directory: str | Path | None = None) -> TorchTree:
-    """Find a torch without importing it.
-
-    Args:
-        directory: a ``torch`` directory, the directory that holds it, or the root of a source
-            checkout; ``None`` for the torch that ``import torch`` would give.
-
-    Raises:
-        ModuleNotFoundError: no directory given and torch is not installed.
-        HooksError: the directory holds no torch, or one whose version can't be read.
-    """
+    """Find a torch without importing it: in a ``torch`` directory, the directory that holds it, or
+    the root of a source checkout; ``None`` for the torch that ``import torch`` would give, and a
+    ``ModuleNotFoundError`` where there is none."""
     if directory is None:
         torch_dir = _importable_torch_dir()
     else:

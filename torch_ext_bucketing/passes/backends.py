@@ -54,7 +54,8 @@ _PREFETCH = 50
 
 
 class BucketingBackend:
-    """A backend for ``torch.compile`` that runs ``passes``.
+    """A backend for ``torch.compile`` that runs ``passes``, in the order that :class:`.Pipeline`
+    tells.
 
     ``"aot_eager"`` runs the graphs as they are, after the default partitioner, which respects
     activation checkpointing and recomputes nothing else. ``"inductor"`` sets what it needs in
@@ -62,28 +63,26 @@ class BucketingBackend:
     inference graph, after the passes, as ``compiler(gm, example_inputs)``.
 
     Args:
-        compiler: what compiles the graphs.
-        passes: see :class:`.Pipeline` for the order in which they run, and for what it refuses.
         model: the module that FQNs are relative to. None takes the one that the latest order or
             plan with the parameter was made from, whatever part of it is compiled, and without any
             the compiled one.
         prefetch: for ``"inductor"`` with torch's overlap scheduling enabled: compute nodes (matrix
             products, attention) that a gather may be launched ahead of its use,
             ``aten_distributed_optimizations.max_compute_pre_fetch``. 50 hides gathers of 5 to 7 ms
-            under the products of about three transformer layers; the figure is AutoParallel's
-            (AutoParallel PR 481), where it took 20 ms off a step of 385 ms of LLaMA-3 8B on 128
-            H100. None leaves it to torch, whose 200 lets gathered parameters pile up.
+            under the products of about three transformer layers (AutoParallel PR 481: 20 ms off a
+            step of 385 ms of LLaMA-3 8B on 128 H100). None leaves it to torch, whose 200 lets
+            gathered parameters pile up.
         agree: before a graph's first collective runs for the first time, the ranks of each of its
             process groups compare what they launch (:mod:`.agreement.exchange`). Nothing is done
-            where there is no process group, or one with a single rank.
-        agree_timeout: how long a rank waits for the others then, their compile times included;
-            None takes the time limit of each process group.
+            where there is no other rank.
+        agree_timeout: how long a rank waits for the others then, their compile times included; None
+            takes the time limit of each process group.
         size_hints: for estimates of time and memory, what sizes that depend on data are taken as,
             such as the tokens of an expert: a number for each of their symbols, or a callable of
             the symbol (a sympy expression such as ``u0``) that returns one, the same on every rank.
-            None: the hint that torch was given (``mark_unbacked``), else 8192; never more than
-            the size can be. The schedule's report says what was taken. A callable without a
-            ``uuid()`` keeps Inductor's caches away.
+            None: the hint that torch was given (``mark_unbacked``), else 8192; never more than the
+            size can be. The schedule's report says what was taken. A callable without a ``uuid()``
+            keeps Inductor's caches away.
 
     Raises:
         TypeError: something in ``passes`` is no pass; ``agree_timeout`` is no ``timedelta``;
@@ -92,9 +91,8 @@ class BucketingBackend:
             or two that decide the same; ``agree_timeout`` is not positive; ``prefetch`` or
             ``size_hints`` is negative.
 
-    What is compiled raises, on every rank:
-        PlanMismatchError: the ranks launch different collectives.
-        RankMissingError: a rank did not come to compare them in time.
+    What is compiled raises, on every rank, a ``PlanMismatchError`` where ranks launch different
+    collectives, and a ``RankMissingError`` where one did not come to compare them in time.
     """
 
     def __init__(

@@ -61,20 +61,14 @@ class BucketUnits(GraphPass):
 
 
 class BucketByCap(GraphPass):
-    """Merge into as few collectives as a byte cap allows; see :func:`.plan_by_cap` for the rules.
+    """Merge into as few collectives as a byte cap allows; see :func:`.plan_by_cap` for the rules,
+    the arguments and what they may not be.
 
     Args:
-        cap_mb: in MiB, see :func:`.plan_by_cap`; None takes torch's estimate for each group.
-        kinds: the kinds to bucket.
-        eligible: see :func:`.plan_by_cap`.
-        group_filter: see :func:`.plan_by_cap`; :data:`.primary_group` is one.
-        non_adjacent: see :func:`.plan_by_cap`.
+        cap_mb: in MiB; None takes torch's estimate for each group.
+        group_filter: :data:`.primary_group` is one.
         payload_order: the order of a bucket's members in its payload: ascending by the key that
             this gives for a start node, such as an ``FSDPParamOrder``; None: graph order.
-
-    Raises:
-        TypeError: ``payload_order`` is no callable.
-        ValueError: an argument that :func:`.plan_by_cap` does not take.
     """
 
     stage: Stage = "forward_backward"

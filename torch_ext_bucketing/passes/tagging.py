@@ -16,14 +16,11 @@ PAYLOAD_FIELD = "fsdp_payload_order"
 
 
 class TagParameters(GraphPass):
-    """Tag every collective with the parameters that it serves (see :mod:`.fsdp.tag_graph`).
-
-    A backend made by :func:`backend` runs it by itself. On its own it is a value for
+    """Tag every collective with the parameters that it serves (see :func:`.tag_joint_graph`, also
+    for ``model`` and ``fqn_of``). A backend runs it by itself. On its own it is a value for
     ``torch._inductor.config.joint_custom_post_pass``.
 
     Args:
-        model: for graphs without descriptors, see :func:`.tag_joint_graph`.
-        fqn_of: see :func:`.tag_joint_graph`.
         order: write each collective's place in this order into ``node.meta[PAYLOAD_FIELD]``: a pair
             of ints, payload and position in it. For torch's own bucketing, which packs by it where
             ``aten_distributed_optimizations.bucket_payload_order_key`` is ``PAYLOAD_FIELD``. What

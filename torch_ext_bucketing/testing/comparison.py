@@ -23,9 +23,8 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True)
 class Options:
-    """What is compared, and how; what is not told below, the options' texts say.
-
-    Functions travel to the ranks by name: they have to be importable there.
+    """What is compared, and how; what is not told below, the options' texts say. Functions travel
+    to the ranks by name: they have to be importable there.
 
     Args:
         build: a function, or ``"module:function"``. Every rank calls it, seeded by the rank. It
@@ -41,8 +40,8 @@ class Options:
         nodes: reductions add in the order of NCCL's rings over them.
         replicas: divides ``ranks``; with more than 1 the mesh has the replicas first.
         steps: of AdamW. Random numbers of a step (dropout) are the same both ways.
-        param_dtype: as of FSDP2's ``MixedPrecisionPolicy``, or its name; None: each parameter's.
-        reduce_dtype: the same.
+        param_dtype: as of FSDP2's ``MixedPrecisionPolicy``, or its name, like ``reduce_dtype``;
+            None: each parameter's.
 
     Raises:
         ValueError: a value is out of range; the message starts with the option's name.

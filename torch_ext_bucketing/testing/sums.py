@@ -40,19 +40,16 @@ _LARGEST_ITEM = 16  # bytes of a complex128: a piece never splits an element of 
 
 @dataclass(frozen=True)
 class RingTopology:
-    """How ranks sit on nodes, and how a buffer is dealt out to rings.
-
-    Global rank ``r`` is on node ``r // ranks_per_node``; this holds for sub-groups as well.
+    """How ranks sit on nodes, and how a buffer is dealt out to rings. Global rank ``r`` is on node
+    ``r // ranks_per_node``, in sub-groups as well.
 
     Args:
-        ranks_per_node: ranks on each node.
         channels: parallel rings. The default of 8 is one per network card of an eight-GPU node,
-            which is what makes the rings of such nodes differ; NCCL itself picks 2 to 32
-            (``NCCL_MIN_NCHANNELS``, ``NCCL_MAX_NCHANNELS``).
-        chunk_bytes: bytes that one channel takes in a row, a multiple of 16. NCCL's Simple
-            protocol takes 2 MiB: ``NCCL_BUFFSIZE`` (4 MiB) / ``NCCL_STEPS`` (8) per step, 4 steps
-            per chunk. The default of 512 bytes is deliberately far smaller, so that the parameters
-            of a small test model span several channels as those of a large one do.
+            which is what makes the rings of such nodes differ; NCCL itself picks 2 to 32.
+        chunk_bytes: bytes that one channel takes in a row, a multiple of 16. NCCL's Simple protocol
+            takes 2 MiB: ``NCCL_BUFFSIZE`` (4 MiB) / ``NCCL_STEPS`` (8) per step, 4 steps per chunk.
+            The default is far smaller, so that the parameters of a small test model span several
+            channels as those of a large one do.
 
     Raises:
         ValueError: a number that is no positive integer, or a ``chunk_bytes`` of no multiple of 16.

@@ -75,15 +75,13 @@ def load_target(target: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        if module_name == missing or module_name.startswith(f"{missing}."):
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
             raise TargetError(
                 f"no module is named {missing!r}: run this where Python can import it, or set "
                 "PYTHONPATH"
             ) from error
-        raise TargetError(f"importing {module_name} failed: {error}") from error
-    except Exception as error:
         raise TargetError(
             f"importing {module_name} failed: {type(error).__name__}: {error}"
         ) from error

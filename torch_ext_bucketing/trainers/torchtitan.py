@@ -78,14 +78,12 @@ log = logging.getLogger("torch_ext_bucketing")
 
 
 def pass_pipeline(memory: PeakMemory | None = None) -> str:
-    """Add one to torchtitan's pass pipelines.
+    """Add one to torchtitan's pass pipelines, and return its name, for
+    ``config.compile.pass_pipeline``.
 
     Args:
         memory: with pipeline parallelism, a bound in GiB on all that a rank has in memory in a
             step, as of :func:`.recipe`. None: every stage's parameters are gathered once per step.
-
-    Returns:
-        Its name, for ``config.compile.pass_pipeline``.
 
     Raises:
         ValueError: ``memory`` is a ratio. When the trainer starts: there is no pipeline
