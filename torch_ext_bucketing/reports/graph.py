@@ -40,11 +40,6 @@ class GraphReport(NotMerged, Report):
     kinds: tuple[str, ...] = tuple(KIND_NAMES)
     from_cache: bool = False
 
-    @property
-    def not_asked(self) -> dict[str, int]:
-        """Number of collectives by kind, of the kinds that were not to be bucketed."""
-        return {k: n for k, n in self.collectives_before.items() if k not in self.kinds}
-
     def to_text(self, members: bool = True) -> str:
         """An aligned table of the buckets, and what is in none.
 
@@ -93,7 +88,7 @@ class GraphReport(NotMerged, Report):
             parts.append(f"{len(self.unmerged)} eligible not merged")
         if self.ineligible:
             parts.append(f"{len(self.ineligible)} not eligible")
-        parts += [f"{kind} not asked for" for kind in self.not_asked]
+        parts += [f"{k} not asked for" for k in self.collectives_before if k not in self.kinds]
         return "; ".join(parts)
 
 

@@ -45,6 +45,6 @@ is looked for.
 
 from __future__ import annotations
 
-from .compare_cli import compare
+from .comparison import compare
 
 __all__ = ["compare"]
