@@ -93,11 +93,11 @@ def look(tree: TorchTree) -> Found:
         )
         return Found("edited", message, record, patched)
     total = len(record.files)
+    if not patched:
+        return Found("not applied", f"{tree} is not patched.", record)
     if len(patched) == total:
         message = f"{tree} is patched with series {record.series} ({total} files)."
         return Found("applied", message, record, patched)
-    if not patched:
-        return Found("not applied", f"{tree} is not patched.", record)
     message = (
         f"{tree}: {len(patched)} of {total} files are patched; a patch command was interrupted, or "
         "torch installed again over a patched one. It imports as it is; run 'torch-ext-bucketing "
@@ -239,14 +239,10 @@ def _kept(tree: TorchTree, side: Literal["before", "after"], path: str) -> Path:
 def _original(tree: TorchTree, record: Record, path: str) -> bytes:
     """The original of a file that is patched; a ``HooksError`` where that is gone or damaged."""
     kept = _kept(tree, "before", path)
-    try:
-        # What a symbolic link says counts from where it was.
-        data = (
-            tree.path(path).parent / (kept.readlink() if kept.is_symlink() else kept)
-        ).read_bytes()
-    except FileNotFoundError:
-        data = None
-    if data is None or digest_of(data) != record.files[path][0]:
+    # What a symbolic link says counts from where it was.
+    source = tree.path(path).parent / (kept.readlink() if kept.is_symlink() else kept)
+    data = source.read_bytes() if source.exists() else b""
+    if digest_of(data) != record.files[path][0]:
         raise HooksError(f"{kept}, the original of {path}, is damaged; install torch again.")
     return data
 

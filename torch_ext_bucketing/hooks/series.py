@@ -43,10 +43,6 @@ class Series:
     def name(self) -> str:
         return self.folder.name
 
-    @property
-    def minor(self) -> tuple[int, int]:
-        return _minor(self.name)
-
     @cached_property
     def diffs(self) -> tuple[FileDiff, ...]:
         """What all patches change in ``torch/``, in order; a ``HooksError`` where one is malformed
@@ -84,12 +80,8 @@ def find_patches_dir() -> Path:
 
 def list_series() -> list[Series]:
     """All series, newest first."""
-    found = [
-        Series(entry)
-        for entry in find_patches_dir().iterdir()
-        if entry.is_dir() and re.fullmatch(r"\d+\.\d+", entry.name)
-    ]
-    return sorted(found, key=lambda series: series.minor, reverse=True)
+    folders = [p for p in find_patches_dir().iterdir() if re.fullmatch(r"\d+\.\d+", p.name)]
+    return [Series(p) for p in sorted(folders, key=lambda p: _minor(p.name), reverse=True)]
 
 
 def choose_series(version: str) -> Series:
@@ -99,7 +91,7 @@ def choose_series(version: str) -> Series:
     wanted = _minor(version)
     oldest = "any (install the package again, it has no series)"
     for series in list_series():
-        if series.minor <= wanted:
+        if _minor(series.name) <= wanted:
             return series
         oldest = series.name
     raise HooksError(f"torch {version} is too old: the patch needs torch {oldest} or newer")
@@ -137,14 +129,13 @@ def find_torch(directory: str | Path | None = None) -> TorchTree:
     the root of a source checkout; ``None`` for the torch that ``import torch`` would give, and a
     ``ModuleNotFoundError`` where there is none."""
     if directory is None:
-        torch_dir = _importable_torch_dir()
+        torch_dir = _importable_torch_dir().absolute()
     else:
         candidates = [Path(directory) / "torch", Path(directory)]
         found = [path for path in candidates if (path / "_inductor" / "config.py").is_file()]
         if not found:
             raise HooksError(f"{directory} is not a torch directory and does not hold one")
-        torch_dir = found[0]
-    torch_dir = torch_dir.absolute()
+        torch_dir = found[0].absolute()
     # In a checkout torch/version.py is left over from the last build, if there was one.
     source = torch_dir.parent / "version.txt"
     is_checkout = source.is_file() and (torch_dir.parent / "setup.py").is_file()

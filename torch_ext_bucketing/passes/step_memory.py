@@ -105,14 +105,14 @@ def watch_peak(compiled: Callable[..., Any], compilation: Compilation) -> Callab
     Warns:
         BoundNotKeptWarning: in ``compilation``'s report, too: it is more than 3% above.
     """
-    peaks: list[int | None] = []
+    peaks: list[int] = []
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
         if len(peaks) < 2 and torch.is_grad_enabled():
-            peaks.append(requested_peak())
-            if len(peaks) == 2 and None not in peaks and peaks[0] < peaks[1]:  # type: ignore[operator]
-                _compare(peaks[1] or 0, compilation)
+            peaks.append(requested_peak() or 0)
+            if len(peaks) == 2 and 0 < peaks[0] < peaks[1]:
+                _compare(peaks[1], compilation)
         return compiled(*args, **kwargs)
 
     is_kept = any(isinstance(r, KeepReport) for r in compilation.report.rewrites)
