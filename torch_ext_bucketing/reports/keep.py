@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .base import Report
-from .text import aligned, size_text
+from .text import size_text, table
 
 
 @dataclass(frozen=True)
@@ -111,20 +112,8 @@ class KeepReport(Report):
         if kept:
             less = "be too little" if self.less_ms is None else f"cost {self.less_ms:.2f} ms"
             lines.append(f"  one GiB less would {less}")
-        rows = [("unit", "", "held", "again, ms", "saves, ms", "parameters")]
-        rows += [
-            (
-                u.name,
-                "kept" if u.kept else "gathered again" if u.parameters else "computed again",
-                size_text(u.nbytes),
-                f"{u.gather_ms:.3f}",
-                f"{u.saved_ms:.3f}",
-                str(u.parameters),
-            )
-            for u in self.units
-            if u.kept or not u.part
-        ]
-        lines += [f"  {line}" for line in aligned(rows, right=(2, 3, 4, 5))] if self.units else []
+        shown = [u for u in self.units if u.kept or not u.part]
+        lines += [f"  {line}" for line in table(_UNIT, shown, right=(2, 3, 4, 5)) if self.units]
         if self.unread:
             lines.append(f"  backward reads nothing of {', '.join(self.unread)}")
         if self.size_hints:
@@ -132,3 +121,13 @@ class KeepReport(Report):
         if self.warning:
             lines.append(f"  {self.warning}")
         return "".join(f"{line}\n" for line in lines)
+
+
+_UNIT: dict[str, Callable[[KeptUnit], object]] = {
+    "unit": lambda u: u.name,
+    "": lambda u: "kept" if u.kept else "gathered again" if u.parameters else "computed again",
+    "held": lambda u: size_text(u.nbytes),
+    "again, ms": lambda u: f"{u.gather_ms:.3f}",
+    "saves, ms": lambda u: f"{u.saved_ms:.3f}",
+    "parameters": lambda u: u.parameters,
+}
