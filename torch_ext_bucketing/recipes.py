@@ -164,11 +164,7 @@ def recipe(
 
 
 def _kinds(model: nn.Module) -> tuple[Kind, ...]:
-    """The kinds of collectives that the parameters' placements make.
-
-    Raises:
-        ValueError: it has no ``DTensor`` parameters, or is wrapped by ``fully_shard``.
-    """
+    """The kinds of collectives that the parameters' placements make."""
     name = type(model).__name__
     if is_wrapped(model):
         raise ValueError(

@@ -130,11 +130,8 @@ class Exchange:
         self.store.compare_set("bad", "", json.dumps([why, text]))
 
     def reached(self, name: str) -> bool:
-        """Whether all ranks have counted themselves.
-
-        Raises:
-            _FailedError: the exchange failed, or its time is over.
-        """
+        """Whether all ranks have counted themselves; raises where the exchange failed, or its time
+        is over."""
         complete = self.count(name, 0) == len(self.ranks)
         if not complete and time.monotonic() - self.started > self.timeout.total_seconds():
             self.fail("missing", self.missing_text())
@@ -227,11 +224,9 @@ def _error(failed: Exchange, exchanges: Sequence[Exchange]) -> AgreementError:
 
 
 def _poll(done: Callable[[], bool], deadline: float = math.inf) -> None:
-    """Ask until it is so or the time is over; at intervals of a tenth of what was waited.
-
-    Not a blocking wait in the store: that would hold the store's one connection against other
-    threads, and Ctrl-C would not end it.
-    """
+    """Ask until it is so or the time is over; at intervals of a tenth of what was waited. A
+    blocking wait would hold the store's one connection against other threads, and against
+    Ctrl-C."""
     started = time.monotonic()
     while not done() and (now := time.monotonic()) < deadline:
         time.sleep(min(_MAX_SLEEP_S, max(0.0005, (now - started) / 10)))

@@ -116,12 +116,8 @@ class GraphLaunches(NamedTuple):
 def launches_of(
     graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = (), planned_with: str = ""
 ) -> GraphLaunches:
-    """Read the launches off a graph as it will run.
-
-    Args:
-        buckets: what merged them knows of the buckets, found by the names of their nodes. Buckets
-            that are not among these have their members' names alone.
-    """
+    """Read the launches off a graph as it will run. ``buckets`` are what merged them knows of the
+    buckets, found by the names of their nodes; others have their members' names alone."""
     known = {bucket.node: bucket for bucket in buckets}
     groups: dict[str, list[Launch]] = {}
     for node in graph.nodes:

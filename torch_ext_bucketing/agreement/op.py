@@ -44,11 +44,8 @@ _AGREE = torch.ops.torch_ext_bucketing.agree.default
 
 
 def insert(graph: fx.Graph, launches: GraphLaunches, timeout: timedelta | None) -> fx.Node | None:
-    """Put the operator before a graph's first collective.
-
-    Returns:
-        Its node; None where the graph has no collective.
-    """
+    """Put the operator before a graph's first collective, and return its node; None where there is
+    no collective."""
     first = next((n for n in graph.nodes if collective_group(n) is not None), None)
     if first is None or not launches.groups:
         return None

@@ -70,11 +70,8 @@ class Found:
 
 
 def look(tree: TorchTree) -> Found:
-    """Look at the files of a torch, and change nothing.
-
-    Raises:
-        HooksError: what ``apply`` left can't be read.
-    """
+    """Look at the files of a torch, and change nothing; a ``HooksError`` where what ``apply`` left
+    can't be read."""
     record = _read_record(tree)
     files = record.files if record else {}
     now = {path: digest_of(tree.read(path) or b"") for path in files}

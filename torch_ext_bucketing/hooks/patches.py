@@ -24,11 +24,8 @@ class HooksError(RuntimeError):
 
 
 class PatchDoesNotApplyError(HooksError):
-    """At least one hunk of the series does not fit the torch source.
-
-    Attributes:
-        failures: one line for each hunk that failed: file, hunk header, first line that differs.
-    """
+    """Hunks of the series do not fit the torch source: ``failures`` has a line for each, with its
+    file, header, and first line that differs."""
 
     def __init__(self, failures: Sequence[str]) -> None:
         message = f"{len(failures)} hunk(s) of the torch patch do not fit this torch:"

@@ -193,14 +193,10 @@ class BucketingBackend:
         return f"backend({', '.join(parts)})"
 
     def last_report(self) -> CompileReport:
-        """The report of the last compile; its backward graph is added when that is compiled.
-
-        A graph from one of Inductor's caches, or from ``torch.compiler.load_cache_artifacts``, has
-        the report of the compile that made it, marked as such.
-
-        Raises:
-            RuntimeError: nothing has been compiled yet.
-        """
+        """The report of the last compile; its backward graph is added when that is compiled. A
+        graph from one of Inductor's caches, or from ``torch.compiler.load_cache_artifacts``, has
+        the report of the compile that made it, marked as such. Before any it is a
+        ``RuntimeError``."""
         if not self.reports:
             raise RuntimeError("nothing has been compiled with this backend yet; run the model")
         return self.reports[-1]

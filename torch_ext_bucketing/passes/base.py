@@ -263,13 +263,9 @@ class GraphPass(CustomGraphPass):
         the passes of that stage run."""
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
-        """Run on one graph without any other pass, in place; a ``GraphModule`` is recompiled.
-
-        Args:
-            graph: of the pass's stage.
-            compilation: to go on with; None begins one, which warns where nothing was bucketed, as
-                :func:`.backend` does.
-        """
+        """Run on one graph of the pass's stage without any other pass, in place; a ``GraphModule``
+        is recompiled. Without a ``compilation`` to go on with it begins one, which warns where
+        nothing was bucketed, as :func:`.backend` does."""
         alone = compilation is None
         compilation = compilation or Compilation()
         if Baseline in self.needs:

@@ -174,12 +174,9 @@ class DividedUnits:
         self._seen: dict[int, dict[int, tuple[str, ...]]] = {}  # unit -> frame -> parameters
 
     def look(self, graph: fx.Graph, compilation: Compilation) -> None:
-        """Note what ``graph`` reduces; warn, once per compile, where that divides a unit.
-
-        A graph of code that was compiled before stands for that, and one with the same parameters
-        of a unit takes turns with it (``ReduceOnce``). Gathers don't count: they copy, wherever
-        they lie.
-        """
+        """Note what ``graph`` reduces; warn, once per compile, where that divides a unit. A graph
+        of code that was compiled before stands for that, and one with the same parameters of a unit
+        takes turns with it (``ReduceOnce``). Gathers don't count: they copy, wherever they lie."""
         if compilation.frame is None:
             return
         tags = (tag for node in graph.nodes for tag in member_tags(node) if tag is not None)

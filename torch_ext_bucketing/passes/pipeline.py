@@ -84,11 +84,9 @@ class Pipeline:
         return compilation
 
     def run(self, stage: Stage, graph: GraphLike, compilation: Compilation) -> None:
-        """Run the passes of one stage, and warn where they did not bucket as was asked for.
-
-        The report gets each one's time. The graph before and after each goes to ``TORCH_TRACE``,
-        and to the package's logger at DEBUG.
-        """
+        """Run the passes of one stage, and warn where they did not bucket as was asked for. The
+        report gets each one's time; the graph before and after each goes to ``TORCH_TRACE``, and to
+        the package's logger at DEBUG."""
         g, done = graph_of(graph), len(compilation.report.graphs)
         passes = self.joint if stage == "joint" else self.forward_backward
         name = stage if stage == "joint" else _aot.stage_of(g)
@@ -128,11 +126,7 @@ class Pipeline:
 
 
 def _check(passes: Sequence[GraphPass]) -> None:
-    """Check that every pass finds what it needs and that none undoes what another has given.
-
-    Raises:
-        ValueError: see :class:`Pipeline`.
-    """
+    """See that every pass finds what it needs and that none undoes what another has given."""
     for p in passes:
         if p.stage not in ("joint", "forward_backward"):
             raise ValueError(
@@ -173,13 +167,8 @@ def _right_order(passes: list[GraphPass]) -> list[str]:
 
 
 def _switched_off(passes: Iterable[GraphPass]) -> tuple[str, ...]:
-    """Names of the classes among ``passes`` that are switched off, each once.
-
-    A class's subclasses stay: ``Schedule`` does not stand for ``BucketAndSchedule``.
-
-    Raises:
-        ValueError: :data:`DISABLE` has a name that neither this package nor ``passes`` has.
-    """
+    """Names of the classes among ``passes`` that are switched off, each once. A class's subclasses
+    stay: ``Schedule`` does not stand for ``BucketAndSchedule``."""
     wanted = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
     if not wanted:
         return ()

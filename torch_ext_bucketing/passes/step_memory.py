@@ -99,12 +99,8 @@ def requested_peak() -> int | None:
 
 def watch_peak(compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
     """``compiled``, wrapped to compare the first step's peak on the device with the one that what
-    stays was chosen by. The step ends where the second one begins; a peak from before it that is
-    higher hides it.
-
-    Warns:
-        BoundNotKeptWarning: in ``compilation``'s report, too: it is more than 3% above.
-    """
+    stays was chosen by, and to warn (``BoundNotKeptWarning``) where it is 3% above. The step ends
+    where the second one begins; a peak from before it that is higher hides it."""
     peaks: list[int] = []
 
     @functools.wraps(compiled)

@@ -37,11 +37,7 @@ from .trial import Hashes, Passes, Run, Trial, hash_of, state_of, unlike, wrap
 
 
 def compare_on_rank(rank: Rank, options: Options) -> Comparison:
-    """The comparison, on the ranks of the default group; each of them calls this.
-
-    Raises:
-        TargetError: as of :class:`.Trial`.
-    """
+    """The comparison, on the ranks of the default group; each of them calls this."""
     trial, steps = Trial(rank, options), options.steps
     inputs = trial.from_all(hash_of(trial.batch(0)))
     notes: dict[str, None] = {}

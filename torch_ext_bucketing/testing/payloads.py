@@ -94,10 +94,8 @@ def bucket_payloads(buckets: Iterable[BucketReport]) -> list[Payload]:
 
 def layout_differences(eager: Sequence[Payload], run: Sequence[Payload]) -> list[str]:
     """Where the collectives of ``run`` carry other bytes, or in other places, than eager FSDP2's.
-
-    Every collective of the run must be one of eager's payloads, member by member and byte by
-    byte, and every payload of eager's with several members must occur: one alone is in no bucket.
-    """
+    Every one must be one of eager's payloads, byte by byte, and every payload of eager's with
+    several members must occur: one alone is in no bucket."""
     known: dict[tuple[str, frozenset[str]], Payload] = {
         (p.kind, frozenset(m.fqn for m in p.members)): p for p in eager
     }

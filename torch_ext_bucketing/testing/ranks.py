@@ -61,12 +61,9 @@ class RanksTimedOut(RankError):
 
 @dataclass
 class Rank:
-    """What a rank knows about itself; the first argument of the function it runs.
-
-    Attributes:
-        store_path: path for ``torch.distributed.FileStore``, fresh for this run.
-        timeout: the run's time limit, for process groups.
-    """
+    """What a rank knows about itself, the first argument of the function it runs: ``store_path`` is
+    for a ``torch.distributed.FileStore``, fresh for this run, ``timeout`` the run's time limit, for
+    process groups."""
 
     rank: int
     world_size: int

@@ -291,11 +291,9 @@ def _create(options: dist._DistributedBackendOptions, _: object) -> RingProcessG
 
 
 def register_ring_backend(topology: RingTopology | None = None) -> None:
-    """Make ``dist.init_process_group("ring", ...)`` work. May be called again.
-
-    c10d creates sub-groups (``new_group``, device meshes) by the backend's name: a group takes the
-    topology of the last call that named one. Where none was ever named, all ranks are on one node.
-    """
+    """Make ``dist.init_process_group("ring", ...)`` work. c10d creates sub-groups (``new_group``,
+    device meshes) by the backend's name: a group takes the topology of the last call that named
+    one; where none was, all ranks are on one node."""
     global _topology
     if topology is not None:
         _topology = topology

@@ -71,11 +71,8 @@ class RingTopology:
             )
 
     def nodes_of(self, world_size: int) -> int:
-        """Number of nodes of a world of ``world_size`` ranks.
-
-        Raises:
-            ValueError: the world does not fill whole nodes.
-        """
+        """Number of nodes of a world of ``world_size`` ranks; a ``ValueError`` where that does not
+        fill them."""
         if world_size < 1 or world_size % self.ranks_per_node:
             raise ValueError(
                 f"RingTopology: a world of {world_size} ranks does not fill nodes of "

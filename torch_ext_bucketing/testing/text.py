@@ -21,11 +21,7 @@ SOURCES = ("argparse", "ast", "datetime", "decimal", "doctest", "inspect", "pydo
 
 @functools.cache
 def corpus() -> bytes:
-    """The text: the help topics first, then the sources, as UTF-8.
-
-    Raises:
-        RuntimeError: the standard library is not there as readable text.
-    """
+    """The text: the help topics first, then the sources, as UTF-8."""
     parts = []
     with contextlib.suppress(ImportError):
         from pydoc_data.topics import topics

@@ -56,12 +56,8 @@ class Training:
         self.optimizer = torch.optim.AdamW(parameters, lr=lr, foreach=True)
 
     def take(self, recompiles: bool = False) -> None:
-        """Take the next step.
-
-        Args:
-            recompiles: whether a later step than the first may compile: that would be under other
-                settings, and in another report. Otherwise it raises.
-        """
+        """Take the next step. A later one than the first raises where it would compile, which would
+        be under other settings and in another report, but with ``recompiles``."""
         number = len(self.done.loss)
         compiled = number > 0 and not recompiles
         begin = time.perf_counter()

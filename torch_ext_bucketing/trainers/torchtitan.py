@@ -143,11 +143,7 @@ def graph_passes(
 
 class _BucketedStages:
     """torchtitan's maker of the graphs of a pipeline's stages (``GraphPPStageGraphsProvider``),
-    with our passes on those that gather and reduce.
-
-    Raises:
-        ValueError: they would be compiled by Inductor as a whole before the passes run.
-    """
+    with our passes on those that gather and reduce."""
 
     def __init__(self, runtime: Any, room: int | None) -> None:
         self.room = room

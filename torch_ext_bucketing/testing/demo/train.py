@@ -53,11 +53,8 @@ def make_model(settings: Settings) -> Transformer:
 
 
 def train_rank(rank: Rank, settings: Settings) -> RankReport:
-    """Train on one rank of a ring group.
-
-    Sends ``(step, run name, digest)`` after each step of each run, and ``(0, run name, "")``
-    before a run's first step, which is the one that compiles.
-    """
+    """Train on one rank of a ring group. Sends ``(step, run name, digest)`` after each step of each
+    run, and ``(0, run name, "")`` before a run's first step, which is the one that compiles."""
     batches = partial(text.batch, size=settings.batch, seq=settings.seq, seed=settings.seed)
     options = Options(
         lambda: (make_model(settings), batches),
