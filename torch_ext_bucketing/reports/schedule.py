@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .base import Report
-from .caps import CapsReport, NamedCaps
+from .caps import CapsReport
 from .text import aligned
 
 
@@ -49,7 +49,7 @@ class ScheduleReport(Report):
         seconds: what it took.
     """
 
-    derived = ("limit_bytes", "max_run", "forced_run", "caps_mb")
+    derived = ("limit_bytes",)
     policies: tuple[str, ...] = ()
     machine: str = ""
     step_ms: tuple[float, float] = (0.0, 0.0)
@@ -81,22 +81,6 @@ class ScheduleReport(Report):
         """The bound of ``PeakMemory``; None where there was none."""
         return self.figure("limit_bytes")
 
-    @property
-    def max_run(self) -> int | None:
-        """The bound of ``CapComputeRun``; None where there was none."""
-        return self.figure("max_run")
-
-    @property
-    def forced_run(self) -> int:
-        """What dependencies force some run to be at least, in any order; 0 without
-        ``CapComputeRun``."""
-        return self.figure("forced_run") or 0
-
-    @property
-    def caps_mb(self) -> NamedCaps:
-        """As of :class:`.CapsReport`; empty where no caps were chosen."""
-        return () if self.caps is None else self.caps.caps_mb
-
     def to_text(self) -> str:
         """A few lines."""
 
@@ -106,8 +90,8 @@ class ScheduleReport(Report):
         gib = 2**30
         peak = f"{self.reference_bytes / gib:.2f}"
         limit = "" if self.limit_bytes is None else f", bound {self.limit_bytes / gib:.2f}"
-        run = "" if self.max_run is None else f"bound {self.max_run}, dependencies force "
-        run += str(self.forced_run) if run else ""
+        most, forced = self.figure("max_run"), self.figure("forced_run")
+        run = "" if most is None else f"bound {most}, dependencies force {forced}"
         rows: list[tuple[str, ...]] = [
             ("", "before", "after", ""),
             ("step, ms", *two(self.step_ms), f"lower bound {self.bound_ms:.2f}, {self.chosen}"),
@@ -120,7 +104,7 @@ class ScheduleReport(Report):
         if self.rank_order_ms is not None:
             text = "what all-to-alls and their sums take longer than rings"
             rows.append(("sums in rank order, ms", "", f"{self.rank_order_ms:.2f}", text))
-        if self.caps is not None and self.caps_mb:
+        if self.caps is not None and self.caps.caps_mb:
             rows.append(("byte cap, MiB", "", "", self.caps.to_text()))
         rows += [(bound.policy, "", "", bound.text) for bound in self.bounds if bound.text]
         notes = [f"times are for: {self.machine}"] if self.machine else []

@@ -20,7 +20,6 @@ import faulthandler
 import multiprocessing
 import os
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -354,16 +353,10 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def sayer() -> Callable[[str], None]:
-    """What prints a line of progress with the seconds since now to standard error; on a terminal
-    each takes the place of the one before."""
-    start, before = time.monotonic(), ""
+    """What prints a line of progress with the seconds since now to standard error."""
+    start = time.monotonic()
 
     def say(text: str) -> None:
-        nonlocal before
-        line = f"[{time.monotonic() - start:4.0f} s] {text}"
-        if sys.stderr.isatty():
-            line = f"{before}{line[: shutil.get_terminal_size().columns - 1]}"
-            before = "\x1b[1A\x1b[K"
-        print(line, file=sys.stderr, flush=True)
+        print(f"[{time.monotonic() - start:4.0f} s] {text}", file=sys.stderr, flush=True)
 
     return say
