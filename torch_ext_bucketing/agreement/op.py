@@ -33,13 +33,11 @@ def _agree(sent: torch.Tensor, digest: str, launches: str, timeout_s: float) -> 
     return sent.view_as(sent)
 
 
-def _agree_fake(sent: torch.Tensor, digest: str, launches: str, timeout_s: float) -> torch.Tensor:
-    """Compiling compares nothing."""
-    return sent.view_as(sent)
-
-
 _library.impl("agree", _agree, "CompositeExplicitAutograd")
-torch.library.register_fake("torch_ext_bucketing::agree", _agree_fake, lib=_library)
+# Compiling compares nothing.
+torch.library.register_fake(
+    "torch_ext_bucketing::agree", lambda sent, *rest: sent.view_as(sent), lib=_library
+)
 _AGREE = torch.ops.torch_ext_bucketing.agree.default
 
 

@@ -22,11 +22,12 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 _P = ParamSpec("_P")
@@ -62,9 +63,9 @@ class InFlight:
 
     def run(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """``call(*args, **kwargs)``, a gloo operation on the tensors among the arguments."""
-        self._tensors = [
-            (weakref.ref(x), x._use_count()) for x in _tensors_of([*args, *kwargs.values()])
-        ]
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = (x for x in leaves if isinstance(x, Tensor))
+        self._tensors = [(weakref.ref(x), x._use_count()) for x in tensors]
         return call(*args, **kwargs)
 
     def is_done(self) -> bool:
@@ -76,14 +77,6 @@ class InFlight:
 
 
 _all_in_flight: weakref.WeakSet[InFlight] = weakref.WeakSet()
-
-
-def _tensors_of(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_of(item)
 
 
 @atexit.register

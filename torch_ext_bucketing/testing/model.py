@@ -147,25 +147,17 @@ class Transformer(nn.Module):
         cos, sin = rotary_tables(config.max_seq, config.head_dim, config.rope_theta)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
-        self.reset_parameters(seed)
-        for parameter in self.parameters():
-            parameter.data = parameter.data.to(dtype)
-
-    @torch.no_grad()
-    def reset_parameters(self, seed: int) -> None:
-        """Draw every weight anew, in ``named_parameters()`` order, from ``seed``."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
-            owner = name.rpartition(".")[2]
-            if owner.endswith("_gamma"):
-                parameter.fill_(self.config.layer_scale)
-            elif parameter.dim() == 1:
-                parameter.fill_(1.0)
-            elif name == "embed.weight":
-                parameter.normal_(0.0, 1.0, generator=generator)
+            drawn = parameter.data
+            if name.endswith("_gamma"):
+                drawn.fill_(config.layer_scale)
+            elif drawn.dim() == 1:
+                drawn.fill_(1.0)
             else:
-                deviation = 1.0 / math.sqrt(parameter.shape[1])
-                parameter.normal_(0.0, deviation, generator=generator)
+                deviation = 1.0 if name == "embed.weight" else 1.0 / math.sqrt(drawn.shape[1])
+                drawn.normal_(0.0, deviation, generator=generator)
+            parameter.data = drawn.to(dtype)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         seq = tokens.shape[1]
