@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from .commands import explain, measure
-from .testing import comparison as compare
+from .testing import compare_cli as compare
 from .testing.demo import cli as demo
 from .testing.ranks import RankError
 from .testing.target import TargetError

@@ -45,6 +45,6 @@ is looked for.
 
 from __future__ import annotations
 
-from .comparison import compare
+from .compare_cli import compare
 
 __all__ = ["compare"]

@@ -1,0 +1,99 @@
+"""``python -m torch_ext_bucketing compare``, and the same from Python: :func:`compare`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from .comparison import Comparison, Options
+from .ranks import Rank, RankError, run_ranks, sayer
+from .target import TargetError, add_command, add_options, options_of
+
+_DESCRIPTION = """\
+Train a model as eager FSDP2 and compiled with recipe(model), on CPU ranks that this command
+starts, and compare all weights after every step, bit for bit. Where they differ, say why, and what
+to change.
+
+MODULE:FUNCTION is called without arguments on every rank. It returns (model, inputs) or (model,
+inputs, loss): the model is not sharded; inputs are a tensor, a tuple or a dict, or a callable of
+step and rank that returns one; loss(output, inputs) defaults to the output, or its .loss.
+
+Reductions add in the order of NCCL's rings over the simulated nodes."""
+
+_EPILOG = """\
+exit status: 0 if the weights are equal, 1 if not or if a rank failed, 2 for bad options."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``compare`` to a command's subparsers."""
+    about = "train a model of yours as eager FSDP2 and compiled, and say why weights differ"
+    parser = add_command(
+        subparsers, "compare", run, help=about, description=_DESCRIPTION, epilog=_EPILOG
+    )
+    parser.add_argument("build", metavar="MODULE:FUNCTION", help="makes the model and its inputs")
+    add_options(parser, Options)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare; returns the exit status."""
+    found = _compare(options_of(args, Options), sayer())
+    print(found.to_text(), end="")
+    if args.json is not None:
+        args.json.write_text(found.to_json() + "\n", encoding="utf-8")
+    return 0 if found.equal else 1
+
+
+def compare(
+    build: Callable[[], Any] | str,
+    *,
+    progress: Callable[[str], object] = lambda line: None,
+    **options: Any,
+) -> Comparison:
+    """Train a model as eager FSDP2 and compiled, side by side on CPU ranks, and say why weights
+    differ, if they do.
+
+    Args:
+        build: returns the model and its inputs, see :class:`.Options`.
+        progress: gets a line of text for each thing that is done next.
+        options: the other fields of :class:`.Options`, and its errors.
+
+    Raises:
+        TargetError: ``build`` is not found or raises, or its result can't be trained.
+        RankError: a rank failed or was too slow.
+    """
+    return _compare(Options(build, **options), progress)
+
+
+def _compare(options: Options, progress: Callable[[str], object]) -> Comparison:
+    errors: list[TargetError] = []
+
+    def on_message(rank: int, message: str | TargetError) -> None:
+        if isinstance(message, TargetError):
+            errors.append(message)
+        else:
+            progress(message)
+
+    progress(f"starting {options.ranks} ranks")
+    try:
+        found = run_ranks(
+            _on_rank, options.ranks, options, timeout_s=options.timeout_s, on_message=on_message
+        )
+    except RankError:
+        if errors:
+            raise errors[0] from None
+        raise
+    return found[0]
+
+
+def _on_rank(rank: Rank, options: Options) -> Comparison:
+    # Imported by the ranks alone: the command's process never needs torch.
+    from .experiments import compare_on_rank
+    from .ring import RingTopology, ring_rank
+
+    with ring_rank(rank, RingTopology(ranks_per_node=options.ranks // options.nodes)):
+        try:
+            return compare_on_rank(rank, options)
+        except TargetError as error:
+            rank.send(error)
+            raise
