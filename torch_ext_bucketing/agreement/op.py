@@ -1,13 +1,10 @@
 """The comparison of launches as an operator in Inductor's graphs.
 
 Inductor's caches keep the code of a graph and nothing that a backend knows about it. So the
-launches are an argument of an operator in the graph, which a cached graph still has. What the first
-collective sends passes through it, so that no scheduler can move the one before the other; the
-other collectives stay behind the first because Inductor keeps their order::
-
-    x -> agree(x, digest, launches, timeout_s) -> all_gather -> wait -> ...
-
-The operator returns a view of what it gets, and after its first run does nothing else.
+launches are an argument of an operator in the graph. What the first collective sends passes through
+it, so that no scheduler can move the one before the other; the other collectives stay behind the
+first because Inductor keeps their order: ``x -> agree(x, digest, launches, timeout_s) -> all_gather
+-> wait -> ...``. It returns a view of what it gets, and after its first run does nothing else.
 """
 
 from __future__ import annotations

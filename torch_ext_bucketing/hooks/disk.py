@@ -53,15 +53,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Found:
-    """What is on disk.
-
-    Attributes:
-        state: ``"not applied"``, ``"applied"``, ``"native"``, ``"interrupted"`` (some files are
-            patched, others not) or ``"edited"`` (a patched file was changed by somebody else).
-        message: the same in a sentence or two, with what to do.
-        record: what ``apply`` left; ``None`` where there is nothing that counts.
-        patched: the files that are patched.
-    """
+    """What is on disk: ``"not applied"``, ``"applied"``, ``"native"``, ``"interrupted"`` (some
+    files are patched, others not) or ``"edited"`` (a patched file was changed by somebody else),
+    and the same in a sentence or two, with what to do; what ``apply`` left, ``None`` where there is
+    nothing that counts; and the files that are patched."""
 
     state: Literal["not applied", "applied", "native", "interrupted", "edited"]
     message: str

@@ -1,9 +1,9 @@
 """Getting the hooks into the running process: nothing on disk changes.
 
 ``install`` applies the patch series to torch's sources in memory and puts a finder first on
-``sys.meta_path``, whose loader serves the patched source of the touched modules when torch
-imports them, which it does when it first compiles something. ``torch._inductor.config`` is often
-imported earlier: it gets the new entries where it is.
+``sys.meta_path``, whose loader serves the patched source of the touched modules when torch imports
+them, which it does when it first compiles something. ``torch._inductor.config`` is often imported
+earlier: it gets the new entries where it is.
 
 Processes that run user code (``torchrun``, ``spawn``) call ``install`` as their parent did.
 Inductor's compile workers need nothing: they compile the sources of kernels and run no passes.

@@ -23,8 +23,8 @@ class BucketUnits(GraphPass):
             FQNs of parameters or modules.
         kinds: the kinds to bucket. All-reduces (HSDP, DDP) only when asked for.
         payload_order: the order of a bucket's members in its payload: ascending by the key that
-            this gives for a start node; None: graph order. ``"units"``, the default: the order that
-            was given as ``units``, and graph order for units that are no order.
+            this gives for a start node; None: graph order. ``"units"``: the order that was given as
+            ``units``, and graph order for units that are no order.
 
     Raises:
         TypeError: ``payload_order`` is something else; or a unit's name is no string.

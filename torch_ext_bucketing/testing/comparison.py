@@ -95,10 +95,10 @@ class Cause:
 
 @dataclass(frozen=True)
 class Comparison(Report):
-    """A model trained by eager FSDP2, and compiled.
+    """A model trained by eager FSDP2, and compiled: whether all weights are the same bits after
+    every step, on every rank.
 
     Args:
-        equal: whether all weights are the same bits after every step, on every rank.
         steps: that were asked for.
         first_step: the first step after which weights differ, from 1; None where none does.
         parameters: those with another gradient in that step, the first in backward first.

@@ -44,13 +44,10 @@ _topology: RingTopology | None = None
 
 
 class _RingWork(dist.Work):
-    """Gloo's transfers, then the additions, as one handle.
-
-    Transfers run in the background, the additions on the thread that first waits. Not in a callback
-    on gloo's own threads: those would need the interpreter, which may be gone before they are (seen
-    on 2.13: ``terminate called`` in ranks that exit right after a collective). So whatever asks for
-    the outputs waits.
-    """
+    """Gloo's transfers, then the additions, as one handle. Transfers run in the background, the
+    additions on the thread that first waits, as whatever asks for the outputs does. Not in a
+    callback on gloo's own threads: those would need the interpreter, which may be gone before they
+    are (seen on 2.13: ``terminate called`` in ranks that exit right after a collective)."""
 
     def __init__(
         self, transfers: list[dist.Work], outputs: list[Tensor], finish: Callable[[], None]
@@ -175,12 +172,9 @@ class RingProcessGroup(dist.ProcessGroup):
         scatter: bool,
     ) -> dist.Work:
         """One transfer per output: an all-to-all where there is a slice for each rank, an
-        all-gather where all get the same.
-
-        An all-reduce is no all-to-all and an all-gather of the sums, which would move and add less:
-        gloo matches operations by the order in which ranks launch them, and a second one could only
-        be launched when the first is done.
-        """
+        all-gather where all get the same. An all-reduce is no all-to-all and an all-gather of the
+        sums, which would move and add less: gloo matches operations by the order in which ranks
+        launch them, and a second one could only be launched when the first is done."""
         n, me, where = self.size(), self.rank(), self._where(name)
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         mine = me if scatter else 0

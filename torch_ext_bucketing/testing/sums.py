@@ -241,13 +241,10 @@ def simulate_all_reduce(
     group_ranks: Sequence[int] | None = None,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[Tensor]:
-    """What every rank would hold after ``all_reduce``: one new tensor per rank, all equal.
-
-    A buffer of exactly one loop of one channel (``n * chunk_bytes`` bytes), over a ring that is the
-    group's own order, gives what :func:`simulate_reduce_scatter` gives; other buffers need not.
-
-    Args and errors are those of :func:`simulate_reduce_scatter`, for inputs of any shape.
-    """
+    """What every rank would hold after ``all_reduce``, of inputs of any shape: one new tensor per
+    rank, all equal. A buffer of exactly one loop of one channel (``n * chunk_bytes`` bytes), over a
+    ring that is the group's own order, gives what :func:`simulate_reduce_scatter` gives; other
+    buffers need not."""
     rows = [x.reshape(1, x.numel()) for x in inputs]
     out = _simulate("simulate_all_reduce", rows, topology, group_ranks, op, None)
     return [out.reshape(inputs[0].shape).clone() for _ in inputs]

@@ -2,19 +2,10 @@
 bucketing.
 
 Importing this module adds ``"torch_ext_bucketing"`` to torchtitan's pass pipelines; a config
-chooses it::
-
-    import torch_ext_bucketing.trainers.torchtitan
-    from torchtitan.experiments.graph_trainer.llama3 import config_registry
-
-    def llama3_8b():
-        config = config_registry.graph_trainer_llama3_8b()
-        config.compile.pass_pipeline = "torch_ext_bucketing"
-        return config
-
-The rest of torchtitan's list stays, in its order; what is gathered again in backward is the choice
-of its ``memory_policy``. With ``ep_overlap`` torchtitan's chunks of experts' tokens stay, too, and
-our order of the step stands in the place of its fixed one.
+chooses it by ``config.compile.pass_pipeline``. The rest of torchtitan's list stays, in its order;
+what is gathered again in backward is the choice of its ``memory_policy``. With ``ep_overlap``
+torchtitan's chunks of experts' tokens stay, too, and our order of the step stands in the place of
+its fixed one.
 
 With pipeline parallelism torchtitan runs a stage as several graphs. Those that gather the stage's
 parameters and reduce its gradients have eager FSDP2's buckets::
@@ -23,16 +14,11 @@ parameters and reduce its gradients have eager FSDP2's buckets::
     forward, backward    of each microbatch, without collectives of parameters
     reduce     sums of gradients -> reductions in buckets -> gradients of shards, once per step
 
-torchtitan's own bucketing, on the graph that these are cut from, leaves gathers and reductions in
-the graphs of each microbatch. Its schedules let a stage's parameters go where other stages are
-next; but what forward saves for backward are views of them, so they stay. Here they go, and under a
-bound on memory they do where the bytes of all stages of the rank ask for it, and are gathered
-again::
-
-    config.compile.pass_pipeline = pass_pipeline(memory=PeakMemory(gib=70))
-
-``trainer.pp_schedule.graph_provider.reports`` has a report of each stage of the rank: its
-collectives, and what it holds at most in the course of the schedule.
+torchtitan's schedules let a stage's parameters go where other stages are next; but what forward
+saves for backward are views of them, so they stay. Here they go, and under a bound on memory
+(``pass_pipeline(memory=PeakMemory(gib=70))``) they do where the bytes of all stages of the rank ask
+for it, and are gathered again. ``trainer.pp_schedule.graph_provider.reports`` has a report of each
+stage of the rank: its collectives, and what it holds at most in the course of the schedule.
 """
 
 from __future__ import annotations
