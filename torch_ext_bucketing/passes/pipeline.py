@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.fx as fx
@@ -90,22 +89,23 @@ class Pipeline:
         g, done = graph_of(graph), len(compilation.report.graphs)
         passes = self.joint if stage == "joint" else self.forward_backward
         name = stage if stage == "joint" else _aot.stage_of(g)
-        seconds = [0.0] * len(passes)
-        measures = next((i for i, p in enumerate(passes) if Baseline in p.needs), None)
+        measures = next((p for p in passes if Baseline in p.needs), None)
+        clock = time.perf_counter()
         if measures is not None:
-            with _timed(seconds, measures):
-                compilation.measure(g)
+            compilation.measure(g)
+        measured = time.perf_counter() - clock
         if stage == "forward_backward":
             for p in self.joint:
                 p.finish(graph, compilation)
                 compilation.changed()
         for i, p in enumerate(passes):
             _show(g, f"{name}_{i}_{p.name}_before")
-            with _timed(seconds, i):
-                p.run(graph, compilation)
+            clock = time.perf_counter()
+            p.run(graph, compilation)
+            seconds = time.perf_counter() - clock + (measured if p is measures else 0.0)
             compilation.changed()
             _show(g, f"{name}_{i}_{p.name}_after")
-            compilation.report.passes.append(PassTime(name, p.name, seconds[i]))
+            compilation.report.passes.append(PassTime(name, p.name, seconds))
         warn_of_silence(g, compilation.report.graphs[done:], compilation)
 
     def cost_model_fingerprint(self, size_hints: GivenHints) -> str:
@@ -186,17 +186,6 @@ def _names_of_passes() -> list[str]:
     public = [getattr(package, name) for name in package.__all__]
     passes = [p for p in public if isinstance(p, type) and issubclass(p, GraphPass)]
     return [p.__name__ for p in passes if p is not GraphPass]
-
-
-# ---------------------------------------------------------------- running
-
-
-@contextlib.contextmanager
-def _timed(seconds: list[float], place: int) -> Iterator[None]:
-    """Add the time that the body takes to ``seconds[place]``."""
-    clock = time.perf_counter()
-    yield
-    seconds[place] += time.perf_counter() - clock
 
 
 def _show(graph: fx.Graph, name: str) -> None:
