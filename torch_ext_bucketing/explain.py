@@ -77,17 +77,18 @@ def explain(
     try:
         model, inputs = build(make, str(target))
         machine = job_machine() if machine is None else machine
+        drawn: list[Drawn] = []
+        before, after = ([_Draw(drawn, v, machine)] * draw for v in ("before", "after"))
         try:
             memory = None if memory_gib is None else PeakMemory(gib=memory_gib)
             passes = recipe(model, goal, machine=machine, reduce=reduce, memory=memory)
+            all_passes = [*before, *passes, *after]
+            compiler = backend("aot_eager", all_passes, model, size_hints=size_hints)
         except (ValueError, TypeError) as error:
             raise TargetError(f"recipe(model, {goal!r}): {error}") from error
         for p in passes:
             if isinstance(p, ReshardAfterForward):
                 p.curve = p.auto
-        drawn: list[Drawn] = []
-        before, after = ([_Draw(drawn, v, machine)] * draw for v in ("before", "after"))
-        compiler = backend("aot_eager", [*before, *passes, *after], model, size_hints=size_hints)
         try:
             results = pytree.tree_leaves(call(torch.compile(model, backend=compiler), inputs))
             losses = [r.sum() for r in results if isinstance(r, torch.Tensor) and r.requires_grad]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,23 +81,12 @@ def add_parser(subparsers: Any) -> None:
     option("--json", type=output_file, metavar="FILE", help="also write the report to FILE")
 
 
-def _wrong(args: argparse.Namespace) -> str:
-    """Why the options can't be taken; empty: they can."""
-    if args.world_size < 1:
-        return f"--world-size: must be at least 1, got {args.world_size}"
-    if args.memory_gib is not None and not 0 < args.memory_gib < math.inf:
-        return f"--memory-gib: must be a positive number, got {args.memory_gib}"
-    if args.size_hints is not None and args.size_hints < 0:
-        return f"--size-hint: must be at least 0, got {args.size_hints}"
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        return "--plot: matplotlib is not installed: pip install matplotlib"
-    return ""
-
-
 def run(args: argparse.Namespace) -> int:
     """Explain; returns the exit status. Bad options exit with 2."""
-    if wrong := _wrong(args):
-        args.parser.error(wrong)
+    if args.world_size < 1:
+        args.parser.error(f"--world-size: must be at least 1, got {args.world_size}")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        args.parser.error("--plot: matplotlib is not installed: pip install matplotlib")
     import torch
 
     from ..explain import explain
