@@ -9,7 +9,9 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -111,22 +113,14 @@ _CALLS = {
 def count_collectives() -> Iterator[dict[str, int]]:
     """Count by kind what is called as ``torch.distributed.<function>`` inside the block."""
     counts = dict.fromkeys(_CALLS, 0)
-    originals: dict[str, Callable[..., Any]] = {}
 
-    def counting(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[kind] += 1
-            return original(*args, **kwargs)
+    def call(kind: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counts[kind] += 1
+        return original(*args, **kwargs)
 
-        return call
-
-    for kind, names in _CALLS.items():
-        for name in names:
-            if hasattr(dist, name):
-                originals[name] = getattr(dist, name)
-                setattr(dist, name, counting(kind, originals[name]))
-    try:
+    with contextlib.ExitStack() as stack:
+        for kind, names in _CALLS.items():
+            for name in filter(partial(hasattr, dist), names):
+                counting = partial(call, kind, getattr(dist, name))
+                stack.enter_context(mock.patch.object(dist, name, counting))
         yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
