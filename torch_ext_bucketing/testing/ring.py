@@ -74,7 +74,7 @@ class _RingWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self.wait()
+        return all(transfer.is_completed() for transfer in self._transfers) and self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
         self.wait()
