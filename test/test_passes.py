@@ -569,25 +569,6 @@ def test_manager_orders_the_passes():
     assert Pipeline([reshard, mine]).joint == (mine, reshard)
 
 
-def test_foreign_pass(fake_world):
-    class Count:
-        stage = "forward_backward"
-
-        def __init__(self):
-            self.seen = []
-
-        def __call__(self, graph):
-            self.seen.append(type(graph))
-
-        def uuid(self):
-            return "count"
-
-    count = Count()
-    compiled_step([count])
-    assert len(count.seen) == 2
-    assert all(issubclass(t, fx.GraphModule) for t in count.seen)
-
-
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
@@ -724,11 +705,3 @@ def test_a_backend_reads_as_code():
     )
     off = backend("inductor", prefetch=None, agree=False, model=TwoBlocks())
     assert repr(off) == "backend('inductor', [], model=TwoBlocks, prefetch=None, agree=False)"
-
-
-def test_a_pass_with_a_call_of_its_own_is_refused_where_it_is_defined():
-    with pytest.raises(TypeError, match=r"Loud overrides __call__.*override run\("):
-
-        class Loud(BucketUnits):
-            def __call__(self, graph, compilation=None):
-                return super().__call__(graph, compilation)

@@ -100,7 +100,6 @@ def test_a_rank_that_raises_ends_all_with_its_traceback():
     with pytest.raises(RankError) as caught:
         run_ranks(raise_on_last, 3, timeout_s=60)
     assert caught.type is RankError  # the others, which would go on, did not use up the time
-    assert caught.value.rank == 2
     assert "rank 2 failed" in str(caught.value)
     assert "LookupError: no such weight" in str(caught.value)
     assert "in raise_on_last" in str(caught.value)
@@ -119,7 +118,7 @@ def test_a_rank_that_dies_ends_all(how, text):
     pids: list[int] = []
     with pytest.raises(RankError) as caught:
         run_ranks(die_on_last, 2, how, timeout_s=60, on_message=lambda rank, pid: pids.append(pid))
-    assert caught.value.rank == 1
+    assert "rank 1 died" in str(caught.value)
     assert text in str(caught.value)
     assert "last words" in str(caught.value)
     assert pids

@@ -188,8 +188,6 @@ def test_one_bound_for_the_memory_of_a_step(fake_world, goal):
         p.grad = torch.zeros_like(p)
     adam.step()  # now it has a state
     assert teb.recipe(model, memory=memory, optimizer=adam)[2].state_bytes == 8 * elements
-    with pytest.warns(UserWarning, match="more than any GPU has"):
-        teb.recipe(model, goal, memory=teb.PeakMemory(gib=70_000))
 
 
 def test_speed_needs_no_blocks(fake_world):

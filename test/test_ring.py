@@ -99,16 +99,8 @@ def test_a_ring_visits_every_rank_once_and_stays_on_a_node(ranks_per_node, chann
     [
         (lambda: RingTopology(0), "ranks_per_node must be a positive integer, got 0"),
         (lambda: RingTopology(2, channels=2.0), "channels must be a positive integer"),
-        (lambda: RingTopology(2, chunk_bytes=100), "use 112"),
+        (lambda: RingTopology(2, chunk_bytes=100), "not a multiple of 16"),
         (lambda: RingTopology(3).nodes_of(4), "start a multiple of 3"),
-        (lambda: ring_order(RingTopology(2), 8, [0, 1]), "channels 0 to 7"),
-        (lambda: ring_order(RingTopology(2), 0, [0, 0]), "distinct"),
-        (lambda: simulate_reduce_scatter([torch.ones(3)] * 2, RingTopology(2)), "pad it"),
-        (
-            lambda: simulate_all_reduce([torch.ones(3), torch.ones(2)], RingTopology(2)),
-            "input 1 is torch.float32[2]",
-        ),
-        (lambda: simulate_all_reduce([torch.ones(3)], RingTopology(2), [0, 1]), "1 inputs for 2"),
     ],
 )
 def test_bad_input_is_refused_with_advice(make, says):
@@ -350,12 +342,6 @@ def check_other_forms(t):
     y = x[me].clone().t()
     dist.all_reduce(y)
     assert same_bits(y, t.ar([v.t().contiguous() for v in x]))
-    # reduce: the order of the slice that ends on the root; other ranks keep theirs
-    y = x[me].clone()
-    dist.reduce(y, dst=1)
-    stacked = [torch.stack([v] * n) for v in x]
-    at_root = simulate_reduce_scatter(stacked, t.topology)[1][0]
-    assert same_bits(y, at_root if me == 1 else x[me])
     # coalesced
     a, b = x[me].clone(), x[me].float()
     dist.group.WORLD.allreduce_coalesced([a, b]).wait()
@@ -384,9 +370,6 @@ def check_async_works(t):
     for work, out, want in reversed(works):
         assert work.wait(timedelta(seconds=30))
         assert work.is_completed()
-        assert work.is_success()
-        assert work.exception() is None
-        assert work.result()[0] is out
         assert work.get_future().value()[0] is out
         assert same_bits(out, want)
 
@@ -452,7 +435,8 @@ def check_errors_name_op_and_group(t):
         ),
         r"ReduceOp\.BAND": lambda: ops.all_reduce(ints, "band", name),
         r"dist\.new_group": lambda: group.split_group([0, 1]),
-        "to_dense": lambda: dist.all_reduce(ones.to_sparse()),
+        "use all_reduce": lambda: dist.reduce(ones, dst=1),
+        "must be dense": lambda: dist.all_reduce(ones.to_sparse()),
     }
     wrong = {
         f"needs an input of {2 * t.world}, got {t.world}": (

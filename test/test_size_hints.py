@@ -255,10 +255,11 @@ def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
     from torch_ext_bucketing.passes.backends import Compilation, _InductorPass
     from torch_ext_bucketing.passes.pipeline import Pipeline
 
-    manager = Pipeline([teb.Schedule(teb.Overlap())])
+    taken = teb.backend(passes=[teb.Schedule(teb.Overlap())])
+    manager = taken.passes
 
     def key(hints):
-        return _InductorPass(manager, "joint", Compilation(size_hints=hints), ()).uuid()
+        return _InductorPass(taken, "joint", Compilation(size_hints=hints), ()).uuid()
 
     assert len({key(None), key(1), key(2)}) == 3
     assert key(lambda symbol: 1) is None

@@ -1,7 +1,7 @@
-"""Digests of source code, for the ``uuid()`` of objects that Inductor keys its caches by.
+"""Digests of source code, for the ``uuid()`` of objects that Inductor keys its caches by: a key
+made of a hook's fields alone goes on hitting after the hook's code was changed.
 
-A cache key made of a hook's fields alone goes on hitting after the hook's code was changed.
-Upstream answers this by hashing the files of a custom pass
+Upstream hashes the files of a custom pass
 (``torch._inductor.custom_graph_pass.get_hash_for_files``); this does the same by module name, so
 that it works for a package in a zip file, too.
 """
@@ -26,11 +26,7 @@ _NO_SOURCE = (
 @functools.cache
 def source_digest(*module_names: str) -> str:
     """SHA-256 (hex) over the sources of the named modules, none of which is imported for it but its
-    parents.
-
-    Raises:
-        RuntimeError: the source of a module can't be found: no uuid without it would be safe.
-    """
+    parents; a ``RuntimeError`` where one can't be found, as no uuid without it would be safe."""
     digest = hashlib.sha256()
     for name in module_names:
         source = _source_of(name)
@@ -42,10 +38,8 @@ def source_digest(*module_names: str) -> str:
 
 def package_digest() -> str:
     """The digest of all modules of this package, in every folder but ``hooks`` (which no pass of
-    this package needs) and ``testing``, which no graph goes through.
-
-    It is that of the sources as they were when this module was imported: an edit while a process
-    runs changes what is on disk, not what runs.
+    this package needs) and ``testing``, which no graph goes through; as they were when this module
+    was imported.
 
     Raises:
         RuntimeError: as of :func:`source_digest`.
@@ -69,11 +63,9 @@ _noted: dict[str, str] = {}
 
 def note_sources(cls: type) -> dict[str, str]:
     """The modules that define a class and its bases, each with the digest of its source as it was
-    when this met it first, empty where that can't be read. Not among them are those that have a
-    digest of their own: this package's, and torch's, which Inductor's keys name.
-
-    To be called when a class is made: what is on disk later may not be what runs.
-    """
+    when this met it first (what is on disk later may not be what runs), empty where that can't be
+    read. Not among them are those that have a digest of their own: this package's, and torch's,
+    which Inductor's keys name."""
     modules = dict.fromkeys(c.__module__ for c in cls.__mro__)
     known = ("builtins", "abc", "typing", "collections", "torch", __package__)
     names = [name for name in modules if name.partition(".")[0] not in known]

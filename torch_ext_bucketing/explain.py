@@ -4,7 +4,7 @@ of ranks: the model is compiled, forward and backward, and the report is that of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,25 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ._torch.aot import stage_of
-from .bucketing.groups import primary_group
-from .fsdp.blocks import transformer_block_plan
-from .fsdp.order import FSDPParamOrder
 from .fsdp.simple_fsdp import data_parallel
-from .graph.collectives import KINDS
 from .graph.graph_of import GraphLike, graph_of
 from .graph.size_hints import GivenHints
 from .passes.backends import backend
 from .passes.base import Baseline, Compilation, GraphPass
-from .passes.bucketing import BucketByCap, BucketUnits
-from .passes.scheduling import Schedule
-from .recipes import recipe
+from .recipes import Goal, recipe
 from .reports.compile import CompileReport
 from .rewrites.resharding import ReshardAfterForward
 from .scheduling.devices import job_machine
 from .scheduling.machine import Machine
 from .scheduling.memory import PeakMemory
 from .scheduling.model import model_of
-from .scheduling.overlap import Overlap
 from .scheduling.timeline import Timeline
 from .scheduling.trace import Drawn
 from .testing.model import ModelConfig, Transformer
@@ -52,29 +45,23 @@ class Explanation:
 def explain(
     target: str | None = None,
     *,
-    goal: str | None = None,
-    reduce: str | None = None,
-    mode: str = "auto",
-    cap_mb: float | None = None,
-    primary: bool = False,
+    goal: Goal = "parity",
+    reduce: Literal["all_to_all"] | None = None,
     world_size: int = 8,
-    overlap: bool = False,
     memory_gib: float | None = None,
     draw: bool = False,
     machine: Machine | None = None,
     size_hints: GivenHints = None,
 ) -> Explanation:
-    """Compile a model's forward and backward on a fake process group.
+    """Compile a model's forward and backward with :func:`.recipe`'s passes on a fake process group.
 
     Args:
         target: ``"module:function"``, which returns the model and its inputs; None takes the demo's
             model, sharded over all ranks.
-        reduce: with a ``goal``, as of :func:`.recipe`.
+        goal: as of :func:`.recipe`, like ``reduce``, ``memory_gib`` and ``machine``.
+        world_size: number of ranks.
         draw: whether to keep the timelines of the graphs.
-        machine: what nodes are timed for; None: this job's.
         size_hints: as of :func:`.backend`.
-
-    The others are the command's options, which ``explain --help`` describes.
 
     Raises:
         TargetError: the target can't be found, returns something else, or can't be compiled; an
@@ -90,33 +77,31 @@ def explain(
     try:
         model, inputs = build(make, str(target))
         machine = job_machine() if machine is None else machine
-        try:
-            memory = None if memory_gib is None else PeakMemory(gib=memory_gib)
-            if goal is not None:
-                passes = recipe(model, goal, machine=machine, reduce=reduce, memory=memory)  # type: ignore[arg-type]
-            else:
-                bucketing = _bucketing(model, mode, cap_mb, primary)
-                passes = [_resharding(memory, machine), bucketing]
-        except (ValueError, TypeError) as error:
-            what = "" if goal is None else f"recipe(model, {goal!r}): "
-            raise TargetError(f"{what}{error}") from error
-        for p in passes:
-            if isinstance(p, ReshardAfterForward):
-                p.curve = p.auto
-        if overlap:
-            passes.append(Schedule(Overlap(), machine))
         drawn: list[Drawn] = []
         before, after = ([_Draw(drawn, v, machine)] * draw for v in ("before", "after"))
         try:
-            reports = _compile(model, inputs, [*before, *passes, *after], size_hints)
+            memory = None if memory_gib is None else PeakMemory(gib=memory_gib)
+            passes = recipe(model, goal, machine=machine, reduce=reduce, memory=memory)
+            all_passes = [*before, *passes, *after]
+            compiler = backend("aot_eager", all_passes, model, size_hints=size_hints)
+        except (ValueError, TypeError) as error:
+            raise TargetError(f"recipe(model, {goal!r}): {error}") from error
+        for p in passes:
+            if isinstance(p, ReshardAfterForward):
+                p.curve = p.auto
+        try:
+            results = pytree.tree_leaves(call(torch.compile(model, backend=compiler), inputs))
+            losses = [r.sum() for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+            if losses:
+                torch.stack(losses).sum().backward()
         except Exception as error:
             raise TargetError(
                 f"compiling the model or running it failed: {type(error).__name__}: {error}"
             ) from error
-        if not reports:
+        if not compiler.reports:
             raise TargetError("the model compiled to no graph: nothing in it was traced")
         # Several where the graph breaks.
-        return Explanation(passes, CompileReport.joined(reports), drawn)
+        return Explanation(passes, CompileReport.joined(compiler.reports), drawn)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -129,25 +114,6 @@ def _demo_model() -> tuple[nn.Module, torch.Tensor]:
         Transformer(config), mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
     )
     return model, torch.zeros(1, config.max_seq, dtype=torch.long)
-
-
-def _resharding(memory: PeakMemory | None, machine: Machine) -> GraphPass:
-    if memory is None:
-        return ReshardAfterForward()
-    return ReshardAfterForward("auto", memory=memory, activations=True, machine=machine)
-
-
-def _bucketing(model: nn.Module, mode: str, cap_mb: float | None, primary: bool) -> GraphPass:
-    if mode == "transformer_block":
-        order = FSDPParamOrder.from_model(model, units=transformer_block_plan(model))
-        return BucketUnits(order, KINDS)
-    if mode == "none":
-        return BucketByCap(kinds=())
-    if mode != "auto":
-        raise ValueError(
-            f"no mode is named {mode!r}; the modes are auto, transformer_block and none"
-        )
-    return BucketByCap(cap_mb, group_filter=primary_group if primary else None)
 
 
 class _Draw(GraphPass):
@@ -163,15 +129,3 @@ class _Draw(GraphPass):
         graph = graph_of(graph)
         model = model_of(compilation.analysis(graph), self.machine)
         self.drawn.append(Drawn(stage_of(graph), self.version, model, Timeline.of(model)))
-
-
-def _compile(
-    model: nn.Module, inputs: Any, passes: list[GraphPass], size_hints: GivenHints
-) -> list[CompileReport]:
-    compiler = backend("aot_eager", passes, model, size_hints=size_hints)
-    compiled = torch.compile(model, backend=compiler)
-    results = pytree.tree_leaves(call(compiled, inputs))
-    losses = [r.sum() for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
-    if losses:
-        torch.stack(losses).sum().backward()
-    return compiler.reports

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from ._torch.process_groups import ranks_of
 from .scheduling.machine import COLLECTIVES, Machine
 
-KIB = (4, 64, 1024, 16384)
 _PRODUCT = {"cuda": 8192, "cpu": 512}
 # On CPU as much as malloc may keep and hand out again (M_MMAP_THRESHOLD is 32 MiB at most): what is
 # larger is mapped anew each time, and takes ten times as long.
@@ -33,21 +32,19 @@ _COPY_MIB = {"cuda": 1024, "cpu": 16}
 def measure(
     mesh: Sequence[int],
     *,
-    kib: Sequence[int] = KIB,
+    kib: Sequence[int] = (4, 64, 1024, 16384),
     repeats: int = 7,
     say: Callable[[str], None] = lambda text: None,
 ) -> Machine:
-    """Measure the groups of a mesh over the default process group; every rank has to call it.
+    """Measure the groups of a mesh over the default process group; every rank has to call it, and
+    gets the same machine. Its ``ranks_per_node`` is torchrun's ``LOCAL_WORLD_SIZE``, else the
+    number of ranks.
 
     Args:
         mesh: sizes of its dimensions; their product is the number of ranks.
         kib: sizes of the whole buffer in KiB: what is gathered, scattered, reduced, or exchanged.
         repeats: runs of each size, after one that is not counted.
         say: gets a line per measurement, for progress.
-
-    Returns:
-        The same machine on every rank. ``ranks_per_node`` is torchrun's ``LOCAL_WORLD_SIZE``, else
-        the number of ranks.
 
     Raises:
         ValueError: the mesh does not fit the number of ranks, or no positive size or number of

@@ -50,10 +50,8 @@ def recipe(
     state_bytes_per_parameter: float | None = None,
     to: DeviceMesh | int | None = None,
 ) -> list[GraphPass]:
-    """The recommended passes for a sharded model, for :func:`.backend`.
-
-    An ordinary list, to be printed and changed: the ``repr`` of the passes is the code that makes
-    them.
+    """The recommended passes for a sharded model, for :func:`.backend`: an ordinary list, to be
+    printed and changed, as the ``repr`` of the passes is the code that makes them.
 
     - ``"parity"``: the same weights as eager FSDP2, bit for bit. One bucket per unit of eager
       FSDP2, its members in eager's order, and gradients of activations added unit by unit; then the
@@ -63,17 +61,13 @@ def recipe(
       not eager's either, but with ``reduce``.
 
     Every parameter is gathered and reduced once, however often it is used, and largest values that
-    gathers in 8 bits wait for are reduced together; with hybrid sharding,
-    gradients are scattered over the shards before they are reduced over the replicas.
-
-    Reductions of every kind that the sharding of ``model`` makes are bucketed: all-reduces where
-    parameters are replicated (HSDP, DDP). Gathered parameters are freed after forward but for those
-    of the last unit, as trainers on FSDP2 set it (``reshard_after_forward``). Parameters that are
-    trained and not sharded are a ``NotBucketedWarning``.
+    gathers in 8 bits wait for are reduced together; with hybrid sharding, gradients are scattered
+    over the shards before they are reduced over the replicas. Gathered parameters are freed after
+    forward but for those of the last unit, as trainers on FSDP2 set it (``reshard_after_forward``).
+    Parameters that are trained and not sharded are a ``NotBucketedWarning``.
 
     Args:
         model: sharded or replicated, with ``DTensor`` parameters, as by :func:`.data_parallel`.
-        goal: see above.
         units: for ``"parity"``: the modules of each ``fully_shard`` call of the eager training, as
             names or as a plan. None takes :func:`.transformer_block_plan`'s.
         reference: for ``"parity"``: the model as wrapped by ``fully_shard``, whose units and order
@@ -97,17 +91,19 @@ def recipe(
     Raises:
         TypeError: ``model`` or ``reference`` is no module, or ``machine`` is no machine.
         ValueError: an unknown goal or ``reduce``; a model without ``DTensor`` parameters, or
-            wrapped by ``fully_shard``; no transformer blocks and no ``units``; ``units`` or
-            ``reference`` that don't fit, or given together or for ``"speed"``; ``memory`` below
-            what shards, gradients and optimizer state need; a state or ``to`` without ``memory``,
-            or two states.
+            wrapped by ``fully_shard``; no transformer blocks and no ``units``; options that don't
+            fit the model, the goal or each other; ``memory`` below what shards, gradients and
+            optimizer state need.
     """
     if goal not in ("parity", "speed"):
         raise ValueError(f"goal must be 'parity' or 'speed', got {goal!r}")
     if reduce not in (None, "all_to_all"):
         raise ValueError(f"reduce must be 'all_to_all' or None, got {reduce!r}")
-    for name, module in (("model", model), ("reference", reference)):
-        if not isinstance(module, nn.Module) and not (name == "reference" and module is None):
+    for name, module in (
+        ("model", model),
+        ("reference", model if reference is None else reference),
+    ):
+        if not isinstance(module, nn.Module):
             raise TypeError(f"{name} must be a torch.nn.Module, got {module!r}")
     kinds = _kinds(model)
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
@@ -153,10 +149,9 @@ def recipe(
         if units is not None or reference is not None:
             raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
         # The bound on the step holds for schedules, too.
-        bound = [PeakMemory(ratio=1.02)] if memory is None else []
-        all_to_all = ReduceByAllToAll() if reduce else None
-        policies = [Overlap(), *bound]
-        both = BucketAndSchedule(policies, kinds=kinds, machine=machine, reduce=all_to_all)
+        policies = [Overlap(), *([PeakMemory(ratio=1.02)] if memory is None else [])]
+        sums = ReduceByAllToAll() if reduce else None
+        both = BucketAndSchedule(policies, kinds=kinds, machine=machine, reduce=sums)
         return [*first, *reshard, both]
     if units is not None and reference is not None:
         raise ValueError("give units= or reference=, not both: a reference has units of its own")
@@ -164,16 +159,12 @@ def recipe(
     if memory is None and gathers:
         reshard = [ReshardAfterForward(keep=keep)]
     buckets = [BucketUnits(order, kinds=kinds), *([ReduceByAllToAll()] if reduce else [])]
-    schedule = Schedule([Overlap()], machine)
-    return [AddByUnit(model, named), *first, *reshard, *buckets, schedule]
+    last = Schedule([Overlap()], machine)
+    return [AddByUnit(model, named), *first, *reshard, *buckets, last]
 
 
 def _kinds(model: nn.Module) -> tuple[Kind, ...]:
-    """The kinds of collectives that the parameters' placements make.
-
-    Raises:
-        ValueError: it has no ``DTensor`` parameters, or is wrapped by ``fully_shard``.
-    """
+    """The kinds of collectives that the parameters' placements make."""
     name = type(model).__name__
     if is_wrapped(model):
         raise ValueError(

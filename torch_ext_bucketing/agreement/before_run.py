@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -26,10 +27,9 @@ def agree(
     report: GraphReport | None = None,
     timeout: timedelta | None = None,
 ) -> None:
-    """Compare what a graph launches with the other ranks, now.
-
-    For graphs that are compiled without a backend of this package; :func:`.backend` does it
-    by itself. Every rank has to call it, for its graphs in the same order.
+    """Compare what a graph launches with the other ranks, now. For graphs that are compiled without
+    a backend of this package; :func:`.backend` does it by itself. Every rank has to call it, for
+    its graphs in the same order.
 
     Args:
         graph: after bucketing and scheduling.
@@ -72,8 +72,7 @@ def as_fresh_frame(compiled: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal first
         if not first:
             return compiled(*args, **kwargs)
-        first = False
-        _running.fresh = True
+        first, _running.fresh = False, True
         try:
             return compiled(*args, **kwargs)
         finally:
@@ -85,20 +84,19 @@ def as_fresh_frame(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def agree_on_launches(
     launches: GraphLaunches, timeout: timedelta | None = None, fresh: bool = False
 ) -> None:
-    """Compare ``launches`` with the other ranks of their groups; see :func:`agree`.
-
-    Args:
-        fresh: compare it even if it was agreed on before in this process, and so for the graphs
-            after it. Otherwise it returns at once for such launches.
-    """
-    agreed = _agreed()
-    digest = launches.digest()
+    """Compare ``launches`` with the other ranks of their groups, unless they were agreed on before
+    in this process; with ``fresh`` again, and so for the graphs after it."""
+    agreed, digest = _agreed(), launches.digest()
     if digest in agreed.digests and not fresh:
         return
     exchanges = agreed.begin(launches, timeout, fresh)
     if exchanges:
         run_all(exchanges)
-    agreed.keep(digest, exchanges)
+    with agreed.lock:
+        for exchange in exchanges:
+            version = exchange.version
+            agreed.versions.setdefault(version.of_group.group, set()).add(version.digest)
+        agreed.digests.add(digest)
 
 
 def agree_once(
@@ -118,41 +116,33 @@ class _Running(threading.local):
 _running = _Running()
 
 
-# ---------------------------------------------------------------- what was agreed on
-
-
 @dataclass
 class _Agreed:
-    """The launches that this process has agreed on, under one default process group.
-
-    Attributes:
-        group: the default process group.
-        digests: of what whole graphs launch.
-        versions: per group, digests of what graphs launch on it.
-        rounds: per group, how many exchanges it has begun.
-    """
+    """What this process has agreed on under one default process ``group``: digests of whole graphs'
+    launches; per group, digests of what graphs launch on it (``versions``), and how many exchanges
+    it has begun (``rounds``)."""
 
     group: Callable[[], Any]
     digests: set[str] = field(default_factory=set)
     versions: dict[str, set[str]] = field(default_factory=dict)
-    rounds: dict[str, int] = field(default_factory=dict)
+    rounds: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(
         self, launches: GraphLaunches, timeout: timedelta | None, fresh: bool
     ) -> list[Exchange]:
         """The comparisons that ``launches`` call for."""
-        exchanges = []
+        exchanges: list[Exchange] = []
+        if self.group() is None:
+            return exchanges
         environment = this_environment()
         for of_group in launches.groups:
-            if self.group() is None:
-                continue
-            group = groups.group_by_name(of_group.group)
+            name, group = of_group.group, groups.group_by_name(of_group.group)
             if not groups.has_peers(group):
                 continue
             version = Version(environment, launches.stage, of_group, launches.planned_with)
             with self.lock:
-                known = self.versions.setdefault(of_group.group, set())
+                known = self.versions.setdefault(name, set())
                 if fresh:
                     # All of them, and so the backward graph's, too: this group's other ranks run
                     # the same frame, and forget the same.
@@ -160,18 +150,11 @@ class _Agreed:
                     self.digests.clear()
                 if version.digest in known:
                     continue
-                number = self.rounds.get(of_group.group, 0) + 1
-                self.rounds[of_group.group] = number
+                self.rounds[name] += 1
+                number = self.rounds[name]
             wait = groups.group_timeout(group) if timeout is None else timeout
             exchanges.append(Exchange(version, number, groups.ranks_of(group), wait))
         return exchanges
-
-    def keep(self, digest: str, exchanges: Sequence[Exchange]) -> None:
-        with self.lock:
-            for exchange in exchanges:
-                version = exchange.version
-                self.versions.setdefault(version.of_group.group, set()).add(version.digest)
-            self.digests.add(digest)
 
 
 _no_group = _Agreed(lambda: None)

@@ -3,27 +3,23 @@
 A rank that launches something else than its peers (another model, hook or torch) makes them hang,
 or mixes the bytes of one parameter with those of another. So when a compiled graph runs for the
 first time, and before its first collective, the ranks of each process group in it compare digests
-of their launches (:mod:`.launches`) and of the torch and the edition of this package in use. Where
-they differ, every rank raises :class:`PlanMismatchError`; where a rank does not come, those that
-wait raise :class:`RankMissingError`, which names it.
+of their launches (:mod:`.launches`) and of the torch and the edition of this package in use. A
+graph from one of Inductor's caches is compared like any other, as its launches travel with it.
 
-A graph's launches travel with it and are compared when it runs, not when it is compiled: a graph
-from one of Inductor's caches is compared like any other, with ranks that compiled theirs.
+Ranks run their collectives on a group in the same order, so they meet new launches in the same
+order, and the n-th comparison of one rank belongs to the n-th of the others. Two things call for a
+comparison: a frame that Dynamo compiles for the first time, as it does on every rank of one
+program; and launches that were not agreed on before. So a rank may compile a frame *again* (for
+another batch size, say) while the others don't, as long as it launches the same. Where the ranks'
+programs break into different frames, the comparison can't tell that from different launches; switch
+it off there.
 
-What is compared with what: ranks run their collectives on a group in the same order, so they meet
-new launches in the same order, and the n-th comparison of one rank belongs to the n-th of the
-others. Two things call for a comparison: a frame that Dynamo compiles for the first time, as it
-does on every rank of one program; and launches that were not agreed on before. So a rank may
-compile a frame *again* (for another batch size, say) while the others don't, as long as it launches
-the same. Where the ranks' programs break into different frames, the comparison can't tell that from
-different launches; switch it off there.
-
-The exchange goes through the store of the default process group, not through collectives: there is
-nothing that could mix with those of the training, and a rank that waits can say for whom. Each rank
-writes its digest; the first one is what all compare theirs with; counters tell when all have
-come. That is a handful of small messages per rank, group and graph, whatever the number of ranks. A
-second count makes sure that no rank goes on while another one has found a mismatch in one of its
-other groups, as a mesh of several dimensions has.
+The exchange goes through the store of the default process group, not through collectives: nothing
+could mix with those of the training, and a rank that waits can say for whom. Each rank writes its
+digest; the first one is what all compare theirs with; a counter tells when all have come. That is a
+handful of small messages per rank, group and graph, whatever the number of ranks. A second count
+makes sure that no rank goes on while another one has found a mismatch in one of its other groups,
+as a mesh of several dimensions has.
 """
 
 from __future__ import annotations
@@ -31,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -70,13 +67,11 @@ def this_environment() -> str:
 
 
 class _FailedError(Exception):
-    """An exchange failed; ``why`` and ``text`` are what was left under its ``bad`` key."""
+    """An exchange failed, and says why under its ``bad`` key."""
 
-    def __init__(self, exchange: Exchange, why: str, text: str) -> None:
-        super().__init__(why)
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__()
         self.exchange = exchange
-        self.why = why
-        self.text = text
 
 
 class Exchange:
@@ -89,7 +84,6 @@ class Exchange:
         text/<d>     the version with digest d, in full
         bad          why it failed; the first reason stays
         arrived, confirmed, left, seen      counters
-        same, done                          set by the last one to arrive, and to confirm
     """
 
     def __init__(
@@ -121,20 +115,14 @@ class Exchange:
         self.store.set(f"rank{self.rank}", digest)
         if self.store.compare_set("first", "", digest).decode() != digest:
             self.fail("mismatch", "")
-        # Whoever differs has said so before it counts itself.
-        if self.count("arrived") == len(self.ranks) and not self.has("bad"):
-            self.store.set("same", "1")
-
-    def confirm(self) -> None:
-        if self.count("confirmed") == len(self.ranks):
-            self.store.set("done", "1")
+        self.count("arrived")  # whoever differs has said so before
 
     def leave(self) -> None:
         """Leave nothing behind: a later default group may use the same store and names."""
         if self.count("left") < len(self.ranks):
             return
         digest = self.version.digest
-        names = ["first", "same", "done", "arrived", "confirmed", "left", f"text/{digest}"]
+        names = ["first", "arrived", "confirmed", "left", f"text/{digest}"]
         for name in (*names, *(f"rank{r}" for r in self.ranks)):
             self.store.delete_key(name)
 
@@ -142,19 +130,14 @@ class Exchange:
         self.store.compare_set("bad", "", json.dumps([why, text]))
 
     def reached(self, name: str) -> bool:
-        """True once ``name`` is set.
-
-        Raises:
-            _FailedError: the exchange failed, or its time is over.
-        """
-        if self.has("bad"):
-            raise _FailedError(self, *json.loads(self.get("bad")))
-        if self.has(name):
-            return True
-        if time.monotonic() - self.started > self.timeout.total_seconds():
+        """Whether all ranks have counted themselves; raises where the exchange failed, or its time
+        is over."""
+        complete = self.count(name, 0) == len(self.ranks)
+        if not complete and time.monotonic() - self.started > self.timeout.total_seconds():
             self.fail("missing", self.missing_text())
-            raise _FailedError(self, *json.loads(self.get("bad")))
-        return False
+        if self.has("bad"):
+            raise _FailedError(self)
+        return complete
 
     def missing(self) -> list[int]:
         return [r for r in self.ranks if not self.has(f"rank{r}")]
@@ -193,6 +176,7 @@ class Exchange:
 
 
 def run_all(exchanges: Sequence[Exchange]) -> None:
+    """Compare; raises on every rank alike."""
     try:
         error = _meet(exchanges)
     except RuntimeError as problem:  # c10d's own errors are RuntimeErrors
@@ -211,53 +195,38 @@ def _meet(exchanges: Sequence[Exchange]) -> AgreementError | None:
         # All arrive everywhere before anyone waits, so that no two ranks wait for each other.
         for exchange in exchanges:
             exchange.arrive()
-        _all(exchanges, "same")
+        _poll(lambda: not [e for e in exchanges if not e.reached("arrived")])
         for exchange in exchanges:
-            exchange.confirm()
-        _all(exchanges, "done")
-        # Whoever hosts the store may have gone on and ended.
-        with contextlib.suppress(RuntimeError):
-            for exchange in exchanges:
-                exchange.leave()
+            exchange.count("confirmed")
+        _poll(lambda: not [e for e in exchanges if not e.reached("confirmed")])
     except _FailedError as failed:
-        return _error(failed, exchanges)
+        return _error(failed.exchange, exchanges)
+    # Whoever hosts the store may have gone on and ended.
+    with contextlib.suppress(RuntimeError):
+        for exchange in exchanges:
+            exchange.leave()
     return None
 
 
-def _all(exchanges: Sequence[Exchange], name: str) -> None:
-    waiting = list(exchanges)
-
-    def done() -> bool:
-        waiting[:] = [e for e in waiting if not e.reached(name)]
-        return not waiting
-
-    _poll(done, None)
-
-
-def _error(failed: _FailedError, exchanges: Sequence[Exchange]) -> AgreementError:
-    text = failed.text or failed.exchange.mismatch_text()
+def _error(failed: Exchange, exchanges: Sequence[Exchange]) -> AgreementError:
+    why, text = json.loads(failed.get("bad"))
+    text = text or failed.mismatch_text()
     # The store may go away from here on: with this rank's reason to fail, nothing is lost by that.
     with contextlib.suppress(RuntimeError):
         for other in exchanges:
-            other.fail(failed.why, text)
+            other.fail(why, text)
         deadline = time.monotonic() + _LINGER_S
         expected = {id(e): len(e.ranks) - len(e.missing()) for e in exchanges}
         for each in exchanges:
             each.count("seen")
         _poll(lambda: all(e.count("seen", 0) >= expected[id(e)] for e in exchanges), deadline)
-    return PlanMismatchError(text) if failed.why == "mismatch" else RankMissingError(text)
+    return PlanMismatchError(text) if why == "mismatch" else RankMissingError(text)
 
 
-def _poll(done: Callable[[], bool], deadline: float | None) -> bool:
-    """Ask until it is so or the time is over; at intervals of a tenth of what was waited.
-
-    Not a blocking wait in the store: that would hold the store's one connection against other
-    threads, and Ctrl-C would not end it.
-    """
+def _poll(done: Callable[[], bool], deadline: float = math.inf) -> None:
+    """Ask until it is so or the time is over; at intervals of a tenth of what was waited. A
+    blocking wait would hold the store's one connection against other threads, and against
+    Ctrl-C."""
     started = time.monotonic()
-    while not done():
-        now = time.monotonic()
-        if deadline is not None and now >= deadline:
-            return False
+    while not done() and (now := time.monotonic()) < deadline:
         time.sleep(min(_MAX_SLEEP_S, max(0.0005, (now - started) / 10)))
-    return True

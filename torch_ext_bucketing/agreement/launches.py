@@ -31,14 +31,8 @@ _POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
 
 
 class Member(NamedTuple):
-    """One member of a collective.
-
-    Args:
-        fqns: the parameters that it serves; empty where they are not known.
-        offset: where it starts in one rank's part of the buffer, in bytes; None where not known.
-        nbytes: its size there; None where not known.
-        dtype: such as ``"bfloat16"``; empty where not known.
-    """
+    """One member of a collective, with its place and size in one rank's part of the buffer, in
+    bytes; None, or an empty text, stands for what is not known."""
 
     fqns: tuple[str, ...]
     offset: int | None = None
@@ -53,15 +47,8 @@ class Member(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One collective.
-
-    Args:
-        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``, or the operator's name.
-        reduce_op: ``"avg"``, ``"sum"``, ...; None where nothing is reduced.
-        dtype: of what is sent; empty where not known.
-        bucketed: whether it came of merging several.
-        members: in the order of their bytes; empty for one that serves no parameter.
-    """
+    """One collective; of no known kind, the operator's name is its ``kind``. ``members`` are in the
+    order of their bytes, none where it serves no parameter."""
 
     kind: str
     reduce_op: str | None
@@ -103,14 +90,8 @@ class GroupLaunches(NamedTuple):
 
 
 class GraphLaunches(NamedTuple):
-    """The launches of one graph.
-
-    Args:
-        stage: ``"forward"``, ``"backward"``, ``"inference"`` or ``"joint"``.
-        groups: those of each process group, in the order of their first collectives.
-        planned_with: the times and the size hints that the order was planned with, in short; empty
-            where nothing was planned.
-    """
+    """The launches of one graph, per process group in the order of their first collectives;
+    ``planned_with``: the times and size hints of its order, in short."""
 
     stage: str
     groups: tuple[GroupLaunches, ...]
@@ -135,15 +116,8 @@ class GraphLaunches(NamedTuple):
 def launches_of(
     graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = (), planned_with: str = ""
 ) -> GraphLaunches:
-    """Read the launches off a graph as it stands.
-
-    Args:
-        graph: after all passes, in the order in which it will run.
-        stage: see :class:`GraphLaunches`.
-        buckets: what merged them knows of the buckets, found by the names of their nodes. Buckets
-            that are not among these have their members' names alone.
-        planned_with: see :class:`GraphLaunches`.
-    """
+    """Read the launches off a graph as it will run. ``buckets`` are what merged them knows of the
+    buckets, found by the names of their nodes; others have their members' names alone."""
     known = {bucket.node: bucket for bucket in buckets}
     groups: dict[str, list[Launch]] = {}
     for node in graph.nodes:

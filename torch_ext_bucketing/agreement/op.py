@@ -1,13 +1,10 @@
 """The comparison of launches as an operator in Inductor's graphs.
 
 Inductor's caches keep the code of a graph and nothing that a backend knows about it. So the
-launches are an argument of an operator in the graph, which a cached graph still has. What the first
-collective sends passes through it, so that no scheduler can move the one before the other; the
-other collectives stay behind the first because Inductor keeps their order::
-
-    x -> agree(x, digest, launches, timeout_s) -> all_gather -> wait -> ...
-
-The operator returns a view of what it gets, and after its first run does nothing else.
+launches are an argument of an operator in the graph. What the first collective sends passes through
+it, so that no scheduler can move the one before the other; the other collectives stay behind the
+first because Inductor keeps their order: ``x -> agree(x, digest, launches, timeout_s) -> all_gather
+-> wait -> ...``. It returns a view of what it gets, and after its first run does nothing else.
 """
 
 from __future__ import annotations
@@ -33,22 +30,17 @@ def _agree(sent: torch.Tensor, digest: str, launches: str, timeout_s: float) -> 
     return sent.view_as(sent)
 
 
-def _agree_fake(sent: torch.Tensor, digest: str, launches: str, timeout_s: float) -> torch.Tensor:
-    """Compiling compares nothing."""
-    return sent.view_as(sent)
-
-
 _library.impl("agree", _agree, "CompositeExplicitAutograd")
-torch.library.register_fake("torch_ext_bucketing::agree", _agree_fake, lib=_library)
+# Compiling compares nothing.
+torch.library.register_fake(
+    "torch_ext_bucketing::agree", lambda sent, *rest: sent.view_as(sent), lib=_library
+)
 _AGREE = torch.ops.torch_ext_bucketing.agree.default
 
 
 def insert(graph: fx.Graph, launches: GraphLaunches, timeout: timedelta | None) -> fx.Node | None:
-    """Put the operator before a graph's first collective.
-
-    Returns:
-        Its node; None where the graph has no collective.
-    """
+    """Put the operator before a graph's first collective, and return its node; None where there is
+    no collective."""
     first = next((n for n in graph.nodes if collective_group(n) is not None), None)
     if first is None or not launches.groups:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,25 +14,15 @@ if TYPE_CHECKING:
     from ..reports.compile import CompileReport
 
 _DESCRIPTION = """\
-Compile a model's forward and backward on this process, with a fake process group of any number of
-ranks, and print which collectives are merged, how each bucket is laid out, why it was closed, and
-what is left and why.
+Compile a model's forward and backward with the passes of recipe() on this process, with a fake
+process group of any number of ranks, and print the passes as code, which collectives are merged,
+how each bucket is laid out, why it was closed, and what is left and why.
 
 MODULE:FUNCTION is called without arguments once the process group is there, so it can make device
 meshes. It returns the sharded model and its inputs: (model, tensor), (model, (tensor, ...)) or
 (model, {"name": tensor}). Without it, a small LLaMA-style model is taken."""
 
-_PASSED_ON = [
-    "goal",
-    "reduce",
-    "mode",
-    "cap_mb",
-    "primary",
-    "world_size",
-    "overlap",
-    "memory_gib",
-    "size_hints",
-]
+_PASSED_ON = ("goal", "reduce", "world_size", "memory_gib", "size_hints")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -44,41 +33,18 @@ def add_parser(subparsers: Any) -> None:
     option(
         "target", nargs="?", metavar="MODULE:FUNCTION", help="makes the model (default: the demo's)"
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    option(
         "--goal",
         choices=("parity", "speed"),
-        help="run the passes of recipe() for that goal, and print them as code",
+        default="parity",
+        help="as of recipe() (default: parity)",
     )
     option(
         "--reduce",
         choices=("all_to_all",),
-        help="of --goal: add gradients in the order of the ranks, and compare that with rings",
-    )
-    what.add_argument(
-        "--mode",
-        choices=("auto", "transformer_block", "none"),
-        default="auto",
-        help="buckets by byte cap, one per transformer block, or none (default: auto)",
-    )
-    option(
-        "--cap-mb",
-        type=float,
-        metavar="MB",
-        help="byte cap of mode auto, in MiB (default: torch's estimate for the group's size)",
-    )
-    option(
-        "--primary-group",
-        dest="primary",
-        action="store_true",
-        help="mode auto: only the process group with the most FSDP all-gathers",
+        help="add gradients in the order of the ranks, and compare that with rings",
     )
     option("--world-size", type=int, default=8, metavar="N", help="ranks to pretend (default: 8)")
-    option(
-        "--overlap",
-        action="store_true",
-        help="also schedule the graphs: gathers launch early, reductions are waited for late",
-    )
     option(
         "--memory-gib",
         type=float,
@@ -90,15 +56,14 @@ def add_parser(subparsers: Any) -> None:
         "--machine",
         type=Path,
         metavar="FILE",
-        help="times of --goal, --overlap, --memory-gib, --trace and --plot: a file that measure "
-        "wrote (default: this GPU's data sheet, or an H100's)",
+        help="times: a file that measure wrote (default: this GPU's data sheet, or an H100's)",
     )
     option(
         "--size-hint",
         dest="size_hints",
         type=int,
         metavar="N",
-        help="what they take sizes that depend on data as, such as the tokens of an expert",
+        help="what estimates take sizes that depend on data as, such as the tokens of an expert",
     )
     option(
         "--trace",
@@ -116,37 +81,12 @@ def add_parser(subparsers: Any) -> None:
     option("--json", type=output_file, metavar="FILE", help="also write the report to FILE")
 
 
-def _wrong(args: argparse.Namespace) -> str:
-    """Why the options can't be taken; empty: they can."""
-    bounded = args.memory_gib is not None
-    estimates = args.goal or args.overlap or bounded or args.trace or args.plot
-    if args.world_size < 1:
-        return f"--world-size: must be at least 1, got {args.world_size}"
-    if bounded and not (args.memory_gib > 0 and math.isfinite(args.memory_gib)):
-        return f"--memory-gib: must be a positive number, got {args.memory_gib}"
-    if args.cap_mb is not None and (args.goal or args.mode != "auto"):
-        return f"--cap-mb belongs to --mode auto, not to {args.goal or args.mode}"
-    if args.reduce and not args.goal:
-        return "--reduce belongs to --goal"
-    if args.goal and (args.overlap or args.primary):
-        return "--goal takes recipe()'s passes, without options of their own"
-    for name, value in (("machine", args.machine), ("size-hint", args.size_hints)):
-        if value is not None and not estimates:
-            return (
-                f"--{name}: nothing is estimated without --overlap, --goal, --memory-gib, --trace "
-                "or --plot"
-            )
-    if args.size_hints is not None and args.size_hints < 0:
-        return f"--size-hint: must be at least 0, got {args.size_hints}"
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        return "--plot: matplotlib is not installed: pip install matplotlib"
-    return ""
-
-
 def run(args: argparse.Namespace) -> int:
     """Explain; returns the exit status. Bad options exit with 2."""
-    if wrong := _wrong(args):
-        args.parser.error(wrong)
+    if args.world_size < 1:
+        args.parser.error(f"--world-size: must be at least 1, got {args.world_size}")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        args.parser.error("--plot: matplotlib is not installed: pip install matplotlib")
     import torch
 
     from ..explain import explain
@@ -161,9 +101,8 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in _PASSED_ON}
     draw = bool(args.trace or args.plot)
     found = explain(args.target, draw=draw, machine=machine, **given)
-    if args.goal:
-        reduce = f", reduce={args.reduce!r}" if args.reduce else ""
-        print(f"recipe(model, {args.goal!r}{reduce}):", *found.passes, sep="\n  ", end="\n\n")
+    reduce = f", reduce={args.reduce!r}" if args.reduce else ""
+    print(f"recipe(model, {args.goal!r}{reduce}):", *found.passes, sep="\n  ", end="\n\n")
     print(found.report.to_text(members=not args.brief), end="")
     if args.reduce:
         torch._dynamo.reset()

@@ -32,18 +32,12 @@ def add_parser(subparsers: Any) -> None:
         "--ranks-per-node", type=int, metavar="N", help="with --traces (default: by host names)"
     )
     parser.add_argument("--out", required=True, metavar="FILE", help="the file to write, JSON")
-    parser.add_argument(
-        "--kib", type=int, nargs="+", metavar="N", help="sizes of the buffers (default: 4 to 16384)"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=7, metavar="N", help="runs of each size (default: 7)"
-    )
 
 
 def _run(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    from ..measure import KIB, measure
+    from ..measure import measure
     from ..scheduling.machine import Machine
 
     def say(text: str) -> None:
@@ -56,7 +50,7 @@ def _run(args: argparse.Namespace) -> int:
         else:
             mesh = _mesh_sizes(args.mesh)
             _start()
-            machine = measure(mesh, kib=args.kib or KIB, repeats=args.repeats, say=say)
+            machine = measure(mesh, say=say)
         if args.traces or dist.get_rank() == 0:
             machine.save(args.out)
             say(f"written to {Path(args.out).resolve()}")

@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Run ``patch`` with parsed arguments; returns the exit status."""
     from . import disk
-    from .errors import HooksError
+    from .patches import HooksError
 
     try:
         if args.action == "status":

@@ -35,8 +35,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from .errors import HooksError
-from .patches import FileChange, apply_patches, digest_of
+from .patches import FileChange, HooksError, apply_patches, digest_of
 from .series import CONFIG_PATH, TorchTree, choose_series, find_torch
 
 STATE_DIR = ".torch_ext_bucketing"
@@ -54,15 +53,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Found:
-    """What is on disk.
-
-    Attributes:
-        state: ``"not applied"``, ``"applied"``, ``"native"``, ``"interrupted"`` (some files are
-            patched, others not) or ``"edited"`` (a patched file was changed by somebody else).
-        message: the same in a sentence or two, with what to do.
-        record: what ``apply`` left; ``None`` where there is nothing that counts.
-        patched: the files that are patched.
-    """
+    """What is on disk: ``"not applied"``, ``"applied"``, ``"native"``, ``"interrupted"`` (some
+    files are patched, others not) or ``"edited"`` (a patched file was changed by somebody else),
+    and the same in a sentence or two, with what to do; what ``apply`` left, ``None`` where there is
+    nothing that counts; and the files that are patched."""
 
     state: Literal["not applied", "applied", "native", "interrupted", "edited"]
     message: str
@@ -71,11 +65,8 @@ class Found:
 
 
 def look(tree: TorchTree) -> Found:
-    """Look at the files of a torch, and change nothing.
-
-    Raises:
-        HooksError: what ``apply`` left can't be read.
-    """
+    """Look at the files of a torch, and change nothing; a ``HooksError`` where what ``apply`` left
+    can't be read."""
     record = _read_record(tree)
     files = record.files if record else {}
     now = {path: digest_of(tree.read(path) or b"") for path in files}
@@ -94,11 +85,11 @@ def look(tree: TorchTree) -> Found:
         )
         return Found("edited", message, record, patched)
     total = len(record.files)
+    if not patched:
+        return Found("not applied", f"{tree} is not patched.", record)
     if len(patched) == total:
         message = f"{tree} is patched with series {record.series} ({total} files)."
         return Found("applied", message, record, patched)
-    if not patched:
-        return Found("not applied", f"{tree} is not patched.", record)
     message = (
         f"{tree}: {len(patched)} of {total} files are patched; a patch command was interrupted, or "
         "torch installed again over a patched one. It imports as it is; run 'torch-ext-bucketing "
@@ -108,12 +99,8 @@ def look(tree: TorchTree) -> Found:
 
 
 def status(torch_dir: str | Path | None = None) -> Found:
-    """:func:`look`, once no other command is at work on that torch.
-
-    Raises:
-        HooksError: no torch there, or what ``apply`` left can't be read.
-        ModuleNotFoundError: no directory given and torch is not installed.
-    """
+    """:func:`look`, once no other command is at work on that torch, which is found by
+    :func:`.find_torch`."""
     tree = find_torch(torch_dir)
     with _locked(tree):
         return look(tree)
@@ -126,7 +113,6 @@ def apply(torch_dir: str | Path | None = None) -> str:
     Raises:
         HooksError: no torch there; a hunk that does not fit (``PatchDoesNotApplyError``); a patched
             file was changed since; the operating system refused a change.
-        ModuleNotFoundError: no directory given and torch is not installed.
     """
     tree = find_torch(torch_dir)
     with _locked(tree):
@@ -168,7 +154,6 @@ def revert(torch_dir: str | Path | None = None) -> str:
     Raises:
         HooksError: there is nothing to revert; no torch there; a patched file was changed since;
             the operating system refused a change.
-        ModuleNotFoundError: no directory given and torch is not installed.
     """
     tree = find_torch(torch_dir)
     with _locked(tree):
@@ -184,11 +169,7 @@ def revert(torch_dir: str | Path | None = None) -> str:
 
 
 def check_compiles(path: str, source: bytes) -> None:
-    """Check that a patched source is Python.
-
-    Raises:
-        HooksError: it is not.
-    """
+    """Raise a ``HooksError`` where a patched source is no Python."""
     try:
         compile(source, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
@@ -248,20 +229,12 @@ def _kept(tree: TorchTree, side: Literal["before", "after"], path: str) -> Path:
 
 
 def _original(tree: TorchTree, record: Record, path: str) -> bytes:
-    """The original of a file that is patched.
-
-    Raises:
-        HooksError: what was kept of it is gone or damaged.
-    """
+    """The original of a file that is patched; a ``HooksError`` where that is gone or damaged."""
     kept = _kept(tree, "before", path)
-    try:
-        # What a symbolic link says counts from where it was.
-        data = (
-            tree.path(path).parent / (kept.readlink() if kept.is_symlink() else kept)
-        ).read_bytes()
-    except FileNotFoundError:
-        data = None
-    if data is None or digest_of(data) != record.files[path][0]:
+    # What a symbolic link says counts from where it was.
+    source = tree.path(path).parent / (kept.readlink() if kept.is_symlink() else kept)
+    data = source.read_bytes() if source.exists() else b""
+    if digest_of(data) != record.files[path][0]:
         raise HooksError(f"{kept}, the original of {path}, is damaged; install torch again.")
     return data
 

@@ -1,9 +1,9 @@
 """Getting the hooks into the running process: nothing on disk changes.
 
 ``install`` applies the patch series to torch's sources in memory and puts a finder first on
-``sys.meta_path``, whose loader serves the patched source of the touched modules when torch
-imports them, which it does when it first compiles something. ``torch._inductor.config`` is often
-imported earlier: it gets the new entries where it is.
+``sys.meta_path``, whose loader serves the patched source of the touched modules when torch imports
+them, which it does when it first compiles something. ``torch._inductor.config`` is often imported
+earlier: it gets the new entries where it is.
 
 Processes that run user code (``torchrun``, ``spawn``) call ``install`` as their parent did.
 Inductor's compile workers need nothing: they compile the sources of kernels and run no passes.
@@ -19,14 +19,13 @@ import linecache
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal
 
 from .disk import check_compiles, look
-from .errors import HooksError, ImportedTooEarlyError
-from .patches import apply_patches, digest_of, split_lines
+from .patches import HooksError, ImportedTooEarlyError, apply_patches, digest_of, split_lines
 from .series import CONFIG_PATH, TorchTree, choose_series, find_torch
 
 CONFIG_MODULE = "torch._inductor.config"
@@ -36,14 +35,10 @@ _COMPILE_MODE = "TORCHINDUCTOR_FX_COMPILE_MODE"
 
 @dataclass(frozen=True)
 class Status:
-    """Where this process has the hooks from.
-
-    Attributes:
-        state: ``"in memory"`` (``install`` serves them), ``"on disk"`` (``patch apply`` was run),
-            ``"native"`` (this torch came with them) or ``"none"``.
-        torch_version: of the torch on disk.
-        series: the patch series in use, such as ``"2.15"``; ``None`` unless in memory or on disk.
-    """
+    """Where this process has the hooks from: ``"in memory"`` (``install`` serves them), ``"on
+    disk"`` (``patch apply`` was run), ``"native"`` (this torch came with them) or ``"none"``; the
+    version of the torch on disk; and the patch series in use, such as ``"2.15"``, ``None`` unless
+    in memory or on disk."""
 
     state: Literal["in memory", "on disk", "native", "none"]
     torch_version: str
@@ -52,23 +47,21 @@ class Status:
 
 @dataclass
 class PatchedFinder(importlib.abc.MetaPathFinder):
-    """Finds the touched modules, of which it has patched source and file by name, and no other.
+    """Finds the touched modules, of which it has the loaders by name, and no other.
 
     While it is on ``sys.meta_path``, ``status`` is what :func:`status` returns.
     """
 
-    sources: Mapping[str, bytes]
-    files: Mapping[str, str]
+    loaders: Mapping[str, PatchedLoader]
     status: Status
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self.sources:
+        loader = self.loaders.get(fullname)
+        if loader is None:
             return None
-        file = self.files[fullname]
-        loader = PatchedLoader(fullname, file, self.sources[fullname])
-        return importlib.util.spec_from_file_location(fullname, file, loader=loader)
+        return importlib.util.spec_from_file_location(fullname, loader.path, loader=loader)
 
 
 class PatchedLoader(importlib.machinery.SourceFileLoader):
@@ -77,10 +70,10 @@ class PatchedLoader(importlib.machinery.SourceFileLoader):
 
     def __init__(self, fullname: str, path: str, source: bytes) -> None:
         super().__init__(fullname, path)
-        self._source = source
+        self.source = source
 
     def get_source(self, fullname: str) -> str:
-        return importlib.util.decode_source(self._source)
+        return importlib.util.decode_source(self.source)
 
     def get_code(self, fullname: str) -> CodeType:
         # No file has this name. Python up to 3.12 prints an uncaught exception with the lines of
@@ -90,8 +83,8 @@ class PatchedLoader(importlib.machinery.SourceFileLoader):
         # Before execution: install_config_module() reads its module's comments with inspect, which
         # looks a module up by its file and a function by its code's filename.
         for filename in (self.path, name):
-            _cache_lines(filename, self._source)
-        return compile(self._source, name, "exec", dont_inherit=True)
+            _cache_lines(filename, self.source)
+        return compile(self.source, name, "exec", dont_inherit=True)
 
 
 def _cache_lines(filename: str, source: bytes) -> None:
@@ -105,12 +98,7 @@ _lock = threading.RLock()
 
 
 def status() -> Status:
-    """Where this process has the hooks from, or would have them from if it imported torch.
-
-    Raises:
-        HooksError: what ``patch apply`` left in torch can't be read.
-        ModuleNotFoundError: torch is not installed.
-    """
+    """Where this process has the hooks from, or would have them from if it imported torch."""
     for finder in sys.meta_path:
         # By name: this package may have been removed from sys.modules and imported again.
         if type(finder).__name__ == PatchedFinder.__name__:
@@ -156,52 +144,42 @@ def _install(tree: TorchTree) -> Status:
         )
     series = choose_series(tree.version)
     changes = apply_patches(series.diffs, tree.read)
-    sources, files = {}, {}
+    loaders = {}
     digests = "".join(sorted(f"{path} {digest_of(c.after)}\n" for path, c in changes.items()))
     for path, change in changes.items():
         name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        files[name], sources[name] = str(tree.path(path)), change.after
+        source = change.after
         if path == CONFIG_PATH:
-            sources[name] = _with_digest(change.after, digest_of(digests.encode()))
-        check_compiles(path, sources[name])
-    finder = PatchedFinder(sources, files, Status("in memory", tree.version, series.name))
+            source = _with_digest(source, digest_of(digests.encode()))
+        check_compiles(path, source)
+        loaders[name] = PatchedLoader(name, str(tree.path(path)), source)
+    finder = PatchedFinder(loaders, Status("in memory", tree.version, series.name))
     _refuse_early(finder)
     sys.meta_path.insert(0, finder)  # from here on no other thread imports an unpatched one
     try:
         _refuse_early(finder)
-        add_entries: Callable[[], None] | None = None
         config = sys.modules.get(CONFIG_MODULE)
-        if config is not None and CONFIG_MODULE in sources:
-            add_entries = _new_entries(config, changes[CONFIG_PATH].before, sources[CONFIG_MODULE])
+        if config is not None and CONFIG_MODULE in loaders:
+            _add_entries(config, changes[CONFIG_PATH].before, loaders[CONFIG_MODULE].source)
     except BaseException:
         sys.meta_path.remove(finder)
         raise
-    if add_entries is not None:
-        add_entries()
     return finder.status
 
 
 def _with_digest(config_source: bytes, digest: str) -> bytes:
-    """The config module's source with one entry more, for the keys of Inductor's graph caches.
-
-    They hold the config, private entries included, and a hash of torch's files on disk. In memory
-    those are not the sources that run, and graphs made under another series would be found.
-
-    Raises:
-        HooksError: the module does not end as config modules do.
-    """
+    """The config module's source with one entry more, for the keys of Inductor's graph caches. They
+    hold the config, private entries included, and a hash of torch's files on disk. In memory those
+    are not the sources that run, and graphs made under another series would be found."""
     head, call, tail = config_source.rpartition(b"\ninstall_config_module(")
     if not call:
         raise HooksError(f"{CONFIG_PATH} has no line that calls install_config_module()")
     return head + f'\n_torch_ext_bucketing_sources: str = "{digest}"\n'.encode() + call + tail
 
 
-# ---------------------------------------------------------------- what was imported before
-
-
 def _refuse_early(finder: PatchedFinder) -> None:
     early = []
-    for name in finder.sources:
+    for name in finder.loaders:
         module = sys.modules.get(name)
         if module is None or type(module.__loader__).__name__ == PatchedLoader.__name__:
             continue
@@ -236,47 +214,33 @@ def _users(name: str) -> list[str]:
     ][:6]
 
 
-# ---------------------------------------------------------------- config entries
-
-
-def _new_entries(module: ModuleType, before: bytes, after: bytes) -> Callable[[], None]:
-    """What adds the patched source's new entries to the config module that is there.
-
-    Raises:
-        HooksError: the patch does more to config than to add entries.
-    """
+def _add_entries(module: ModuleType, before: bytes, after: bytes) -> None:
+    """Add the patched source's new entries to the config module that is there; an error, and
+    nothing changed, where the patch does more to it."""
     rest = iter(split_lines(after))
     if not all(line in rest for line in split_lines(before)):
         raise ImportedTooEarlyError(
             f"{CONFIG_MODULE} was imported already, and the patch changes lines of it. Call "
             f"torch_ext_bucketing.hooks.install() first, or {_HOW_TO_DISK}"
         )
-    live: dict[str, Any] = vars(module)["_config"]
-    patched = _executed(module, after)
+    namespace, patched = vars(module), _executed(module, after)
+    live: dict[str, Any] = namespace["_config"]
     # A new dict in the source's order, which cache keys see; a thread may iterate over the old one.
-    entries = {key: live.get(key, entry) for key, entry in patched.items()} | live
-
-    def add() -> None:
-        namespace = vars(module)
-        namespace["_config"] = entries
-        # The module caches its hash and its dict per context; new variables are empty in each.
-        # torch 2.11 has one cached hash and a flag.
-        if "_is_dirty" in namespace:
-            namespace["_is_dirty"] = True
-        for name, value in list(namespace.items()):
-            if isinstance(value, contextvars.ContextVar):
-                default = contextvars.Context().run(value.get)
-                namespace[name] = contextvars.ContextVar(value.name, default=default)
-
-    return add
+    namespace["_config"] = {key: live.get(key, entry) for key, entry in patched.items()} | live
+    # The module caches its hash and its dict per context; new variables are empty in each.
+    # torch 2.11 has one cached hash and a flag.
+    if "_is_dirty" in namespace:
+        namespace["_is_dirty"] = True
+    for name, value in list(namespace.items()):
+        if isinstance(value, contextvars.ContextVar):
+            default = contextvars.Context().run(value.get)
+            namespace[name] = contextvars.ContextVar(value.name, default=default)
 
 
 def _executed(module: ModuleType, source: bytes) -> dict[str, Any]:
-    """The entries that a source of the config module makes, executed apart from the live one.
-
-    It ends in ``install_config_module(sys.modules[__name__])``, which reads its comments through
-    ``inspect.getsource``: for the moment of its execution it needs a name and lines.
-    """
+    """The entries that a source of the config module makes, executed apart from the live one. It
+    ends in ``install_config_module(sys.modules[__name__])``, which reads its comments through
+    ``inspect.getsource``: for the moment of its execution it needs a name and lines."""
     scratch = ModuleType(f"{module.__name__}__torch_ext_bucketing")
     scratch.__file__ = filename = f"<{scratch.__name__}>"
     scratch.__package__ = module.__package__

@@ -3,27 +3,41 @@
 It reads what ``git format-patch`` writes and gives what ``git apply`` would, or refuses, in more
 cases than ``git``. A hunk whose lines moved is taken only where there is exactly one place where
 *all* of its context and removed lines match (``git`` takes the nearest); one that was made for the
-beginning or the end of a file only there. Of a torch nothing but the text of existing files is
-changed.
-
-Everything is bytes: a source file's encoding and line endings are none of our business.
+beginning or the end of a file only there. Everything is bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-
-from .errors import HooksError, PatchDoesNotApplyError
 
 _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _FILE = re.compile(rb"diff --git a/([^\n]+) b/\1\n?")
 _NOT_TEXT = re.compile(rb"(new|deleted) file|(old|new) mode|rename|copy|GIT binary|Binary files")
 
 
-@dataclass(frozen=True)
+class HooksError(RuntimeError):
+    """The hooks could not be put into torch, or taken out; the message says what was changed,
+    which is nothing unless it says otherwise."""
+
+
+class PatchDoesNotApplyError(HooksError):
+    """Hunks of the series do not fit the torch source: ``failures`` has a line for each, with its
+    file, header, and first line that differs."""
+
+    def __init__(self, failures: Sequence[str]) -> None:
+        message = f"{len(failures)} hunk(s) of the torch patch do not fit this torch:"
+        super().__init__("\n  ".join([message, *failures]))
+        self.failures = tuple(failures)
+
+
+class ImportedTooEarlyError(HooksError):
+    """A module that the patch changes was imported before ``hooks.install()``."""
+
+
+@dataclass
 class Hunk:
     """One ``@@`` block: ``before`` is its context and removed lines with their line ends,
     ``after`` its context and added lines; ``start`` counts from 1, in the old file."""
@@ -32,7 +46,7 @@ class Hunk:
     start: int
     before: list[bytes]
     after: list[bytes]
-    trailing_context: int
+    trailing_context: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,11 +72,8 @@ def split_lines(data: bytes) -> list[bytes]:
 
 
 def parse_patch(name: str, data: bytes) -> list[FileDiff]:
-    """Read one patch; its changes outside ``torch/``, which are tests, are left out.
-
-    Args:
-        name: the file's name, for messages.
-        data: its bytes.
+    """Read the bytes of one patch, called ``name``; its changes outside ``torch/``, which are
+    tests, are left out.
 
     Raises:
         HooksError: it is malformed, cut short, or asks of torch for more than edits of text.
@@ -74,51 +85,42 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
     def fail(what: str) -> HooksError:
         return HooksError(f"{name}, line {at + 1}: {what}")
 
-    def hunk() -> Hunk:
-        nonlocal at
-        head = _HUNK.match(lines[at])
-        if head is None:
-            raise fail("malformed hunk header")
-        old, new = (1 if count is None else int(count) for count in head.group(2, 3))
-        before: list[bytes] = []
-        after: list[bytes] = []
-        trailing = 0
-        at += 1
-        while old > 0 or new > 0:
-            # A context line that is empty may have lost its leading blank in the mail.
-            line = lines[at] if at < len(lines) else b""
-            kind, text = (b" ", line) if line == b"\n" else (line[:1], line[1:])
-            if kind not in (b" ", b"-", b"+"):
-                raise fail("the hunk is cut short")
-            at += 1
-            if lines[at : at + 1] and lines[at].startswith(b"\\ "):
-                text = text.removesuffix(b"\n")
-                at += 1
-            trailing = trailing + 1 if kind == b" " else 0
-            if kind != b"+":
-                before.append(text)
-                old -= 1
-            if kind != b"-":
-                after.append(text)
-                new -= 1
-        follows = lines[at] if at < len(lines) else b"-- "
-        if old or new or not follows.startswith((b"@@ ", b"diff --git ", b"-- ")):
-            raise fail("the hunk is longer than its header says")
-        return Hunk(head[0].decode(), int(head[1]), before, after, trailing)
-
     while at < len(lines):
         line = lines[at]
+        if diffs and line.startswith(b"@@ "):
+            head = _HUNK.match(line)
+            if head is None:
+                raise fail("malformed hunk header")
+            old, new = (int(count or 1) for count in head.group(2, 3))
+            hunk = Hunk(head[0].decode(), int(head[1]), [], [])
+            diffs[-1][1].append(hunk)
+            at += 1
+            while old > 0 or new > 0:
+                # A context line that is empty may have lost its leading blank in the mail.
+                line = lines[at] if at < len(lines) else b""
+                kind, text = (b" ", line) if line == b"\n" else (line[:1], line[1:])
+                if kind not in (b" ", b"-", b"+"):
+                    raise fail("the hunk is cut short")
+                at += 1
+                if lines[at : at + 1] and lines[at].startswith(b"\\ "):
+                    text = text.removesuffix(b"\n")
+                    at += 1
+                hunk.trailing_context = hunk.trailing_context + 1 if kind == b" " else 0
+                if kind != b"+":
+                    hunk.before.append(text)
+                    old -= 1
+                if kind != b"-":
+                    hunk.after.append(text)
+                    new -= 1
+            follows = lines[at] if at < len(lines) else b"-- "
+            if old or new or not follows.startswith((b"@@ ", b"diff --git ", b"-- ")):
+                raise fail("the hunk is longer than its header says")
+            continue
         if line.startswith(b"diff --git "):
             match = _FILE.fullmatch(line)
             if match is None:
                 raise fail("expected 'diff --git a/PATH b/PATH' with the same path twice")
-            path = match[1].decode("utf-8", "replace")
-            if ".." in path.split("/"):
-                raise fail(f"refusing to touch the path {path!r}")
-            diffs.append((path, []))
-        elif diffs and line.startswith(b"@@ "):
-            diffs[-1][1].append(hunk())
-            continue
+            diffs.append((match[1].decode(), []))
         elif diffs and diffs[-1][0].startswith("torch/") and _NOT_TEXT.match(line):
             raise fail(f"{line.strip().decode('utf-8', 'replace')!r} is not supported")
         at += 1
@@ -128,14 +130,9 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
 def apply_patches(
     diffs: Iterable[FileDiff], read: Callable[[str], bytes | None]
 ) -> dict[str, FileChange]:
-    """Apply diffs one after the other; several may change the same file.
-
-    Args:
-        diffs: in order.
-        read: gives a file's present bytes by its path in the repository; ``None``: no such file.
-
-    Returns:
-        The changes by path, in the order in which the diffs first touch them.
+    """Apply diffs one after the other, of which several may change the same file, and return the
+    changes by path, in the order in which the diffs first touch them. ``read`` gives a file's
+    present bytes by its path in the repository; ``None``: no such file.
 
     Raises:
         PatchDoesNotApplyError: with every hunk that failed, not just the first.

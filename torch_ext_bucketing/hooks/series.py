@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from .errors import HooksError
-from .patches import FileDiff, parse_patch
+from .patches import FileDiff, HooksError, parse_patch
 
 PACKAGE_DIR = Path(__file__).resolve().parent.parent
 CONFIG_PATH = "torch/_inductor/config.py"
@@ -44,17 +43,10 @@ class Series:
     def name(self) -> str:
         return self.folder.name
 
-    @property
-    def minor(self) -> tuple[int, int]:
-        return _minor(self.name)
-
     @cached_property
     def diffs(self) -> tuple[FileDiff, ...]:
-        """What all patches change in ``torch/``, in order.
-
-        Raises:
-            HooksError: a file is malformed or can't be read, or one of the series is missing.
-        """
+        """What all patches change in ``torch/``, in order; a ``HooksError`` where one is malformed
+        or missing."""
         try:
             # 0000 is the cover letter, which has no diff.
             paths = sorted(self.folder.glob("[0-9][0-9][0-9][0-9]-*.patch"))
@@ -77,11 +69,7 @@ class Series:
 
 
 def find_patches_dir() -> Path:
-    """The folder of all series: inside an installed package, beside it in a checkout or sdist.
-
-    Raises:
-        HooksError: neither is there.
-    """
+    """The folder of all series: inside an installed package, beside it in a checkout or sdist."""
     for folder in (PACKAGE_DIR / "_torch_patches", PACKAGE_DIR.parent / "torch_patches"):
         if folder.is_dir():
             return folder
@@ -92,26 +80,18 @@ def find_patches_dir() -> Path:
 
 def list_series() -> list[Series]:
     """All series, newest first."""
-    found = [
-        Series(entry)
-        for entry in find_patches_dir().iterdir()
-        if entry.is_dir() and re.fullmatch(r"\d+\.\d+", entry.name)
-    ]
-    return sorted(found, key=lambda series: series.minor, reverse=True)
+    folders = [p for p in find_patches_dir().iterdir() if re.fullmatch(r"\d+\.\d+", p.name)]
+    return [Series(p) for p in sorted(folders, key=lambda p: _minor(p.name), reverse=True)]
 
 
 def choose_series(version: str) -> Series:
-    """The series for a torch version: that of its minor, else the newest that is not newer.
-
-    So a nightly beyond the newest series is tried with the newest one.
-
-    Raises:
-        HooksError: torch is older than every series, or there is no series at all.
-    """
+    """The series for a torch version: that of its minor, else the newest that is not newer. So a
+    nightly beyond the newest series is tried with the newest one; what is older than all is a
+    ``HooksError``."""
     wanted = _minor(version)
     oldest = "any (install the package again, it has no series)"
     for series in list_series():
-        if series.minor <= wanted:
+        if _minor(series.name) <= wanted:
             return series
         oldest = series.name
     raise HooksError(f"torch {version} is too old: the patch needs torch {oldest} or newer")
@@ -145,25 +125,17 @@ class TorchTree:
 
 
 def find_torch(directory: str | Path | None = None) -> TorchTree:
-    """Find a torch without importing it.
-
-    Args:
-        directory: a ``torch`` directory, the directory that holds it, or the root of a source
-            checkout; ``None`` for the torch that ``import torch`` would give.
-
-    Raises:
-        ModuleNotFoundError: no directory given and torch is not installed.
-        HooksError: the directory holds no torch, or one whose version can't be read.
-    """
+    """Find a torch without importing it: in a ``torch`` directory, the directory that holds it, or
+    the root of a source checkout; ``None`` for the torch that ``import torch`` would give, and a
+    ``ModuleNotFoundError`` where there is none."""
     if directory is None:
-        torch_dir = _importable_torch_dir()
+        torch_dir = _importable_torch_dir().absolute()
     else:
         candidates = [Path(directory) / "torch", Path(directory)]
         found = [path for path in candidates if (path / "_inductor" / "config.py").is_file()]
         if not found:
             raise HooksError(f"{directory} is not a torch directory and does not hold one")
-        torch_dir = found[0]
-    torch_dir = torch_dir.absolute()
+        torch_dir = found[0].absolute()
     # In a checkout torch/version.py is left over from the last build, if there was one.
     source = torch_dir.parent / "version.txt"
     is_checkout = source.is_file() and (torch_dir.parent / "setup.py").is_file()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .._torch.lowering import lower_sum
@@ -11,7 +9,6 @@ from ..bucketing.all_to_all import reduce_by_all_to_all
 from ..fsdp.all_to_all import SUM, check_accumulate
 from ..graph.snapshot import unchanged_on_error
 from .base import Compilation, GraphLike, GraphPass, Order, RankOrder, Stage, Tags, graph_of
-from .code import call
 
 
 class ReduceByAllToAll(GraphPass):
@@ -20,21 +17,17 @@ class ReduceByAllToAll(GraphPass):
 
     The bits of a gradient are then a function of the ranks' values alone: byte caps, units, the
     payload's and the graph's order may change between two steps. The number of ranks may not. Eager
-    FSDP2 has the same bits with :class:`.AllToAllReduceScatter`.
-
-    The bytes sent are those of the reduction that is replaced (of a ring's), in its dtype. A rank
-    also holds what it receives, as large as the packed gradients, until it has been added.
+    FSDP2 has the same bits with :class:`.AllToAllReduceScatter`. The bytes sent are those of the
+    reduction that is replaced (of a ring's), in its dtype. A rank also holds what it receives, as
+    large as the packed gradients, until it has been added.
 
     Comes after the passes that bucket and before :class:`.Schedule`; ``BucketAndSchedule`` takes it
     as ``reduce=``. Sums and averages of parameters' gradients in floating point are replaced,
     bucketed or not; other reductions and those on a group of one rank stay.
 
     Args:
-        accumulate: the dtype of the sums, ``torch.float32`` or ``torch.float64``; that of the
-            gradients where this is wider.
-
-    Raises:
-        ValueError: another dtype.
+        accumulate: the dtype of the sums, ``torch.float32`` or ``torch.float64`` (another is a
+            ``ValueError``); that of the gradients where this is wider.
     """
 
     stage: Stage = "forward_backward"
@@ -51,11 +44,3 @@ class ReduceByAllToAll(GraphPass):
         with unchanged_on_error(g):
             reduce_by_all_to_all(g, self.accumulate)
             g.lint()
-
-    def __repr__(self) -> str:
-        changed = None if self.accumulate is torch.float32 else self.accumulate
-        return call("ReduceByAllToAll", accumulate=changed)
-
-    def settings(self) -> tuple[Any, ...]:
-        """The dtype of the sums."""
-        return (str(self.accumulate),)

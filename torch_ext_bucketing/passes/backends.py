@@ -5,15 +5,13 @@
         model, backend=backend("inductor", passes=[ReshardAfterForward(), BucketUnits(order)])
     )
 
-A pass is an object with a ``stage``, ``__call__`` and ``uuid``. It composes with any backend: the
-passes know nothing of what compiles the graph afterwards.
+A pass composes with any backend: it knows nothing of what compiles the graph afterwards.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -56,7 +54,8 @@ _PREFETCH = 50
 
 
 class BucketingBackend:
-    """A backend for ``torch.compile`` that runs ``passes``.
+    """A backend for ``torch.compile`` that runs ``passes``, in the order that :class:`.Pipeline`
+    tells.
 
     ``"aot_eager"`` runs the graphs as they are, after the default partitioner, which respects
     activation checkpointing and recomputes nothing else. ``"inductor"`` sets what it needs in
@@ -64,28 +63,26 @@ class BucketingBackend:
     inference graph, after the passes, as ``compiler(gm, example_inputs)``.
 
     Args:
-        compiler: what compiles the graphs.
-        passes: see :class:`.Pipeline` for the order in which they run, and for what it refuses.
         model: the module that FQNs are relative to. None takes the one that the latest order or
             plan with the parameter was made from, whatever part of it is compiled, and without any
             the compiled one.
         prefetch: for ``"inductor"`` with torch's overlap scheduling enabled: compute nodes (matrix
             products, attention) that a gather may be launched ahead of its use,
             ``aten_distributed_optimizations.max_compute_pre_fetch``. 50 hides gathers of 5 to 7 ms
-            under the products of about three transformer layers; the figure is AutoParallel's
-            (AutoParallel PR 481), where it took 20 ms off a step of 385 ms of LLaMA-3 8B on 128
-            H100. None leaves it to torch, whose 200 lets gathered parameters pile up.
+            under the products of about three transformer layers (AutoParallel PR 481: 20 ms off a
+            step of 385 ms of LLaMA-3 8B on 128 H100). None leaves it to torch, whose 200 lets
+            gathered parameters pile up.
         agree: before a graph's first collective runs for the first time, the ranks of each of its
             process groups compare what they launch (:mod:`.agreement.exchange`). Nothing is done
-            where there is no process group, or one with a single rank.
-        agree_timeout: how long a rank waits for the others then, their compile times included;
-            None takes the time limit of each process group.
+            where there is no other rank.
+        agree_timeout: how long a rank waits for the others then, their compile times included; None
+            takes the time limit of each process group.
         size_hints: for estimates of time and memory, what sizes that depend on data are taken as,
             such as the tokens of an expert: a number for each of their symbols, or a callable of
             the symbol (a sympy expression such as ``u0``) that returns one, the same on every rank.
-            None: the hint that torch was given (``mark_unbacked``), else 8192; never more than
-            the size can be. The schedule's report says what was taken. A callable without a
-            ``uuid()`` keeps Inductor's caches away.
+            None: the hint that torch was given (``mark_unbacked``), else 8192; never more than the
+            size can be. The schedule's report says what was taken. A callable without a ``uuid()``
+            keeps Inductor's caches away.
 
     Raises:
         TypeError: something in ``passes`` is no pass; ``agree_timeout`` is no ``timedelta``;
@@ -94,9 +91,8 @@ class BucketingBackend:
             or two that decide the same; ``agree_timeout`` is not positive; ``prefetch`` or
             ``size_hints`` is negative.
 
-    What is compiled raises, on every rank:
-        PlanMismatchError: the ranks launch different collectives.
-        RankMissingError: a rank did not come to compare them in time.
+    What is compiled raises, on every rank, a ``PlanMismatchError`` where ranks launch different
+    collectives, and a ``RankMissingError`` where one did not come to compare them in time.
     """
 
     def __init__(
@@ -130,8 +126,6 @@ class BucketingBackend:
         self.agree_timeout = agree_timeout
         self.passes = Pipeline(passes, model)
         self.reports: list[CompileReport] = []
-        merged = (fact for fact in self.passes.ahead if isinstance(fact, Buckets))
-        self._watches = [RunWatch(f.units, model) for f in merged if f.units is not None]
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
@@ -144,39 +138,38 @@ class BucketingBackend:
             size_hints=self.size_hints,
         )
         self.reports.append(compilation.report)
-        compiled = self._compile(gm, example_inputs, compilation, **kwargs)
-        for watch in self._watches:
-            compiled = watch.watch(compiled, compilation)
-        return watch_peak(compiled, compilation)
-
-    def _compile(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        compilation: Compilation,
-        **kwargs: Any,
-    ) -> Callable[..., Any]:
         group = default_group()
         agrees = self.agree and group is not None and group.size() > 1
-        fresh = _dynamo_inputs.is_first_compile()
+        is_fresh = agrees and _dynamo_inputs.is_first_compile()
         if self.compiler == "inductor":
-            agreement = _Agreement(self.agree_timeout) if agrees else None
             meshes = _caches.meshes_in(example_inputs)
             compiled = compile_inductor(
                 gm,
                 example_inputs,
-                joint=_InductorPass(self.passes, "joint", compilation, meshes),
-                post_grad=_InductorPass(
-                    self.passes, "forward_backward", compilation, meshes, agreement
-                ),
+                joint=_InductorPass(self, "joint", compilation, meshes),
+                post_grad=_InductorPass(self, "forward_backward", compilation, meshes, agrees),
                 options=kwargs.get("options"),
                 mode=kwargs.get("mode"),
                 cacheable={f"{attach.__module__}.{attach.__name__}": package_digest()},
                 prefetch=self.prefetch,
                 meshes=meshes,
             )
-            return as_fresh_frame(compiled) if agrees and fresh else compiled
+        else:
+            compiled = self._compile_aot(gm, example_inputs, compilation, agrees)
+        if is_fresh:
+            compiled = as_fresh_frame(compiled)
+        for fact in self.passes.ahead:
+            if isinstance(fact, Buckets) and fact.units is not None:
+                compiled = RunWatch(fact.units, self.model, compilation).watch(compiled)
+        return watch_peak(compiled, compilation)
 
+    def _compile_aot(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        compilation: Compilation,
+        agrees: bool,
+    ) -> Callable[..., Any]:
         def each(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             launches_after = _run_each(self.passes, graph, compilation)
             if not agrees:
@@ -184,65 +177,49 @@ class BucketingBackend:
             launches = launches_after()
             return lambda run: before_first_run(run, launches, self.agree_timeout)
 
-        compiled = _aot.compile_aot(
+        return _aot.compile_aot(
             gm,
             example_inputs,
             joint=lambda graph: self.passes.run("joint", graph, compilation),
             each=each,
             compiler=None if self.compiler == "aot_eager" else self.compiler,  # type: ignore[arg-type]
         )
-        return as_fresh_frame(compiled) if agrees and fresh else compiled
 
     def __repr__(self) -> str:
-        defaults = {"prefetch": _PREFETCH, "agree": True}
-        options = {
-            "model": self.model,
-            "prefetch": self.prefetch,
-            "agree": self.agree,
-            "agree_timeout": self.agree_timeout,
-            "size_hints": self.size_hints,
-        }
+        defaults = {"model": None, "prefetch": _PREFETCH, "agree": True}
+        options = {name: getattr(self, name) for name in (*defaults, "agree_timeout", "size_hints")}
         parts = [code_of(self.compiler), code_of(self.passes.given)]
         parts += [f"{k}={code_of(v)}" for k, v in options.items() if v != defaults.get(k)]
         return f"backend({', '.join(parts)})"
 
     def last_report(self) -> CompileReport:
-        """The report of the last compile; its backward graph is added when that is compiled.
-
-        A graph from one of Inductor's caches, or from ``torch.compiler.load_cache_artifacts``, has
-        the report of the compile that made it, marked as such.
-
-        Raises:
-            RuntimeError: nothing has been compiled yet.
-        """
+        """The report of the last compile; its backward graph is added when that is compiled. A
+        graph from one of Inductor's caches, or from ``torch.compiler.load_cache_artifacts``, has
+        the report of the compile that made it, marked as such. Before any it is a
+        ``RuntimeError``."""
         if not self.reports:
             raise RuntimeError("nothing has been compiled with this backend yet; run the model")
         return self.reports[-1]
 
 
-@dataclass(frozen=True)
-class _Agreement:
-    """Present where ranks compare what they launch; says how long they wait for each other."""
-
-    timeout: timedelta | None
-
-
 class _InductorPass(CustomGraphPass):
-    """One stage of one compile as a config hook of Inductor."""
+    """One stage of one compile as a config hook of Inductor; ``agrees`` says whether ranks compare
+    what its graphs launch."""
 
     def __init__(
         self,
-        passes: Pipeline,
+        backend: BucketingBackend,
         stage: Stage,
         compilation: Compilation,
         meshes: Sequence[Any],
-        agreement: _Agreement | None = None,
+        agrees: bool = False,
     ) -> None:
-        self._meshes = meshes
-        self._passes = passes
+        self._passes = backend.passes
+        self._timeout = backend.agree_timeout
         self._stage = stage
         self._compilation = compilation
-        self._agreement = agreement
+        self._meshes = meshes
+        self._agrees = agrees
         self._made: CompileReport | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -255,8 +232,8 @@ class _InductorPass(CustomGraphPass):
         self._made = report.since(graphs, schedules)
         launches = launches_after()
         _say_whose_groups(launches)
-        if self._agreement is not None:
-            _agree_op.insert(graph, launches, self._agreement.timeout)
+        if self._agrees:
+            _agree_op.insert(graph, launches, self._timeout)
         if last_fact(self._passes.ahead, Order) is not None:
             pin_order(graph)
 
@@ -274,7 +251,7 @@ class _InductorPass(CustomGraphPass):
         _caches.forget_mesh_hashes(self._meshes)  # torch asks before it makes a key
         passes = self._passes.uuid()
         fqns = repr(describe(self._compilation.input_fqns))
-        agreement = repr(self._agreement)
+        agreement = repr((self._agrees, self._timeout))
         try:
             hints = repr(describe(self._compilation.size_hints))
         except NoUuidError as error:

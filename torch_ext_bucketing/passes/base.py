@@ -1,8 +1,7 @@
 """Passes, the facts that they give, and what the passes of one compile share.
 
-A pass composes with any backend: it knows nothing of what compiles the graph afterwards. It says
-which facts about a graph it needs, gives and undoes; :class:`.Pipeline` checks a list of passes by
-these before anything is compiled.
+A pass says which facts about a graph it needs, gives and undoes; :class:`.Pipeline` checks a list
+of passes by these before anything is compiled.
 """
 
 from __future__ import annotations
@@ -71,12 +70,8 @@ class Regathers(Fact):
 
 @dataclass(frozen=True)
 class Buckets(Fact):
-    """Collectives are merged.
-
-    Args:
-        kinds: which.
-        units: one bucket per unit; None: by size.
-    """
+    """Collectives of ``kinds`` are merged: one bucket per unit; or, where ``units`` is None, by
+    size."""
 
     text = "which collectives are merged"
     once = False
@@ -86,11 +81,8 @@ class Buckets(Fact):
 
 @dataclass(frozen=True)
 class RankOrder(Fact):
-    """Gradients are added in the order of the ranks; no reduction is left to be merged.
-
-    Args:
-        accumulate: the dtype of the sums.
-    """
+    """Gradients are added in the order of the ranks, in the dtype ``accumulate``; no reduction is
+    left to be merged."""
 
     text = "how gradients are added up"
     accumulate: torch.dtype = torch.float32
@@ -98,12 +90,8 @@ class RankOrder(Fact):
 
 @dataclass(frozen=True)
 class Order(Fact):
-    """The nodes stand in the order in which they are to run, and the compiler has to keep it.
-
-    Args:
-        policies: what the order is judged by.
-        machine: what its nodes were timed for.
-    """
+    """The nodes stand in the order in which they are to run, judged by ``policies`` and timed for
+    ``machine``, and the compiler has to keep it."""
 
     text = "the order of the nodes"
     policies: tuple[Policy, ...] = ()
@@ -133,11 +121,7 @@ F = TypeVar("F", bound=Fact)
 
 def last_fact(facts: Iterable[Fact], kind: type[F]) -> F | None:
     """The last fact of a class; None where there is none."""
-    found = None
-    for fact in facts:
-        if isinstance(fact, kind):
-            found = fact
-    return found
+    return next((fact for fact in reversed(list(facts)) if isinstance(fact, kind)), None)
 
 
 # ---------------------------------------------------------------- one compile
@@ -145,13 +129,9 @@ def last_fact(facts: Iterable[Fact], kind: type[F]) -> F | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """A pass's choice on the joint graph for the graphs after the partitioner.
-
-    Args:
-        text: what was chosen, in short; ranks compare it.
-        limit_bytes: the bound on the peak of live bytes that it was chosen under, which schedules
-            keep, too; None: there is none.
-    """
+    """A pass's choice on the joint graph for the graphs after the partitioner: in short, for ranks
+    to compare, and with the bound on the peak of live bytes that it was made under, which schedules
+    keep, too (None: there is none)."""
 
     text: str
     limit_bytes: int | None = None
@@ -162,14 +142,13 @@ class Compilation:
     """One compile.
 
     Args:
-        input_fqns: FQN of each graph input that is a parameter, by position. Like the next four
-            it is known before the first pass runs.
+        input_fqns: FQN of each graph input that is a parameter, by position. Like the next four it
+            is known before the first pass runs.
         activations: of the inputs that code before this one computed, by position: the name in the
             code that is compiled, and the tensor.
         frame: number of the code that is compiled, the same when it is compiled again.
         size_hints: as given to :func:`.backend`.
         ahead: what the passes after the partitioner will give, in the order in which they run.
-        report: what the passes report.
         tagged: number of collectives of the joint graph that carry a tag, by ``TagParameters``.
         choice: by ``ReshardAfterForward(keep="auto")``; None where nothing was chosen.
         baseline: of the graph at hand, by the pipeline.
@@ -227,12 +206,7 @@ class Compilation:
             warnings.warn(text, category, stacklevel=3)
 
     def warn_uncovered(self, fqns: Sequence[str], units: Iterable[Sequence[str]]) -> None:
-        """Warn about parameters that no unit covers, about each once per compile.
-
-        Args:
-            fqns: the parameters.
-            units: the units, of whose names the warning shows a few.
-        """
+        """Warn about parameters that none of ``units`` covers, about each once per compile."""
         new = [fqn for fqn in fqns if fqn not in self._uncovered]
         self._uncovered.update(new)
         if new:
@@ -289,13 +263,9 @@ class GraphPass(CustomGraphPass):
         the passes of that stage run."""
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
-        """Run on one graph without any other pass, in place; a ``GraphModule`` is recompiled.
-
-        Args:
-            graph: of the pass's stage.
-            compilation: to go on with; None begins one, which warns where nothing was bucketed, as
-                :func:`.backend` does.
-        """
+        """Run on one graph of the pass's stage without any other pass, in place; a ``GraphModule``
+        is recompiled. Without a ``compilation`` to go on with it begins one, which warns where
+        nothing was bucketed, as :func:`.backend` does."""
         alone = compilation is None
         compilation = compilation or Compilation()
         if Baseline in self.needs:
@@ -309,16 +279,7 @@ class GraphPass(CustomGraphPass):
         return compilation.report
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises:
-        TypeError: a subclass outside of this package has a ``__call__`` of its own.
-        """
         super().__init_subclass__(**kwargs)
-        ours = __package__.partition(".")[0]
-        if "__call__" in vars(cls) and cls.__module__.partition(".")[0] != ours:
-            raise TypeError(
-                f"{cls.__qualname__} overrides __call__, which a backend does not call: override "
-                "run(graph, compilation)"
-            )
         note_sources(cls)
 
     def uuid(self) -> str | None:
@@ -326,10 +287,8 @@ class GraphPass(CustomGraphPass):
 
         None, which keeps Inductor's caches away, where a setting is a plain function: neither its
         name nor its address says what it does. Give it a ``uuid()`` to be cached. The reason is
-        logged as a warning.
-
-        The code is this package and the modules of the pass's own classes; what those import from
-        elsewhere is not looked at.
+        logged as a warning. The code is this package and the modules of the pass's own classes;
+        what those import from elsewhere is not looked at.
         """
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         try:
@@ -353,8 +312,8 @@ class GraphPass(CustomGraphPass):
 
     def settings(self) -> tuple[Any, ...]:
         """The settings that decide the pass's result: plain values, containers and dataclasses of
-        them, and objects with a ``uuid()``. Those of :meth:`arguments`; a subclass that decides by
-        more adds it."""
+        them, and objects with a ``uuid()``. A subclass that decides by more than its
+        :meth:`arguments` adds it."""
         return tuple(self.arguments().values())
 
     def __repr__(self) -> str:

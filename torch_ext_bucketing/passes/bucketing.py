@@ -11,16 +11,7 @@ from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ..bucketing.units import plan_units
 from ..fsdp.units import Units
 from ..graph.collectives import KINDS, Kind, check_kinds
-from .base import (
-    Buckets,
-    Compilation,
-    GraphLike,
-    GraphPass,
-    Order,
-    RankOrder,
-    Stage,
-    Tags,
-)
+from .base import Buckets, Compilation, GraphLike, GraphPass, Order, RankOrder, Stage, Tags
 from .diagnostics import DividedUnits
 
 
@@ -32,8 +23,8 @@ class BucketUnits(GraphPass):
             FQNs of parameters or modules.
         kinds: the kinds to bucket. All-reduces (HSDP, DDP) only when asked for.
         payload_order: the order of a bucket's members in its payload: ascending by the key that
-            this gives for a start node; None: graph order. ``"units"``, the default: the order that
-            was given as ``units``, and graph order for units that are no order.
+            this gives for a start node; None: graph order. ``"units"``: the order that was given as
+            ``units``, and graph order for units that are no order.
 
     Raises:
         TypeError: ``payload_order`` is something else; or a unit's name is no string.
@@ -70,20 +61,14 @@ class BucketUnits(GraphPass):
 
 
 class BucketByCap(GraphPass):
-    """Merge into as few collectives as a byte cap allows; see :func:`.plan_by_cap` for the rules.
+    """Merge into as few collectives as a byte cap allows; see :func:`.plan_by_cap` for the rules,
+    the arguments and what they may not be.
 
     Args:
-        cap_mb: in MiB, see :func:`.plan_by_cap`; None takes torch's estimate for each group.
-        kinds: the kinds to bucket.
-        eligible: see :func:`.plan_by_cap`.
-        group_filter: see :func:`.plan_by_cap`; :data:`.primary_group` is one.
-        non_adjacent: see :func:`.plan_by_cap`.
+        cap_mb: in MiB; None takes torch's estimate for each group.
+        group_filter: :data:`.primary_group` is one.
         payload_order: the order of a bucket's members in its payload: ascending by the key that
             this gives for a start node, such as an ``FSDPParamOrder``; None: graph order.
-
-    Raises:
-        TypeError: ``payload_order`` is no callable.
-        ValueError: an argument that :func:`.plan_by_cap` does not take.
     """
 
     stage: Stage = "forward_backward"

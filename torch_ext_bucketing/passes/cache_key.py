@@ -34,13 +34,9 @@ def digest(*parts: str) -> str:
 
 
 def describe(value: Any) -> Any:
-    """Something with a ``repr`` that is equal in every process for equal behaviour.
-
-    Takes plain values, containers and dataclasses of them, and objects with a ``uuid()``.
-
-    Raises:
-        NoUuidError: for anything else.
-    """
+    """Something with a ``repr`` that is equal in every process for equal behaviour. Takes plain
+    values, containers and dataclasses of them, and objects with a ``uuid()``, and raises for
+    anything else."""
     if isinstance(value, type):
         raise NoUuidError(f"{value!r} is a class, whose name says nothing of what it does")
     if callable(getattr(value, "uuid", None)):
@@ -82,11 +78,7 @@ def brief(value: Any) -> str:
 
 def sources_of(cls: type) -> tuple[str, ...]:
     """Names and digests of the modules of a class and its bases, as :func:`.note_sources` found
-    them when the class was made.
-
-    Raises:
-        NoUuidError: the source of a module can't be read, as of a notebook's.
-    """
+    them; raises where the source of one can't be read, as of a notebook's."""
     sources = note_sources(cls)
     unknown = [name for name, digest in sources.items() if not digest]
     if unknown:

@@ -10,13 +10,6 @@ from typing import Any
 import torch.nn as nn
 
 
-def call(name: str, /, *given: Any, **options: Any) -> str:
-    """``name(given, option=value)``. Options that are None are left out."""
-    parts = [code_of(value) for value in given]
-    parts += [f"{key}={code_of(value)}" for key, value in options.items() if value is not None]
-    return f"{name}({', '.join(parts)})"
-
-
 def code_of_call(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """A call of ``function`` under that name with some of its arguments: those without a default
     by position, and of the others what differs from its default."""
@@ -41,8 +34,9 @@ def code_of(value: Any) -> str:
     params = getattr(value, "__dataclass_params__", None)
     if params is not None and params.repr and not isinstance(value, type):
         fields = [f for f in dataclasses.fields(value) if f.repr]
-        changed = {f.name: getattr(value, f.name) for f in fields if not _is_default(value, f)}
-        return call(type(value).__name__, **changed)
+        changed = [f.name for f in fields if not _is_default(value, f)]
+        parts = (f"{name}={code_of(getattr(value, name))}" for name in changed)
+        return f"{type(value).__name__}({', '.join(parts)})"
     if isinstance(value, nn.Module):
         value = type(value)
     if isinstance(value, type) or hasattr(value, "__qualname__"):

@@ -81,21 +81,17 @@ class PayloadOrderWarning(UserWarning):
 def warn_of_silence(
     graph: fx.Graph, reports: Sequence[GraphReport], compilation: Compilation
 ) -> None:
-    """Warn where the passes that bucket did nothing to a graph, or lost the payload order.
-
-    Args:
-        graph: after the passes.
-        reports: theirs; without any, nothing was to be bucketed.
-        compilation: takes the warnings, each class once.
-    """
+    """Warn where the passes that bucket, of which ``reports`` are, did nothing to a graph, or lost
+    the payload order."""
     if not any(report.kinds for report in reports):
         return
     if reports[0].collectives_before == reports[-1].collectives_after:
         text = _nothing_bucketed(graph, reports, compilation.tagged > 0)
-        uncovered = any(report.uncovered for report in compilation.report.graphs)
-        if text and not uncovered:  # a warning about those says the same
-            compilation.warn(text, NotBucketedWarning)
-    elif text := _kind_left_out(graph, reports):
+        if any(report.uncovered for report in compilation.report.graphs):
+            text = ""  # a warning about those says the same
+    else:
+        text = _kind_left_out(graph, reports)
+    if text:
         compilation.warn(text, NotBucketedWarning)
     buckets = [bucket for report in reports for bucket in report.buckets]
     lost = [bucket for bucket in buckets if bucket.packed_by == NO_KEY]
@@ -120,20 +116,21 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
     starts = serving or starts
     if len(starts) < 2:
         return ""
-    left: dict[str, LeftAlone] = {x.node: x for r in reports for x in r.unmerged}
-    left |= {x.node: x for r in reports for x in r.ineligible}
+    left: dict[str, LeftAlone] = {x.node: x for r in reports for x in (*r.unmerged, *r.ineligible)}
     asked = {kind for report in reports for kind in report.kinds}
     whys: Counter[str] = Counter()
     ways: dict[str, None] = {}
+    cause: str
     for node in starts:
         kind, alone = replaced_kind(node), left.get(node.name)
-        cause = _NO_PARTNER if kind in asked else _NOT_ASKED
-        why = cause if kind in asked else f"{cause} {kind}"
         if isinstance(alone, Unmerged):
-            cause = alone.closed_by
-            why = f"closed by {cause}"
+            cause, why = alone.closed_by, f"closed by {alone.closed_by}"
         elif alone is not None:
-            why = cause = alone.reason
+            cause = why = alone.reason
+        elif kind in asked:
+            cause = why = _NO_PARTNER
+        else:
+            cause, why = _NOT_ASKED, f"{_NOT_ASKED} {kind}"
         whys[why] += 1
         ways.update({way: None for start, way in _WAYS_OUT.items() if cause.startswith(start)})
     counts = Counter(str(replaced_kind(node)) for node in starts)
@@ -170,36 +167,26 @@ class DividedUnitWarning(UserWarning):
 
 
 class DividedUnits:
-    """Knows what the graphs of the compiles so far reduce.
-
-    Args:
-        units: which parameter is in which unit.
-    """
+    """Knows what the graphs of the compiles so far reduce of ``units``."""
 
     def __init__(self, units: Units) -> None:
         self._units = units
         self._seen: dict[int, dict[int, tuple[str, ...]]] = {}  # unit -> frame -> parameters
 
     def look(self, graph: fx.Graph, compilation: Compilation) -> None:
-        """Note what ``graph`` reduces; warn, once per compile, where that divides a unit.
-
-        A graph of code that was compiled before stands for that, and one with the same parameters
-        of a unit takes turns with it (``ReduceOnce``). Gathers don't count: they copy, wherever
-        they lie.
-        """
+        """Note what ``graph`` reduces; warn, once per compile, where that divides a unit. A graph
+        of code that was compiled before stands for that, and one with the same parameters of a unit
+        takes turns with it (``ReduceOnce``). Gathers don't count: they copy, wherever they lie."""
         if compilation.frame is None:
             return
+        tags = (tag for node in graph.nodes for tag in member_tags(node) if tag is not None)
+        reduced = Counter((t.kind, fqn) for t in tags if t.kind != "all_gather" for fqn in t.fqns)
         here: dict[int, dict[str, None]] = {}
-        reduced: dict[tuple[str, str], int] = {}
-        for node in graph.nodes:
-            for tag in member_tags(node):
-                if tag is not None and tag.kind != "all_gather":
-                    for fqn in tag.fqns:
-                        unit = self._units.unit_of(fqn)
-                        if unit is not None:
-                            here.setdefault(unit, {})[fqn] = None
-                            reduced[tag.kind, fqn] = reduced.get((tag.kind, fqn), 0) + 1
-        several = [fqn for (_, fqn), times in reduced.items() if times > 1]
+        for _, fqn in reduced:
+            if (unit := self._units.unit_of(fqn)) is not None:
+                here.setdefault(unit, {})[fqn] = None
+        covered = {fqn for fqns in here.values() for fqn in fqns}
+        several = [fqn for (_, fqn), times in reduced.items() if times > 1 and fqn in covered]
         if several:
             compilation.warn(
                 f"{format_names(several)} have several uses in one graph, whose gradients are "
@@ -213,8 +200,7 @@ class DividedUnits:
             frames = self._seen.setdefault(unit, {})
             frames[compilation.frame] = tuple(fqns)
             elsewhere = [f for f in frames.values() if set(f) != set(fqns)]
-            if elsewhere:
-                divided.append((elsewhere[-1], tuple(fqns)))
+            divided += [(there, fqns) for there in elsewhere[-1:]]
         if divided:
             (there, these), more = divided[0], len(divided) - 1
             compilation.warn(
@@ -240,12 +226,8 @@ _BACKWARDS = 4
 
 @dataclass
 class _Calls:
-    """The calls of one module.
-
-    Args:
-        number: of calls whose backward was looked at.
-        backward: which ``backward()`` ran last through them.
-    """
+    """The calls of one module: how many had their backward looked at, and which ``backward()`` ran
+    last through them."""
 
     number: int = 0
     backward: int | None = None
@@ -253,13 +235,8 @@ class _Calls:
 
 @dataclass
 class _Known:
-    """The state of the watch over one model.
-
-    Args:
-        compiled: the parameters that some compiled graph has.
-        watched: the parameters whose gradients are looked at, as no graph had them.
-        warned: whether there was a warning about these.
-    """
+    """Parameters of one model: those that some compiled graph has; those whose gradients are looked
+    at, as no graph had them; and whether there was a warning about these."""
 
     compiled: set[str] = field(default_factory=set)
     watched: set[str] = field(default_factory=set)
@@ -271,25 +248,22 @@ _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 
 
 class RunWatch:
-    """Watches the first runs of compiled code, and warns where units are not reduced as planned.
+    """Watches the first runs of one compile's code, and warns where ``units``, which were bucketed,
+    are not reduced as planned. ``model`` is as of :func:`.backend`."""
 
-    Args:
-        units: that were bucketed.
-        model: as of :func:`.backend`.
-    """
-
-    def __init__(self, units: Units, model: nn.Module | None) -> None:
+    def __init__(self, units: Units, model: nn.Module | None, compilation: Compilation) -> None:
         self._units = units
         self._model = model
-
-    def watch(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
-        """Return ``compiled`` wrapped to look at its first calls; ``compilation`` takes the
-        warnings."""
+        self._compilation = compilation
         fqns: Any = compilation.input_fqns or {}
-        planned = {i: f for i, f in fqns.items() if self._units.unit_of(f) is not None}
-        if not planned:
+        self._planned = {i: f for i, f in fqns.items() if units.unit_of(f) is not None}
+        self._names = format_names(self._planned.values())
+
+    def watch(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``compiled`` wrapped to look at its first calls."""
+        if not self._planned:
             return compiled
-        first = next(iter(planned))
+        first = next(iter(self._planned))
         calls: dict[int, _Calls] = {}
 
         @functools.wraps(compiled)
@@ -300,38 +274,35 @@ class RunWatch:
                 if len(calls) == _MODULES:
                     return compiled(*args, **kwargs)
                 mine = calls[module] = _Calls()
-                parameters = [args[i] for i in planned]
-                self._sharded(planned, parameters, compilation)
-                self._new(planned, parameters, compilation)
+                parameters = [args[i] for i in self._planned]
+                self._look_for_shards(parameters)
+                self._look_at_module(parameters)
             out = compiled(*args, **kwargs)
             if mine.number < _BACKWARDS and torch.is_grad_enabled():
                 mine.number += 1
-                self._watch_backward(out, mine, list(planned.values()), compilation)
+                self._watch_backward(out, mine)
             return out
 
         return run
 
-    def _sharded(
-        self, planned: dict[int, str], parameters: Sequence[Any], compilation: Compilation
-    ) -> None:
+    def _look_for_shards(self, parameters: Sequence[Any]) -> None:
         """Warn where the collectives of the units are missing from the compile altogether."""
-        group, report = default_group(), compilation.report
+        group, compilation = default_group(), self._compilation
+        report = compilation.report
         if group is None or group.size() < 2 or compilation.tagged or report.collectives_before:
             return
         if any(is_distributed(p) for p in parameters):
             return  # a replica is gathered nowhere, and reduced in training alone
         if not any(graph.from_cache for graph in report.graphs):  # made from graphs unseen here
             compilation.warn(
-                f"nothing is bucketed: no collective serves {format_names(planned.values())}, "
+                f"nothing is bucketed: no collective serves {self._names}, "
                 "which are in units and not sharded. Shard the model before it is compiled: "
                 "data_parallel(model, mesh). What reduces gradients outside of the graph "
                 "(DistributedDataParallel, fully_shard) leaves nothing to bucket",
                 NotBucketedWarning,
             )
 
-    def _new(
-        self, planned: dict[int, str], parameters: Sequence[Any], compilation: Compilation
-    ) -> None:
+    def _look_at_module(self, parameters: Sequence[Any]) -> None:
         """Look at the parameters of a module that runs the graph for the first time."""
         model = model_of(parameters[0], self._model)
         if model is None:
@@ -346,13 +317,14 @@ class RunWatch:
         own = [names[p] for p in parameters if p in names]
         known = _known.setdefault(model, _Known())
         known.compiled.update(own)
-        self._watch_others(names, members, known, compilation)
-        if len(own) < len(parameters) or own == list(planned.values()):
+        self._watch_others(names, members, known)
+        planned = list(self._planned.values())
+        if len(own) < len(parameters) or own == planned:
             return
-        if self._packing(own, members) != self._packing(list(planned.values()), members):
-            compilation.warn(
+        if self._packing(own, members) != self._packing(planned, members):
+            self._compilation.warn(
                 f"{format_names(own)} are reduced by the graph that was compiled for "
-                f"{format_names(planned.values())}, whose units are made up otherwise, and are "
+                f"{self._names}, whose units are made up otherwise, and are "
                 "packed like those, so their weights are not eager FSDP2's bit for bit. Modules "
                 "of one class share a compiled graph: give them units that are made up alike, in "
                 "eager FSDP2 as well, or compile each with a backend(...) of its own, for which "
@@ -373,11 +345,7 @@ class RunWatch:
         ]
 
     def _watch_others(
-        self,
-        names: dict[nn.Parameter, str],
-        members: dict[int | None, list[str]],
-        known: _Known,
-        compilation: Compilation,
+        self, names: dict[nn.Parameter, str], members: dict[int | None, list[str]], known: _Known
     ) -> None:
         """Notice gradients of parameters that no graph was compiled with."""
         trained = {name for p, name in names.items() if p.requires_grad and is_distributed(p)}
@@ -391,18 +359,16 @@ class RunWatch:
         known.watched |= others
         for parameter, name in names.items():
             if name in others:
-                self._watch_gradient(parameter, name, known, compilation)
+                self._watch_gradient(parameter, name, known)
 
-    def _watch_gradient(
-        self, parameter: nn.Parameter, name: str, known: _Known, compilation: Compilation
-    ) -> None:
+    def _watch_gradient(self, parameter: nn.Parameter, name: str, known: _Known) -> None:
         def reduced(_: torch.Tensor) -> None:
             handle.remove()
             rest = known.watched - known.compiled  # graphs compiled since are in it
             if known.warned or name not in rest:
                 return
             known.warned = True
-            compilation.warn(
+            self._compilation.warn(
                 f"{format_names(sorted(rest))} are in no compiled graph: the gradient of {name} "
                 "was reduced by itself, where eager FSDP2 packs its unit into one payload, so its "
                 "weights are not eager FSDP2's bit for bit. Compile what uses them with the same "
@@ -413,17 +379,15 @@ class RunWatch:
 
         handle = parameter.register_post_accumulate_grad_hook(reduced)
 
-    def _watch_backward(
-        self, out: Any, mine: _Calls, fqns: Sequence[str], compilation: Compilation
-    ) -> None:
+    def _watch_backward(self, out: Any, mine: _Calls) -> None:
         """Notice a second backward of one module's calls in one ``backward()``."""
 
         def begins(_: Any) -> None:
             backward = current_backward()
             if mine.backward == backward:
                 mine.number = _BACKWARDS
-                compilation.warn(
-                    f"the graph that was compiled for {format_names(fqns)} ran twice with the same "
+                self._compilation.warn(
+                    f"the graph that was compiled for {self._names} ran twice with the same "
                     "parameters in one step, and reduced their gradients twice, where eager FSDP2 "
                     "adds them and reduces once, so their weights are not eager FSDP2's bit for "
                     "bit. Compile what makes both calls, the whole model say, with CombineUses() "

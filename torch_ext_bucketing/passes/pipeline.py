@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
-import pkgutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.fx as fx
@@ -18,18 +16,8 @@ from .._torch import aot as _aot
 from .._torch.trace import readable, trace_artifact
 from ..graph.size_hints import GivenHints
 from ..reports.compile import PassTime
-from .base import (
-    Baseline,
-    Compilation,
-    Fact,
-    GraphLike,
-    GraphPass,
-    Order,
-    Stage,
-    Tags,
-    graph_of,
-)
-from .cache_key import NoUuidError, brief, digest, log_no_uuid
+from .base import Baseline, Compilation, Fact, GraphLike, GraphPass, Order, Stage, Tags, graph_of
+from .cache_key import brief, digest
 from .diagnostics import warn_of_silence
 from .tagging import TagParameters
 
@@ -55,8 +43,7 @@ class Pipeline:
     their classes.
 
     Args:
-        passes: in any order of stages, and within a stage in the order in which they run. A pass of
-            another make is an object with ``stage``, ``uuid()`` and ``__call__(graph)``.
+        passes: in any order of stages, and within a stage in the order in which they run.
         model: as of :func:`.backend`.
 
     Raises:
@@ -67,7 +54,10 @@ class Pipeline:
 
     def __init__(self, passes: Iterable[GraphPass] = (), model: nn.Module | None = None) -> None:
         self.given = tuple(passes)
-        ours = [p if isinstance(p, GraphPass) else _Foreign(p) for p in self.given]
+        for p in self.given:
+            if not isinstance(p, GraphPass):
+                raise TypeError(f"{p!r} is no pass: it must be a GraphPass")
+        ours = list(self.given)
         if not any(Tags() in p.gives for p in ours):
             ours.insert(0, TagParameters(model))
         ours.sort(key=lambda p: Tags() not in p.gives)
@@ -93,30 +83,29 @@ class Pipeline:
         return compilation
 
     def run(self, stage: Stage, graph: GraphLike, compilation: Compilation) -> None:
-        """Run the passes of one stage, and warn where they did not bucket as was asked for.
-
-        The report gets each one's time. The graph before and after each goes to ``TORCH_TRACE``,
-        and to the package's logger at DEBUG.
-        """
+        """Run the passes of one stage, and warn where they did not bucket as was asked for. The
+        report gets each one's time; the graph before and after each goes to ``TORCH_TRACE``, and to
+        the package's logger at DEBUG."""
         g, done = graph_of(graph), len(compilation.report.graphs)
         passes = self.joint if stage == "joint" else self.forward_backward
         name = stage if stage == "joint" else _aot.stage_of(g)
-        seconds = [0.0] * len(passes)
-        measures = next((i for i, p in enumerate(passes) if Baseline in p.needs), None)
+        measures = next((p for p in passes if Baseline in p.needs), None)
+        clock = time.perf_counter()
         if measures is not None:
-            with _timed(seconds, measures):
-                compilation.measure(g)
+            compilation.measure(g)
+        measured = time.perf_counter() - clock
         if stage == "forward_backward":
             for p in self.joint:
                 p.finish(graph, compilation)
                 compilation.changed()
         for i, p in enumerate(passes):
             _show(g, f"{name}_{i}_{p.name}_before")
-            with _timed(seconds, i):
-                p.run(graph, compilation)
+            clock = time.perf_counter()
+            p.run(graph, compilation)
+            seconds = time.perf_counter() - clock + (measured if p is measures else 0.0)
             compilation.changed()
             _show(g, f"{name}_{i}_{p.name}_after")
-            compilation.report.passes.append(PassTime(name, p.name, seconds[i]))
+            compilation.report.passes.append(PassTime(name, p.name, seconds))
         warn_of_silence(g, compilation.report.graphs[done:], compilation)
 
     def cost_model_fingerprint(self, size_hints: GivenHints) -> str:
@@ -136,40 +125,8 @@ class Pipeline:
         return digest(*map(str, uuids), *self.disabled) if all(uuids) else None
 
 
-class _Foreign(GraphPass):
-    """A pass of another make, which gets the graph alone."""
-
-    def __init__(self, given: Any) -> None:
-        if not callable(given) or not callable(getattr(given, "uuid", None)):
-            raise TypeError(f"{given!r} is no pass: it needs __call__(graph) and uuid()")
-        self._given = given
-        self.stage = getattr(given, "stage", None)  # type: ignore[assignment]
-
-    @property
-    def name(self) -> str:
-        return type(self._given).__name__
-
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        self._given(graph)
-
-    def uuid(self) -> str | None:
-        uuid: str | None = self._given.uuid()
-        if not uuid:
-            cls = type(self._given)
-            reason = NoUuidError(f"its uuid() returned {uuid!r}")
-            log_no_uuid(f"{cls.__module__}.{cls.__qualname__}", reason)
-        return uuid
-
-
-# ---------------------------------------------------------------- checks
-
-
 def _check(passes: Sequence[GraphPass]) -> None:
-    """Check that every pass finds what it needs and that none undoes what another has given.
-
-    Raises:
-        ValueError: see :class:`Pipeline`.
-    """
+    """See that every pass finds what it needs and that none undoes what another has given."""
     for p in passes:
         if p.stage not in ("joint", "forward_backward"):
             raise ValueError(
@@ -186,7 +143,7 @@ def _check(passes: Sequence[GraphPass]) -> None:
                 f"{given[fact].name} and {p.name} both decide {fact.text}: give one of them"
             )
         for fact in given.keys() & p.undoes:
-            right = ", ".join(q.name for q in _sorted([q for q in passes if q.stage == p.stage]))
+            right = ", ".join(_right_order([q for q in passes if q.stage == p.stage]))
             raise ValueError(
                 f"{p.name} comes after {given[fact].name} and would undo what that decides, "
                 f"{fact.text}. The right order: [{right}]"
@@ -194,28 +151,24 @@ def _check(passes: Sequence[GraphPass]) -> None:
         given.update((type(fact), p) for fact in p.gives)
 
 
-def _sorted(passes: list[GraphPass]) -> list[GraphPass]:
-    """The passes in an order in which none undoes what another has given."""
-    rest, done = list(passes), []
-    while rest:
-        free = (p for p in rest if not any(_undoes(q, p) for q in rest if q is not p))
-        done.append(next(free, rest[0]))
-        rest.remove(done[-1])
-    return done
+def _right_order(passes: list[GraphPass]) -> list[str]:
+    """Names of the passes in an order in which none undoes what another has given."""
 
+    def undoes(p: GraphPass, other: GraphPass) -> bool:
+        return any(isinstance(fact, p.undoes) for fact in other.gives)
 
-def _undoes(p: GraphPass, other: GraphPass) -> bool:
-    return any(isinstance(fact, p.undoes) for fact in other.gives)
+    names = []
+    while passes:
+        free = (p for p in passes if not any(undoes(q, p) for q in passes if q is not p))
+        first = next(free, passes[0])
+        names.append(first.name)
+        passes = [p for p in passes if p is not first]
+    return names
 
 
 def _switched_off(passes: Iterable[GraphPass]) -> tuple[str, ...]:
-    """Names of the classes among ``passes`` that are switched off, each once.
-
-    A class's subclasses stay: ``Schedule`` does not stand for ``BucketAndSchedule``.
-
-    Raises:
-        ValueError: :data:`DISABLE` has a name that neither this package nor ``passes`` has.
-    """
+    """Names of the classes among ``passes`` that are switched off, each once. A class's subclasses
+    stay: ``Schedule`` does not stand for ``BucketAndSchedule``."""
     wanted = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
     if not wanted:
         return ()
@@ -227,34 +180,12 @@ def _switched_off(passes: Iterable[GraphPass]) -> tuple[str, ...]:
     return tuple(name for name in given if name in wanted)
 
 
-def _names_of_passes() -> Iterator[str]:
+def _names_of_passes() -> list[str]:
     """The public passes of this package, whether imported yet or not."""
-    above = __package__.rpartition(".")[0]
-    for folder in (f"{above}.passes", f"{above}.rewrites"):
-        package = importlib.import_module(folder)
-        for module in pkgutil.iter_modules(package.__path__, f"{folder}."):
-            importlib.import_module(module.name)
-
-    def below(cls: type[Any]) -> Iterator[type[Any]]:
-        child: type[Any]
-        for child in cls.__subclasses__():
-            yield child
-            yield from below(child)
-
-    for cls in below(GraphPass):
-        if cls.__module__.startswith(f"{above}.") and not cls.__name__.startswith("_"):
-            yield cls.__name__
-
-
-# ---------------------------------------------------------------- running
-
-
-@contextlib.contextmanager
-def _timed(seconds: list[float], place: int) -> Iterator[None]:
-    """Add the time that the body takes to ``seconds[place]``."""
-    clock = time.perf_counter()
-    yield
-    seconds[place] += time.perf_counter() - clock
+    package = importlib.import_module(__package__.partition(".")[0])
+    public = [getattr(package, name) for name in package.__all__]
+    passes = [p for p in public if isinstance(p, type) and issubclass(p, GraphPass)]
+    return [p.__name__ for p in passes if p is not GraphPass]
 
 
 def _show(graph: fx.Graph, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,8 +19,6 @@ from .base import Compilation
 
 _OFF = 1.03
 """A device's peak above so many times the predicted one is a warning."""
-_LARGEST_GIB = 288
-"""Of one GPU, as of 2026 (AMD's MI355X, NVIDIA's B300)."""
 
 
 def state_bytes(
@@ -29,10 +26,9 @@ def state_bytes(
     optimizer: torch.optim.Optimizer | None = None,
     per_parameter: float | None = None,
 ) -> int:
-    """Bytes of the optimizer's state on this rank.
+    """Bytes of the optimizer's state on this rank for a model, sharded or not.
 
     Args:
-        model: sharded or not.
         optimizer: whose state it is. Before its first step, which makes the state, one like it
             takes a step on a small parameter of each of its groups.
         per_parameter: or bytes per element of a parameter. With neither 8, two numbers in fp32 as
@@ -71,18 +67,11 @@ def _tensor_bytes(state: dict[str, object]) -> int:
 
 
 def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> int:
-    """See that a bound leaves room for anything.
-
-    Args:
-        model: sharded.
-        memory: the bound; a ratio is not looked at.
-        state: bytes of the optimizer's state.
-
-    Returns:
-        The bytes that it leaves; with a ratio 0.
+    """Bytes that a bound leaves beside shards, their gradients and ``state`` bytes of the
+    optimizer's; 0 where it is a ratio.
 
     Raises:
-        ValueError: the shards, their gradients and the optimizer's state are larger.
+        ValueError: it leaves none.
     """
     if memory.gib is None:
         return 0
@@ -98,12 +87,6 @@ def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> int:
             f"gradients, {size_text(state)} of optimizer state, {size_text(buffers)} of buffers. "
             "Shard over more ranks, or give a larger bound"
         )
-    if memory.gib > _LARGEST_GIB:
-        warnings.warn(
-            f"memory={memory!r} is more than any GPU has ({_LARGEST_GIB} GiB): bounds are per "
-            "rank, in GiB",
-            stacklevel=3,
-        )
     return bound - least
 
 
@@ -116,20 +99,16 @@ def requested_peak() -> int | None:
 
 def watch_peak(compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
     """``compiled``, wrapped to compare the first step's peak on the device with the one that what
-    stays was chosen by. The step ends where the second one begins; a peak from before it that is
-    higher hides it.
-
-    Warns:
-        BoundNotKeptWarning: in ``compilation``'s report, too: it is more than 3% above.
-    """
-    peaks: list[int | None] = []
+    stays was chosen by, and to warn (``BoundNotKeptWarning``) where it is 3% above. The step ends
+    where the second one begins; a peak from before it that is higher hides it."""
+    peaks: list[int] = []
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
         if len(peaks) < 2 and torch.is_grad_enabled():
-            peaks.append(requested_peak())
-            if len(peaks) == 2 and None not in peaks and peaks[0] < peaks[1]:  # type: ignore[operator]
-                _compare(peaks[1] or 0, compilation)
+            peaks.append(requested_peak() or 0)
+            if len(peaks) == 2 and 0 < peaks[0] < peaks[1]:
+                _compare(peaks[1], compilation)
         return compiled(*args, **kwargs)
 
     is_kept = any(isinstance(r, KeepReport) for r in compilation.report.rewrites)

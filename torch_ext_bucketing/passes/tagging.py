@@ -10,21 +10,17 @@ from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import check_passes_run_here
 from ..fsdp.order import FSDPParamOrder
 from ..fsdp.tag_graph import FqnOf, tag_joint_graph
-from ..reports.compile import CompileReport
 from .base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 
 PAYLOAD_FIELD = "fsdp_payload_order"
 
 
 class TagParameters(GraphPass):
-    """Tag every collective with the parameters that it serves (see :mod:`.fsdp.tag_graph`).
-
-    A backend made by :func:`backend` runs it by itself. On its own it is a value for
+    """Tag every collective with the parameters that it serves (see :func:`.tag_joint_graph`, also
+    for ``model`` and ``fqn_of``). A backend runs it by itself. On its own it is a value for
     ``torch._inductor.config.joint_custom_post_pass``.
 
     Args:
-        model: for graphs without descriptors, see :func:`.tag_joint_graph`.
-        fqn_of: see :func:`.tag_joint_graph`.
         order: write each collective's place in this order into ``node.meta[PAYLOAD_FIELD]``: a pair
             of ints, payload and position in it. For torch's own bucketing, which packs by it where
             ``aten_distributed_optimizations.bucket_payload_order_key`` is ``PAYLOAD_FIELD``. What
@@ -45,12 +41,9 @@ class TagParameters(GraphPass):
         self.fqn_of = fqn_of
         self.order = order
 
-    def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
+    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         if _dynamo_inputs.is_compiling():
             check_passes_run_here()
-        return super().__call__(graph, compilation)
-
-    def run(self, graph: GraphLike, compilation: Compilation) -> None:
         fqn_of = compilation.input_fqns if self.fqn_of is None else self.fqn_of
         if fqn_of is None:
             fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))

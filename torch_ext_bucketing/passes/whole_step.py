@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,40 +19,27 @@ from .pipeline import Pipeline
 def whole_step_pass(
     model: nn.Module, passes: Iterable[GraphPass], compilation: Compilation | None = None
 ) -> Callable[..., fx.GraphModule]:
-    """One pass, ``(graph_module, example_inputs) -> graph_module``, that runs ``passes``.
+    """One pass, ``(graph_module, example_inputs) -> graph_module``, that runs ``passes``;
+    ``compilation`` gets its report.
 
-    For torchtitan's graph trainer, in the place of its bucketing pass, whose pipeline is a list::
+    For torchtitan's graph trainer, in the place of its bucketing pass, whose pipeline is a list:
+    ``passes[i] = whole_step_pass(model, recipe(model, reference=eager_model))``.
 
-        passes[i] = whole_step_pass(model, recipe(model, reference=eager_model))
+    The graph is a function of the parameters and then the buffers of ``model``, the one that was
+    traced, by name and shared ones once per name, and of the step's inputs; it returns the
+    gradients of the parameters that require one, in the same order, behind other values. A
+    ``DTensor`` stands for the plain tensors that it is made of, its shard first. What is gathered
+    again in backward stays so: that is decided by the trainer, and passes that decide it
+    (``ReshardAfterForward``) are left out.
 
-    The graph is a function of the model's parameters and then its buffers, by name and shared ones
-    once per name, and of the step's inputs; it returns the gradients of the parameters that
-    require one, in the same order, behind other values. What is gathered again in backward stays
-    so: that is decided by the trainer, and passes that decide it (``ReshardAfterForward``) are left
-    out.
-
-    A ``DTensor`` stands for the plain tensors that it is made of, its shard first.
-
-    Args:
-        model: the one that was traced.
-        passes: for :func:`.backend`.
-        compilation: gets the report, in ``compilation.report``.
-
-    The pass raises:
-        ValueError: the graph has fewer inputs than the model has parameters, or fewer results than
-            it has parameters to train. The graph is as it was.
+    The pass raises a ``ValueError``, and leaves the graph as it was, where that has fewer inputs
+    than the model has parameters, or fewer results than it has parameters to train.
     """
-    pipeline = Pipeline(
-        (p for p in passes if last_fact(getattr(p, "gives", ()), Regathers) is None), model
-    )
+    pipeline = Pipeline((p for p in passes if last_fact(p.gives, Regathers) is None), model)
     shared = compilation or pipeline.compilation()
 
     def torch_ext_bucketing_pass(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:
-        parameters = list(model.named_parameters(remove_duplicate=False))
-        names = [name for each in parameters for name in name_per_tensor(*each)]
-        trained = [
-            n for each in parameters if each[1].requires_grad for n in name_per_tensor(*each)
-        ]
+        names, trained = names_per_tensor(model)
         inputs = gm.graph.find_nodes(op="placeholder")
         (output,) = gm.graph.find_nodes(op="output")
         others = len(pytree.tree_leaves(output.args[0])) - len(trained)
@@ -68,6 +56,14 @@ def whole_step_pass(
     return torch_ext_bucketing_pass
 
 
+def names_per_tensor(model: nn.Module) -> tuple[list[str | None], list[str | None]]:
+    """The parameter's name for each tensor that one is made of; of all, and of those to train."""
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    names = [name_per_tensor(*each) for each in parameters]
+    trained = [of for of, (_, p) in zip(names, parameters, strict=True) if p.requires_grad]
+    return list(itertools.chain(*names)), list(itertools.chain(*trained))
+
+
 def run_passes(
     gm: fx.GraphModule,
     pipeline: Pipeline,
@@ -76,16 +72,8 @@ def run_passes(
     grad_fqns: Sequence[str | None],
     model: nn.Module,
 ) -> None:
-    """Run all passes on one graph, in place.
-
-    Args:
-        gm: of any part of a step.
-        pipeline: the passes.
-        compilation: gets the report.
-        fqns: names of the placeholders that are parameters.
-        grad_fqns: whose gradient each flattened output is.
-        model: whose parameters these are.
-    """
+    """Run all passes on one graph of any part of a step, in place. ``fqns`` names the placeholders
+    that are parameters of ``model``, ``grad_fqns`` whose gradient each flattened output is."""
     tag_joint_graph(gm, fqns.get, grad_fqns=grad_fqns, model=model)
     for stage in ("joint", "forward_backward"):
         pipeline.run(stage, gm, compilation)  # type: ignore[arg-type]

@@ -45,13 +45,9 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """A collective, or the collectives of some parameters, that a pass did not change.
-
-    Args:
-        fqns: the parameters that it serves; empty when it has no tag.
-        reason: why, in words.
-        node: name of its start; empty where several are meant.
-    """
+    """A collective, or the collectives of some parameters, that a pass did not change, and why, in
+    words. ``node`` is its start's name, empty where several are meant; ``fqns`` are empty where it
+    has no tag."""
 
     fqns: tuple[str, ...]
     reason: str

@@ -16,17 +16,10 @@ ClosedBy = Literal["bytes", "run", "dependency", "end"]
 
 @dataclass(frozen=True)
 class PayloadMember:
-    """One member's place in a bucket's packed buffer.
-
-    Args:
-        fqns: the parameters that it serves; empty when it has no tag.
-        offset: where it starts, in bytes, in one rank's part of the buffer: the rank's shards in
-            an all-gather, the rows that the rank receives in a reduce-scatter, the whole buffer in
-            an all-reduce.
-        nbytes: its size there, padding included.
-        shape: its shape in one rank's part.
-        dtype: of its values, such as ``"bfloat16"``.
-    """
+    """One member's place in a bucket's packed buffer: ``offset`` and ``nbytes``, padding included,
+    in one rank's part of it (the rank's shards in an all-gather, the rows that the rank receives in
+    a reduce-scatter, the whole buffer in an all-reduce), and its shape there. ``fqns`` are the
+    parameters that it serves, none when it has no tag."""
 
     fqns: tuple[str, ...]
     offset: int
@@ -43,19 +36,16 @@ class BucketReport(Record):
         kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
         unit: index of the unit in the order or plan; None for a bucket by size.
         group: name of the process group.
-        group_size: number of ranks in it.
         reduce_op: ``"avg"``, ``"sum"``, ...; None for a gather.
         node: name of the bucket's start in the graph.
-        members: in the order of their bytes.
         closed_by: what kept the next candidate out: the byte cap, the bound on compute runs, a
             dependency (or a write to a tensor), or ``"end"``: there was none.
         detail: which candidate, and why, in words.
-        wire_bytes: what the members count against the byte cap: per member the larger of its input
-            and its output; None where no cap was kept.
-        cap_bytes: the cap; None where no cap was kept.
+        wire_bytes: what the members count against the cap, ``cap_bytes``: per member the larger of
+            its input and its output; None where no cap was kept.
         packed_by: what decides the order of ``members``: the name of the payload order that was
-            asked for, such as ``"FSDPParamOrder"``; ``"graph order"``; or
-            ``"graph order: a member has no key"``.
+            asked for, such as ``"FSDPParamOrder"``; ``"graph order"``; or ``"graph order: a member
+            has no key"``.
         no_key: the members without a key: their parameters, or the node's name for want of a tag.
     """
 
@@ -82,15 +72,9 @@ class BucketReport(Record):
 
 @dataclass(frozen=True)
 class Unmerged(LeftAlone):
-    """A collective that could have been in a bucket and is in none.
-
-    Args:
-        kind: as in :class:`BucketReport`.
-        group: name of the process group.
-        wire_bytes: as in :class:`BucketReport`.
-        closed_by: what kept the next candidate of its bucket key out; ``reason`` says which one,
-            and why.
-    """
+    """A collective that could have been in a bucket and is in none; its fields are as of
+    :class:`BucketReport`. ``closed_by`` is what kept the next candidate of its bucket key out;
+    ``reason`` says which one, and why."""
 
     kind: str = ""
     group: str = ""
@@ -100,15 +84,9 @@ class Unmerged(LeftAlone):
 
 @dataclass(frozen=True, kw_only=True)
 class NotMerged:
-    """The collectives of one graph that are in no bucket, and why.
-
-    Args:
-        uncovered: FQNs of the parameters whose collectives are in no unit, sorted as met in the
-            graph.
-        ineligible: the collectives that can't be in a bucket.
-        splits: what had to go into a bucket of its own to avoid a cycle, in words.
-        unmerged: what could have been in a bucket and is in none, in graph order.
-    """
+    """The collectives of one graph that are in no bucket, and why: parameters in no unit, what
+    can't be in a bucket, what had to go into a bucket of its own to avoid a cycle, in words, and
+    what could have been in one; each in graph order."""
 
     uncovered: tuple[str, ...] = ()
     ineligible: tuple[LeftAlone, ...] = ()

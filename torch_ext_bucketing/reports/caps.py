@@ -17,8 +17,6 @@ class TriedCaps:
     Args:
         caps_mb: byte cap in MiB per process group and kind, such as ``"0 all_gather"``; where
             members were moved between buckets, what each of them holds.
-        step_ms: time of the graph.
-        peak_bytes: estimated peak of live bytes.
         longest_run: most compute nodes between two reduce-scatters.
         misses: by how much bounds are missed, as parts of them added up; 0: all are kept.
         order: the name of that order, as :attr:`.ScheduleReport.chosen`.
@@ -34,15 +32,10 @@ class TriedCaps:
 
 @dataclass(frozen=True)
 class CapsReport(Report):
-    """What :func:`.choose_caps` tried, and what it chose.
-
-    Args:
-        chosen: the caps that were taken: those that miss the bounds least, then the fastest.
-        tried: all of them, in the order in which they were tried. Caps that can't be faster than
-            others were passed over and are not among them.
-        seconds: what the search took.
-        warning: why nothing was tried and the caps are torch's own; empty: that is not so.
-    """
+    """What :func:`.choose_caps` tried, in that order, and what it chose: the caps that miss the
+    bounds least, then the fastest. Caps that can't be faster than others were passed over and are
+    not among those ``tried``. A ``warning`` says why nothing was tried and the caps are torch's
+    own."""
 
     chosen: TriedCaps
     tried: tuple[TriedCaps, ...]

@@ -16,13 +16,7 @@ from .text import aligned, change
 
 @dataclass(frozen=True)
 class PassTime:
-    """The time that one pass took on one graph.
-
-    Args:
-        stage: ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``.
-        name: the pass's class.
-        seconds: of wall time.
-    """
+    """The wall time that one pass took on the graph of a stage."""
 
     stage: str
     name: str
@@ -31,13 +25,12 @@ class PassTime:
 
 @dataclass
 class CompileReport(Report):
-    """The report of one compile. The backward graph appears once it is compiled.
+    """The report of one compile. The backward graph appears once it is compiled. Graphs, schedules
+    and passes are in the order in which they ran.
 
     Args:
-        graphs: in the order in which they were compiled.
         warnings: texts of the warnings that were given.
-        schedules: of the graphs that were scheduled, in the order in which they were compiled.
-        passes: the time of each pass on each graph, in the order in which they ran.
+        passes: the time of each pass on each graph.
         disabled: the passes that ``TORCH_EXT_BUCKETING_DISABLE`` switched off.
         rewrites: of the joint graph, in the order in which they were made.
     """

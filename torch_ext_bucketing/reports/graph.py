@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
 from .._torch.trace import trace_artifact
 from .base import Report
-from .buckets import BucketReport, ClosedBy, NotMerged, Unmerged
-from .text import KIND_NAMES, aligned, change, shape_text, size_text
+from .buckets import BucketReport, ClosedBy, NotMerged, PayloadMember, Unmerged
+from .text import KIND_NAMES, change, size_text, table
 
 ARTIFACT = "torch_ext_bucketing_report"
 """Name of the artifact in TORCH_TRACE's logs: JSON, one per graph."""
@@ -27,7 +27,6 @@ class GraphReport(NotMerged, Report):
     Args:
         stage: ``"forward"``, ``"backward"`` or ``"inference"``.
         collectives_before: number of collectives per kind.
-        collectives_after: the same after bucketing.
         buckets: those that were merged, in graph order.
         kinds: what was to be bucketed.
         from_cache: Inductor had the compiled graph in a cache; this is of the compile that filled
@@ -41,11 +40,6 @@ class GraphReport(NotMerged, Report):
     kinds: tuple[str, ...] = tuple(KIND_NAMES)
     from_cache: bool = False
 
-    @property
-    def not_asked(self) -> dict[str, int]:
-        """Number of collectives by kind, of the kinds that were not to be bucketed."""
-        return {k: n for k, n in self.collectives_before.items() if k not in self.kinds}
-
     def to_text(self, members: bool = True) -> str:
         """An aligned table of the buckets, and what is in none.
 
@@ -54,21 +48,19 @@ class GraphReport(NotMerged, Report):
         """
         lines = [self.summary()]
         if self.buckets:
-            table = aligned([_COLUMNS, *map(_bucket_row, self.buckets)], right=(2, 3, 4, 5))
-            lines += ["", table[0]]
-            for bucket, line in zip(self.buckets, table[1:], strict=True):
+            head, *rows = table(_BUCKET, self.buckets, right=(2, 3, 4, 5))
+            lines += ["", head]
+            for bucket, line in zip(self.buckets, rows, strict=True):
                 lines.append(line)
                 if bucket.detail:
                     lines.append(f"    {bucket.detail}")
                 if bucket.no_key:
                     lines.append(f"    no key: {'; '.join(bucket.no_key)}")
                 if members:
-                    lines += [f"    {line}" for line in _member_lines(bucket)]
+                    lines += [f"    {m}" for m in table(_MEMBER, bucket.members, right=(0, 1))]
         if self.unmerged:
-            names = ("kind", "group", "bytes", "closed by", "node", "parameters", "why")
-            rows = [names, *map(_unmerged_row, self.unmerged)]
             lines += ["", f"eligible and not merged: {len(self.unmerged)}"]
-            lines += [f"  {line}" for line in aligned(rows, right=(2,))]
+            lines += [f"  {line}" for line in table(_UNMERGED, self.unmerged, right=(2,))]
         if self.ineligible:
             lines += ["", f"not eligible: {len(self.ineligible)}"]
             by_reason: dict[str, list[str]] = {}
@@ -94,7 +86,7 @@ class GraphReport(NotMerged, Report):
             parts.append(f"{len(self.unmerged)} eligible not merged")
         if self.ineligible:
             parts.append(f"{len(self.ineligible)} not eligible")
-        parts += [f"{kind} not asked for" for kind in self.not_asked]
+        parts += [f"{k} not asked for" for k in self.collectives_before if k not in self.kinds]
         return "; ".join(parts)
 
 
@@ -108,51 +100,35 @@ def emit(report: GraphReport) -> None:
     trace_artifact(ARTIFACT, report.to_json, "json")
 
 
-_COLUMNS = (
-    "kind",
-    "group",
-    "ranks",
-    "members",
-    "bytes",
-    "of cap",
-    "closed by",
-    "packed by",
-    "node",
-)
+def _share_of_cap(bucket: BucketReport) -> str:
+    wire, cap = bucket.wire_bytes, bucket.cap_bytes
+    return f"{100 * wire / cap:.0f}%" if wire and cap else "-"
 
 
-def _bucket_row(bucket: BucketReport) -> tuple[str, ...]:
-    kind, wire = KIND_NAMES.get(bucket.kind, bucket.kind), bucket.wire_bytes
-    share = f"{100 * wire / bucket.cap_bytes:.0f}%" if wire and bucket.cap_bytes else "-"
-    return (
-        kind + (f" {bucket.reduce_op}" if bucket.reduce_op else ""),
-        bucket.group,
-        str(bucket.group_size),
-        str(len(bucket.members)),
-        size_text(bucket.nbytes if wire is None else wire),
-        share,
-        bucket.closed_by,
-        bucket.packed_by,
-        bucket.node,
-    )
-
-
-def _unmerged_row(left: Unmerged) -> tuple[str, ...]:
-    return (
-        KIND_NAMES.get(left.kind, left.kind),
-        left.group,
-        size_text(left.wire_bytes),
-        left.closed_by,
-        left.node,
-        ", ".join(left.fqns) or "-",
-        left.reason,
-    )
-
-
-def _member_lines(bucket: BucketReport) -> list[str]:
-    rows = [("offset", "bytes", "dtype", "shape", "parameters")]
-    rows += [
-        (str(m.offset), str(m.nbytes), m.dtype, shape_text(m.shape), ", ".join(m.fqns) or "-")
-        for m in bucket.members
-    ]
-    return aligned(rows, right=(0, 1))
+_BUCKET: dict[str, Callable[[BucketReport], object]] = {
+    "kind": lambda b: KIND_NAMES[b.kind] + (f" {b.reduce_op}" if b.reduce_op else ""),
+    "group": lambda b: b.group,
+    "ranks": lambda b: b.group_size,
+    "members": lambda b: len(b.members),
+    "bytes": lambda b: size_text(b.nbytes if b.wire_bytes is None else b.wire_bytes),
+    "of cap": _share_of_cap,
+    "closed by": lambda b: b.closed_by,
+    "packed by": lambda b: b.packed_by,
+    "node": lambda b: b.node,
+}
+_MEMBER: dict[str, Callable[[PayloadMember], object]] = {
+    "offset": lambda m: m.offset,
+    "bytes": lambda m: m.nbytes,
+    "dtype": lambda m: m.dtype,
+    "shape": lambda m: "x".join(map(str, m.shape)) or "scalar",
+    "parameters": lambda m: ", ".join(m.fqns) or "-",
+}
+_UNMERGED: dict[str, Callable[[Unmerged], object]] = {
+    "kind": lambda x: KIND_NAMES[x.kind],
+    "group": lambda x: x.group,
+    "bytes": lambda x: size_text(x.wire_bytes),
+    "closed by": lambda x: x.closed_by,
+    "node": lambda x: x.node,
+    "parameters": lambda x: ", ".join(x.fqns) or "-",
+    "why": lambda x: x.reason,
+}

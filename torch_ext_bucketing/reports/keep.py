@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .base import Report
-from .text import aligned, size_text
+from .text import size_text, table
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,7 @@ class KeptUnit:
 
     Args:
         name: of the unit; of activations with the sort behind it.
-        kept: whether it stays gathered, or saved.
-        nbytes: bytes that it holds from forward to backward if it does.
+        nbytes: what it holds from forward to backward if it is kept.
         gather_ms: time that its gathers in backward take, or computing it again.
         saved_ms: by how much the step is shorter because it is kept, or would be if it were, all
             other units as they are, in the order that backward has with everything gathered again.
@@ -38,18 +38,15 @@ class KeptUnit:
 class KeepReport(Report):
     """What :class:`.ReshardAfterForward` with ``keep="auto"`` chose for one graph. Times are the
     cost model's, of forward and backward together, scheduled; bytes are estimated peaks of the two.
+    Pairs are with everything gathered again, and as chosen.
 
     Args:
-        bound_bytes: the bound.
         units: all that could be kept, in the order of the plan.
-        step_ms: with everything gathered again, and as chosen.
-        peak_bytes: the same.
         all_peak_bytes: with everything kept, in the order of the graph.
         state_bytes: beside them on each rank, such as the optimizer's state; not in the bound.
         measured_bytes: the device's peak in the first step, all of it; 0: not measured.
         unread: units of which backward reads nothing, which are never kept.
-        next_ms: what one more GiB would save, by ``next_units``.
-        next_units: the units that would be kept then and are not now.
+        next_ms: what one more GiB would save, by keeping ``next_units``, too.
         less_ms: what one GiB less would cost; None: no choice found keeps that bound.
         curve: by bound in bytes: step in ms, peak in bytes, number of units kept; empty where it
             was not asked for.
@@ -58,7 +55,6 @@ class KeepReport(Report):
         size_hints: what sizes that depend on data were taken as; empty: there are none.
         machine: what times are for, and how many ranks a node is taken to have.
         seconds: what choosing took; ``model_seconds`` of it went into the model of the graph.
-        model_seconds: see ``seconds``.
     """
 
     derived = ("rewrite",)
@@ -116,20 +112,8 @@ class KeepReport(Report):
         if kept:
             less = "be too little" if self.less_ms is None else f"cost {self.less_ms:.2f} ms"
             lines.append(f"  one GiB less would {less}")
-        rows = [("unit", "", "held", "again, ms", "saves, ms", "parameters")]
-        rows += [
-            (
-                u.name,
-                "kept" if u.kept else "gathered again" if u.parameters else "computed again",
-                size_text(u.nbytes),
-                f"{u.gather_ms:.3f}",
-                f"{u.saved_ms:.3f}",
-                str(u.parameters),
-            )
-            for u in self.units
-            if u.kept or not u.part
-        ]
-        lines += [f"  {line}" for line in aligned(rows, right=(2, 3, 4, 5))] if self.units else []
+        shown = [u for u in self.units if u.kept or not u.part]
+        lines += [f"  {line}" for line in table(_UNIT, shown, right=(2, 3, 4, 5)) if self.units]
         if self.unread:
             lines.append(f"  backward reads nothing of {', '.join(self.unread)}")
         if self.size_hints:
@@ -137,3 +121,13 @@ class KeepReport(Report):
         if self.warning:
             lines.append(f"  {self.warning}")
         return "".join(f"{line}\n" for line in lines)
+
+
+_UNIT: dict[str, Callable[[KeptUnit], object]] = {
+    "unit": lambda u: u.name,
+    "": lambda u: "kept" if u.kept else "gathered again" if u.parameters else "computed again",
+    "held": lambda u: size_text(u.nbytes),
+    "again, ms": lambda u: f"{u.gather_ms:.3f}",
+    "saves, ms": lambda u: f"{u.saved_ms:.3f}",
+    "parameters": lambda u: u.parameters,
+}

@@ -35,17 +35,10 @@ class RewriteReport(Report):
 
 @dataclass(frozen=True)
 class CombinedUses:
-    """One parameter, or several that are gathered as one. Pairs are before and after.
-
-    Args:
-        fqns: their names.
-        gathers: number of all-gathers.
-        reductions: number of gradients that are reduced on their own.
-        added_dtype: in which the gradients of the uses are added now, such as ``"bfloat16"``; None
-            where there was nothing to add.
-        saved_bytes: what a rank no longer sends and receives, counted per collective as its larger
-            side.
-    """
+    """One parameter, or several that are gathered as one: the numbers of its all-gathers, and of
+    gradients that are reduced on their own, before and after. ``added_dtype`` is where the
+    gradients of the uses are added now, None where there was nothing to add; ``saved_bytes`` what a
+    rank no longer sends and receives, counted per collective as its larger side."""
 
     fqns: tuple[str, ...]
     gathers: tuple[int, int]
@@ -56,14 +49,10 @@ class CombinedUses:
 
 @dataclass(frozen=True)
 class CombineReport(RewriteReport):
-    """The result of :class:`.CombineUses` on one graph.
-
-    Args:
-        combined: the parameters with fewer collectives than before.
-        left: parameters whose uses are still gathered or reduced on their own. Where it is the
-            reductions, their gradients are not eager FSDP2's bit for bit.
-        peak_bytes: estimated peak of live bytes before and after; None where no bound was given.
-    """
+    """The result of :class:`.CombineUses` on one graph: parameters with fewer collectives than
+    before; parameters whose uses are still gathered or reduced on their own (where it is the
+    reductions, their gradients are not eager FSDP2's bit for bit); and the estimated peak of live
+    bytes before and after, None where no bound was given."""
 
     rewrite = "combine uses"
     heading = "uses combined"
@@ -89,12 +78,8 @@ class CombineReport(RewriteReport):
 
 @dataclass(frozen=True)
 class AmaxReport(RewriteReport):
-    """The result of :class:`.MergeAmax` on one graph.
-
-    Args:
-        merged: the number of all-reduces that became one, for each one.
-        left: those that are in none, with the parameters whose gathers wait for them.
-    """
+    """The result of :class:`.MergeAmax` on one graph: the number of all-reduces that became one,
+    for each one, and those that are in none, with the parameters whose gathers wait for them."""
 
     rewrite = heading = "largest values merged"
     merged: tuple[int, ...] = ()
@@ -106,12 +91,8 @@ class AmaxReport(RewriteReport):
 
 @dataclass(frozen=True)
 class ReducedShard:
-    """A gradient that is now scattered over the shards before it is reduced over the replicas.
-
-    Args:
-        fqns: the parameters.
-        replica_bytes: of the all-reduce's input, before and after.
-    """
+    """A gradient that is now scattered over the shards before it is reduced over the replicas;
+    ``replica_bytes`` are of the all-reduce's input, before and after."""
 
     fqns: tuple[str, ...]
     replica_bytes: tuple[int, int]
@@ -119,12 +100,8 @@ class ReducedShard:
 
 @dataclass(frozen=True)
 class ScatterReport(RewriteReport):
-    """The result of :class:`.ReduceScatterFirst` on one graph.
-
-    Args:
-        swapped: in graph order.
-        left: all-reduces that are followed by a reduce-scatter still.
-    """
+    """The result of :class:`.ReduceScatterFirst` on one graph: the gradients that are swapped, in
+    graph order, and all-reduces that are followed by a reduce-scatter still."""
 
     derived = ("rewrite", "replica_bytes")
     rewrite = heading = "reduce-scatter first"
@@ -146,13 +123,9 @@ class ScatterReport(RewriteReport):
 
 @dataclass(frozen=True)
 class Resharded:
-    """A gather whose result is sharded over a smaller group after forward.
-
-    Args:
-        fqns: the parameters.
-        ranks: that share them otherwise, and that forward gathers from.
-        saved_bytes: what this rank keeps from forward to backward.
-    """
+    """A gather whose result is sharded over a smaller group after forward: the parameters, the
+    number of ranks that forward gathers them from, and what this rank keeps from forward to
+    backward."""
 
     fqns: tuple[str, ...]
     ranks: int
@@ -161,13 +134,8 @@ class Resharded:
 
 @dataclass(frozen=True)
 class ReshardReport(RewriteReport):
-    """The result of :class:`.ReshardAfterForward` with ``to=`` on one graph.
-
-    Args:
-        ranks: in the smaller group.
-        resharded: in graph order.
-        left: gathered again over their own group.
-    """
+    """The result of :class:`.ReshardAfterForward` with ``to=`` on one graph: the size of the
+    smaller group, what is gathered there, and what is gathered again over its own group."""
 
     rewrite = heading = "reshard after forward"
     ranks: int
@@ -183,14 +151,9 @@ class ReshardReport(RewriteReport):
 
 @dataclass(frozen=True)
 class AddedByUnit:
-    """An activation whose gradients are added unit by unit.
-
-    Args:
-        node: name of the node that makes it.
-        module: FQN of the module that it is made in; None where that is not known.
-        sums: of units, that are added to what came before where autograd would have added use by
-            use.
-    """
+    """An activation whose gradients are added unit by unit: the node that makes it, the FQN of the
+    module around that where it is known, and the number of sums of units that are added to what
+    came before where autograd would have added use by use."""
 
     node: str
     module: str | None
@@ -199,12 +162,8 @@ class AddedByUnit:
 
 @dataclass(frozen=True)
 class AddReport(RewriteReport):
-    """The result of :class:`.AddByUnit` on one graph.
-
-    Args:
-        added: in the order of backward. Activations whose gradients are added in the same order
-            either way are not among them.
-    """
+    """The result of :class:`.AddByUnit` on one graph, in the order of backward. Activations whose
+    gradients are added in the same order either way are not among them."""
 
     rewrite = heading = "added by unit"
     added: tuple[AddedByUnit, ...] = ()

@@ -7,20 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .base import Report
-from .caps import CapsReport, NamedCaps
+from .caps import CapsReport
 from .text import aligned
 
 
 @dataclass(frozen=True)
 class PolicyReport:
-    """What one policy says of the order that was taken.
-
-    Args:
-        policy: its ``repr``.
-        figures: its bound and what was reached, by name, for JSON.
-        text: the same in a few words, for a line of the report's text; empty: no line.
-        warning: by how much the bound is missed and what stands in the way; empty: it is kept.
-    """
+    """What one policy, by its ``repr``, says of the order that was taken: its bound and what was
+    reached by name, for JSON, and in a few words for a line of the text (empty: no line); and by
+    how much the bound is missed and what stands in the way (empty: it is kept)."""
 
     policy: str
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -30,36 +25,31 @@ class PolicyReport:
 
 @dataclass(frozen=True)
 class ScheduleReport(Report):
-    """What :func:`.schedule` reached. Pairs are before and after; times are the cost
-    model's, in milliseconds.
+    """What :func:`.schedule` reached. Pairs are before and after; times are the cost model's, in
+    milliseconds; ``peak_bytes`` are estimates of live bytes.
 
     Args:
         policies: what was asked for.
         machine: what times are for, and how many ranks a node is taken to have.
-        step_ms: time of the graph.
         bound_ms: what no order can beat: the largest of longest path, compute, busiest group.
-        compute_ms: time that the compute stream is busy.
-        exposed_ms: time that it waits for communication.
-        peak_bytes: estimated peak of live bytes.
+        exposed_ms: time that the compute stream waits for communication.
         reference_bytes: the peak that ratios refer to.
         longest_run: most compute nodes between two reduce-scatters.
         bounds: what each policy says of it.
         misses: by how much bounds are missed, as parts of them added up; 0: all are kept.
-        chosen: which of the orders tried was taken.
-        alternatives: all of them: name, step in ms, peak in bytes.
+        chosen: which of the orders tried, ``alternatives`` (name, ms, bytes), was taken.
         caps: how the byte caps of the graph's buckets were chosen, where that was part of it.
         notes: what was asked for and does not apply to this graph, or is no more than a guess.
         warnings: the bounds that are not kept, or why the graph kept its order.
         order: the movable nodes' names, in the new order.
-        bounds_cost_ms: by how much an order of the same graph without any bound would be faster; 0
-            where no policy bounds anything.
+        bounds_cost_ms: by how much an order of the same graph without any bound would be faster.
         rank_order_ms: by how much the step would be shorter with rings, in this order, where
             gradients are added in the order of the ranks; None: none are.
         size_hints: what sizes that depend on data were taken as; empty: there are none.
         seconds: what it took.
     """
 
-    derived = ("limit_bytes", "max_run", "forced_run", "caps_mb")
+    derived = ("limit_bytes",)
     policies: tuple[str, ...] = ()
     machine: str = ""
     step_ms: tuple[float, float] = (0.0, 0.0)
@@ -91,22 +81,6 @@ class ScheduleReport(Report):
         """The bound of ``PeakMemory``; None where there was none."""
         return self.figure("limit_bytes")
 
-    @property
-    def max_run(self) -> int | None:
-        """The bound of ``CapComputeRun``; None where there was none."""
-        return self.figure("max_run")
-
-    @property
-    def forced_run(self) -> int:
-        """What dependencies force some run to be at least, in any order; 0 without
-        ``CapComputeRun``."""
-        return self.figure("forced_run") or 0
-
-    @property
-    def caps_mb(self) -> NamedCaps:
-        """As of :class:`.CapsReport`; empty where no caps were chosen."""
-        return () if self.caps is None else self.caps.caps_mb
-
     def to_text(self) -> str:
         """A few lines."""
 
@@ -116,8 +90,8 @@ class ScheduleReport(Report):
         gib = 2**30
         peak = f"{self.reference_bytes / gib:.2f}"
         limit = "" if self.limit_bytes is None else f", bound {self.limit_bytes / gib:.2f}"
-        run = "" if self.max_run is None else f"bound {self.max_run}, dependencies force "
-        run += str(self.forced_run) if run else ""
+        most, forced = self.figure("max_run"), self.figure("forced_run")
+        run = "" if most is None else f"bound {most}, dependencies force {forced}"
         rows: list[tuple[str, ...]] = [
             ("", "before", "after", ""),
             ("step, ms", *two(self.step_ms), f"lower bound {self.bound_ms:.2f}, {self.chosen}"),
@@ -130,7 +104,7 @@ class ScheduleReport(Report):
         if self.rank_order_ms is not None:
             text = "what all-to-alls and their sums take longer than rings"
             rows.append(("sums in rank order, ms", "", f"{self.rank_order_ms:.2f}", text))
-        if self.caps is not None and self.caps_mb:
+        if self.caps is not None and self.caps.caps_mb:
             rows.append(("byte cap, MiB", "", "", self.caps.to_text()))
         rows += [(bound.policy, "", "", bound.text) for bound in self.bounds if bound.text]
         notes = [f"times are for: {self.machine}"] if self.machine else []

@@ -11,21 +11,12 @@ from .text import change, size_text
 
 @dataclass(frozen=True)
 class StageReport(Report):
-    """What a stage does and holds in one step, on one rank.
-
-    Args:
-        stage: its number in the pipeline.
-        compiled: of the graphs that gather and reduce, each of which is there once.
-        gathers: how often a step gathers its parameters.
-        reductions: how often it reduces its gradients.
-        under_way: the most microbatches between forward and backward.
-        gathered_bytes: its whole parameters.
-        gradient_bytes: their gradients, summed over microbatches.
-        saved_bytes: of each microbatch under way.
-        peak_bytes: the most of all these at a time, with what the graph that runs then makes;
-            shards and the optimizer's state are beside it.
-        rank_peak_bytes: of all stages of the rank together.
-    """
+    """What a stage of a pipeline does and holds in one step, on one rank: how often it gathers
+    its parameters and reduces its gradients; the most microbatches between forward and backward
+    (``under_way``), of ``saved_bytes`` each; its whole parameters, and their gradients, summed
+    over microbatches; the most of all these at a time, with what the graph that runs then makes,
+    of the stage and of all stages of the rank together (shards and the optimizer's state are
+    beside it)."""
 
     stage: int
     compiled: CompileReport

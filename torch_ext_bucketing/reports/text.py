@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 KIND_NAMES = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
 
@@ -12,10 +13,6 @@ def change(before: Mapping[str, int], after: Mapping[str, int]) -> str:
     if not kinds:
         return "no collectives"
     return ", ".join(f"{k} {before.get(k, 0)} -> {after.get(k, 0)}" for k in kinds)
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def size_text(nbytes: int) -> str:
@@ -39,6 +36,14 @@ def sizes_text(*sizes: int) -> list[str]:
         if len(set(texts)) == len(set(sizes)):
             return texts
     return [f"{size} B" for size in sizes]
+
+
+def table(
+    columns: Mapping[str, Callable[[Any], object]], items: Iterable[Any], right: Sequence[int] = ()
+) -> list[str]:
+    """Aligned lines: the columns' names, and a row of their cells for each item."""
+    rows = [[str(cell(item)) for cell in columns.values()] for item in items]
+    return aligned([list(columns), *rows], right)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:

@@ -33,23 +33,14 @@
         for eager, ours in run_ranks(digests, 4, timeout_s=240):
             assert ours == eager
 
-The modules:
-
-ring       a process group over gloo that adds in the order of NCCL's rings, and ranks in it
-sums       these additions, as functions of tensors
-gloo       gloo without two faults of torch's
-training   a training loop, digests of weights, and counts of collectives
-payloads   what lies where in the buffers of collectives, eager's and compiled ones   (no torch)
-rounding   Inductor kernels that round as eager's
-untouched  that torch is as it was installed
-ranks      processes that never outlive the run   (no torch)
-text       real text as tokens
-model      a LLaMA-style decoder
-demo/      the main job of the README: eager FSDP2 and ours side by side
+The ranks are processes that never outlive the run (``ranks``), in a process group over gloo that
+adds in the order of NCCL's rings (``ring``; ``sums`` has these additions as functions of tensors).
+``payloads`` are compared byte by byte, ``rounding`` makes Inductor's kernels round as eager's, and
+``untouched`` sees that torch is as it was installed.
 
 :func:`compare` does all of the above for a model that a function returns, and says why weights
-differ: ``compare_cli`` (the command, no torch), ``comparison`` (the result, no torch), ``trial``
-(the ways to train a model) and ``experiments`` (what is looked for).
+differ: ``comparison`` is its result, ``trial`` the ways to train a model, and ``experiments`` what
+is looked for.
 """
 
 from __future__ import annotations

@@ -56,11 +56,10 @@ def compare(
     Args:
         build: returns the model and its inputs, see :class:`.Options`.
         progress: gets a line of text for each thing that is done next.
-        options: the other fields of :class:`.Options`.
+        options: the other fields of :class:`.Options`, and its errors.
 
     Raises:
         TargetError: ``build`` is not found or raises, or its result can't be trained.
-        ValueError: as of :class:`.Options`.
         RankError: a rank failed or was too slow.
     """
     return _compare(Options(build, **options), progress)

@@ -23,9 +23,8 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True)
 class Options:
-    """What is compared, and how; what is not told below, the options' texts say.
-
-    Functions travel to the ranks by name: they have to be importable there.
+    """What is compared, and how; what is not told below, the options' texts say. Functions travel
+    to the ranks by name: they have to be importable there.
 
     Args:
         build: a function, or ``"module:function"``. Every rank calls it, seeded by the rank. It
@@ -41,8 +40,8 @@ class Options:
         nodes: reductions add in the order of NCCL's rings over them.
         replicas: divides ``ranks``; with more than 1 the mesh has the replicas first.
         steps: of AdamW. Random numbers of a step (dropout) are the same both ways.
-        param_dtype: as of FSDP2's ``MixedPrecisionPolicy``, or its name; None: each parameter's.
-        reduce_dtype: the same.
+        param_dtype: as of FSDP2's ``MixedPrecisionPolicy``, or its name, like ``reduce_dtype``;
+            None: each parameter's.
 
     Raises:
         ValueError: a value is out of range; the message starts with the option's name.
@@ -83,34 +82,12 @@ class Options:
                 )
 
 
-CauseName = Literal[
-    "nondeterminism",
-    "Dynamo",
-    "decompositions",
-    "Inductor",
-    "activations",
-    "no collective",
-    "uses",
-    "hybrid order",
-    "rank order",
-    "units",
-    "payload order",
-    "unknown",
-]
-
-
 @dataclass(frozen=True)
 class Cause:
-    """One thing that, switched alone, changes gradients.
+    """One thing that, switched alone, changes the gradients of ``parameters``, the first in
+    backward first: its name in a word or two, what was seen, and what to change."""
 
-    Args:
-        name: what it is, in a word or two.
-        parameters: whose gradients it changes, the first in backward first.
-        found: what was seen.
-        advice: what to change.
-    """
-
-    name: CauseName
+    name: str
     parameters: tuple[str, ...]
     found: str
     advice: str
@@ -118,10 +95,10 @@ class Cause:
 
 @dataclass(frozen=True)
 class Comparison(Report):
-    """A model trained by eager FSDP2, and compiled.
+    """A model trained by eager FSDP2, and compiled: whether all weights are the same bits after
+    every step, on every rank.
 
     Args:
-        equal: whether all weights are the same bits after every step, on every rank.
         steps: that were asked for.
         first_step: the first step after which weights differ, from 1; None where none does.
         parameters: those with another gradient in that step, the first in backward first.

@@ -30,19 +30,14 @@ from ..passes.bucketing import BucketUnits
 from ..reports.rewrites import CombineReport, RewriteReport, ScatterReport
 from ..rewrites.combine_uses import CombineUses
 from ..rewrites.reduce_scatter_first import ReduceScatterFirst
-from .comparison import Cause, CauseName, Comparison, Options
+from .comparison import Cause, Comparison, Options
 from .payloads import bucket_payloads, fsdp_payloads, layout_differences
 from .ranks import Rank
-from .rounding import eager_rounding
 from .trial import Hashes, Passes, Run, Trial, hash_of, state_of, unlike, wrap
 
 
 def compare_on_rank(rank: Rank, options: Options) -> Comparison:
-    """The comparison, on the ranks of the default group; each of them calls this.
-
-    Raises:
-        TargetError: as of :class:`.Trial`.
-    """
+    """The comparison, on the ranks of the default group; each of them calls this."""
     trial, steps = Trial(rank, options), options.steps
     inputs = trial.from_all(hash_of(trial.batch(0)))
     notes: dict[str, None] = {}
@@ -98,8 +93,12 @@ class _Search:
     def causes(self) -> Iterator[Cause]:
         """Do all experiments; every rank finds the same."""
         trial = self.trial
-        if names := self._once_more():
-            yield Cause("nondeterminism", names, *_WORDS["nondeterminism"])
+        trial.say("eager FSDP2 once more")
+        model = trial.wrapped()
+        trial.train(model, model, self.step)
+        trial.state = state_of(model)
+        if names := trial.differing(self.eager, trial.gradients(model, model, self.step)):
+            yield _cause("nondeterminism", names)
             return
         size = trial.rank.world_size
         mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("all", "one"))
@@ -117,22 +116,13 @@ class _Search:
             trial.say("all ranks: aot_eager")
             names = self.take(trial.passes)
             if names and "Inductor" not in [cause.name for cause in found]:
-                found.append(Cause("Inductor", names, *_WORDS["Inductor"]))
+                found.append(_cause("Inductor", names))
         for on_all in _ON_ALL_RANKS:
             found += on_all(self)
         yield from found
         left = self.ordered(trial.differing(self.eager, self.ours))
         if left and len(found) == self.mended:
-            yield Cause("unknown", left, *_WORDS["unknown"])
-
-    def _once_more(self) -> tuple[str, ...]:
-        """What differs between two runs of eager FSDP2; keeps the weights before the last step."""
-        trial = self.trial
-        trial.say("eager FSDP2 once more")
-        model = trial.wrapped()
-        trial.train(model, model, self.step)
-        trial.state = state_of(model)
-        return trial.differing(self.eager, trial.gradients(model, model, self.step))
+            yield _cause("unknown", left)
 
     def _backward_order(self) -> list[str]:
         model, order = self.trial.plain(), dict[str, None]()
@@ -177,14 +167,12 @@ _WAYS: dict[str, Callable[[nn.Module], Run]] = {
 """How far a model goes through the compiler."""
 
 
-def _traced(name: CauseName, before: str, after: str, search: _Search) -> Iterator[Cause]:
-    names = search.ordered(unlike(search.on_one(before), search.on_one(after)))
-    if names:
+def _traced(name: str, before: str, after: str, search: _Search) -> Iterator[Cause]:
+    if names := search.ordered(unlike(search.on_one(before), search.on_one(after))):
         search.trial.say(f"one rank: the first module that {after} changes")
         module = _first_module(search, (before, after))
-        found, advice = _WORDS[name]
         where = f"module {module}" if module else "no module by itself"
-        yield Cause(name, names, f"{found}. The first is {where}", advice)
+        yield _cause(name, names, f". The first is {where}")
 
 
 def _inductor(search: _Search) -> Iterator[Cause]:
@@ -194,15 +182,8 @@ def _inductor(search: _Search) -> Iterator[Cause]:
     if names := search.ordered(unlike(before, search.on_one("Inductor"))):
         with inductor_config.patch(emulate_precision_casts=True):
             left = unlike(before, search.on_one("Inductor", again=True))
-        found, advice = _WORDS["Inductor"]
-        found += f". With emulate_precision_casts {len(left)} of these {len(names)} still differ"
-        if left:
-            with eager_rounding():
-                last = unlike(before, search.on_one("Inductor", again=True))
-            found += (
-                f", and {len(last)} with eager's kernel for the gradients of embeddings as well"
-            )
-        yield Cause("Inductor", names, found, advice)
+        more = f". With emulate_precision_casts {len(left)} of these {len(names)} still differ"
+        yield _cause("Inductor", names, more)
 
 
 def _activations(search: _Search) -> Iterator[Cause]:
@@ -218,61 +199,37 @@ def _activations(search: _Search) -> Iterator[Cause]:
     trial.say("one rank: eager FSDP2")
     if names := changed_by(trial.units):
         alone = ["+".join(unit) for unit in trial.units if changed_by([unit])]
-        found, advice = _WORDS["activations"]
-        found += f". Units that do so alone: {format_names(alone)}" if alone else ""
-        yield Cause("activations", names, found, advice)
-
-
-# ---- the first module ---------------------------------------------------------------------------
-
-
-@dataclass
-class _Call:
-    """The first call of a module, and the first ones of those in it."""
-
-    name: str
-    module: nn.Module
-    arguments: Any = None
-    inside: list[_Call] = field(default_factory=list)
+        more = f". Units that do so alone: {format_names(alone)}" if alone else ""
+        yield _cause("activations", names, more)
 
 
 def _first_module(search: _Search, ways: tuple[str, str]) -> str:
     """The innermost module with other outputs or gradients in the second way, when it is called by
-    itself as it is called in the model; the first of several."""
-    call = _calls(search)
-    while True:
-        inner = (c for c in call.inside if len({_alone(c, way) for way in ways}) > 1)
-        found = next(inner, None)
-        if found is None:
-            return call.name
-        call = found
+    itself as it is called first in the model; the first of several."""
+    calls: dict[str, tuple[nn.Module, Any]] = {}
 
+    def note(name: str, module: nn.Module, args: Any, keywords: Any) -> None:
+        if name not in calls:
+            calls[name] = module, _detached((args, keywords))
 
-def _calls(search: _Search) -> _Call:
-    """The calls of one step, as a tree."""
     model = search.trial.plain()
-    names = {module: canonical_fqn(name) for name, module in model.named_modules() if name}
-    stack = [_Call("", model)]
-    seen: set[nn.Module] = set()
-
-    def enter(module: nn.Module, args: Any, keywords: Any) -> None:
-        call = _Call(names[module], module, _detached((args, keywords)))
-        if module not in seen:
-            seen.add(module)
-            stack[-1].inside.append(call)
-        stack.append(call)
-
-    def leave(*_: Any) -> None:
-        stack.pop()
-
-    handles = []
-    for module in names:
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave))
+    handles = [
+        module.register_forward_pre_hook(partial(note, canonical_fqn(name)), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name
+    ]
     search.trial.backward(model, search.step)
     for handle in handles:
         handle.remove()
-    return stack[0]
+    found, inside = "", list(calls)
+    while inside:
+        outermost = [c for c in inside if not any(c.startswith(f"{other}.") for other in inside)]
+        differs = (c for c in outermost if len({_alone(c, *calls[c], way) for way in ways}) > 1)
+        found, before = next(differs, ""), found
+        if not found:
+            return before
+        inside = [c for c in inside if c.startswith(f"{found}.")]
+    return found
 
 
 def _detached(tree: Any) -> Any:
@@ -282,23 +239,23 @@ def _detached(tree: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, detach, tree)
 
 
-def _alone(call: _Call, way: str) -> str:
+def _alone(name: str, module: nn.Module, arguments: Any, way: str) -> str:
     """A hash of a module's outputs and gradients; empty where it can't be called by itself."""
     torch.compiler.reset()
-    args, keywords = given = _detached(call.arguments)
-    call.module.zero_grad()
+    args, keywords = given = _detached(arguments)
+    module.zero_grad()
     torch.manual_seed(0)
     try:
-        outputs = pytree.tree_leaves(_WAYS[way](call.module)(*args, **keywords))
+        outputs = pytree.tree_leaves(_WAYS[way](module)(*args, **keywords))
         outputs = [x for x in outputs if isinstance(x, torch.Tensor)]
         torch.manual_seed(0)
         for output in (x for x in outputs if x.requires_grad):
             output.backward(torch.randn_like(output), retain_graph=True)
     except Exception as error:
-        warnings.warn(f"{call.name} can't be called by itself: {error}", stacklevel=2)
+        warnings.warn(f"{name} can't be called by itself: {error}", stacklevel=2)
         return ""
     leaves = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
-    return hash_of([outputs, *(x.grad for x in (*leaves, *call.module.parameters()))])
+    return hash_of([outputs, *(x.grad for x in (*leaves, *module.parameters()))])
 
 
 # ---- experiments on all ranks -------------------------------------------------------------------
@@ -308,26 +265,26 @@ def _no_collective(search: _Search) -> Iterator[Cause]:
     named = search.model.named_parameters()
     trained = [(canonical_fqn(name), p) for name, p in named if p.requires_grad]
     if plain := [name for name, p in trained if not isinstance(p, DTensor)]:
-        yield Cause("no collective", search.ordered(plain), *_WORDS["no collective"])
+        yield _cause("no collective", search.ordered(plain))
 
 
 def _rewritten(
-    name: CauseName, rewrite: Callable[[], GraphPass], kind: type[RewriteReport], search: _Search
+    name: str, rewrite: type[GraphPass], kind: type[RewriteReport], search: _Search
 ) -> Iterator[Cause]:
     """Whether a rewrite is missing, or left alone some of what it is for."""
     if kind is ScatterReport and search.trial.options.replicas == 1:
         return
-    passes, new = search.passes, rewrite()
-    found, advice = _WORDS[name]
-    if not any(p.name == new.name for p in passes(search.model)):
-        search.trial.say(f"all ranks: with {new}")
+    passes = search.passes
+    if not any(p.name == rewrite.__name__ for p in passes(search.model)):
+        search.trial.say(f"all ranks: with {rewrite.__name__}()")
         if names := search.take(lambda model: [rewrite(), *passes(model)]):
-            yield Cause(name, names, found, advice)
+            yield _cause(name, names)
     rewrites = [r for report in search.compiler.reports for r in report.rewrites]
     if left := [x for r in rewrites if isinstance(r, kind) for x in r.left]:
         why = "; ".join(f"{format_names(x.fqns)}: {x.reason}" for x in left)
         names = search.ordered([fqn for x in left for fqn in x.fqns])
-        yield Cause(name, names, f"{found}. {new} left alone {why}", "see its reasons")
+        said = f". {rewrite.__name__}() left alone {why}"
+        yield _cause(name, names, said, "see its reasons")
 
 
 def _rank_order(search: _Search) -> Iterator[Cause]:
@@ -335,7 +292,7 @@ def _rank_order(search: _Search) -> Iterator[Cause]:
     if any(_gives(p, RankOrder) for p in passes(search.model)):
         search.trial.say("all ranks: reductions over rings")
         if names := search.take(lambda m: [p for p in passes(m) if not _gives(p, RankOrder)]):
-            yield Cause("rank order", names, *_WORDS["rank order"])
+            yield _cause("rank order", names)
 
 
 def _payloads(search: _Search) -> Iterator[Cause]:
@@ -355,14 +312,13 @@ def _payloads(search: _Search) -> Iterator[Cause]:
 
     search.trial.say("all ranks: with eager FSDP2's payloads")
     if names := search.take(with_eagers):
-        name: CauseName = "payload order" if same_units else "units"
-        found, advice = _WORDS[name]
         more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-        yield Cause(name, names, f"{found}: {'; '.join(differences[:3])}{more}", advice)
+        said = f": {'; '.join(differences[:3])}{more}"
+        yield _cause("payload order" if same_units else "units", names, said)
 
 
 def _gives(graph_pass: GraphPass, *facts: type) -> bool:
-    return any(isinstance(fact, facts) for fact in getattr(graph_pass, "gives", ()))
+    return any(isinstance(fact, facts) for fact in graph_pass.gives)
 
 
 def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:
@@ -394,7 +350,7 @@ def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:
 
 
 _Experiment = Callable[[_Search], Iterator[Cause]]
-_ON_ONE_RANK: dict[CauseName, _Experiment] = {
+_ON_ONE_RANK: dict[str, _Experiment] = {
     "Dynamo": partial(_traced, "Dynamo", "eager", "Dynamo"),
     "decompositions": partial(_traced, "decompositions", "Dynamo", "AOTAutograd"),
     "Inductor": _inductor,
@@ -408,7 +364,13 @@ _ON_ALL_RANKS: Sequence[_Experiment] = (
     _payloads,
 )
 
-_WORDS: dict[CauseName, tuple[str, str]] = {
+
+def _cause(name: str, names: tuple[str, ...], more: str = "", advice: str = "") -> Cause:
+    """A cause in the words of ``_WORDS``, with ``more`` behind what is found."""
+    return Cause(name, names, _WORDS[name][0] + more, advice or _WORDS[name][1])
+
+
+_WORDS: dict[str, tuple[str, str]] = {
     "nondeterminism": (
         "eager FSDP2, trained twice from the same weights and inputs, differs from itself",
         "seed what is random in the model and in its inputs by step and rank (torch's generator "

@@ -5,18 +5,16 @@ Both end a rank with SIGABRT. Seen with torch 2.13.0 alone and, in ring groups, 
 *Two threads, one string.* A ``ProcessGroupGloo`` has two threads, and each, when its operation is
 done, writes the operation's name to one ``std::string`` of the group and takes no lock
 (``lastCompletedWorkName`` in ``runLoop`` of ``ProcessGroupGloo.cpp``). Two that end at once free
-the string twice, and another small object is overwritten: ``malloc(): unaligned tcache chunk
-detected``, or a segmentation fault. Seen with plain gloo in one of three runs of two ranks for 15
-seconds, with eight all-reduces and eight coalesced all-gathers of four floats in flight. So a group
-of :func:`make_gloo` has one thread. It does one operation at a time, in the order of the calls, as
-a communication stream of a GPU does.
+the string twice: ``malloc(): unaligned tcache chunk detected``, or a segmentation fault, in one of
+three runs of two ranks for 15 seconds. So a group of :func:`make_gloo` has one thread. It does one
+operation at a time, in the order of the calls, as a communication stream of a GPU does.
 
 *The interpreter is gone.* Gloo's thread lets go of an operation's tensors after ``wait`` has
-returned. To let go of one that Python has seen it needs the interpreter's lock; asked for in a
-process that has begun to end, that ends the thread, in a place where C++ allows no such thing:
-``terminate called without an active exception``, in about one of 200 processes that end right after
-a collective. So what :meth:`~InFlight.run` gave the thread last is waited for when Python ends;
-what was given earlier is done by then, as there is one thread.
+returned, and needs the interpreter's lock for one that Python has seen. Asked for in a process that
+has begun to end, that ends the thread where C++ allows no such thing: ``terminate called without an
+active exception``, in about one of 200 processes that end right after a collective. So what
+:meth:`~InFlight.run` gave the thread last is waited for when Python ends; what was given earlier is
+done by then, as there is one thread.
 """
 
 from __future__ import annotations
@@ -24,11 +22,12 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 _P = ParamSpec("_P")
@@ -64,9 +63,9 @@ class InFlight:
 
     def run(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """``call(*args, **kwargs)``, a gloo operation on the tensors among the arguments."""
-        self._tensors = [
-            (weakref.ref(x), x._use_count()) for x in _tensors_of([*args, *kwargs.values()])
-        ]
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = (x for x in leaves if isinstance(x, Tensor))
+        self._tensors = [(weakref.ref(x), x._use_count()) for x in tensors]
         return call(*args, **kwargs)
 
     def is_done(self) -> bool:
@@ -78,14 +77,6 @@ class InFlight:
 
 
 _all_in_flight: weakref.WeakSet[InFlight] = weakref.WeakSet()
-
-
-def _tensors_of(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_of(item)
 
 
 @atexit.register

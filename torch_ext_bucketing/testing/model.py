@@ -1,13 +1,13 @@
-"""A LLaMA-style decoder, small enough for CPU ranks and shaped like the real ones.
+"""A LLaMA-style decoder, small enough for CPU ranks and shaped like the real ones: RMSNorm, rotary
+embedding, grouped-query attention and SwiGLU.
 
-RMSNorm, rotary embedding, grouped-query attention and SwiGLU. Two modules own a
-parameter *and* have children, which is where naive parameter orders go wrong:
-:class:`Attention` (a learnable logit scale per query head) and :class:`Block` (a
-layer scale per branch).
+Two modules own a parameter *and* have children, which is where naive parameter orders go wrong:
+:class:`Attention` (a learnable logit scale per query head) and :class:`Block` (a layer scale per
+branch).
 
-Every operator used here lowers to the same ATen calls, in the same order, whether
-autograd runs it or AOTAutograd traces it, so that ``torch.compile`` with a backend
-that only replays the graph gives eager's bits. That is why RMSNorm is written out.
+Every operator used here lowers to the same ATen calls, in the same order, whether autograd runs it
+or AOTAutograd traces it, so that ``torch.compile`` with a backend that only replays the graph gives
+eager's bits. That is why RMSNorm is written out.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a :class:`Transformer`. All are counts of elements.
-
-    Raises:
-        ValueError: a size is not positive, or sizes do not divide one another.
-    """
+    """Sizes of a :class:`Transformer`: ``hidden`` is the inner width of the SwiGLU MLP,
+    ``layer_scale`` the initial value of each block's two layer scales. All are counts of
+    elements."""
 
     vocab: int = 256
     dim: int = 128
@@ -34,25 +32,10 @@ class ModelConfig:
     heads: int = 4
     kv_heads: int = 2
     hidden: int = 384
-    """Inner width of the SwiGLU MLP."""
     max_seq: int = 64
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     layer_scale: float = 0.5
-    """Initial value of each block's two layer scales."""
-
-    def __post_init__(self) -> None:
-        for name in ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "max_seq"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.dim % self.heads:
-            raise ValueError(f"dim {self.dim} is not divisible by heads {self.heads}")
-        if self.head_dim % 2:
-            raise ValueError(
-                f"rotary embedding rotates pairs: dim / heads must be even, got {self.head_dim}"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
 
     @property
     def head_dim(self) -> int:
@@ -164,25 +147,17 @@ class Transformer(nn.Module):
         cos, sin = rotary_tables(config.max_seq, config.head_dim, config.rope_theta)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
-        self.reset_parameters(seed)
-        for parameter in self.parameters():
-            parameter.data = parameter.data.to(dtype)
-
-    @torch.no_grad()
-    def reset_parameters(self, seed: int) -> None:
-        """Draw every weight anew, in ``named_parameters()`` order, from ``seed``."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
-            owner = name.rpartition(".")[2]
-            if owner.endswith("_gamma"):
-                parameter.fill_(self.config.layer_scale)
-            elif parameter.dim() == 1:
-                parameter.fill_(1.0)
-            elif name == "embed.weight":
-                parameter.normal_(0.0, 1.0, generator=generator)
+            drawn = parameter.data
+            if name.endswith("_gamma"):
+                drawn.fill_(config.layer_scale)
+            elif drawn.dim() == 1:
+                drawn.fill_(1.0)
             else:
-                deviation = 1.0 / math.sqrt(parameter.shape[1])
-                parameter.normal_(0.0, deviation, generator=generator)
+                deviation = 1.0 if name == "embed.weight" else 1.0 / math.sqrt(drawn.shape[1])
+                drawn.normal_(0.0, deviation, generator=generator)
+            parameter.data = drawn.to(dtype)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         seq = tokens.shape[1]

@@ -48,18 +48,15 @@ def fsdp_payloads(
 ) -> list[Payload]:
     """What eager FSDP2's collectives carry, from its param groups.
 
-    In a rank's part of the buffer each parameter takes the rows of its shard, padded to the
-    first rank's, one parameter after the other (``foreach_all_gather``'s copy-in and the
-    ``chunk_cat`` of ``foreach_reduce``); frozen ones are gathered only. HSDP all-reduces the
-    reduce-scatter's output as it is.
+    In a rank's part of the buffer each parameter takes the rows of its shard, padded to the first
+    rank's, one parameter after the other (``foreach_all_gather``'s copy-in and the ``chunk_cat`` of
+    ``foreach_reduce``); frozen ones are gathered only. HSDP all-reduces the reduce-scatter's output
+    as it is.
 
     Args:
         model: after ``fully_shard``.
         order: of its param groups.
-        shards: ranks that share a parameter.
-        param_dtype: of gathers.
-        reduce_dtype: of reductions.
-        replicas: groups of such ranks.
+        shards: ranks that share a parameter, in ``replicas`` groups.
         gathered: of parameters with gathers of their own, the bytes of each tensor on a rank.
     """
     from ..fqns import canonical_fqn
@@ -97,10 +94,8 @@ def bucket_payloads(buckets: Iterable[BucketReport]) -> list[Payload]:
 
 def layout_differences(eager: Sequence[Payload], run: Sequence[Payload]) -> list[str]:
     """Where the collectives of ``run`` carry other bytes, or in other places, than eager FSDP2's.
-
-    Every collective of the run must be one of eager's payloads, member by member and byte by
-    byte, and every payload of eager's with several members must occur: one alone is in no bucket.
-    """
+    Every one must be one of eager's payloads, byte by byte, and every payload of eager's with
+    several members must occur: one alone is in no bucket."""
     known: dict[tuple[str, frozenset[str]], Payload] = {
         (p.kind, frozenset(m.fqn for m in p.members)): p for p in eager
     }

@@ -1,19 +1,13 @@
 """Start ranks on this machine, and never leave one behind.
 
-:func:`run_ranks` runs one function on every rank, each in a process of its own, and
-returns what the ranks return. One rank's failure ends all of them:
+:func:`run_ranks` runs one function on every rank, each in a process of its own, and returns what
+the ranks return. One rank's failure ends all of them. A rank also ends, with whatever it started
+itself, when the process that called :func:`run_ranks` is gone, however that one ended: beside each
+rank sits a small watcher that waits for that. It is a process of its own because no thread of a
+rank can act while another one hangs with the interpreter's lock held.
 
-- a rank that raises: :class:`RankError` carries its traceback;
-- a rank that dies (signal, ``os._exit``): how it died and the end of what it printed;
-- too slow: every rank's stack, then the end of all.
-
-A rank also ends, with whatever it started itself, when the process that called
-:func:`run_ranks` is gone, however that one ended: beside each rank sits a small watcher that
-waits for that. It is a process of its own because no thread of a rank can act while another one
-hangs with the interpreter's lock held.
-
-Ranks find each other through a file in a temporary folder: no port, so that any number
-of runs can share a machine. Only the standard library is imported here.
+Ranks find each other through a file in a temporary folder: no port, so that any number of runs can
+share a machine. Only the standard library is imported here.
 
 Importing torch takes a rank seconds. A program that starts ranks more than once, a test run for
 one, calls :func:`preload` first: ranks are then forked from a server that has imported it.
@@ -26,7 +20,6 @@ import faulthandler
 import multiprocessing
 import os
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -58,12 +51,7 @@ _server: BaseContext | None = None
 
 
 class RankError(RuntimeError):
-    """A rank failed; the message names it and says how. ``rank`` is the one that failed first, as
-    far as can be told; -1 where no one rank did."""
-
-    def __init__(self, message: str, rank: int = -1) -> None:
-        super().__init__(message)
-        self.rank = rank
+    """A rank raised or died: which, as far as can be told, and how."""
 
 
 class RanksTimedOut(RankError):
@@ -72,12 +60,9 @@ class RanksTimedOut(RankError):
 
 @dataclass
 class Rank:
-    """What a rank knows about itself; the first argument of the function it runs.
-
-    Attributes:
-        store_path: path for ``torch.distributed.FileStore``, fresh for this run.
-        timeout: the run's time limit, for process groups.
-    """
+    """What a rank knows about itself, the first argument of the function it runs: ``store_path`` is
+    for a ``torch.distributed.FileStore``, fresh for this run, ``timeout`` the run's time limit, for
+    process groups."""
 
     rank: int
     world_size: int
@@ -91,17 +76,13 @@ class Rank:
 
 
 def preload(*modules: str) -> None:
-    """From now on, fork ranks from one server that has imported ``modules``.
+    """From now on, fork ranks from one server that has imported ``modules``, by their names.
 
-    Each rank is still a process of its own, and as new as what the modules leave behind. They must
-    leave no thread, or forking is not safe: imports of torch leave none, compiling does.
+    Each rank is still a process of its own. The modules must leave no thread, or forking is not
+    safe: imports of torch leave none, compiling does.
 
     The server starts with the first rank, with the environment and ``sys.path`` of this process and
     one OpenMP thread, and ends with this process. Its ranks skip ``atexit``.
-
-    Args:
-        modules: names. One that there isn't is left out without a word, as of
-            ``multiprocessing``, and ranks import it themselves.
     """
     global _server
     _server = multiprocessing.get_context("forkserver")
@@ -117,27 +98,24 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> list[T]:
-    """Run ``function(rank, *args)`` on ``world_size`` ranks and return their results by rank.
+    """Run ``function(rank, *args)`` on ``world_size`` ranks and return their results by rank. Then
+    every rank's process, and all that the ranks had started, has ended.
 
     Args:
-        function: importable by name (it travels by name, not by value); takes a
-            :class:`Rank` and ``args``, and returns something picklable.
-        world_size: number of ranks, at least 1.
+        function: importable by name (it travels by name, not by value); takes a :class:`Rank` and
+            ``args``, and returns something picklable.
         args: picklable.
         timeout_s: limit in seconds for the whole run, imports included.
         threads: OpenMP and MKL threads per rank. Ranks of :func:`preload` that have imported torch
             have one.
         environment: more environment variables for the ranks.
-        on_message: called in this process with ``(rank, message)`` for each
-            :meth:`Rank.send`. What it raises ends the ranks and reaches the caller.
+        on_message: called in this process with ``(rank, message)`` for each :meth:`Rank.send`. What
+            it raises ends the ranks and reaches the caller.
 
     Raises:
         RankError: a rank raised or died, or an import of :func:`preload` failed.
         RanksTimedOut: ``timeout_s`` passed.
         ValueError: ``world_size`` or ``timeout_s`` is not positive.
-
-    When this returns or raises, every rank's process, and all that the ranks had started,
-    has ended.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -181,20 +159,15 @@ class _Run:
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
             **environment,
         }
+        store, timeout = str(self.folder / "store"), timedelta(seconds=self.timeout_s)
         with _environment(variables):
             for rank in range(self.world_size):
                 pipe, childs_pipe = context.Pipe(duplex=False)
                 self.pipes.append(pipe)
-                me = Rank(
-                    rank,
-                    self.world_size,
-                    str(self.folder / "store"),
-                    timedelta(seconds=self.timeout_s),
-                    childs_pipe,
-                )
+                me = Rank(rank, self.world_size, store, timeout, childs_pipe)
                 process = context.Process(  # type: ignore[attr-defined]
                     target=_rank_main,
-                    args=(me, str(_log_path(self.folder, rank)), variables, function, args),
+                    args=(me, str(self._log_path(rank)), variables, function, args),
                     name=f"rank{rank}",
                     daemon=True,
                 )
@@ -230,26 +203,21 @@ class _Run:
                         self.tracebacks[rank] = payload
                     if not failed:
                         failed, until = True, min(until, time.monotonic() + _GRACE_S)
+        ranks, running = range(self.world_size), sorted(open_pipes.values())
         if len(self.results) == self.world_size:
-            return [self.results[rank] for rank in range(self.world_size)]
-        running = sorted(open_pipes.values())
-        raise self._failure(running) if failed else self._timeout(running)
-
-    def _failure(self, running: list[int]) -> RankError:
-        heard = {*self.results, *self.tracebacks, *running}
-        silent = [rank for rank in range(self.world_size) if rank not in heard]
-        if silent:
-            # A rank that died without a word comes first: its peers' tracebacks only say
-            # that a connection closed.
-            rank = silent[0]
-            self.processes[rank].join(timeout=1.0)
-            return RankError(
-                f"rank {rank} died: {_exit_text(self.processes[rank].exitcode)}"
-                f"{self._log_text(rank)}",
-                rank,
-            )
-        rank = next(iter(self.tracebacks))
-        return RankError(f"rank {rank} failed:\n{self.tracebacks[rank].rstrip()}", rank)
+            return [self.results[rank] for rank in ranks]
+        if not failed:
+            raise self._timeout(running)
+        silent = [r for r in ranks if r not in {*self.results, *self.tracebacks, *running}]
+        if not silent:
+            rank, text = next(iter(self.tracebacks.items()))
+            raise RankError(f"rank {rank} failed:\n{text.rstrip()}")
+        # A rank that died without a word comes first: its peers' tracebacks only say that a
+        # connection closed.
+        died = self.processes[silent[0]]
+        died.join(timeout=1.0)
+        how = f"{_exit_text(died.exitcode)}{self._log_text(silent[0])}"
+        raise RankError(f"rank {silent[0]} died: {how}")
 
     def _timeout(self, running: list[int]) -> RanksTimedOut:
         for rank in running:
@@ -259,38 +227,50 @@ class _Run:
         where = "".join(self._log_text(rank) for rank in running)
         ranks = ", ".join(str(rank) for rank in running)
         return RanksTimedOut(
-            f"time limit of {self.timeout_s:g} s reached; unfinished ranks: {ranks}{where}",
-            running[0] if len(running) == 1 else -1,
+            f"time limit of {self.timeout_s:g} s reached; unfinished ranks: {ranks}{where}"
         )
 
+    def _log_path(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
     def _log_text(self, rank: int) -> str:
-        try:
-            text = _log_path(self.folder, rank).read_text(errors="replace").strip()
-        except OSError:
-            text = ""
+        """The end of a rank's output; from before Python's report of a crash on, whose end is a
+        long list."""
+        path = self._log_path(rank)
+        text = path.read_text(errors="replace").strip() if path.exists() else ""
         if not text:
             return f"\n(rank {rank} printed nothing)"
-        return f"\n--- end of rank {rank}'s output ---\n{_told(text)}"
+        crash, last = text.rfind(_CRASH), len(text) - _LOG_TAIL
+        begin = max(0, last if crash < 0 else min(crash - _LOG_TAIL // 4, last))
+        return f"\n--- end of rank {rank}'s output ---\n{text[begin : begin + _LOG_TAIL]}"
 
     def end(self) -> None:
         """End every rank's process group and collect the processes."""
+        groups = [process.pid for process in self.processes if process.pid is not None]
         for process in self.processes:
             # A rank leads a session of its own from its first line on, so this also
             # ends compilers that it had started; before that line it has started nothing.
-            if process.pid is not None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            _signal_group(process.pid, signal.SIGKILL)
             process.kill()
-        groups = [process.pid for process in self.processes if process.pid is not None]
         for process in self.processes:
             process.join()
             process.close()
         # The ranks' own children are not ours to wait for, only to see vanish.
         deadline = time.monotonic() + _GRACE_S
-        while any(map(_group_exists, groups)) and time.monotonic() < deadline:
+        while any(_signal_group(g, 0) for g in groups) and time.monotonic() < deadline:
             time.sleep(0.01)
         for pipe in self.pipes:
             pipe.close()
+
+
+def _signal_group(group: int | None, number: int) -> bool:
+    """Send a signal to a process group, if there is one of ours."""
+    try:
+        if group is not None:
+            os.killpg(group, number)
+        return group is not None
+    except (ProcessLookupError, PermissionError):  # a foreign group may take over the number
+        return False
 
 
 def _rank_main(
@@ -301,7 +281,7 @@ def _rank_main(
     args: tuple[object, ...],
 ) -> None:
     os.setsid()
-    os.environ.update(variables)  # A process of a fork server has the server's environment.
+    os.environ.update(variables)  # a process of a fork server has the server's
     _start_watcher()
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
@@ -315,8 +295,7 @@ def _rank_main(
         me._pipe.send(("result", function(me, *args)))
     except BaseException:
         me._pipe.send(("traceback", traceback.format_exc()))
-        # Not sys.exit: destructors of a failed run can wait for peers that never answer.
-        sys.stdout.flush()
+        sys.stdout.flush()  # not sys.exit: destructors can wait for peers that never answer
         sys.stderr.flush()
         os._exit(1)
 
@@ -337,27 +316,6 @@ def _start_watcher() -> None:
     select.select([caller.sentinel], [], [])
     os.killpg(group, signal.SIGKILL)
     os._exit(0)
-
-
-def _group_exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # a foreign group that took over the number
-        return False
-    return True
-
-
-def _log_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.log"
-
-
-def _told(text: str) -> str:
-    """The end of an output; from before Python's report of a crash on, whose end is a long list."""
-    crash, last = text.rfind(_CRASH), len(text) - _LOG_TAIL
-    begin = max(0, last if crash < 0 else min(crash - _LOG_TAIL // 4, last))
-    return text[begin : begin + _LOG_TAIL]
 
 
 def _exit_text(code: int | None) -> str:
@@ -395,16 +353,10 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def sayer() -> Callable[[str], None]:
-    """What prints a line of progress with the seconds since now to standard error; on a terminal
-    each takes the place of the one before."""
-    start, before = time.monotonic(), ""
+    """What prints a line of progress with the seconds since now to standard error."""
+    start = time.monotonic()
 
     def say(text: str) -> None:
-        nonlocal before
-        line = f"[{time.monotonic() - start:4.0f} s] {text}"
-        if sys.stderr.isatty():
-            line = f"{before}{line[: shutil.get_terminal_size().columns - 1]}"
-            before = "\x1b[1A\x1b[K"
-        print(line, file=sys.stderr, flush=True)
+        print(f"[{time.monotonic() - start:4.0f} s] {text}", file=sys.stderr, flush=True)
 
     return say

@@ -8,9 +8,9 @@ For testing, on CPU ranks, whatever depends on the bits of a reduction on many n
     mesh = init_device_mesh("cpu", (world_size,))      # sub-groups are ring groups too
     fully_shard(model, mesh=mesh)
 
-``reduce_scatter``, ``all_reduce`` and ``reduce``, in all their forms, are simulated: gloo moves the
-bytes, and each rank adds on its own, in the order that :mod:`.sums` tells. Everything else is
-gloo's.
+``reduce_scatter`` and ``all_reduce``, in all their forms, are simulated: gloo moves the bytes, and
+each rank adds on its own, in the order that :mod:`.sums` tells. Other reductions are refused, and
+everything else is gloo's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch._functorch.config as functorch_config
@@ -44,88 +44,43 @@ _topology: RingTopology | None = None
 
 
 class _RingWork(dist.Work):
-    """Gloo's transfers, then the additions, as one handle.
-
-    Transfers run in the background, the additions on the thread that first waits. Not in a callback
-    on gloo's own threads: those would need the interpreter, which may be gone before they are (seen
-    on 2.13: ``terminate called`` in ranks that exit right after a collective). So outputs are valid
-    once ``wait`` has returned or ``is_completed`` has said so, and ``get_future`` waits first.
-    """
+    """Gloo's transfers, then the additions, as one handle. Transfers run in the background, the
+    additions on the thread that first waits, as whatever asks for the outputs does. Not in a
+    callback on gloo's own threads: those would need the interpreter, which may be gone before they
+    are (seen on 2.13: ``terminate called`` in ranks that exit right after a collective)."""
 
     def __init__(
-        self, transfers: Sequence[dist.Work], outputs: list[Tensor], finish: Callable[[], None]
+        self, transfers: list[dist.Work], outputs: list[Tensor], finish: Callable[[], None]
     ) -> None:
         super().__init__()
-        self._transfers = list(transfers)
+        self._transfers = transfers
         self._outputs = outputs
         self._finish: Callable[[], None] | None = finish
-        self._error: Exception | None = None
-        self._future: Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
         # Whoever waits may be on another thread, autograd's for one, with other modes.
         self._inference = torch.is_inference_mode_enabled()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        try:
-            for transfer in self._transfers:
-                transfer.wait(timeout)
-            with self._lock:
-                if self._finish is not None:
-                    with torch.inference_mode(self._inference), torch.no_grad():
-                        self._finish()
-                    self._finish = None  # and with it the received buffers
-        except Exception as error:
-            self._error = error
-            raise
+        for transfer in self._transfers:
+            transfer.wait(timeout)
+        with self._lock:
+            if self._finish is not None:
+                with torch.inference_mode(self._inference), torch.no_grad():
+                    self._finish()
+                self._finish = None  # and with it the received buffers
         return True
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        if not all(transfer.is_completed() for transfer in self._transfers):
-            return False
-        # What went wrong, if anything did, is told by exception() and again by wait().
-        with contextlib.suppress(Exception):
-            self.wait()
-        return True
-
-    def is_success(self) -> bool:
-        return self._finish is None
-
-    def exception(self) -> Exception | None:
-        return self._error
-
-    def result(self) -> list[Tensor]:
-        return self._outputs
+        return all(transfer.is_completed() for transfer in self._transfers) and self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
-        if self._future is None:
-            self._future = Future()
-            try:
-                self.wait()
-                self._future.set_result(self._outputs)
-            except Exception as error:
-                self._future.set_exception(error)
-        return self._future
-
-
-class _Sum(NamedTuple):
-    """One tensor of a reduction, as a rank takes part in it.
-
-    Args:
-        slices: what each rank is sent, or the one tensor that all of them are.
-        output: where this rank's sum goes; None where another rank alone has it.
-        end: the group rank that the sum ends on; None: it is of an all-reduce.
-    """
-
-    slices: Sequence[Tensor]
-    output: Tensor | None
-    end: int | None = None
-
-
-def _listed(tensors: Tensor | list[Tensor]) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        self.wait()
+        future: Future[list[Tensor]] = Future()
+        future.set_result(self._outputs)
+        return future
 
 
 class RingProcessGroup(dist.ProcessGroup):
@@ -165,25 +120,14 @@ class RingProcessGroup(dist.ProcessGroup):
     def get_group_store(self) -> dist.Store:
         return self._store
 
-    # ---- reductions -----------------------------------------------------------------------------
-
     def reduce_scatter(
         self,
-        output_tensors: Tensor | list[Tensor],
-        input_tensors: list[Tensor] | list[list[Tensor]],
-        opts: dist.ReduceScatterOptions | dist.ReduceOp | None = None,
+        outputs: list[Tensor],
+        inputs: list[list[Tensor]],
+        opts: dist.ReduceScatterOptions | None = None,
     ) -> dist.Work:
-        """List form: ``input_tensors[0][r]`` ends on group rank ``r``; sizes may differ by rank."""
-        where = self._where("reduce_scatter")
-        one = isinstance(output_tensors, Tensor)
-        outputs, inputs = _listed(output_tensors), [input_tensors] if one else input_tensors
-        if len(outputs) != len(inputs) or any(len(slices) != self.size() for slices in inputs):
-            raise ValueError(
-                f"{where}: each output needs one input per rank, got {len(outputs)} outputs and "
-                f"{' and '.join(str(len(slices)) for slices in inputs)} inputs"
-            )
-        sums = [_Sum(x, out, self.rank()) for x, out in zip(inputs, outputs, strict=True)]
-        return self._reduce(where, sums, outputs, opts)
+        """List form: ``inputs[0][r]`` ends on group rank ``r``; sizes may differ by rank."""
+        return self._reduce("reduce_scatter", inputs, outputs, opts, scatter=True)
 
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions | None = None
@@ -196,69 +140,66 @@ class RingProcessGroup(dist.ProcessGroup):
         inputs: list[Tensor],
         opts: dist.ReduceScatterOptions | None = None,
     ) -> dist.Work:
-        where = self._where("reduce_scatter_tensor")
-        if len(outputs) != len(inputs):
-            raise ValueError(f"{where}: got {len(outputs)} outputs for {len(inputs)} inputs")
-        n, sums = self.size(), []
+        n, name = self.size(), "reduce_scatter_tensor"
         for output, flat in zip(outputs, inputs, strict=True):
             if flat.numel() != output.numel() * n:
                 raise ValueError(
-                    f"{where}: an output of {output.numel()} elements on each of {n} ranks needs "
-                    f"an input of {output.numel() * n}, got {flat.numel()}; pad the input to a "
-                    f"multiple of {n}"
+                    f"{self._where(name)}: an output of {output.numel()} elements on each of {n} "
+                    f"ranks needs an input of {output.numel() * n}, got {flat.numel()}; pad the "
+                    f"input to a multiple of {n}"
                 )
-            slices = flat.detach().contiguous().view(-1).tensor_split(n)
-            sums.append(_Sum(slices, output, self.rank()))
-        return self._reduce(where, sums, outputs, opts)
+        slices = [x.detach().contiguous().view(-1).tensor_split(n) for x in inputs]
+        return self._reduce(name, slices, outputs, opts, scatter=True)
 
     # The names of older callers. C++ looks for the newer one first, eager callers use either.
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def allreduce(
-        self,
-        tensors: Tensor | list[Tensor],
-        opts: dist.AllreduceOptions | dist.ReduceOp | None = None,
+        self, tensors: Tensor | list[Tensor], opts: dist.AllreduceOptions | None = None
     ) -> dist.Work:
-        tensors = _listed(tensors)
-        sums = [_Sum([x], x) for x in tensors]
-        return self._reduce(self._where("all_reduce"), sums, tensors, opts)
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        return self._reduce("all_reduce", [[x] for x in tensors], tensors, opts, scatter=False)
 
     allreduce_coalesced = allreduce
 
-    def reduce(
-        self, tensors: Tensor | list[Tensor], opts: dist.ReduceOptions | None = None
-    ) -> dist.Work:
-        """To one rank: the order of a reduce-scatter slice that ends on the root."""
-        tensors = _listed(tensors)
-        root = 0 if opts is None else opts.rootRank
-        sums = [_Sum([x], x if self.rank() == root else None, root) for x in tensors]
-        return self._reduce(self._where("reduce"), sums, tensors, opts)
-
     def _reduce(
-        self, where: str, sums: Sequence[_Sum], outputs: Sequence[Tensor], opts: object
+        self,
+        name: str,
+        inputs: Sequence[Sequence[Tensor]],
+        outputs: Sequence[Tensor],
+        opts: dist.ReduceScatterOptions | dist.AllreduceOptions | None,
+        scatter: bool,
     ) -> dist.Work:
-        """One transfer per sum: an all-to-all where there is a slice for each rank, an all-gather
-        where all get the same.
-
-        An all-reduce is no all-to-all and an all-gather of the sums, which would move and add less:
-        gloo matches operations by the order in which ranks launch them, and a second one could only
-        be launched when the first is done.
-        """
-        n, me = self.size(), self.rank()
-        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
-        for each in sums:
-            self._check(where, each)
-        reductions = [make_reduction(op, each.slices[0].dtype, n, where) for each in sums]
+        """One transfer per output: an all-to-all where there is a slice for each rank, an
+        all-gather where all get the same. An all-reduce is no all-to-all and an all-gather of the
+        sums, which would move and add less: gloo matches operations by the order in which ranks
+        launch them, and a second one could only be launched when the first is done."""
+        n, me, where = self.size(), self.rank(), self._where(name)
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        mine = me if scatter else 0
+        for slices, output in zip(inputs, outputs, strict=True):
+            for x in (*slices, output):
+                if x.layout != torch.strided or x.device.type != "cpu":
+                    raise NotImplementedError(
+                        f"{where}: tensors must be dense and on the CPU, got {x.layout} on "
+                        f"{x.device}"
+                    )
+            if slices[mine].dtype != output.dtype or slices[mine].numel() != output.numel():
+                raise ValueError(
+                    f"{where}: the output is {output.dtype} of {output.numel()} elements, this "
+                    f"rank's input {slices[mine].dtype} of {slices[mine].numel()}"
+                )
+        reductions = [make_reduction(op, output.dtype, n, where) for output in outputs]
 
         transfers, received = [], []
-        for each in sums:
+        for slices in inputs:
             # As bytes, of which gloo moves any number.
-            send = [x.detach().contiguous().view(-1).view(torch.uint8) for x in each.slices]
-            size = send[me if len(send) == n else 0].numel()
+            send = [x.detach().contiguous().view(-1).view(torch.uint8) for x in slices]
+            size = send[mine].numel()
             recv = torch.empty(n, size, dtype=torch.uint8)
             received.append(recv)
-            if len(send) == n and any(x.numel() for x in send):
+            if scatter and any(x.numel() for x in send):
                 flat, splits = recv.view(-1), [x.numel() for x in send]
                 call, args = self._gloo.alltoall_base, (flat, torch.cat(send), [size] * n, splits)
                 transfers.append(self._in_flight.run(call, *args))
@@ -267,51 +208,25 @@ class RingProcessGroup(dist.ProcessGroup):
                 transfers.append(self._in_flight.run(self._gloo.allgather, rows, send))
 
         def finish() -> None:
-            for each, recv, reduction in zip(sums, received, reductions, strict=True):
-                if each.output is None:
-                    continue
-                parts = recv.view(-1).view(each.output.dtype).view(n, 1, each.output.numel())
-                ends = None if each.end is None else [each.end]
+            for output, recv, reduction in zip(outputs, received, reductions, strict=True):
+                parts = recv.view(-1).view(output.dtype).view(n, 1, output.numel())
+                ends = [me] if scatter else None
                 total = ring_sums(parts, self.topology, self.group_ranks, reduction, ends)
-                each.output.detach().copy_(total.view(each.output.shape))
+                output.detach().copy_(total.view(output.shape))
 
         return _RingWork(transfers, list(outputs), finish)
 
-    # ---- what gloo would do, but not as a ring --------------------------------------------------
-
-    def split_group(self, *args: object, **kwargs: object) -> dist.ProcessGroup:
+    def _refuse(self, *args: object, **kwargs: object) -> dist.Work:
         raise NotImplementedError(
-            f"{self._where('split_group or merge_remote_group')}: the new group would add in "
-            f"gloo's order; use dist.new_group, a device mesh, or one world"
+            f"{self._where('reduce, split_group or merge_remote_group')}: gloo would add in an "
+            "order of its own; use all_reduce, or dist.new_group, a device mesh, or one world"
         )
 
-    merge_remote_group = splitGroup = mergeRemoteGroup = split_group  # C++ looks the latter two up
-
-    # ---- checks ---------------------------------------------------------------------------------
+    reduce = split_group = merge_remote_group = _refuse
+    splitGroup = mergeRemoteGroup = _refuse  # the names that C++ looks up
 
     def _where(self, op: str) -> str:
         return f"{op} on ring group {self.group_name!r} (ranks {list(self.group_ranks)})"
-
-    def _check(self, where: str, each: _Sum) -> None:
-        for x in (*each.slices, *([] if each.output is None else [each.output])):
-            if x.layout != torch.strided:
-                raise NotImplementedError(f"{where}: {x.layout} tensors; use to_dense() first")
-            if x.device.type != "cpu":
-                raise NotImplementedError(
-                    f"{where}: a tensor on {x.device}; ring groups are on the CPU, move it there"
-                )
-            if each.output is not None and x.dtype != each.output.dtype:
-                raise ValueError(
-                    f"{where}: the output is {each.output.dtype}, an input {x.dtype}; cast one"
-                )
-        if len(each.slices) == self.size() and each.output is not None:
-            me = self.rank()
-            mine = each.slices[me].numel()
-            if mine != each.output.numel():
-                raise ValueError(
-                    f"{where}: the output has {each.output.numel()} elements, the input for this "
-                    f"rank ({me}) has {mine}"
-                )
 
 
 _GLOO_OPS = (
@@ -370,11 +285,9 @@ def _create(options: dist._DistributedBackendOptions, _: object) -> RingProcessG
 
 
 def register_ring_backend(topology: RingTopology | None = None) -> None:
-    """Make ``dist.init_process_group("ring", ...)`` work. May be called again.
-
-    c10d creates sub-groups (``new_group``, device meshes) by the backend's name: a group takes the
-    topology of the last call that named one. Where none was ever named, all ranks are on one node.
-    """
+    """Make ``dist.init_process_group("ring", ...)`` work. c10d creates sub-groups (``new_group``,
+    device meshes) by the backend's name: a group takes the topology of the last call that named
+    one; where none was, all ranks are on one node."""
     global _topology
     if topology is not None:
         _topology = topology
@@ -393,12 +306,11 @@ def init_ring_process_group(
     """``dist.init_process_group`` with the ring backend for all groups.
 
     Args:
-        world_size: number of ranks; must fill whole nodes of the topology.
         store: or ``init_method``: as for ``dist.init_process_group``. With neither, ``env://``.
         topology: all ranks on one node if ``None``, whatever was registered before.
 
     Raises:
-        ValueError: a world that doesn't fit the topology, before any rank is contacted.
+        ValueError: a world that doesn't fill whole nodes, before any rank is contacted.
     """
     topology = topology or RingTopology(ranks_per_node=world_size)
     topology.nodes_of(world_size)
@@ -419,10 +331,9 @@ def _store_after_restart(rank: int, world_size: int, timeout: timedelta) -> dist
     """The store of ``env://``, without what the ranks left in it that ``torchrun`` has restarted;
     None where it has restarted none.
 
-    Its agent keeps one store for all restarts (torch 2.13 and 2.15; see pytorch 135712). A rank
-    that finds there the address of a peer that is gone, sooner than its successor writes its own,
-    fails, or waits for it until the time is up, in plain gloo as well. The count is that of one
-    agent, so of one node.
+    Its agent keeps one store for all restarts (torch 2.13 and 2.15; see pytorch 135712), in which a
+    rank would meet the address of a peer that is gone. The count is that of one agent, so of one
+    node.
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if not restarts:
@@ -436,15 +347,9 @@ def _store_after_restart(rank: int, world_size: int, timeout: timedelta) -> dist
 def ring_rank(
     rank: Rank, topology: RingTopology | None = None, *, caches: bool = False
 ) -> Iterator[None]:
-    """Inside the block this process is one rank of a ring group, on little more than one core.
-
-    Args:
-        rank: of :func:`.run_ranks`.
-        topology: as for :func:`init_ring_process_group`.
-        caches: whether compiled graphs may come from Inductor's and AOTAutograd's caches. Such a
-            graph has not been through the passes, and that compiling anew gives the same bits goes
-            unproven.
-    """
+    """Inside the block this process is one rank of a ring group, on little more than one core. With
+    ``caches`` compiled graphs may come from Inductor's and AOTAutograd's: such a graph has not been
+    through the passes, and that compiling anew gives the same bits goes unproven."""
     torch.set_num_threads(1)
     # Compilers run in threads of this process: two per rank keep the cores busy, because ranks
     # wait for one another's kernels rather than compile them twice.

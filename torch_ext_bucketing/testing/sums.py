@@ -40,19 +40,16 @@ _LARGEST_ITEM = 16  # bytes of a complex128: a piece never splits an element of 
 
 @dataclass(frozen=True)
 class RingTopology:
-    """How ranks sit on nodes, and how a buffer is dealt out to rings.
-
-    Global rank ``r`` is on node ``r // ranks_per_node``; this holds for sub-groups as well.
+    """How ranks sit on nodes, and how a buffer is dealt out to rings. Global rank ``r`` is on node
+    ``r // ranks_per_node``, in sub-groups as well.
 
     Args:
-        ranks_per_node: ranks on each node.
         channels: parallel rings. The default of 8 is one per network card of an eight-GPU node,
-            which is what makes the rings of such nodes differ; NCCL itself picks 2 to 32
-            (``NCCL_MIN_NCHANNELS``, ``NCCL_MAX_NCHANNELS``).
-        chunk_bytes: bytes that one channel takes in a row, a multiple of 16. NCCL's Simple
-            protocol takes 2 MiB: ``NCCL_BUFFSIZE`` (4 MiB) / ``NCCL_STEPS`` (8) per step, 4 steps
-            per chunk. The default of 512 bytes is deliberately far smaller, so that the parameters
-            of a small test model span several channels as those of a large one do.
+            which is what makes the rings of such nodes differ; NCCL itself picks 2 to 32.
+        chunk_bytes: bytes that one channel takes in a row, a multiple of 16. NCCL's Simple protocol
+            takes 2 MiB: ``NCCL_BUFFSIZE`` (4 MiB) / ``NCCL_STEPS`` (8) per step, 4 steps per chunk.
+            The default is far smaller, so that the parameters of a small test model span several
+            channels as those of a large one do.
 
     Raises:
         ValueError: a number that is no positive integer, or a ``chunk_bytes`` of no multiple of 16.
@@ -65,21 +62,17 @@ class RingTopology:
     def __post_init__(self) -> None:
         for name in ("ranks_per_node", "channels", "chunk_bytes"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(f"RingTopology: {name} must be a positive integer, got {value!r}")
         if self.chunk_bytes % _LARGEST_ITEM:
             raise ValueError(
                 f"RingTopology: chunk_bytes={self.chunk_bytes} is not a multiple of "
-                f"{_LARGEST_ITEM}, so a chunk could end inside an element; use "
-                f"{-(-self.chunk_bytes // _LARGEST_ITEM) * _LARGEST_ITEM}"
+                f"{_LARGEST_ITEM}, so a chunk could end inside an element"
             )
 
     def nodes_of(self, world_size: int) -> int:
-        """Number of nodes of a world of ``world_size`` ranks.
-
-        Raises:
-            ValueError: the world does not fill whole nodes.
-        """
+        """Number of nodes of a world of ``world_size`` ranks; a ``ValueError`` where that does not
+        fill them."""
         if world_size < 1 or world_size % self.ranks_per_node:
             raise ValueError(
                 f"RingTopology: a world of {world_size} ranks does not fill nodes of "
@@ -102,22 +95,7 @@ def ring_order(topology: RingTopology, channel: int, group_ranks: Sequence[int])
     Once the channels have entered at every GPU, the next round visits the nodes in reverse. That
     is an assumption: it stands for what cross-rail and several-switch fabrics do, and it is the
     only difference left for a group with one rank per node (the replicas of HSDP).
-
-    Args:
-        group_ranks: *global* ranks of the group, in group order.
-
-    Raises:
-        ValueError: no such channel, an empty group, or a rank listed twice.
     """
-    if not 0 <= channel < topology.channels:
-        raise ValueError(
-            f"ring_order: channel {channel} does not exist, the topology has channels 0 to "
-            f"{topology.channels - 1}"
-        )
-    if not group_ranks or len(set(group_ranks)) != len(group_ranks) or min(group_ranks) < 0:
-        raise ValueError(
-            f"ring_order: group_ranks must be distinct global ranks >= 0, got {list(group_ranks)}"
-        )
     by_node: dict[int, list[int]] = {}
     for rank in group_ranks:
         by_node.setdefault(rank // topology.ranks_per_node, []).append(rank)
@@ -137,11 +115,9 @@ def ring_order(topology: RingTopology, channel: int, group_ranks: Sequence[int])
 @lru_cache(maxsize=256)
 def _rings(topology: RingTopology, group_ranks: tuple[int, ...]) -> Tensor:
     """``[channels, n]``: every channel's ring, as group ranks."""
-    index = {rank: i for i, rank in enumerate(group_ranks)}
     channels = range(topology.channels)
-    return torch.tensor(
-        [[index[r] for r in ring_order(topology, c, group_ranks)] for c in channels]
-    )
+    rings = [map(group_ranks.index, ring_order(topology, c, group_ranks)) for c in channels]
+    return torch.tensor(list(map(list, rings)))
 
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], object]] = {
@@ -153,7 +129,6 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], object]] = {
     "MIN": lambda x, y: torch.minimum(x, y, out=x),
 }
 
-
 Reduction = Callable[[Iterable[Tensor]], Tensor]
 """Adds contributions up in the given order, into the first of them."""
 
@@ -161,15 +136,13 @@ Reduction = Callable[[Iterable[Tensor]], Tensor]
 def make_reduction(
     op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype, world_size: int, where: str
 ) -> Reduction:
-    """The arithmetic of ``op`` on ``dtype`` over ``world_size`` ranks; ``where`` begins its error.
+    """The arithmetic of ``op`` on ``dtype`` over ``world_size`` ranks; ``where`` begins the
+    ``NotImplementedError`` for what NCCL's rings do not reduce either.
 
     AVG follows NCCL (``hostToDevRedOp`` in ``src/enqueue.cc``): floating-point inputs are each
     multiplied by ``1 / world_size``, rounded to the dtype, *before* they are added; integers are
     added and divided at the end, towards zero. PREMUL_SUM multiplies by its own factor, and like
     NCCL's is for floating point only.
-
-    Raises:
-        NotImplementedError: an op or dtype that NCCL's rings do not reduce either.
     """
     kind = dist.ReduceOp.RedOpType
     name = str(op.name if isinstance(op, kind) else op.op.name)
@@ -247,29 +220,17 @@ def simulate_reduce_scatter(
     group_ranks: Sequence[int] | None = None,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[Tensor]:
-    """What every rank would hold after ``reduce_scatter_tensor``, without any process group.
+    """What every rank would hold after ``reduce_scatter_tensor``, without any process group: views
+    of one new buffer, bit for bit those of a ``ring`` group of real ranks.
 
     Args:
         inputs: one tensor per rank of the group, all of one shape ``[n * d0, ...]`` and dtype.
-        topology: nodes, channels and chunk size.
         group_ranks: global ranks of the group in group order; ``range(len(inputs))`` if ``None``.
-        op: SUM, AVG, PREMUL_SUM, PRODUCT, MAX or MIN.
-
-    Returns:
-        One ``[d0, ...]`` tensor per rank, views of one new buffer, bit for bit those of a ``ring``
-        group of real ranks.
-
-    Raises:
-        ValueError: inputs that don't match each other, the group, or ``n``.
-        NotImplementedError: another op.
+        op: SUM, AVG, PREMUL_SUM, PRODUCT, MAX or MIN; another is a ``NotImplementedError``.
     """
     n, shape = len(inputs), inputs[0].shape
-    if not shape or shape[0] % n:
-        raise ValueError(
-            f"simulate_reduce_scatter: dim 0 of the inputs, shape {list(shape)}, does not divide "
-            f"by {n} ranks; pad it"
-        )
-    out = _simulate("simulate_reduce_scatter", inputs, topology, group_ranks, op, range(n))
+    slices = [x.reshape(n, x.numel() // n) for x in inputs]
+    out = _simulate("simulate_reduce_scatter", slices, topology, group_ranks, op, range(n))
     return list(out.reshape(n, shape[0] // n, *shape[1:]).unbind(0))
 
 
@@ -280,39 +241,24 @@ def simulate_all_reduce(
     group_ranks: Sequence[int] | None = None,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[Tensor]:
-    """What every rank would hold after ``all_reduce``: one new tensor per rank, all equal.
-
-    A buffer of exactly one loop of one channel (``n * chunk_bytes`` bytes), over a ring that is the
-    group's own order, gives what :func:`simulate_reduce_scatter` gives; other buffers need not.
-
-    Args and errors are those of :func:`simulate_reduce_scatter`, for inputs of any shape.
-    """
-    out = _simulate("simulate_all_reduce", inputs, topology, group_ranks, op, None)
+    """What every rank would hold after ``all_reduce``, of inputs of any shape: one new tensor per
+    rank, all equal. A buffer of exactly one loop of one channel (``n * chunk_bytes`` bytes), over a
+    ring that is the group's own order, gives what :func:`simulate_reduce_scatter` gives; other
+    buffers need not."""
+    rows = [x.reshape(1, x.numel()) for x in inputs]
+    out = _simulate("simulate_all_reduce", rows, topology, group_ranks, op, None)
     return [out.reshape(inputs[0].shape).clone() for _ in inputs]
 
 
 def _simulate(
     where: str,
-    inputs: Sequence[Tensor],
+    parts: Sequence[Tensor],
     topology: RingTopology,
     group_ranks: Sequence[int] | None,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType,
     ends: Sequence[int] | None,
 ) -> Tensor:
-    """:func:`ring_sums` of the inputs' parts for ``ends``, or of all of each."""
-    ranks = range(len(inputs)) if group_ranks is None else group_ranks
-    if len(ranks) != len(inputs):
-        raise ValueError(
-            f"{where}: needs one input per rank of the group, got {len(inputs)} inputs for "
-            f"{len(ranks)} ranks"
-        )
-    for i, x in enumerate(inputs):
-        if x.shape != inputs[0].shape or x.dtype != inputs[0].dtype:
-            raise ValueError(
-                f"{where}: inputs must agree in shape and dtype, input 0 is {inputs[0].dtype}"
-                f"{list(inputs[0].shape)} and input {i} is {x.dtype}{list(x.shape)}"
-            )
-    reduction = make_reduction(op, inputs[0].dtype, len(ranks), where)
-    sums = 1 if ends is None else len(ends)
-    parts = torch.stack([x.reshape(sums, x.numel() // sums) for x in inputs])
-    return ring_sums(parts, topology, ranks, reduction, ends)
+    n = len(parts)
+    reduction = make_reduction(op, parts[0].dtype, n, where)
+    ranks = range(n) if group_ranks is None else group_ranks
+    return ring_sums(torch.stack(list(parts)), topology, ranks, reduction, ends)

@@ -22,11 +22,8 @@ class TargetError(Exception):
 def add_command(
     subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], **texts: str
 ) -> argparse.ArgumentParser:
-    """Add a command; what is parsed carries ``run``, and the command's parser as ``parser``.
-
-    Args:
-        texts: its ``help`` and ``description``, perhaps an ``epilog``.
-    """
+    """Add a command, with its ``help`` and ``description``, perhaps an ``epilog``; what is parsed
+    carries ``run``, and the command's parser as ``parser``."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
@@ -67,11 +64,8 @@ def options_of(args: argparse.Namespace, kind: Callable[..., T]) -> T:
 
 
 def load_target(target: str) -> Any:
-    """The callable that ``target``, a ``"module:function"``, names.
-
-    Raises:
-        TargetError: nothing can be imported by that name, or what is there can't be called.
-    """
+    """The callable that ``target``, a ``"module:function"``, names; a :class:`TargetError` where
+    there is none."""
     module_name, colon, function_name = target.partition(":")
     if not colon or not module_name or not function_name:
         raise TargetError(
@@ -81,15 +75,13 @@ def load_target(target: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        if module_name == missing or module_name.startswith(f"{missing}."):
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
             raise TargetError(
                 f"no module is named {missing!r}: run this where Python can import it, or set "
                 "PYTHONPATH"
             ) from error
-        raise TargetError(f"importing {module_name} failed: {error}") from error
-    except Exception as error:
         raise TargetError(
             f"importing {module_name} failed: {type(error).__name__}: {error}"
         ) from error
@@ -108,11 +100,8 @@ def load_target(target: str) -> Any:
 
 
 def build(make: Callable[[], Any], name: str, *, loss: bool = False) -> tuple[Any, ...]:
-    """What ``make``, called ``name``, returns: a model and its inputs, with ``loss`` also a third.
-
-    Raises:
-        TargetError: it raises, or returns something else.
-    """
+    """What ``make``, called ``name``, returns: a model and its inputs, with ``loss`` also a third;
+    a :class:`TargetError` where it is something else."""
     import torch.nn as nn
 
     try:

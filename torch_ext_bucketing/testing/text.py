@@ -6,9 +6,9 @@ a megabyte or so, no download. Token ids are bytes, so the vocabulary has 256 en
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
-import importlib.util
 from pathlib import Path
 
 import torch
@@ -21,22 +21,14 @@ SOURCES = ("argparse", "ast", "datetime", "decimal", "doctest", "inspect", "pydo
 
 @functools.cache
 def corpus() -> bytes:
-    """The text: the help topics first, then the sources, as UTF-8.
-
-    Raises:
-        RuntimeError: the standard library is not there as readable text.
-    """
+    """The text: the help topics first, then the sources, as UTF-8."""
     parts = []
     with contextlib.suppress(ImportError):
         from pydoc_data.topics import topics
 
         parts += [topics[key].encode() for key in sorted(topics)]
-    for name in SOURCES:
-        spec = importlib.util.find_spec(name)
-        path = Path(spec.origin) if spec is not None and spec.origin else None
-        if path is not None and path.suffix == ".py" and path.is_file():
-            parts.append(path.read_bytes())
-    text = b"\n\n".join(parts)
+    paths = [Path(argparse.__file__).with_name(f"{name}.py") for name in SOURCES]
+    text = b"\n\n".join([*parts, *(path.read_bytes() for path in paths if path.is_file())])
     if len(text) < 100_000:
         raise RuntimeError(
             "this Python has neither pydoc_data.topics nor the standard library's sources as .py "

@@ -9,7 +9,9 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -42,13 +44,8 @@ class Trained:
 
 
 class Training:
-    """A model that is trained by AdamW, step by step; ``done`` is what became of it so far.
-
-    Args:
-        model: the parameters are its own.
-        step: by its number, runs forward and backward, and returns the loss, a scalar.
-        lr: learning rate.
-    """
+    """A model whose own parameters are trained by AdamW; ``done`` is what became of it so far.
+    ``step`` runs forward and backward by the step's number, and returns the loss, a scalar."""
 
     def __init__(
         self, model: nn.Module, step: Callable[[int], torch.Tensor], lr: float = 1e-3
@@ -61,12 +58,8 @@ class Training:
         self.optimizer = torch.optim.AdamW(parameters, lr=lr, foreach=True)
 
     def take(self, recompiles: bool = False) -> None:
-        """Take the next step.
-
-        Args:
-            recompiles: whether a later step than the first may compile: that would be under other
-                settings, and in another report. Otherwise it raises.
-        """
+        """Take the next step. A later one than the first raises where it would compile, which would
+        be under other settings and in another report, but with ``recompiles``."""
         number = len(self.done.loss)
         compiled = number > 0 and not recompiles
         begin = time.perf_counter()
@@ -88,12 +81,8 @@ def train(
     recompiles: bool = False,
     stop_unlike: Sequence[str] | None = None,
 ) -> Trained:
-    """Take ``steps`` steps of a :class:`Training`.
-
-    Args:
-        stop_unlike: digests of another run: stop at the first step after which some rank's weights
-            are others.
-    """
+    """Take ``steps`` steps of a :class:`Training`; with ``stop_unlike``, digests of another run,
+    only up to the first step after which some rank's weights are others."""
     training = Training(model, step, lr)
     for number in range(steps):
         training.take(recompiles)
@@ -124,22 +113,14 @@ _CALLS = {
 def count_collectives() -> Iterator[dict[str, int]]:
     """Count by kind what is called as ``torch.distributed.<function>`` inside the block."""
     counts = dict.fromkeys(_CALLS, 0)
-    originals: dict[str, Callable[..., Any]] = {}
 
-    def counting(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[kind] += 1
-            return original(*args, **kwargs)
+    def call(kind: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counts[kind] += 1
+        return original(*args, **kwargs)
 
-        return call
-
-    for kind, names in _CALLS.items():
-        for name in names:
-            if hasattr(dist, name):
-                originals[name] = getattr(dist, name)
-                setattr(dist, name, counting(kind, originals[name]))
-    try:
+    with contextlib.ExitStack() as stack:
+        for kind, names in _CALLS.items():
+            for name in filter(partial(hasattr, dist), names):
+                counting = partial(call, kind, getattr(dist, name))
+                stack.enter_context(mock.patch.object(dist, name, counting))
         yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)

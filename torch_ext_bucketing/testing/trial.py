@@ -38,16 +38,9 @@ Hashes = dict[str, str]
 
 
 class Trial:
-    """The model that ``options.build`` makes. Every rank has one and calls the same methods.
-
-    Attributes:
-        state: the weights and buffers that each of its copies starts from.
-        units: the modules of each ``fully_shard`` call.
-
-    Raises:
-        TargetError: ``build`` is not found or raises, or its result can't be trained; the message
-            says what it is.
-    """
+    """The model that ``options.build`` makes; a ``TargetError`` says why it can't be trained. Every
+    rank has one and calls the same methods. ``state`` are the weights and buffers that each of its
+    copies starts from, ``units`` the modules of each ``fully_shard`` call."""
 
     def __init__(self, rank: Rank, options: Options) -> None:
         self.rank, self.options = rank, options

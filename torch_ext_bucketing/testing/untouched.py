@@ -10,11 +10,8 @@ from .. import __path__ as _PACKAGE
 
 
 def require_untouched_torch() -> None:
-    """Raise unless torch is as it was installed, see :func:`touched_torch`.
-
-    Raises:
-        RuntimeError: something of torch is this package's; the message lists what.
-    """
+    """Raise a ``RuntimeError`` that lists :func:`touched_torch`, unless torch is as it was
+    installed."""
     found = touched_torch()
     if found:
         raise RuntimeError(f"this package changed torch: {', '.join(found)}")

@@ -2,19 +2,10 @@
 bucketing.
 
 Importing this module adds ``"torch_ext_bucketing"`` to torchtitan's pass pipelines; a config
-chooses it::
-
-    import torch_ext_bucketing.trainers.torchtitan
-    from torchtitan.experiments.graph_trainer.llama3 import config_registry
-
-    def llama3_8b():
-        config = config_registry.graph_trainer_llama3_8b()
-        config.compile.pass_pipeline = "torch_ext_bucketing"
-        return config
-
-The rest of torchtitan's list stays, in its order; what is gathered again in backward is the choice
-of its ``memory_policy``. With ``ep_overlap`` torchtitan's chunks of experts' tokens stay, too, and
-our order of the step stands in the place of its fixed one.
+chooses it by ``config.compile.pass_pipeline``. The rest of torchtitan's list stays, in its order;
+what is gathered again in backward is the choice of its ``memory_policy``. With ``ep_overlap``
+torchtitan's chunks of experts' tokens stay, too, and our order of the step stands in the place of
+its fixed one.
 
 With pipeline parallelism torchtitan runs a stage as several graphs. Those that gather the stage's
 parameters and reduce its gradients have eager FSDP2's buckets::
@@ -23,16 +14,11 @@ parameters and reduce its gradients have eager FSDP2's buckets::
     forward, backward    of each microbatch, without collectives of parameters
     reduce     sums of gradients -> reductions in buckets -> gradients of shards, once per step
 
-torchtitan's own bucketing, on the graph that these are cut from, leaves gathers and reductions in
-the graphs of each microbatch. Its schedules let a stage's parameters go where other stages are
-next; but what forward saves for backward are views of them, so they stay. Here they go, and under a
-bound on memory they do where the bytes of all stages of the rank ask for it, and are gathered
-again::
-
-    config.compile.pass_pipeline = pass_pipeline(memory=PeakMemory(gib=70))
-
-``trainer.pp_schedule.graph_provider.reports`` has a report of each stage of the rank: its
-collectives, and what it holds at most in the course of the schedule.
+torchtitan's schedules let a stage's parameters go where other stages are next; but what forward
+saves for backward are views of them, so they stay. Here they go, and under a bound on memory
+(``pass_pipeline(memory=PeakMemory(gib=70))``) they do where the bytes of all stages of the rank ask
+for it, and are gathered again. ``trainer.pp_schedule.graph_provider.reports`` has a report of each
+stage of the rank: its collectives, and what it holds at most in the course of the schedule.
 """
 
 from __future__ import annotations
@@ -55,12 +41,11 @@ from torchtitan.experiments.graph_trainer.registry import (
 )
 
 from .._torch.pipelines import actions_of, replace_actions
-from .._torch.sharded import name_per_tensor
 from ..agreement.before_run import agree_on_launches
 from ..agreement.launches import launches_of
 from ..passes.pipeline import Pipeline
 from ..passes.step_memory import check_bound, state_bytes
-from ..passes.whole_step import run_passes, whole_step_pass
+from ..passes.whole_step import names_per_tensor, run_passes, whole_step_pass
 from ..recipes import recipe
 from ..reports.compile import CompileReport
 from ..reports.stage import StageReport
@@ -79,14 +64,12 @@ log = logging.getLogger("torch_ext_bucketing")
 
 
 def pass_pipeline(memory: PeakMemory | None = None) -> str:
-    """Add one to torchtitan's pass pipelines.
+    """Add one to torchtitan's pass pipelines, and return its name, for
+    ``config.compile.pass_pipeline``.
 
     Args:
         memory: with pipeline parallelism, a bound in GiB on all that a rank has in memory in a
             step, as of :func:`.recipe`. None: every stage's parameters are gathered once per step.
-
-    Returns:
-        Its name, for ``config.compile.pass_pipeline``.
 
     Raises:
         ValueError: ``memory`` is a ratio. When the trainer starts: there is no pipeline
@@ -99,7 +82,11 @@ def pass_pipeline(memory: PeakMemory | None = None) -> str:
 
     def started(trainer: Any) -> None:
         if trainer.parallel_dims.pp_enabled:
-            room = None if memory is None else _room(trainer, memory)
+            room = None
+            if memory is not None:  # what it leaves beside shards, gradients and optimizer state
+                parts = nn.ModuleList(trainer.model_parts)
+                state = sum(state_bytes(parts, optimizer) for optimizer in trainer.optimizers)
+                room = check_bound(parts, memory, state)
             trainer.pp_schedule.graph_provider = _BucketedStages(trainer.pp_schedule, room)
         elif memory is not None:
             raise ValueError(
@@ -113,22 +100,11 @@ def pass_pipeline(memory: PeakMemory | None = None) -> str:
     return name
 
 
-def _room(trainer: Any, memory: PeakMemory) -> int:
-    """Bytes that the bound leaves for stages, beside shards, gradients and optimizer state."""
-    parts = nn.ModuleList(trainer.model_parts)
-    state = sum(state_bytes(parts, optimizer) for optimizer in trainer.optimizers)
-    return check_bound(parts, memory, state)
-
-
 def graph_passes(
     traced: Any, config: Any, *, parallel_dims: Any = None
 ) -> list[Callable[..., Any]]:
-    """torchtitan's default list of graph passes, ours in the place of its bucketing.
-
-    Args:
-        traced: torchtitan's trace of a step.
-        config: of the trainer that traced it.
-        parallel_dims: torchtitan's.
+    """torchtitan's default list of graph passes for its trace of a step, ours in the place of its
+    bucketing.
 
     Raises:
         ValueError: no trainer has started with this config, or torchtitan's list has no bucketing.
@@ -153,11 +129,7 @@ def graph_passes(
 
 class _BucketedStages:
     """torchtitan's maker of the graphs of a pipeline's stages (``GraphPPStageGraphsProvider``),
-    with our passes on those that gather and reduce.
-
-    Raises:
-        ValueError: they would be compiled by Inductor as a whole before the passes run.
-    """
+    with our passes on those that gather and reduce."""
 
     def __init__(self, runtime: Any, room: int | None) -> None:
         self.room = room
@@ -180,10 +152,8 @@ class _BucketedStages:
             self._bucket(schedule, new)
         stages = {stage.stage_index: stage for stage in schedule._stages}
         return {
-            (forward, backward): _ReleasedPair(
-                theirs, stages[forward].graphs, stages[backward].graphs
-            )
-            for (forward, backward), theirs in overlapped.items()
+            (f, b): _ReleasedPair(theirs, stages[f].graphs, stages[b].graphs)
+            for (f, b), theirs in overlapped.items()
         }
 
     def _bucket(self, schedule: Any, stages: dict[int, Any]) -> None:
@@ -310,9 +280,7 @@ class _ReleasedPair:
 def _bucket(stage: Any) -> CompileReport:
     """Run the passes on the graphs of ``stage`` that gather and reduce, in place."""
     model, modules, meta = stage.submod, stage.graphs.modules, stage.graphs.meta
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    names = [name for each in parameters for name in name_per_tensor(*each)]
-    trained = [n for each in parameters if each[1].requires_grad for n in name_per_tensor(*each)]
+    names, trained = names_per_tensor(model)
     pipeline = Pipeline(recipe(model, units=_units(model)), model)
     compilation = pipeline.compilation()
     if modules.unshard is not None:
@@ -341,20 +309,14 @@ def _bytes_of(graphs: Any) -> StageBytes:
     running = {"UNSHARD": unshard - gathered, "F": forward - saved, "B": backward, "W": backward}
     parameters = modules.fw.graph.find_nodes(op="placeholder")[: meta.num_fw_unsharded_param_inputs]
     views = views_of(modules.fw.graph, parameters)[meta.num_user_outputs :]
-    names = {
-        n
-        for n, is_view in zip(meta.partition.saved_for_backward_names, views, strict=False)
-        if is_view
-    }
+    saved_names = meta.partition.saved_for_backward_names
+    names = {n for n, is_view in zip(saved_names, views, strict=False) if is_view}
     reads = set("FBIW" if names else "F")
     if modules.bw_di is not None and modules.bw_dw is not None:
         running |= {"I": bytes_of(modules.bw_di.graph)[1], "W": bytes_of(modules.bw_dw.graph)[1]}
         inputs = modules.bw_di.graph.find_nodes(op="placeholder")
-        read = [
-            n
-            for n, name in zip(inputs, meta.partition.bwd_input_names, strict=True)
-            if name in names
-        ]
+        named = zip(inputs, meta.partition.bwd_input_names, strict=True)
+        read = [n for n, name in named if name in names]
         if not any(views_of(modules.bw_di.graph, read)[meta.num_input_grad_values :]):
             reads.discard("W")
     if modules.reduce_grad is not None:

@@ -57,9 +57,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _train_rank(rank: Rank, settings: Settings) -> RankReport:
     # Imported by the ranks alone: this process never needs torch.
+    from ..ring import RingTopology, ring_rank
     from .train import train_rank
 
-    return train_rank(rank, settings)
+    per_node = settings.ranks // settings.nodes
+    with ring_rank(rank, RingTopology(per_node, settings.channels, settings.chunk_bytes)):
+        return train_rank(rank, settings)
 
 
 def _progress(settings: Settings) -> Callable[[int, tuple[int, str, str]], None]:

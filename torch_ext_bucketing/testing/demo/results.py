@@ -13,39 +13,29 @@ from .settings import Settings
 WARMUP_STEPS = 3
 """Steps left out of the step time: compilation, lazy initialization, first touches of memory."""
 
-Counts = dict[str, int]
-"""Collectives per step by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``."""
-
 
 @dataclass
 class RunRecord:
-    """One run on one rank.
+    """One run on one rank: per step the sha256 of this rank's shards, its loss and its wall time in
+    milliseconds; the number of collectives per step before and after bucketing (eager: as issued);
+    and every collective's layout."""
 
-    Attributes:
-        digests: sha256 of this rank's shards after each step.
-        loss: this rank's loss at each step.
-        step_ms: wall time of each step in milliseconds.
-        before: collectives per step, one per parameter and use, before bucketing.
-        after: collectives per step that remain, as in the graphs (eager: as issued).
-        payloads: every collective's layout.
-    """
-
-    digests: list[str] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    step_ms: list[float] = field(default_factory=list)
-    before: Counts = field(default_factory=dict)
-    after: Counts = field(default_factory=dict)
+    digests: list[str]
+    loss: list[float]
+    step_ms: list[float]
+    before: int
+    after: int
     payloads: list[Payload] = field(default_factory=list)
 
 
 @dataclass
 class RankReport:
-    """What one rank hands back."""
+    """One rank's runs by name; of the whole model the number of ``parameters`` (weights), of
+    ``tensors`` and ``units``; and the version of torch."""
 
     runs: dict[str, RunRecord]
     model: dict[str, int]
-    """``parameters`` (weights of the whole model), ``tensors`` and ``units``."""
-    versions: dict[str, str]
+    torch: str
 
 
 def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
@@ -60,16 +50,12 @@ def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
         equal = [a == b for a, b in zip(hashes[name], hashes["eager"], strict=True)]
         losses = zip(*(r.runs[name].loss for r in ranks), strict=True)
         runs[name] = {
-            "collectives_before": sum(record.before.values()),
-            "collectives_after": sum(record.after.values()),
-            "collectives_before_by_kind": record.before,
-            "collectives_after_by_kind": record.after,
+            "collectives_before": record.before,
+            "collectives_after": record.after,
             "steps_equal_to_eager": sum(equal),
             "first_different_step": equal.index(False) + 1 if False in equal else None,
             "loss": list(map(statistics.fmean, losses)),
             "step_ms": statistics.median(record.step_ms[min(WARMUP_STEPS, settings.steps - 1) :]),
-            "first_step_ms": record.step_ms[0],
-            "buckets": [asdict(payload) for payload in record.payloads],
         }
         if name != "eager":
             layout[name] = [
@@ -81,7 +67,7 @@ def combine(settings: Settings, ranks: Sequence[RankReport]) -> dict[str, Any]:
             ]
     result: dict[str, Any] = {
         "settings": asdict(settings),
-        "versions": first.versions,
+        "torch": first.torch,
         "model": first.model,
         "runs": runs,
         "hashes": hashes,
@@ -111,31 +97,25 @@ def _verdict(
     """Whether the weights are eager's, in words, and what graph order, the control, shows."""
     steps, ours, control = settings.steps, runs["fsdp_order"], runs["graph_order"]
     equal, first = ours["steps_equal_to_eager"], control["first_different_step"]
-    text = (
-        f"PASS: with FSDP2's payload order the weights equal eager's, bit for bit, after "
-        f"{steps} of {steps} steps."
-    )
+    text = "PASS: with FSDP2's payload order the weights equal eager's, bit for bit, after "
+    text += f"{steps} of {steps} steps."
     if equal < steps:
-        text = (
-            f"FAIL: with FSDP2's payload order the weights equal eager's after only "
+        text = "FAIL: with FSDP2's payload order the weights equal eager's after only "
+        text += (
             f"{equal} of {steps} steps; they first differ at step {ours['first_different_step']}."
         )
     if first is not None:
-        return equal == steps, [
-            text,
-            f"Control: with graph order they equal eager's after "
-            f"{control['steps_equal_to_eager']} of {steps} steps and first differ at step "
-            f"{first}: nothing but the payload order differs between these two runs.",
-        ]
-    why = (
-        "although its payloads differ: no sum of these few steps was rounded differently. Use "
-        "more --steps or a larger --dim."
-    )
-    if settings.nodes == 1:
         why = (
-            "as it must on one node: there all channels have the same ring, and the place of a "
-            "parameter in the buffer does not matter. Use --nodes 2 or more."
+            f"Control: with graph order they equal eager's after {control['steps_equal_to_eager']} "
+            f"of {steps} steps and first differ at step {first}: nothing but the payload order "
+            "differs between these two runs."
         )
+        return equal == steps, [text, why]
+    why = "although its payloads differ: no sum of these few steps was rounded differently. "
+    why += "Use more --steps or a larger --dim."
+    if settings.nodes == 1:
+        why = "as it must on one node: there all channels have the same ring, and the place of a "
+        why += "parameter in the buffer does not matter. Use --nodes 2 or more."
     elif settings.ranks == 2:
         why = "as it must with two ranks: a + b is b + a, whichever comes first. Use --ranks 4."
     return equal == steps, [text, f"Control: graph order matched eager as well, {why}"]

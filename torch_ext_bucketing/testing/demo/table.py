@@ -48,7 +48,7 @@ def _heading(result: Mapping[str, Any]) -> str:
         f"{settings['batch']} x {settings['seq']} bytes of text per rank and step\n"
         f"{settings['ranks']} ranks as {nodes} node{'s' if nodes > 1 else ''} x {per_node}, "
         f"{settings['channels']} ring channels of {settings['chunk_bytes']} bytes\n"
-        f"torch {result['versions']['torch']}, backend {settings['backend']}"
+        f"torch {result['torch']}, backend {settings['backend']}"
     )
 
 

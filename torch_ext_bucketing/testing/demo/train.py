@@ -26,7 +26,6 @@ from ..comparison import Options
 from ..model import ModelConfig, Transformer
 from ..payloads import bucket_payloads, fsdp_payloads
 from ..ranks import Rank
-from ..ring import RingTopology, ring_rank
 from ..rounding import eager_rounding
 from ..training import Training, count_collectives
 from ..trial import Run, Trial
@@ -54,17 +53,8 @@ def make_model(settings: Settings) -> Transformer:
 
 
 def train_rank(rank: Rank, settings: Settings) -> RankReport:
-    """Entry point of a rank; see :func:`.run_ranks`.
-
-    Sends ``(step, run name, digest)`` after each step of each run, and ``(0, run name, "")``
-    before a run's first step, which is the one that compiles.
-    """
-    per_node = settings.ranks // settings.nodes
-    with ring_rank(rank, RingTopology(per_node, settings.channels, settings.chunk_bytes)):
-        return _train(rank, settings)
-
-
-def _train(rank: Rank, settings: Settings) -> RankReport:
+    """Train on one rank of a ring group. Sends ``(step, run name, digest)`` after each step of each
+    run, and ``(0, run name, "")`` before a run's first step, which is the one that compiles."""
     batches = partial(text.batch, size=settings.batch, seq=settings.seq, seed=settings.seed)
     options = Options(
         lambda: (make_model(settings), batches),
@@ -110,11 +100,9 @@ def _train(rank: Rank, settings: Settings) -> RankReport:
         param_dtype=PARAM_DTYPE,
         reduce_dtype=REDUCE_DTYPES[settings.reduce_dtype],
     )
-    records = {
-        "eager": RunRecord(
-            **vars(runs["eager"].done), before=called, after=called, payloads=payloads
-        )
-    }
+    number = sum(called.values())
+    done = vars(runs["eager"].done)
+    records = {"eager": RunRecord(**done, before=number, after=number, payloads=payloads)}
     for name, compiler in compilers.items():
         if len(compiler.reports) != 1:
             # Dynamo could have taken another run's graph for this one.
@@ -122,8 +110,8 @@ def _train(rank: Rank, settings: Settings) -> RankReport:
         report = compiler.last_report()
         records[name] = RunRecord(
             **vars(runs[name].done),
-            before=report.collectives_before,
-            after=report.collectives_after,
+            before=sum(report.collectives_before.values()),
+            after=sum(report.collectives_after.values()),
             payloads=bucket_payloads(report.buckets),
         )
     require_untouched_torch()
@@ -131,7 +119,7 @@ def _train(rank: Rank, settings: Settings) -> RankReport:
     return RankReport(
         records,
         model={"parameters": sum(sizes), "tensors": len(sizes), "units": len(order.units)},
-        versions={"torch": torch.__version__},
+        torch=torch.__version__,
     )
 
 
