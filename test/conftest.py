@@ -1,7 +1,5 @@
 """Shared fixtures, the order of files, and the two parts of a run: without the hooks and with them."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

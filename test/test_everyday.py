@@ -1,7 +1,5 @@
 """What people do around a training step is bit for bit what eager FSDP2 does."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

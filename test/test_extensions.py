@@ -1,7 +1,5 @@
 """Parameters that are gathered in another form than their own, by FSDP2's protocol."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any

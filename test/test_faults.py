@@ -1,7 +1,5 @@
 """Odd graphs, bad hooks and bad arguments: the right result, or a clear error and the graph as it was."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

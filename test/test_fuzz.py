@@ -5,8 +5,6 @@ before; or raise what its docstring names, and then the graph is what it was, no
 error names the example's seed, which alone repeats it: ``run_example(name, seed)``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

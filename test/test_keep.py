@@ -1,8 +1,6 @@
 """What stays gathered from forward to backward: estimates against partitioned graphs, choices
 against all that there are, and what is told."""
 
-from __future__ import annotations
-
 import json
 import random
 import warnings

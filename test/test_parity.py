@@ -1,7 +1,5 @@
 """A few rows of the parity harness, so that it is known to work and to be able to fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

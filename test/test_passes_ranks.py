@@ -1,7 +1,5 @@
 """Bucketed training on real ranks: the same bits as without buckets, and as eager FSDP2."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

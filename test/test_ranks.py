@@ -1,7 +1,5 @@
 """Ranks: spawned or forked from a server, never one left behind."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,8 +1,6 @@
 """``ReshardAfterForward(to=...)``: backward gathers in a smaller group, as eager FSDP2 does with a
 number as ``reshard_after_forward``."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Orders: topological, the same everywhere, within the bounds that they report as kept."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Warm starts: a rank finds what it compiled before, and never what another rank did."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
