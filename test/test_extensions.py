@@ -91,8 +91,10 @@ def _compared(
     "names",
     [
         ("uneven",),
-        pytest.param(MORE, marks=pytest.mark.slow),
-        pytest.param(REST, marks=[pytest.mark.slow, pytest.mark.once]),
+        *(
+            pytest.param(names, marks=[pytest.mark.slow, pytest.mark.once])
+            for names in (MORE, REST)
+        ),
     ],
     ids=["some", "more", "rest"],
 )

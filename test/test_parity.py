@@ -101,11 +101,6 @@ def test_bits_that_can_not_be_eagers_must_differ_with_a_warning():
     assert other.problems == ["warned that bits are not eager's, which they are"]
 
 
-def test_results_are_read_back():
-    result = _combine(_row(), eager="a", fsdp_order="a", control="x")
-    assert RowResult.from_dict(json.loads(json.dumps(result.as_dict()))) == result
-
-
 def test_a_row_without_its_packages_is_left_out_and_says_so(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert parity.main(["--rows", "graph_trainer/llama3"]) == 1  # nothing was run
@@ -217,7 +212,7 @@ def test_bad_options_are_usage_errors_before_any_rank_starts(options, says, monk
 
 def fails_on_one(rank: Rank, rows: list[Row], steps: int) -> None:
     runs = {"eager": ["a"], "fsdp_order": ["a"], "control": ["x"]}
-    rank.send(("row", RowReport(rows[0], runs, merged=1)))
+    rank.send(RowReport(rows[0], runs, merged=1))
     time.sleep(0.5)
     if rank.rank == 1:
         raise LookupError("this rank has no such weight")

@@ -327,7 +327,7 @@ def _beside_eager(rank, memory):
     [
         (None, {2: 2}),
         (teb.PeakMemory(ratio=0.9), {2: 1}),
-        pytest.param(teb.PeakMemory(ratio=9.0), {}, marks=pytest.mark.slow),
+        pytest.param(teb.PeakMemory(ratio=9.0), {}, marks=[pytest.mark.slow, pytest.mark.once]),
     ],
     ids=["given", "0.9", "9.0"],
 )

@@ -357,6 +357,7 @@ OPTIONS = st.builds(
 )
 
 
+@pytest.mark.once
 @given(seed=SEEDS, size=st.integers(1, 16), options=OPTIONS)
 @settings(max_examples=150)
 def test_every_order_is_topological(seed: int, size: int, options: Options):
@@ -370,6 +371,7 @@ def test_every_order_is_topological(seed: int, size: int, options: Options):
         assert [n for n in starts if kind_of(n) == kind] == before
 
 
+@pytest.mark.once
 @given(seed=SEEDS, size=st.integers(1, 12), merge=st.booleans(), ratio=st.floats(0.8, 3))
 @settings(max_examples=150)
 def test_the_same_values_within_the_bounds_that_are_reported(seed, size, merge, ratio):
@@ -417,6 +419,7 @@ def random_training(seed: int) -> fx.GraphModule:
     return b.finish([v for v in (*values, *halves) if not v.users and v.op != "placeholder"])
 
 
+@pytest.mark.once
 @given(
     seed=SEEDS,
     limit=st.one_of(st.none(), st.floats(0.9, 1.2)),
@@ -442,6 +445,7 @@ def test_no_pass_is_left_out_that_would_give_another_order(seed, limit, run, sho
     assert early == order or (early is None and shorter < 1)
 
 
+@pytest.mark.once
 @given(seed=SEEDS, size=st.integers(1, 14))
 @settings(max_examples=100)
 def test_no_order_has_shorter_runs_than_are_called_forced(seed: int, size: int):
@@ -630,6 +634,7 @@ def test_no_step_is_faster_than_what_lets_caps_be_passed_over(graph, on):
     assert found[0] > found[-1]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("seed", [3, 5, 8, 9])
 def test_caps_are_ranked_by_all_orders(seed):
     """Without memory to spare, what a few orders reach was up to a sixth slower."""
@@ -695,6 +700,7 @@ def uneven_training(seed: int, layers: int = 8, rows: int = 512) -> fx.GraphModu
     return b.finish([x, *reductions])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("level", [Level(6e6, 2.0), Level(3e6, 4.0)], ids=["fast", "slow"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_times_that_are_off_beat_the_true_ones(monkeypatch, level, seed):

@@ -52,7 +52,7 @@ def _each_pass(rank):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_each_pass_once():
     first, second = on_ranks(_each_pass)
     assert first == second
