@@ -66,14 +66,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chunks:
-    """What comes in chunks.
-
-    Args:
-        modules: torchtitan's ``ep_overlap.module_fqn``.
-        dim: along which tokens are cut.
-        expert: ranks that share the experts.
-        memory: torchtitan's ``memory_policy``.
-    """
+    """What comes in chunks: torchtitan's ``ep_overlap.module_fqn``, the dimension along which
+    tokens are cut, the number of ranks that share the experts, and torchtitan's
+    ``memory_policy``."""
 
     modules: str
     dim: Literal["batch", "seq"] = "batch"

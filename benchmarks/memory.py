@@ -63,13 +63,8 @@ WAYS: dict[str, Callable[[str], bool]] = {
 
 
 def saved_by_torch(joint: fx.Graph, outputs: int, budget: float) -> set[str]:
-    """Names of what torch's partitioner saves, parameters gathered again.
-
-    Args:
-        joint: it is only read.
-        outputs: of forward.
-        budget: between 0 and 1.
-    """
+    """Names of what torch's partitioner saves under a budget of 0 to 1, parameters gathered
+    again."""
     gm = fx.GraphModule({}, copy_graph(joint))
     for chain in parameter_chains(gm.graph).values():
         for node in chain:

@@ -27,20 +27,12 @@ from torch_ext_bucketing.scheduling.policy import Policy
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
 from torch_ext_bucketing.scheduling.timeline import Timeline
 
-__all__ = ["off_by", "steps_off"]
-
 SIGMA = 0.3
 
 
 def off_by(machine: Machine, seed: int, sigma: float = SIGMA, hints: GivenHints = None) -> Machine:
-    """``machine`` with times that are off, the same for the same seed.
-
-    Args:
-        machine: the true one.
-        seed: of the draw.
-        sigma: standard deviation of a factor's logarithm; the median factor is 1.
-        hints: what sizes that depend on data are taken as.
-    """
+    """``machine`` with times that are off, the same for the same seed; ``sigma`` is the standard
+    deviation of a factor's logarithm, and the median factor 1."""
     true = Costs(machine, SizeHints(hints))
     factors: dict[tuple[Any, ...], float] = {}
 
@@ -69,18 +61,9 @@ def steps_off(
     sigma: float = SIGMA,
     machine: Machine = H100,
 ) -> tuple[float, float, list[float]]:
-    """Milliseconds of the step, planned with the true times, what no order of the same buckets can
-    beat, and the steps planned with each draw of other times.
-
-    Args:
-        analysis: of the graph, which is only read.
-        policies: as of :func:`.choose_caps`.
-        draws: how many; their seeds are 0, 1, and so on.
-        reference_bytes: as of :func:`.schedule`.
-        options: further ones of :func:`.choose_caps`.
-        sigma: as of :func:`off_by`.
-        machine: the one with the true times.
-    """
+    """Milliseconds of the step, planned with the times of ``machine``, what no order of the same
+    buckets can beat, and the steps planned with each draw of other times. ``options`` are further
+    ones of :func:`.choose_caps`."""
     hints = analysis.hints
     true = Costs(machine, hints)
     unmerged = model_of(analysis, true)

@@ -1,8 +1,6 @@
 """Graphs of collectives, random and as training makes them: built node by node with fake values,
 which takes about a millisecond, or traced."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

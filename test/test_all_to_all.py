@@ -1,7 +1,5 @@
 """Reductions by all-to-all and sums in the order of the ranks: the same bits in any bucket."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re
@@ -400,13 +398,13 @@ def test_inductor_reads_what_is_received_once(fake_world):
 class Mlp(torch.nn.Module):
     """With few parameters and few kernels: what counts is how buckets are packed, added and unpacked."""
 
-    def __init__(self):
+    def __init__(self, dim=32, hidden=34):
         super().__init__()
         torch.manual_seed(0)
-        self.embed = torch.nn.Embedding(37, 32)
-        self.norm = torch.nn.RMSNorm(32)
-        self.up = torch.nn.Linear(32, 34, bias=False)  # uneven over the ranks
-        self.down = torch.nn.Linear(34, 32, bias=False)
+        self.embed = torch.nn.Embedding(hidden + 3, dim)
+        self.norm = torch.nn.RMSNorm(dim)
+        self.up = torch.nn.Linear(dim, hidden, bias=False)  # uneven over the ranks
+        self.down = torch.nn.Linear(hidden, dim, bias=False)
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -474,9 +472,9 @@ def digests(rank, reduce_dtype, shape, ways):
     return found
 
 
-def compiled_digests(rank, mesh, reduce_dtype, name, order, kinds, compiler="aot_eager"):
+def compiled_digests(rank, mesh, reduce_dtype, name, order, kinds, compiler="aot_eager", sizes=()):
     torch._dynamo.reset()
-    model = Mlp()
+    model = Mlp(*sizes)
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
     teb.data_parallel(model, mesh, "fully_shard" if mesh.ndim == 1 else "hybrid_shard", **dtypes)
     backend = teb.backend(compiler, passes_of(name, order, kinds, model))
@@ -518,7 +516,8 @@ def inductor_digests(rank, ways):
         found = []
         for name in ways:
             what = mesh, torch.bfloat16, name, order, KINDS[:2]
-            found.append(compiled_digests(rank, *what, "inductor"))
+            # Even over the ranks, which so share their kernels.
+            found.append(compiled_digests(rank, *what, "inductor", sizes=(36, 36)))
         return found
 
 

@@ -3,8 +3,6 @@
 ``BUCKETING_SOAK=100000 pytest test/test_caps.py`` runs that many examples of each property.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path
@@ -529,7 +527,7 @@ import torch_ext_bucketing as teb
 import test_caps as t
 import torch.distributed as dist
 from benchmarks.graphs import load
-from benchmarks.serialize import to_data
+from test_graphs import described
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_ext_bucketing.scheduling.scheduler import schedule
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=t.WORLD)
@@ -545,7 +543,7 @@ dist.destroy_process_group()
 name = "llama3_8b_fsdp64.backward.recompute"
 with tempfile.TemporaryDirectory() as folder:
     graph = load(name, 1, device="cpu", quiet=True, cache=pathlib.Path(folder))
-print(json.dumps([plans, order, to_data(graph.gm)]))
+print(json.dumps([plans, order, described(graph.gm)]))
 """
 
 

@@ -1,7 +1,5 @@
 """What keeps its order without an edge, and what only looks as if it had to."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model of a plan against the model of a graph in which the plan was carried out."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

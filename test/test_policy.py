@@ -1,8 +1,6 @@
 """A scheduling policy that is written here and nowhere else: it bounds orders, reports what was
 reached, warns where it can't be kept, is part of cache keys, and goes with the others."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

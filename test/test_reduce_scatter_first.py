@@ -1,7 +1,5 @@
 """Reduce-scatter before all-reduce: the rewrite on graphs by hand, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,8 +1,6 @@
 """``ReshardAfterForward(to=...)``: backward gathers in a smaller group, as eager FSDP2 does with a
 number as ``reshard_after_forward``."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from dataclasses import replace
@@ -337,7 +335,7 @@ def _beside_eager(rank, memory):
     [
         (None, {2: 2}),
         (teb.PeakMemory(ratio=0.9), {2: 1}),
-        pytest.param(teb.PeakMemory(ratio=9.0), {}, marks=pytest.mark.slow),
+        pytest.param(teb.PeakMemory(ratio=9.0), {}, marks=[pytest.mark.slow, pytest.mark.once]),
     ],
     ids=["given", "0.9", "9.0"],
 )

@@ -1,7 +1,5 @@
 """Sizes that depend on data: what estimates take them as, and that no pass stumbles over them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import operator

@@ -1,7 +1,5 @@
 """Groups on one network level share it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks whose shards differ in size make the same plan and launch in the same order."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 
