@@ -99,7 +99,7 @@ def run_ours(
     between: float | None = None,
 ) -> dict[str, Any]:
     """Our buckets, then our schedule."""
-    from torch_ext_bucketing.bucketing.caps import plan_by_cap
+    from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
     from torch_ext_bucketing.bucketing.merge import apply_plan
     from torch_ext_bucketing.graph.analysis import GraphAnalysis
     from torch_ext_bucketing.scheduling.cap_search import choose_caps
@@ -112,9 +112,8 @@ def run_ours(
     like = ""
     if cap_mb is None:
         analysis = GraphAnalysis(graph.gm.graph, graph.config.size_hints)
-        plan, search = choose_caps(
-            analysis, policies, machine=machine, reference_bytes=reference, **options
-        )
+        planner = CapPlanner(analysis, **options)
+        plan, search = choose_caps(planner, policies, machine=machine, reference_bytes=reference)
         like = search.chosen.order
         caps = [c for _, cap in search.caps_mb for c in (cap if isinstance(cap, tuple) else (cap,))]
     else:

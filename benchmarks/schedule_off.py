@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from torch_ext_bucketing.bucketing.caps import CapPlanner
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import group_name, is_collective, tensors_in
 from torch_ext_bucketing.graph.size_hints import GivenHints, SizeHints
@@ -62,16 +63,14 @@ def steps_off(
     machine: Machine = H100,
 ) -> tuple[float, float, list[float]]:
     """Milliseconds of the step, planned with the times of ``machine``, what no order of the same
-    buckets can beat, and the steps planned with each draw of other times. ``options`` are further
-    ones of :func:`.choose_caps`."""
-    hints = analysis.hints
+    buckets can beat, and the steps planned with each draw of other times. ``options`` are
+    those of :class:`.CapPlanner`."""
+    hints, planner = analysis.hints, CapPlanner(analysis, **options)
     true = Costs(machine, hints)
     unmerged = model_of(analysis, true)
 
     def planned(by: Machine) -> tuple[float, Model]:
-        plan, _ = choose_caps(
-            analysis, policies, machine=by, reference_bytes=reference_bytes, **options
-        )
+        plan, _ = choose_caps(planner, policies, machine=by, reference_bytes=reference_bytes)
         costs = Costs(by, hints)
         believed = merged_model(model_of(analysis, costs), plan.buckets, costs)
         real = merged_model(unmerged, plan.buckets, true)

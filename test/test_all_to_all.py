@@ -7,9 +7,17 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from collective_graphs import C10D, all_reduce, reduce_scatter, run_all_ranks, starts, trace
+from collective_graphs import (
+    C10D,
+    all_reduce,
+    reduce_scatter,
+    run_all_ranks,
+    starts,
+    trace,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import choose_caps
 from sharded_models import eager_fsdp2, small_transformer, tokens_of, trained
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
@@ -28,7 +36,6 @@ from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag
 from torch_ext_bucketing.passes.backends import _run_each
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
-from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs
 from torch_ext_bucketing.scheduling.keep import KeepPlanner
 from torch_ext_bucketing.scheduling.merged_model import merged_model

@@ -9,7 +9,7 @@ import torch.fx as fx
 from collective_graphs import fake_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import WORLD, Builder, demo_graphs, layered_graph, random_graph
+from random_graphs import WORLD, Builder, choose_caps, demo_graphs, layered_graph, random_graph
 
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.merge import merge_buckets
@@ -18,7 +18,6 @@ from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.liveness import LiveBytes
 from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.scheduling import cap_search as auto_cap
-from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.scheduling.merged_model import merged_model

@@ -25,6 +25,7 @@ from random_graphs import (
     Builder,
     Trainer,
     backward_graph,
+    choose_caps,
     demo_graphs,
     forward_graph,
     layered_graph,
@@ -52,7 +53,7 @@ from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.scheduling import Schedule
 from torch_ext_bucketing.reports.text import sizes_text
 from torch_ext_bucketing.scheduling import cap_search
-from torch_ext_bucketing.scheduling.cap_search import _Search, choose_caps
+from torch_ext_bucketing.scheduling.cap_search import _Search
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
 from torch_ext_bucketing.scheduling.list_schedule import ListScheduler, list_schedule
 from torch_ext_bucketing.scheduling.machine import Level
@@ -626,8 +627,8 @@ def test_the_cap_is_chosen_on_the_cost_model_and_the_graph_is_only_read():
 @pytest.mark.parametrize("graph", [lambda: forward_graph(8), lambda: backward_graph(6)])
 def test_no_step_is_faster_than_what_lets_caps_be_passed_over(graph, on):
     gm = graph()
-    kinds, options = ("all_gather", "reduce_scatter"), {"eligible": lambda start: True}
-    search = _Search(GraphAnalysis(gm.graph), (Overlap(),), Costs(on), None, kinds, None, options)
+    planner = CapPlanner(gm.graph, eligible=lambda start: True)
+    search = _Search(planner, (Overlap(),), Costs(on), None, None)
     found = []
     for cap in (0.01, 0.05, 0.1, 1.0):
         apart = search.busiest_ms(cap)
@@ -722,7 +723,7 @@ def test_members_move_between_buckets_and_the_report_says_what_each_holds(monkey
     analysis, policies = GraphAnalysis(graph), [Overlap(), PeakMemory(ratio=1.1)]
     plan, report = choose_caps(analysis, policies, machine=on)
     for (name, caps), (_, buckets) in zip(
-        report.caps_mb, CapPlanner(analysis).sizes(plan).items(), strict=True
+        report.caps_mb, CapPlanner(analysis)._sizes(plan).items(), strict=True
     ):
         assert caps == tuple(sum(b) / 2**20 for b in buckets), name
     one_cap = [t.step_ms for t in report.tried if all(isinstance(c, float) for _, c in t.caps_mb)]

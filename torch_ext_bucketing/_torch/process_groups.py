@@ -114,3 +114,16 @@ def group_timeout(group: Any) -> timedelta:
                 return timeout
         c10d = dist.distributed_c10d
         return c10d._get_default_timeout(dist.get_backend(group))  # type: ignore[no-any-return]
+
+
+def is_inside(ranks: Sequence[int], shards: Sequence[int]) -> bool:
+    """True for a group, ranks ascending, that is an inner dimension of the grid that the shards'
+    group is a dimension of.
+
+    Replicas are outside of the shards in a mesh, tensor parallelism is inside, and its partial
+    gradients (of a norm under sequence parallelism) are added up first, in eager FSDP2 as well::
+
+        shards {0, 2} {1, 3}    inside {0, 1} {2, 3}    all-reduce, then reduce-scatter
+        shards {0, 1} {2, 3}    outside {0, 2} {1, 3}   reduce-scatter, then all-reduce
+    """
+    return len(ranks) > 1 and len(shards) > 1 and ranks[1] - ranks[0] < shards[1] - shards[0]

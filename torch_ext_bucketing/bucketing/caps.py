@@ -17,9 +17,10 @@ and does not look at members that are buckets already.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -87,12 +88,17 @@ def plan_by_cap(
         RuntimeError: ``eligible``, ``group_filter`` or a cap callable failed (the cause is
             chained), changed the graph or communicated; a symbolic size has no hint (torch's own).
     """
-    planner = CapPlanner(graph, kinds=kinds, eligible=eligible, group_filter=group_filter)
-    return planner.plan(cap_mb, max_compute_run=max_compute_run, non_adjacent=non_adjacent)
+    analysis = GraphAnalysis.of(graph)
+    caps = list(cap_mb.values()) if isinstance(cap_mb, Mapping) else [cap_mb]
+    hooks = {"cap_mb": next(filter(callable, caps), None)}
+    with reading_only(analysis.graph, **hooks, eligible=eligible, group_filter=group_filter):
+        planner = CapPlanner(analysis, kinds=kinds, eligible=eligible, group_filter=group_filter)
+        return planner.plan(cap_mb, max_compute_run=max_compute_run, non_adjacent=non_adjacent)
 
 
 class CapPlanner:
-    """:func:`plan_by_cap` of one graph, which is read once, under several caps."""
+    """:func:`plan_by_cap` of one graph, which is read once, under several caps. Who gives it
+    ``eligible`` or ``group_filter`` of a user's guards them (:func:`.reading_only`)."""
 
     def __init__(
         self,
@@ -103,14 +109,13 @@ class CapPlanner:
         group_filter: GroupFilter | None = None,
     ) -> None:
         check_options(kinds=kinds, eligible=eligible, group_filter=group_filter)
-        self._analysis = analysis = GraphAnalysis.of(graph)
-        with reading_only(analysis.graph, eligible=eligible, group_filter=group_filter):
-            self._contracted = Contraction(analysis)
-            mergeable, self._left, counts = _candidates(analysis, kinds, eligible)
-            # The groups to plan together, scope after scope.
-            self._scopes: list[Collection[str]] = [counts]
-            if group_filter is not None and counts:
-                self._scopes = [(group,) for group in chosen_groups(group_filter, counts)]
+        self.analysis = analysis = GraphAnalysis.of(graph)
+        self._contracted = Contraction(analysis)
+        mergeable, self._left, counts = _candidates(analysis, kinds, eligible)
+        # The groups to plan together, scope after scope.
+        self._scopes: list[Collection[str]] = [counts]
+        if group_filter is not None and counts:
+            self._scopes = [(group,) for group in chosen_groups(group_filter, counts)]
         chosen = {group for scope in self._scopes for group in scope}
         self._left += [
             left_alone(c, f"the group filter leaves out group {c.home}")
@@ -127,15 +132,13 @@ class CapPlanner:
     ) -> MergePlan:
         """The plan under one cap."""
         check_options(cap_mb, max_compute_run=max_compute_run)
-        caps = list(cap_mb.values()) if isinstance(cap_mb, Mapping) else [cap_mb]
         self._contracted.reset()
-        reached = {} if max_compute_run is None else self._analysis.compute_before
+        reached = {} if max_compute_run is None else self.analysis.compute_before
         planner = _Planner(self._contracted, cap_mb, max_compute_run, reached)
-        with reading_only(self._analysis.graph, cap_mb=next(filter(callable, caps), None)):
-            for groups in self._scopes:
-                members = [c for c in self._in_wait_order if c.home in groups]
-                for run in _runs(members, non_adjacent):
-                    planner.fill(run)
+        for groups in self._scopes:
+            members = [c for c in self._in_wait_order if c.home in groups]
+            for run in _runs(members, non_adjacent):
+                planner.fill(run)
         place = self._contracted.position
         return MergePlan(
             buckets=tuple(sorted(planner.buckets, key=lambda b: place(b.members[0]))),
@@ -143,7 +146,20 @@ class CapPlanner:
             unmerged=tuple(u for _, u in sorted(planner.unmerged, key=lambda item: item[0])),
         )
 
-    def sizes(self, plan: MergePlan) -> dict[tuple[str, str], list[list[int]]]:
+    def moves(self, plan: MergePlan) -> list[Iterator[dict[tuple[str, str], tuple[float, ...]]]]:
+        """For each bucket of a plan the caps, by process group and kind and for each bucket, with
+        which it has a member more or less than its neighbour behind, is cut in two, or joined to
+        that."""
+        sizes = self._sizes(plan)
+
+        def caps_of(name: tuple[str, str], at: int) -> Iterator[dict[Any, tuple[float, ...]]]:
+            for moved in _moves(sizes[name], at):
+                changed = {**sizes, name: moved}
+                yield {k: tuple(sum(b) / _MIB for b in bs) for k, bs in changed.items()}
+
+        return [caps_of(name, at) for name, mine in sizes.items() for at in range(len(mine))]
+
+    def _sizes(self, plan: MergePlan) -> dict[tuple[str, str], list[list[int]]]:
         """By process group and kind, the bytes of each bucket's members, in the order in which
         they were filled, unmerged ones as buckets of their own. Where a group has several bucket
         keys of one kind, it is left out."""
@@ -157,6 +173,21 @@ class CapPlanner:
                 buckets = itertools.groupby(run, lambda c: number.get(c.start, c.start))
                 found[name] = [[c.wire_bytes for c in bucket] for _, bucket in buckets]
         return found
+
+
+def _moves(buckets: list[list[int]], at: int) -> Iterator[list[list[int]]]:
+    """Bucket ``at`` with a member more or less than its neighbour behind, cut in two, or joined to
+    that."""
+    before, mine, behind = buckets[:at], buckets[at], buckets[at + 1 :]
+    if behind and len(behind[0]) > 1:
+        yield [*before, [*mine, behind[0][0]], behind[0][1:], *behind[1:]]
+    if behind and len(mine) > 1:
+        yield [*before, mine[:-1], [mine[-1], *behind[0]], *behind[1:]]
+    if len(mine) > 1:
+        cut = max(1, bisect.bisect(list(itertools.accumulate(mine)), sum(mine) / 2))
+        yield [*before, mine[:cut], mine[cut:], *behind]
+    if behind:
+        yield [*before, [*mine, *behind[0]], *behind[1:]]
 
 
 def _candidates(

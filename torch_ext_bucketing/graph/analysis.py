@@ -23,7 +23,7 @@ from .collectives import KINDS, Kind, group_name, is_collective, is_compute, kin
 from .dependencies import Dependencies
 from .graph_of import GraphLike, graph_of
 from .liveness import Liveness
-from .records import Collective
+from .records import Collective, gradient_sums
 from .regions import Structures, positions
 from .size_hints import GivenHints, SizeHints
 from .uneven import ShardSide, shard_side
@@ -78,6 +78,11 @@ class GraphAnalysis:
     def collectives(self) -> dict[fx.Node, Collective]:
         """The record of each start, in graph order."""
         return {start: Collective(start, kind) for start, kind in self.kinds.items()}
+
+    @cached_property
+    def gradient_sums(self) -> dict[fx.Node, Collective]:
+        """The reductions that add up gradients, by start; see :func:`.gradient_sums`."""
+        return gradient_sums(self.collectives)
 
     @cached_property
     def groups(self) -> dict[fx.Node, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -10,6 +11,7 @@ import torch.fx as fx
 
 from .._torch import aot as _aot
 from .._torch.estimates import size_hint
+from .._torch.process_groups import is_inside, ranks_of
 from .._torch.symbols import depends_on_data
 from .collectives import (
     Kind,
@@ -23,6 +25,10 @@ from .collectives import (
     wire_bytes,
 )
 from .tags import home_group, is_bucket, member_count, tag_of
+
+_c10d = torch.ops._c10d_functional
+
+_ADDED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 UNTAGGED = "it serves no known parameter"
 """Why a collective without a tag is in no bucket."""
@@ -120,3 +126,34 @@ def unmergeable(start: fx.Node) -> str:
         if value.shape[0] % size:
             return f"its input's {value.shape[0]} rows can't be divided among {size} ranks"
     return ""
+
+
+def gradient_sums(collectives: Mapping[fx.Node, Collective]) -> dict[fx.Node, Collective]:
+    """The reductions among a graph's collectives that add up gradients over data-parallel ranks.
+
+    Not an all-reduce inside one of these ranks, as of tensor parallelism, whose result another
+    reduction of the same parameter adds up: a process group adds it for eager FSDP2 as well.
+    """
+    found = {start: c for start, c in collectives.items() if _adds_gradients(c)}
+    groups: dict[str, dict[str, None]] = {}
+    for c in found.values():
+        for fqn in c.fqns:
+            groups.setdefault(fqn, {})[c.group] = None
+    ranks = {group: ranks_of(group) for of_one in groups.values() for group in of_one}
+
+    def inside(c: Collective) -> bool:
+        others = (group for fqn in c.fqns for group in groups[fqn])
+        return any(is_inside(ranks[c.group], ranks[other]) for other in others)
+
+    return {n: c for n, c in found.items() if c.kind != "all_reduce" or not inside(c)}
+
+
+def _adds_gradients(c: Collective) -> bool:
+    return (
+        c.start.target in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
+        and c.tag is not None
+        and c.reduce_op in ("sum", "avg")
+        and c.start.meta["val"].dtype in _ADDED
+        and c.ranks > 1
+        and only_wait(c.start) is not None
+    )

@@ -22,9 +22,8 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
-from .._torch.process_groups import ranks_of
+from .._torch.process_groups import is_inside, ranks_of
 from .._torch.sorting import sort_topologically
-from ..bucketing.groups import is_inside
 from ..graph.calls import contiguous_copy
 from ..graph.collectives import group_name, kind_of, nbytes_of, only_wait, reduce_op, started_by
 from ..graph.moves import SCALES, is_move

@@ -18,7 +18,6 @@ best step so far, and its scheduling ends where the step is known to become long
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
 import math
@@ -33,12 +32,12 @@ import torch
 import torch.fx as fx
 
 from .._gc import paused_gc
-from ..bucketing.all_to_all import reduce_by_all_to_all, replaceable
+from ..bucketing.all_to_all import reduce_by_all_to_all
 from ..bucketing.caps import CapPlanner, check_cap
 from ..bucketing.merge import merge_buckets
 from ..bucketing.plan import MergePlan
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import Kind, group_name
+from ..graph.collectives import group_name
 from ..reports.caps import CapsReport, TriedCaps
 from ..reports.schedule import ScheduleReport
 from .cost import Costs
@@ -80,54 +79,48 @@ _Caps: TypeAlias = tuple[tuple[tuple[str, str], _Cap], ...]
 
 @paused_gc()
 def choose_caps(
-    graph: fx.Graph | GraphAnalysis,
+    planner: CapPlanner,
     policies: Policy | Iterable[Policy],
     *,
     caps_mb: Sequence[float] | None = None,
-    kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
     machine: Machine = H100,
     reference_bytes: int | None = None,
     accumulate: torch.dtype | None = None,
-    **options: Any,
 ) -> tuple[MergePlan, CapsReport]:
     """The plan with the caps that give the fastest step within the policies' bounds. The graph is
     only read.
 
     Args:
-        graph: in topological order, or what is known of it: that says what sizes that depend on
-            data are taken as, and what is in memory beside the inputs.
+        planner: of the graph. Its analysis says what sizes that depend on data are taken as, and
+            what is in memory beside the inputs.
         policies: as of :func:`.schedule`.
         caps_mb: what to try, ascending, in MiB; None tries :data:`CAPS_MB`, larger ones where the
             largest is the best, ones between, and in small graphs buckets of other sizes. Where
             all miss a bound, smaller ones are tried. Caps that can't make a faster step than others
             are passed over.
-        kinds: what is bucketed.
         machine: what the cost model times nodes for.
-        reference_bytes: see :func:`.schedule`; None: the peak of ``graph``.
+        reference_bytes: see :func:`.schedule`; None: the peak of the graph.
         accumulate: for reductions that become all-to-alls and sums in the order of the ranks after
             merging (:mod:`.bucketing.all_to_all`), the dtype of these; None: they stay.
-        options: of :func:`.plan_by_cap`: ``eligible`` and ``group_filter``.
 
     Returns:
-        The plan for ``graph``, and what was tried. Where an estimate fails, the plan has torch's
+        The plan for the graph, and what was tried. Where an estimate fails, the plan has torch's
         own caps, with a ``BoundNotKeptWarning``.
 
     Raises:
         ValueError: ``caps_mb`` is empty, or holds something else than positive numbers.
-        Exception: what :func:`.plan_by_cap` raises.
     """
     clock = time.perf_counter()
     largest = _LARGEST_MB if caps_mb is None else 0.0
     caps_mb = CAPS_MB if caps_mb is None else caps_mb
     check_caps(caps_mb)
     policies = policies_of(policies)
-    analysis = GraphAnalysis.of(graph)
-    costs = Costs(machine, analysis.hints)
-    search = _Search(analysis, policies, costs, reference_bytes, kinds, accumulate, options)
+    costs = Costs(machine, planner.analysis.hints)
+    search = _Search(planner, policies, costs, reference_bytes, accumulate)
     try:
         plan = search.run([float(c) for c in caps_mb], largest)
     except Exception as error:
-        plan = search.plan(None)  # raises anew what comes of the caller's options
+        plan = search.plan(None)  # raises anew what comes of a size without a hint
         text = f"byte caps are torch's own, as an estimate failed: {type(error).__name__}: {error}"
         warnings.warn(text, BoundNotKeptWarning, stacklevel=2)
         none = TriedCaps((), 0.0, 0, 0, 0.0)
@@ -163,17 +156,16 @@ class _Search:
 
     def __init__(
         self,
-        analysis: GraphAnalysis,
+        planner: CapPlanner,
         policies: tuple[Policy, ...],
         costs: Costs,
         reference_bytes: int | None,
-        kinds: Collection[Kind],
         accumulate: torch.dtype | None,
-        options: dict[str, Any],
     ) -> None:
         self.tried: dict[_Caps, ScheduleReport] = {}
         self.runs: dict[_Caps, int | None] = {}  # the bound on runs that their buckets keep
-        self._analysis = analysis
+        self._planner = planner
+        self._analysis = analysis = planner.analysis
         self._policies = policies
         runs = (policy.max_bucket_run() for policy in policies)
         self._max_run = min((run for run in runs if run is not None), default=None)
@@ -181,8 +173,7 @@ class _Search:
         self._accumulate = accumulate
         self._groups = analysis.groups
         self._reference_bytes = reference_bytes
-        self._planner = CapPlanner(analysis, kinds=kinds, **options)
-        self._replaced = {} if accumulate is None else replaceable(analysis.collectives)
+        self._replaced = {} if accumulate is None else analysis.gradient_sums
         self._plans: dict[tuple[str, int | None], MergePlan] = {}
         self._worth = _WORTH
         self._models: dict[tuple[Any, ...], Model] = {}
@@ -251,16 +242,12 @@ class _Search:
         left = _MOVED_NODES // len(self._analysis.nodes)
         at = fruitless = 0  # places since the last move that helped
         while left > 0:
-            sizes = self._planner.sizes(self._chosen(smallest))
-            places = [(key, i) for key, buckets in sizes.items() for i in range(len(buckets))]
-            if fruitless >= len(places):
+            moves = self._planner.moves(self._chosen(smallest))
+            if fruitless >= len(moves):
                 break
-            key, i = places[at % len(places)]
             best = self.best()
-            for buckets in _moves(sizes[key], i):
+            for caps in moves[at % len(moves)]:
                 left -= 1
-                moved = {**sizes, key: buckets}
-                caps = {k: tuple(sum(b) / _MIB for b in bs) for k, bs in moved.items()}
                 self._try({**dict(best), **caps}, None, like)
                 if self.best() != best:
                     break
@@ -421,21 +408,6 @@ class _Search:
 
     def best(self) -> _Caps:
         return min(self.tried, key=lambda k: _rank(self.tried[k]))
-
-
-def _moves(buckets: list[list[int]], at: int) -> Iterator[list[list[int]]]:
-    """Bucket ``at`` with a member more or less than its neighbour behind, cut in two, or joined to
-    that."""
-    before, mine, behind = buckets[:at], buckets[at], buckets[at + 1 :]
-    if behind and len(behind[0]) > 1:
-        yield [*before, [*mine, behind[0][0]], behind[0][1:], *behind[1:]]
-    if behind and len(mine) > 1:
-        yield [*before, mine[:-1], [mine[-1], *behind[0]], *behind[1:]]
-    if len(mine) > 1:
-        cut = max(1, bisect.bisect(list(itertools.accumulate(mine)), sum(mine) / 2))
-        yield [*before, mine[:cut], mine[cut:], *behind]
-    if behind:
-        yield [*before, [*mine, *behind[0]], *behind[1:]]
 
 
 def _between(cap: float, larger: float) -> float:

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from ..bucketing.all_to_all import replaceable
 from ..bucketing.pack import packed_values
 from ..bucketing.plan import Bucket
 from ..graph.collectives import Kind, group_size
@@ -52,8 +51,8 @@ def merged_model(
     place = {node: i for i, node in enumerate(model.dependencies.nodes)}
     wait_of = {start: i for i, start in enumerate(model.start_of) if start >= 0}
     merged = []
-    there = {n: c for n, c in model.collectives.items() if n in place}
-    replaced = replaceable(there) if rank_order else {}
+    sums = model.graph.gradient_sums if rank_order else {}
+    replaced = {n: c for n, c in sums.items() if n in place}
     done = {m for bucket in buckets for m in bucket.members}
     alone = [Bucket(c.kind, None, (n,)) for n, c in replaced.items() if n not in done]
     for bucket in (*buckets, *alone):
@@ -315,7 +314,7 @@ class _Rewritten:
         """Bytes and milliseconds of what a gather bucket is packed from; none where ranks differ in
         it, see :mod:`.graph.uneven`."""
         values = packed_values(m.bucket.members)
-        if all(value in self._old.shard_side.nodes for value in values):
+        if all(value in self._old.graph.shard_side.nodes for value in values):
             return 0, 0.0
         given = sum(map(self._costs.result_bytes, values))
         return given, self._costs.kernel(2 * given) + self._costs.kernel(given + 2 * packed)

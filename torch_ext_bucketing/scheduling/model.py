@@ -14,10 +14,8 @@ from ..graph.collectives import Kind, is_compute, is_view, kind_of, started_by
 from ..graph.dependencies import Precedence, unused
 from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import Storages
-from ..graph.records import Collective
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.tags import replaced_kind
-from ..graph.uneven import ShardSide
 from .cost import Costs
 from .machine import H100, Machine
 from .model_analysis import ModelAnalysis
@@ -54,9 +52,7 @@ def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) 
         compute=[is_compute(n) for n in nodes],
         reduces=[replaced_kind(n) == "reduce_scatter" for n in nodes],
         view=[is_view(n) for n in nodes],
-        shard_side=graph.shard_side,
-        collectives=graph.collectives,
-        hints=costs.hints,
+        graph=graph,
         shared=costs.shared_levels(dependencies.group.values()),
     )
 
@@ -118,10 +114,8 @@ class Model:
         compute: whether it is a compute node.
         reduces: whether it is a reduce-scatter.
         view: whether it runs no kernel.
-        shard_side: what :mod:`.graph.uneven` finds in the graph.
-        collectives: those of the graph that the model is of, or was made from.
+        graph: that the model is of, or was made from.
         members: of a bucket that is only planned, by the place of its start: the starts in it.
-        hints: what sizes that depend on data were taken as.
         shared: the network level of each group that is not alone on its level.
     """
 
@@ -133,10 +127,8 @@ class Model:
     compute: list[bool]
     reduces: list[bool]
     view: list[bool]
-    shard_side: ShardSide
-    collectives: Mapping[fx.Node, Collective]
+    graph: GraphAnalysis
     members: dict[int, tuple[fx.Node, ...]] = field(default_factory=dict)
-    hints: SizeHints = field(default_factory=SizeHints)
     shared: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:

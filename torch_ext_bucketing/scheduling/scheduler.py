@@ -267,9 +267,9 @@ def schedule_model(
         alternatives=tuple((t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
         bounds_cost_ms=cost,
         notes=(*(note for p in policies for note in p.notes(case)), *dear),
-        warnings=(*model.hints.problems, *(b.warning for b in bounds if b.warning)),
+        warnings=(*model.graph.hints.problems, *(b.warning for b in bounds if b.warning)),
         order=tuple(model.dependencies.nodes[i].name for i in reached.order),
-        size_hints=model.hints.to_text(),
+        size_hints=model.graph.hints.to_text(),
         seconds=time.perf_counter() - clock,
     )
     return report, reached.order
