@@ -18,8 +18,8 @@ from .bucketing.groups import primary_group
 from .fsdp.blocks import transformer_block_plan
 from .fsdp.order import FSDPParamOrder
 from .fsdp.simple_fsdp import data_parallel
+from .graph.analysis import GraphLike, graph_of
 from .graph.collectives import KINDS
-from .graph.graph_of import GraphLike, graph_of
 from .graph.size_hints import GivenHints
 from .passes.backends import backend
 from .passes.base import Baseline, Compilation, GraphPass

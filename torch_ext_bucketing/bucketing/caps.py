@@ -145,9 +145,8 @@ class CapPlanner:
         )
 
     def sizes(self, plan: MergePlan) -> dict[tuple[str, str], list[list[int]]]:
-        """By process group and kind, the bytes of each bucket's members, in the order in which
-        they were filled, unmerged ones as buckets of their own. Where a group has several bucket
-        keys of one kind, it is left out."""
+        """By process group and kind, the bytes of each bucket's members in wait order, unmerged
+        ones as buckets. A group with several bucket keys of one kind is left out."""
         number = {m: i for i, bucket in enumerate(plan.buckets) for m in bucket.members}
         runs = _runs(self._in_wait_order, non_adjacent=True)
         keys = Counter[tuple[str, str]]((run[0].group, run[0].kind) for run in runs)

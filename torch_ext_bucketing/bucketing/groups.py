@@ -65,8 +65,7 @@ def chosen_groups(group_filter: GroupFilter, counts: Counts) -> tuple[str, ...]:
 
 
 def is_inside(ranks: Sequence[int], shards: Sequence[int]) -> bool:
-    """True for a group, ranks ascending, that is an inner dimension of the grid that the shards'
-    group is a dimension of.
+    """True for a group, ranks ascending, that is a dimension inside of the shards' in one grid.
 
     Replicas are outside of the shards in a mesh, tensor parallelism is inside, and its partial
     gradients (of a norm under sequence parallelism) are added up first, in eager FSDP2 as well::
