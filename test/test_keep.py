@@ -18,8 +18,8 @@ from benchmarks.keep_random import least_ms, random_joint, random_planner, unit_
 from torch_ext_bucketing._torch.aot import must_recompute
 from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.graph.analysis import graph_of
 from torch_ext_bucketing.graph.collectives import kind_of
-from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.graph.tags import member_tags, tag_of
 from torch_ext_bucketing.passes import step_memory
 from torch_ext_bucketing.passes.backends import _run_each, backend

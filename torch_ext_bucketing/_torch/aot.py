@@ -68,9 +68,8 @@ def forward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
 
 
 def recomputed_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes of a joint graph that activation checkpointing has computed again in backward:
-    those marked, but for what one checkpointed region hands to the next (the default partitioner's
-    ``cleanup_recompute_tags``)."""
+    """The nodes of a joint graph that checkpointing has computed again in backward: those marked,
+    but for what one region hands to the next (torch's ``cleanup_recompute_tags``)."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if must_recompute(node):

@@ -47,9 +47,8 @@ def meshes_in(values: Iterable[Any]) -> list[DeviceMesh]:
 
 
 def forget_mesh_hashes(meshes: Iterable[DeviceMesh]) -> None:
-    """Let meshes make their Python hash anew when they are asked for it: what pickles them into a
-    key then leaves it out. What else a mesh has stays in the key: its ranks, layout, names, groups,
-    and the rank of this process in it."""
+    """Let meshes make their Python hash anew when they are asked for it: a pickle, and so a key,
+    leaves it out, and nothing else."""
     for mesh in meshes:
         if getattr(mesh, "_hash", None) is not None:
             mesh._hash = None

@@ -22,12 +22,9 @@ def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
 
 
 def default_cap_mb(size: int) -> float:
-    """Byte cap in MiB that saturates the network of a group of ``size`` ranks, as torch sees it.
-
-    From torch's bandwidth profiles of the interconnect, between the floor and the ceiling in
-    ``aten_distributed_optimizations.pre_bucketing_fsdp_collectives_{min,max}_bucket_cap_mb``;
-    its ``..._bucket_cap_mb`` overrides all that. torch 2.11 estimates nothing; there it is the
-    default cap of its bucketing passes, whatever the size.
+    """Byte cap in MiB that saturates the network of a group of ``size`` ranks by torch's bandwidth
+    profiles, within ``pre_bucketing_fsdp_collectives_{min,max}_bucket_cap_mb`` of its config;
+    ``..._bucket_cap_mb`` overrides all that. In torch 2.11, its passes' default, whatever the size.
     """
     try:
         from torch._inductor.fx_passes.fsdp import compute_pre_bucket_cap_mb

@@ -4,8 +4,7 @@ Versions (``torch/distributed/fsdp/_fully_shard``):
 
 * A ``FSDPState`` holds ``_fsdp_param_groups``, a list, in 2.13 to 2.15; in 2.11
   ``_fsdp_param_group``. ``fully_shard`` makes one group, or one per pair of process groups where a
-  ``shard_placement_fn`` sends parameters to several meshes (``_init_param_group``); a param group
-  never splits by dtype up to 2.15.
+  ``shard_placement_fn`` sends parameters to several meshes (``_init_param_group``).
 * The all-gather packs a group in the order of ``fsdp_params``, and so does the reduce-scatter up to
   2.14. 2.15 packs the reduce-scatter by gradient dtype, in order of first appearance, and within
   one dtype in that order (``_init_reduce_scatter_param_order``): another one only where
@@ -33,13 +32,10 @@ with private_torch():
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-# Whether this torch packs reduce-scatters by gradient dtype (2.15 and later).
+# Whether this torch packs reduce-scatters by gradient dtype (2.15 and later); reduces a gradient
+# that is wider than its parameter as it is (2.15); looks for inputs in dataclasses, too (2.12).
 REDUCES_BY_GRAD_DTYPE = hasattr(FSDPParamGroup, "_init_reduce_scatter_param_order")
-
-# Whether this torch reduces a gradient that is wider than its parameter as it is (2.15 and later).
 KEEPS_WIDE_GRADIENTS = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
-
-# Whether this torch looks for a unit's inputs in dataclasses, too (2.12 and later).
 WRAPS_DATACLASSES = hasattr(_common_utils, "replace_grad_tensors")
 
 

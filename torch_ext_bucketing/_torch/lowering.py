@@ -9,8 +9,7 @@ import torch
 
 from .private import private_torch
 
-_MOST = 64
-"""Parts that one kernel adds."""
+_MOST = 64  # parts that one kernel adds
 
 
 def lower_sum(target: Any) -> None:

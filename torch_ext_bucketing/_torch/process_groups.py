@@ -59,8 +59,7 @@ MeshGroup: TypeAlias = str | tuple[DeviceMesh, int]
 
 
 def mesh_group(mesh: DeviceMesh, dim: int) -> MeshGroup:
-    """The process group of a dimension of a mesh: by name, unless one rank compiles for all and
-    others have a group of another name."""
+    """A mesh dimension's process group: not by name where others that run this have another."""
     name: str = mesh.get_group(dim).group_name
     shared = not compiles_for_all_ranks() or name == default_group().group_name
     return name if shared else (mesh, dim)

@@ -28,8 +28,7 @@ def mesh_of(value: Any) -> Any:
 
 
 def placed(tensor: Any) -> tuple[bool, bool]:
-    """Whether a distributed parameter is sharded over a dimension of its mesh, and whether it is
-    replicated over the outermost one.
+    """Whether a distributed parameter is sharded, and whether it is replicated outermost.
 
     Replicas come first in a mesh: what is replicated further inside is tensor parallelism's. And
     strided shards (data parallelism on top of tensor parallelism) are no ``Shard`` to every torch.

@@ -60,11 +60,8 @@ def symbol_facts(symbol: Any, env: Any) -> tuple[int | None, int, int | None]:
 
 def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether two shapes are known to be equal, without asking: written alike."""
-    return len(one) == len(other) and all(map(_same_size, one, other))
 
+    def written(shape: Sequence[Any]) -> list[Any]:
+        return [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
 
-def _same_size(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.SymInt) or isinstance(other, torch.SymInt):
-        both = isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt)
-        return both and one.node.expr == other.node.expr
-    return bool(one == other)
+    return written(one) == written(other)

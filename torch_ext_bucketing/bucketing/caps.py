@@ -22,6 +22,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import torch.fx as fx
@@ -277,6 +278,7 @@ class _Planner:
     compute_before: Mapping[fx.Node, int]
     buckets: list[Bucket] = field(default_factory=list)
     unmerged: list[tuple[int, Unmerged]] = field(default_factory=list)
+    default_cap: Callable[[int], float] = field(default_factory=lambda: cache(default_cap_mb))
 
     def fill(self, candidates: list[Collective]) -> None:
         """Plan the buckets of one key."""
@@ -333,7 +335,7 @@ class _Planner:
         if isinstance(cap, Mapping):
             cap = cap.get((c.group, c.kind), cap.get(c.group))
         if cap is None:
-            cap = default_cap_mb(c.ranks)
+            cap = self.default_cap(c.ranks)
 
         def cap_bytes(index: int) -> int:
             value = cap[min(index, len(cap) - 1)] if isinstance(cap, tuple) else cap

@@ -41,8 +41,7 @@ class _Bucket:
 
 
 class Contraction:
-    """The starts of a graph, and the buckets planned so far as single nodes; a ValueError for a
-    graph that is not in topological order.
+    """The starts of a graph, in topological order, and the buckets planned so far as single nodes.
 
     ``open(a)``, then ``try_add(b)`` for each candidate, then ``close()``; a bucket of one start
     contracts nothing. A start that is in a closed bucket already brings that whole bucket along.
@@ -179,11 +178,8 @@ class Contraction:
         return bucket.members, bucket.reach & ~bucket.members
 
     def _closure(self, reach: int, settled: int) -> tuple[int, int]:
-        """``reach`` and all that it needs once closed buckets are single nodes.
-
-        From the back: what the last bucket needs tends to hold most of the earlier ones, settled
-        when it was closed, so few are looked at.
-        """
+        """``reach`` and all that it needs once closed buckets are single nodes, from the back: what
+        the last bucket needs tends to hold most of the earlier ones, settled when it was closed."""
         pending = reach & self._merged & ~settled
         while pending:
             bucket = self._bucket_of[pending.bit_length() - 1]

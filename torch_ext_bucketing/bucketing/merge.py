@@ -157,19 +157,10 @@ def _apply_bucket(
     set_member_tags(start, [m.tag for m in payload])
     if all(m.in_backward for m in members):
         mark_backward(new_nodes)
-    return BucketReport(
-        bucket.kind,
-        bucket.unit,
-        *wire,
-        start.name,
-        tuple(layout),
-        bucket.closed_by,
-        bucket.detail,
-        bucket.wire_bytes,
-        bucket.cap_bytes,
-        packed_by,
-        tuple(", ".join(m.fqns) or m.start.name for m in keyless),
-    )
+    closed = (bucket.closed_by, bucket.detail, bucket.wire_bytes, bucket.cap_bytes)
+    without = tuple(", ".join(m.fqns) or m.start.name for m in keyless)
+    found = (*wire, start.name, tuple(layout), *closed, packed_by, without)
+    return BucketReport(bucket.kind, bucket.unit, *found)
 
 
 def _hoist_inputs(

@@ -184,9 +184,6 @@ def _reduction(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node])
     return start, results
 
 
-_OF_THE_FIRST = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
-
-
 class Writer:
     """Writes the nodes of one bucket where the graph inserts nodes, each with its value.
 
@@ -202,7 +199,8 @@ class Writer:
         # and each member as a source (``from_node``), which Inductor's provenance tracking reads.
         actions = [NodeSourceAction.CREATE, NodeSourceAction.REPLACE]
         first = members[0].meta
-        self._meta = {key: first[key] for key in _OF_THE_FIRST if key in first}
+        kept = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
+        self._meta = {key: first[key] for key in kept if key in first}
         self._meta["from_node"] = [NodeSource(m, "bucketing_pass", actions) for m in members]
         values = [m.meta["val"] for m in members] + [m.args[0].meta["val"] for m in members]  # type: ignore[union-attr]
         self._mode = fake_mode_of(values[0])

@@ -231,15 +231,10 @@ def _around(
         return [], [], []
     visit("")
     front, *between, tail = slots
-    shapes = {
-        tuple(_weight(tree.modules[n]).shape) for n in front if _is_embedding(tree.modules[n])
-    }
-    heads = [
-        name
-        for name in front
-        if isinstance(tree.modules[name], nn.Linear)
-        and tuple(_weight(tree.modules[name]).shape) in shapes
-    ]
+    shape = {name: next(tree.modules[name].parameters()).shape for name in front}
+    shapes = {shape[name] for name in front if _is_embedding(tree.modules[name])}
+    linear = [name for name in front if isinstance(tree.modules[name], nn.Linear)]
+    heads = [name for name in linear if shape[name] in shapes]
     # A norm in front is the final one only if the head is in front, too, and no norm comes after.
     moved = heads
     if heads and not any(_is_norm(tree.modules[name]) for name in tail):
@@ -252,10 +247,6 @@ def _around(
         rest = [name for name in names if not _is_embedding(tree.modules[name])]
         sections.append([*([rest] if rest else []), *embeddings])
     return front, sections, [*tail, *moved]
-
-
-def _weight(module: nn.Module) -> nn.Parameter:
-    return next(module.parameters())
 
 
 def _is_embedding(module: nn.Module) -> bool:

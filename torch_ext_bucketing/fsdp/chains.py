@@ -69,9 +69,8 @@ def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
 
 
 def read_in_forward(chains: Chains) -> dict[fx.Node, None]:
-    """The gathers of a joint graph, out of :func:`parameter_chains`, that forward reads. Others,
-    as of data that is scaled along other rows for backward's products, are best left to backward:
-    to keep what they make would cost memory and save nothing."""
+    """The gathers of a joint graph that forward reads. To keep what others make, as of data that is
+    scaled along other rows for backward's products, would cost memory and save nothing."""
     if not chains:
         return {}
     late = backward_nodes(next(iter(chains)).graph)

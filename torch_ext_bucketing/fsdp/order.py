@@ -12,8 +12,9 @@ import json
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch.fx as fx
 import torch.nn as nn
 
 from .._source import package_digest
@@ -22,10 +23,6 @@ from .._torch.inductor import CustomPassBase
 from ..fqns import canonical_fqn, nearest_names, parameter_names
 from ..graph import tags
 from .units import Units, abbreviated, find_units, names_of_units
-
-if TYPE_CHECKING:
-    import torch.fx as fx
-
 
 log = logging.getLogger(__name__)
 

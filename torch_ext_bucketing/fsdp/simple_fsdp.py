@@ -163,20 +163,14 @@ class _Unshard:
         self.shape = tuple(shape)
         self.extension = extension
         self.param_dtype = param_dtype
-        self.shard_size = 1 if shard_dim is None else mesh.size(shard_dim)
-        self.shard_group = None if shard_dim is None else mesh_group(mesh, shard_dim)
-        replica_group = None if replica_dim is None else mesh_group(mesh, replica_dim)
+        self.shard_size = size = 1 if shard_dim is None else mesh.size(shard_dim)
+        self.shard_group = group = None if shard_dim is None else mesh_group(mesh, shard_dim)
+        replicas = None if replica_dim is None else mesh_group(mesh, replica_dim)
         local_rows = shape[0] if shape else 1
         if shard_dim is not None:
-            rows = -(-local_rows // self.shard_size)
+            rows = -(-local_rows // size)
             local_rows = max(0, min(rows, local_rows - mesh.get_local_rank(shard_dim) * rows))
-        self.reduction: _Reduction = (
-            reduce_dtype,
-            self.shard_group,
-            self.shard_size,
-            replica_group,
-            local_rows,
-        )
+        self.reduction: _Reduction = (reduce_dtype, group, size, replicas, local_rows)
         self.unreduced: torch.Tensor | None = None
         self.full: torch.Tensor | None = None
 

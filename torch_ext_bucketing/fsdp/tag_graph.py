@@ -1,8 +1,7 @@
 """Finds the parameters that each collective of a joint graph serves.
 
 Tags (:mod:`.tags`) are made on the joint forward+backward graph, the only place where AOTAutograd's
-descriptors say which placeholder is which parameter and which output is whose gradient. The rules,
-for a graph with the parameter ``w``::
+descriptors say which placeholder is which parameter and which output is whose gradient::
 
     w -> _to_copy -> constant_pad_nd -> all_gather_into_tensor     all_gather of (w,)
     w -> abs -> max -> all_reduce -> ... -> mul(w, ...) -> view -> all_gather_into_tensor      too
@@ -28,8 +27,8 @@ from .._torch import descriptors as _descriptors
 from .._torch.dynamo_inputs import module_path
 from .._torch.sharded import shard_of
 from ..fqns import canonical_fqn, parameters_by_name
+from ..graph.analysis import graph_of
 from ..graph.collectives import Kind, kind_of
-from ..graph.graph_of import graph_of
 from ..graph.moves import CONSTANTS, SCALES, is_move
 from ..graph.tags import Tag, is_bucket, set_tag, tag_of
 from .chains import union

@@ -25,8 +25,8 @@ class Units:
 
     Args:
         units: per unit the FQNs of parameters or modules, or one FQN. A module's name covers the
-            parameters below it that no longer name covers; ``""`` is the root. A name that no
-            parameter has covers none. Wrappers' names in FQNs are dropped.
+            parameters below it that no longer name covers, if any; ``""`` is the root. Wrappers'
+            names in FQNs are dropped.
         aliases: ``(other FQN, FQN in units)`` of shared parameters.
 
     Raises:
@@ -50,8 +50,7 @@ class Units:
 
     @classmethod
     def of(cls, given: Units | Iterable[Sequence[str]]) -> Units:
-        """``given`` itself if it is one, such as an order, else the units that it lists; errors
-        are those of the class."""
+        """``given`` itself if it is one, such as an order, else the units that it lists."""
         return given if isinstance(given, Units) else cls(given)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[str, ...]]:

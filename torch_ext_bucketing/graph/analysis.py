@@ -15,19 +15,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
+from typing import TypeAlias
 
 import torch.fx as fx
 
 from .._torch.aot import stage_of
 from .collectives import KINDS, Kind, group_name, is_collective, is_compute, kind_of
 from .dependencies import Dependencies
-from .graph_of import GraphLike, graph_of
 from .liveness import Liveness
 from .records import Collective, gradient_sums
 from .regions import Structures, positions
 from .size_hints import GivenHints, SizeHints
 from .uneven import ShardSide, shard_side
 from .writes import Writes
+
+GraphLike: TypeAlias = fx.GraphModule | fx.Graph
+
+
+def graph_of(gm: GraphLike) -> fx.Graph:
+    """The graph of a module, or the graph itself."""
+    return gm.graph if isinstance(gm, fx.GraphModule) else gm
 
 
 class GraphAnalysis:
@@ -38,10 +45,6 @@ class GraphAnalysis:
         size_hints: numbers for sizes that depend on data, as of :func:`.backend`.
         donated: whether an input is freed at its last use; None: :func:`.donated_by_autograd`.
         external_live_bytes: bytes that are in memory all the time beside the graph's own inputs.
-
-    Attributes:
-        nodes: all nodes in graph order, placeholders and output included.
-        kinds: the kind of each start, in graph order.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Every fact about one node of a graph: is it a collective, a wait, a view, compute; of which kind
-and process group; how many bytes.
+"""Every fact about one node of a graph: a collective, a wait, a view, compute; its group and bytes.
 
 Nothing here looks at a node's neighbours but a wait's start and a collective's input, and nothing
 knows of tags (:mod:`.graph.tags`) or of dependencies (:mod:`.graph.dependencies`).
@@ -116,15 +115,9 @@ def is_view(node: fx.Node) -> bool:
     return getattr(target, "__module__", "") in _BUILTIN_MODULES
 
 
-_GROUPED = frozenset(
-    {"aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"}
-)
-
-
 def is_compute(node: fx.Node) -> bool:
     """Whether ``node`` is a matrix product, an attention or a convolution: what torch counts
-    floating point operations of (and the products of a mixture's experts, of which it does not),
-    and what compute runs are counted in."""
+    floating point operations of, and the products of a mixture's experts."""
     from torch.utils.flop_counter import flop_registry
 
     target: Any = node.target
@@ -138,7 +131,7 @@ def is_compute(node: fx.Node) -> bool:
 def is_grouped_product(node: fx.Node) -> bool:
     """Whether ``node`` is a mixture's products, ``_grouped_mm`` or one of its scaled forms."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.name() in _GROUPED
+    return isinstance(target, torch._ops.OpOverload) and "_grouped_mm" in target.name()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -149,8 +142,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def bucket_key(start: fx.Node) -> tuple[Any, ...]:
-    """The key that members of one bucket share: kind, group, reduce op, device, and of a reduction
-    the dtype: gathers move bytes."""
+    """What members of one bucket share; the dtype of reductions alone, as gathers move bytes."""
     value, kind = start.meta["val"], kind_of(start)
     dtype = None if kind == "all_gather" else value.dtype
     return (kind, group_name(start), reduce_op(start), dtype, str(value.device))

@@ -15,8 +15,7 @@ A node depends on its inputs. Besides, these keep their order whatever the edges
 - operators that have other side effects, or are not known to have none, against everything;
 - the starts of one process group and kind. Ranks meet in a group in the order in which they launch,
   so the order that the graph came with, which is the same on every rank, is kept per kind; gathers
-  may overtake reductions. All-to-alls have no such order: where experts' tokens come in chunks, one
-  chunk's must get between another's.
+  may overtake reductions, and all-to-alls, as of experts' tokens in chunks, each other.
 """
 
 from __future__ import annotations
@@ -75,19 +74,9 @@ class Precedence:
 
 
 class Dependencies(Precedence):
-    """The movable nodes of a graph, by their place among these, and what each one needs.
-    Placeholders, ``get_attr`` and the output are none: they stay where they are.
-
-    Args:
-        everything: all nodes of a graph, in topological order.
-        writes: of the same nodes.
-
-    Attributes:
-        index: the place of each node.
-        group: name of the process group of each collective.
-
-    Raises:
-        ValueError: a node stands before one of its inputs.
+    """The movable nodes of a graph, by their place among these (``index``), and what each one
+    needs; all but placeholders, ``get_attr`` and the output. ``group`` is the process group's name
+    of each collective. A ValueError where a node stands before one of its inputs.
     """
 
     def __init__(self, everything: list[fx.Node], writes: Writes) -> None:
@@ -198,8 +187,7 @@ def _is_barrier(node: fx.Node) -> bool:
 
 
 def _asserted(assertion: fx.Node) -> list[fx.Node]:
-    """The nodes that an assertion is about: its inputs, the numbers that they were computed from,
-    and the tensors whose sizes these are.
+    """The nodes that an assertion is about: its inputs, and what they are sizes and numbers of.
 
     Numbers that are inputs of the graph are left out where others are compared with them: nearly
     everything uses the batch size, and it is known before the graph runs.

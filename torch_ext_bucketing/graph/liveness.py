@@ -26,8 +26,7 @@ from .writes import written_values
 
 def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
     """Which inputs of a graph are freed at their last use: what forward saved for a backward graph,
-    which AOTAutograd hands over. Parameters are not, nor are the tangents, which autograd holds for
-    as long as backward runs, nor other graphs' inputs."""
+    which AOTAutograd hands over, but not the tangents, which autograd holds in backward."""
     return _aot.is_saved if _aot.stage_of(graph) == "backward" else lambda node: False
 
 
@@ -94,8 +93,7 @@ class Storages:
 
 class Liveness(Storages):
     """The storages of a graph with fake tensors in ``meta["val"]``, by the place of its movable
-    nodes; values without one count nothing. ``side`` is that of :mod:`.graph.uneven`, the rest as
-    of :class:`.GraphAnalysis`."""
+    nodes; arguments are those of :class:`.GraphAnalysis`."""
 
     def __init__(
         self,

@@ -63,11 +63,8 @@ def erase_unused(nodes: Iterable[fx.Node]) -> None:
 
 
 def cuts_behind(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
-    """The cuts of the region that ends in ``end``, from ``end`` itself backwards.
-
-    Sums and averages over ranks are linear, so reductions belong to a region. Zeros that are put
-    beside a value do not count as an input.
-    """
+    """The cuts of the region that ends in ``end``, from ``end`` itself backwards. Sums and averages
+    over ranks are linear; zeros that are put beside a value do not count as an input."""
     pending = {end: None}
     inside: list[fx.Node] = []
     reductions: list[fx.Node] = []

@@ -4,8 +4,7 @@ Estimates of time and memory need a number for every size. A size that is known 
 graph runs is an expression of symbols (``8*u0``). Each symbol gets one number: the caller's, else
 the hint that torch was given for it (``torch._dynamo.decorators.mark_unbacked``), else
 :data:`DEFAULT`; the nearest to it that torch knows the size can have. So sizes stay in proportion,
-and every rank that is given the same takes the same. No result depends on them but the order of a
-graph and the byte caps.
+and every rank that is given the same takes the same. Only orders and byte caps depend on them.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ GivenHints: TypeAlias = "int | Callable[[Any], int] | None"
 
 
 def check_size_hints(given: object) -> None:
-    """Raise a TypeError for ``size_hints`` that are no whole number, no callable and not None, a
-    ValueError for a negative number."""
+    """Raise what :func:`.backend` does for ``size_hints`` that are no such, or negative."""
     if given is None or callable(given):
         return
     if isinstance(given, bool) or not isinstance(given, int):

@@ -10,8 +10,7 @@ decision depends on what a rank does with its own shards:
 
 - it takes no time;
 - a shard counts as many bytes as the largest rank's: the rows after the pad, or before the cut;
-- copies between a shard and its gather count nothing, for torch casts while it packs, except where
-  a pad stands in between.
+- copies between a shard and its gather count nothing, except where a pad stands in between.
 
 Every rank can tell, also one whose own shards are full: gathered parameters are cut, and gradients
 are padded before they are reduced, on all of them.

@@ -17,10 +17,7 @@ from .collectives import is_collective
 
 
 class Writes:
-    """The nodes of a graph that write to tensors, and which nodes may share memory.
-
-    Args:
-        nodes: of one graph, in topological order.
+    """The nodes of a graph, in topological order, that write to tensors, and which share memory.
 
     Attributes:
         roots: by node, those whose memory it may be; empty, as ``aliases``, where nothing writes.
@@ -53,8 +50,7 @@ class Writes:
 
         A write is ordered where every other node that touches the tensor leads to it by views
         alone, or gets the tensor from it, as with the output buffer of a bucketed all-gather. A
-        collective may lead to it by way of anything, as a reduction in place does; a cast may not,
-        for a bucket casts on its own::
+        collective may lead to it by way of anything; a cast may not: a bucket casts on its own::
 
             empty -> slice -> copy_ -> all_gather_into_tensor_out(out=empty) -> wait -> view
             mm -> all_reduce(mm) -> wait -> copy_(mm, wait) -> add
@@ -108,8 +104,10 @@ def _schema_values(node: fx.Node, *, writes: bool) -> list[fx.Node]:
     """Inputs that the schema says are written to, or else those that the result may alias."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
-    values: list[fx.Node] = []
-    for i, argument in enumerate(node.target._schema.arguments):
+    schema, values = node.target._schema, list[fx.Node]()
+    if writes and not schema.is_mutable:
+        return []
+    for i, argument in enumerate(schema.arguments):
         info = argument.alias_info
         if info is None or (writes and not info.is_write):
             continue
@@ -122,14 +120,10 @@ def _schema_values(node: fx.Node, *, writes: bool) -> list[fx.Node]:
 
 def written_values(node: fx.Node) -> list[fx.Node]:
     """The inputs that a node writes to."""
-    if node.op != "call_function":
-        return []
-    if isinstance(node.target, torch._ops.OpOverload):
-        return _schema_values(node, writes=True) if node.target._schema.is_mutable else []
     # The one higher-order operator that AOTAutograd leaves unfunctionalized in the end.
     if getattr(node.target, "__name__", "") == "triton_kernel_wrapper_mutation":
         return node.all_input_nodes
-    return []
+    return _schema_values(node, writes=True)
 
 
 def _aliased(node: fx.Node) -> list[fx.Node]:

@@ -14,8 +14,8 @@ from typing import Any
 from ..bucketing.caps import CapPlanner, Eligible, check_options
 from ..bucketing.groups import GroupFilter
 from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
+from ..graph.analysis import graph_of
 from ..graph.collectives import Kind, check_kinds
-from ..graph.graph_of import graph_of
 from ..graph.snapshot import reading_only
 from ..reports.caps import CapsReport
 from ..scheduling.cap_search import check_caps, choose_caps

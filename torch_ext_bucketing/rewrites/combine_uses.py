@@ -51,8 +51,6 @@ from ..scheduling.model import peak_bytes
 
 _aten = torch.ops.aten
 
-Fqns = tuple[str, ...]
-
 
 class CombineUses(GraphPass):
     """One gather and one reduction per parameter and step, as eager FSDP2 has them, with its bits
@@ -120,13 +118,13 @@ def combine_uses(
     return CombineReport(tuple(combined), tuple(left), None if peak is None else (before, now))
 
 
-def _repeated(graph: fx.Graph) -> list[Fqns]:
+def _repeated(graph: fx.Graph) -> list[tuple[str, ...]]:
     """The parameters with several gathers or several reductions over one group, in graph order."""
     tags = [(tag, group_name(n)) for n in graph.nodes if (tag := tag_of(n)) is not None]
     return list(dict.fromkeys(tag.fqns for (tag, _), count in Counter(tags).items() if count > 1))
 
 
-def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str]]:
+def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[CombinedUses | None, list[str]]:
     """Combine the uses of one parameter; what was done, and why the rest was not."""
     if not Writes(graph.nodes).unordered:
         _share_forms(graph, _gathers(_serving(graph, fqns)))
@@ -169,7 +167,7 @@ def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str
     return CombinedUses(fqns, (len(read), left), reduced, dtype, saved), reasons
 
 
-def _serving(graph: fx.Graph, fqns: Fqns) -> list[fx.Node]:
+def _serving(graph: fx.Graph, fqns: tuple[str, ...]) -> list[fx.Node]:
     """The collectives of these parameters."""
     return [n for n in graph.nodes if (tag := tag_of(n)) is not None and tag.fqns == fqns]
 
@@ -359,8 +357,7 @@ def _full(cuts: Sequence[Cut], reductions: int, dtype: torch.dtype) -> Cut | Non
 
 
 def _kept_dtype(tree: _Tree, facts: GraphAnalysis) -> dict[torch.dtype, None]:
-    """The dtype that a parameter which is not sharded is used in: that of the cast that all of its
-    uses go through, or else its own."""
+    """The dtype of the cast that all uses of an unsharded parameter go through, or else its own."""
     (output,) = facts.graph.find_nodes(op="output")
     for node, grad_of in _descriptors.gradient_outputs(output):
         while node is not tree.adds[0] and is_linear(node):

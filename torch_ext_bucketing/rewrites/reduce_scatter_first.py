@@ -2,8 +2,7 @@
 
 DTensor, and so torchtitan's ``hybrid_shard``, all-reduces the whole of a gradient that is partial
 over replicas and over shards across the replicas first, although a rank keeps one shard of it: as
-many times the bytes as there are shards. Both steps add, so they can be swapped, and the replicas'
-network carries the shard alone::
+many times the bytes as there are shards. Swapped, the replicas' network carries the shard alone::
 
     g -> all_reduce -> wait -> split -> pad -> cat -> reduce_scatter -> wait -> slice -> gradient
 
@@ -139,8 +138,7 @@ def on_one_grid(replicas: Sequence[int], shards: Sequence[int]) -> bool:
     """True where a rank's two groups, ranks ascending, are a row and a column of one regular grid.
 
     Then all ranks of its replica group are at the same place in their shard groups, and get the
-    same part of a reduce-scatter; else a swap would add different parts up. Every rank checks its
-    own two groups, which together are all::
+    same part of a reduce-scatter; else a swap would add different parts up::
 
         ranks 0 1 2 3, shards {0, 1} {2, 3}, replicas {0, 2} {1, 3}     a grid
                                              replicas {0, 3} {1, 2}     none

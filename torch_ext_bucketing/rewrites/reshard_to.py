@@ -101,8 +101,8 @@ def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:
 def reshard_to(
     graph: fx.Graph, chains: Chains, smaller: SmallerGroup, wanted: Callable[[Tag], bool]
 ) -> ReshardReport:
-    """Let what reads gathered parameters of a joint graph, where the tag is ``wanted``, read a
-    second gather, in the smaller group.
+    """Let what reads gathered parameters, where their tag is ``wanted``, read a second gather, in
+    the smaller group.
 
     A parameter whose gather can't be cut up is gathered again over its own group, and the report
     says why. One that backward does not read leaves no copy. Where no parameter's group has

@@ -178,19 +178,13 @@ class ReshardAfterForward(GraphPass):
         smaller = None if self._smaller is None else what_fits(chains, self._smaller)
         order = last_fact(compilation.ahead, Order) or Order((Overlap(),))
         merged = last_fact(compilation.ahead, Buckets) or Buckets()
+        by_rank = last_fact(compilation.ahead, RankOrder) is not None
+        machine = self.machine or order.machine or job_machine()
         assert self.memory is not None
         try:
-            planner = KeepPlanner(
-                graph,
-                _unit_of(graph, self.units or merged.units),
-                order.policies,
-                self.machine or order.machine or job_machine(),
-                compilation.size_hints,
-                merged.kinds,
-                last_fact(compilation.ahead, RankOrder) is not None,
-                self.activations,
-                smaller,
-            )
+            unit_of = _unit_of(graph, self.units or merged.units)
+            given = (order.policies, machine, compilation.size_hints, merged.kinds, by_rank)
+            planner = KeepPlanner(graph, unit_of, *given, self.activations, smaller)
             limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
             outcome, report = planner.report(limit, self.curve)
         except Exception as error:  # losing a compile over it would be worse than keeping nothing

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch.fx as fx
 
-from ..graph.analysis import GraphAnalysis
+from ..graph.analysis import GraphAnalysis, GraphLike, graph_of
 from ..graph.collectives import Kind, is_compute, is_view, kind_of, started_by
 from ..graph.dependencies import Precedence, unused
-from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import Storages
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.tags import replaced_kind
