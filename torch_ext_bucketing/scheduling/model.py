@@ -179,7 +179,8 @@ class Model:
         """The model of other nodes on the same machine. Collectives of one group and kind are
         launched in the order of ``rows``; the rest is as of :class:`Model` and :class:`.Storages`.
         """
-        nodes, given, allocates, touches, *rest = map(list, zip(*rows, strict=True))
+        columns_of = zip(*rows, strict=True) if rows else [()] * len(Row._fields)
+        nodes, given, allocates, touches, *rest = map(list, columns_of)
         columns: dict[str, Any] = dict(zip(Row._fields[4:], rest, strict=True))
         needs = list(map(set, given))
         last: dict[tuple[str, Kind], int] = {}
