@@ -6,14 +6,15 @@ the graph, so several caps are tried: each is planned, and the graph as it would
 scheduled on the cost model (:mod:`.merged_model`). First all process groups and kinds get the same
 cap. Then the gathers and the reductions of each group in turn try the next smaller and the next
 larger one, and, where the step is still far from what no order can beat, caps between these. Then,
-with the best caps and the next larger ones, buckets of reductions are closed
-where runs of computation between them would become long. Last, in graphs that are small enough to
-try many plans, single buckets of the best one take members over from their neighbours, are joined,
-or cut.
+with the best caps and the next larger ones, buckets of reductions are closed where runs of
+computation between them would become long. Last, in graphs that are small enough to try many plans,
+single buckets of the best one take members over from their neighbours, are joined, or cut.
 
-Planning is cheap, scheduling is not. So the caps whose collectives need the least time come first,
-and a plan is not scheduled if its collectives alone keep a process group busy for longer than the
-best step so far, and its scheduling ends where the step is known to become longer.
+Planning is cheap, scheduling is not. So caps come in the order of their plans' bounds, the least
+first. A plan is not scheduled if its bound, or the time of one group's collectives alone, is longer
+than the best step so far, and an order is given up where it is known to become longer. The sort of
+order that was the best so far is made first. No other caps are tried once the step is close to what
+no plan can be shorter than.
 """
 
 from __future__ import annotations
