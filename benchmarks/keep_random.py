@@ -8,7 +8,6 @@ as far as it was looked at.
 
 from __future__ import annotations
 
-import heapq
 import random
 import statistics
 import sys
@@ -28,7 +27,6 @@ from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, what_fits
 from torch_ext_bucketing.scheduling.keep import KeepPlanner
 from torch_ext_bucketing.scheduling.machine import Level, Machine
-from torch_ext_bucketing.scheduling.model import Model
 
 GROUP = "0"
 _MODE = FakeTensorMode()
@@ -228,58 +226,11 @@ def against_all(
 def _fitting(planner: KeepPlanner, limit: int) -> Iterator[tuple[float, tuple[int, ...]]]:
     """Choices with the least time that they can take. What is kept is there when backward begins,
     so those that are above the bound with that alone are left out."""
-    forward_ms = least_ms(planner.partitioned.forward)
+    forward_ms = planner.partitioned.forward.paths.bound_ms
     for bits in range(2 ** len(planner.candidates)):
         kept = tuple(k for i, k in enumerate(planner.candidates) if bits >> i & 1)
         if len(planner.partitioned.distinct(kept)) < len(kept):
             continue
         backward = planner.partitioned.models(kept)[1]
         if backward.liveness.at_start <= limit:
-            yield forward_ms + least_ms(backward), kept
-
-
-def least_ms(model: Model) -> float:
-    """Milliseconds that no order of a model can beat, on streams that share no network level.
-
-    For each stream alone: its nodes become ready at the end of the longest path to them, may be
-    interrupted, and are followed by the longest path behind them. Then the one with the most behind
-    it goes first, always (Jackson's preemptive rule).
-    """
-    needs, needed_by = model.dependencies.needs, model.dependencies.needed_by
-
-    def follows(before: int, after: int) -> bool:
-        same = model.group[before] == model.group[after]
-        return same if model.only_ordered(before, after) else model.needs_end(before, after)
-
-    ready, behind = [0.0] * len(model), [0.0] * len(model)
-    for i, mine in enumerate(needs):
-        ready[i] = max((ready[j] + model.ms[j] for j in mine if follows(j, i)), default=0.0)
-    for i in reversed(range(len(model))):
-        ends = (behind[j] + model.ms[j] for j in needed_by[i] if follows(i, j))
-        behind[i] = max(ends, default=0.0)
-    streams: dict[str | None, list[int]] = {}
-    for i, ms in enumerate(model.ms):
-        if ms:
-            streams.setdefault(model.group[i], []).append(i)
-    return max((_jackson(model, nodes, ready, behind) for nodes in streams.values()), default=0.0)
-
-
-def _jackson(model: Model, nodes: list[int], ready: list[float], behind: list[float]) -> float:
-    coming = sorted(nodes, key=lambda i: (-ready[i], -i))
-    waiting: list[tuple[float, int, float]] = []  # most behind it first, with what is left of it
-    now = found = 0.0
-    while coming or waiting:
-        if not waiting:
-            now = max(now, ready[coming[-1]])
-        while coming and ready[coming[-1]] <= now:
-            i = coming.pop()
-            heapq.heappush(waiting, (-behind[i], i, model.ms[i]))
-        tail, i, left = heapq.heappop(waiting)
-        until = ready[coming[-1]] if coming else float("inf")
-        if now + left > until:
-            heapq.heappush(waiting, (tail, i, left - (until - now)))
-            now = until
-        else:
-            now += left
-            found = max(found, now - tail)
-    return found
+            yield forward_ms + backward.paths.bound_ms, kept

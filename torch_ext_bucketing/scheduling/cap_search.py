@@ -220,16 +220,17 @@ class _Search:
         return self._chosen(ladder[0])
 
     def _best_first(self, ladder: Iterable[float]) -> Iterator[float]:
-        """The caps with which a step could be the shortest first. Its bound is only found out where
-        the time of the busiest process group does not come later already."""
-        left = [(self.busiest_ms(cap), False, cap) for cap in ladder]
+        """The caps with which a step could be the shortest first, of equals the largest. A bound is
+        only found out where the time of the busiest process group does not come later already."""
+        left = [(round(self.busiest_ms(cap), 9), False, -cap) for cap in ladder]
         heapq.heapify(left)
         while left:
             _, known, cap = heapq.heappop(left)
             if known:
-                yield cap
+                yield -cap
             else:
-                heapq.heappush(left, (self._bound_ms(self.plan(cap, self._max_run)), True, cap))
+                bound_ms = self._merged(self.plan(-cap, self._max_run)).paths.bound_ms
+                heapq.heappush(left, (round(bound_ms, 9), True, cap))
 
     def _chosen(self, smallest: float) -> MergePlan:
         """The plan of the best caps; where nothing could be merged, these have no names."""
@@ -348,10 +349,6 @@ class _Search:
         """The longest that a step may be to take the place of the best so far."""
         best = self.tried[self.best()] if self.tried else None
         return math.inf if best is None or best.misses else self._worth * best.step_ms[1]
-
-    def _bound_ms(self, plan: MergePlan) -> float:
-        """What the step of a plan takes at least."""
-        return self._merged(plan).paths.bound_ms
 
     def _outcome(self, plan: MergePlan, like: str = "") -> ScheduleReport | None:
         """The schedule of a plan, in orders like the one of that name; None if it is known to be

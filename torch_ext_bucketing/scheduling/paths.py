@@ -6,6 +6,7 @@ those that are scheduled, are given up for that.
 
 from __future__ import annotations
 
+import heapq
 import math
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,19 +63,14 @@ class Paths:
 
     @cached_property
     def bound_ms(self) -> float:
-        """No order takes less: a longest path; or, of a stream, what begins late, one after the
-        other, behind the earliest and ahead of the least that follows (Jackson's bound for one
-        machine)."""
+        """No order takes less: a longest path; or what a stream has to do, each node behind the
+        longest path to it and ahead of the longest one from it."""
         model, tail = self._model, self.tail
         head = _longest(model, back=True)
         least = max((a + b - ms for a, b, ms in zip(head, tail, model.ms, strict=True)), default=0)
-        for work in self._work().values():
-            total, following = 0.0, math.inf
-            for before, i, ms in sorted(
-                ((head[i] - ms, i, ms) for i, ms in work if ms), reverse=True
-            ):
-                total, following = total + ms, min(following, tail[i] - ms)
-                least = max(least, before + total + following)
+        for mine in self._work().values():
+            work = [(head[i] - ms, ms, tail[i] - ms) for i, ms in mine if ms]
+            least = max(least, _one_after_the_other(work))
         return least
 
     def _work(self) -> dict[str | None, list[tuple[int, float]]]:
@@ -112,6 +108,34 @@ class Remaining:
         if left > _ROUNDED_MS:
             least += left + self._rest[stream].after_ms
         return max(least, free_ms + self.kernels_ms) if stream is None else least
+
+
+def _one_after_the_other(work: list[tuple[float, float, float]]) -> float:
+    """When all ends at the earliest that a stream has to do, by Jackson's preemptive rule: of what
+    can begin, the one with the most behind it goes first, and is interrupted for one with more.
+
+    Args:
+        work: when each node can begin, how long it takes, and what comes behind it, in
+            milliseconds.
+    """
+    coming = sorted(work, reverse=True)
+    waiting: list[tuple[float, float]] = []  # the most behind it first, with what is left of it
+    now = end = 0.0
+    while coming or waiting:
+        if not waiting:
+            now = max(now, coming[-1][0])
+        while coming and coming[-1][0] <= now:
+            _, ms, behind = coming.pop()
+            heapq.heappush(waiting, (-behind, ms))
+        behind, left = heapq.heappop(waiting)
+        until = coming[-1][0] if coming else math.inf
+        if now + left > until:
+            heapq.heappush(waiting, (behind, left - (until - now)))
+            now = until
+        else:
+            now += left
+            end = max(end, now - behind)
+    return end
 
 
 def _longest(model: Model, back: bool) -> list[float]:
