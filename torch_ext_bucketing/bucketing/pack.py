@@ -49,6 +49,7 @@ from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from .._torch.fake import fake_mode_of, fake_tensor
 from .._torch.process_groups import compiles_for_all_ranks, group_by_name
+from ..graph.calls import evaluate
 from ..graph.collectives import group_name, group_size, kind_of
 
 _aten = torch.ops.aten
@@ -222,10 +223,7 @@ class Writer:
         return node
 
     def _run(self, node: fx.Node) -> fx.Node:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        assert callable(node.target)
-        with torch.no_grad() if self._mode is None else self._mode:
-            node.meta["val"] = node.target(*args, **kwargs)
+        node.meta["val"] = evaluate(node, self._mode)
         return node
 
     def call(self, target: Any, *args: Any) -> fx.Node:

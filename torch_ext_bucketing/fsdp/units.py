@@ -57,7 +57,6 @@ class Units:
         return iter(self.units)
 
     def __repr__(self) -> str:
-        """The list that it can be made from."""
         return str([list(unit) for unit in self.units])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -113,7 +112,6 @@ class UnitSpec(Units):
         _check_not_empty(self.units)
 
     def __repr__(self) -> str:
-        """The code that makes one with the same units."""
         return f"manual_plan({abbreviated(self.units)}, model)"
 
     def uncovered(self, model: nn.Module) -> tuple[str, ...]:

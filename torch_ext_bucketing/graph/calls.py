@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ def contiguous_copy(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
         return call(graph, torch.ops.aten.clone.default, value, memory_format=layout, like=like)
 
 
-def evaluate(node: fx.Node) -> Any:
-    """The value of ``node`` for the fake values of its inputs."""
+def evaluate(node: fx.Node, mode: Any = None) -> Any:
+    """The value of ``node`` for those of its inputs, in ``mode`` or that of a fake one of these."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    mode = next((m for a in args if (m := getattr(a, "fake_mode", None)) is not None), None)
+    modes = (m for a in args if (m := getattr(a, "fake_mode", None)) is not None)
     target: Any = node.target
-    with mode or contextlib.nullcontext():
+    with mode or next(modes, None) or torch.no_grad():
         return target(*args, **kwargs)

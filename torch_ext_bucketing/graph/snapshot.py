@@ -113,9 +113,6 @@ _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_me
 
 
 class _NoCollectives(TorchDispatchMode):
-    """Compilation would wait for the other ranks, which may be compiling something else, or nothing
-    at all where they hit a cache."""
-
     def __init__(self, what: str) -> None:
         super().__init__()
         self._what = what

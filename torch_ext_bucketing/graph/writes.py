@@ -63,8 +63,10 @@ class Writes:
         ]
 
     def is_written(self, node: fx.Node) -> bool:
-        """Whether a node, later or earlier, writes to the memory of ``node``."""
-        return not self.written.isdisjoint(self.roots.get(node, ()))
+        """Whether a node, later or earlier, writes to the memory of ``node``; by way of another
+        alias only where some write is unordered."""
+        roots = self.roots.get(node, ()) if self.unordered else (node,)
+        return not self.written.isdisjoint(roots)
 
 
 def _is_ordered(write: fx.Node, aliases: list[fx.Node], position: dict[fx.Node, int]) -> bool:

@@ -111,7 +111,6 @@ class AddByUnit(GraphPass):
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Whether autograd added two gradients here."""
     return bool(node.meta.get("is_gradient_acc", False))
 
 

@@ -179,9 +179,9 @@ class ReshardAfterForward(GraphPass):
         order = last_fact(compilation.ahead, Order) or Order((Overlap(),))
         merged = last_fact(compilation.ahead, Buckets) or Buckets()
         by_rank = last_fact(compilation.ahead, RankOrder) is not None
-        machine = self.machine or order.machine or job_machine()
         assert self.memory is not None
         try:
+            machine = self.machine or order.machine or job_machine()
             unit_of = _unit_of(graph, self.units or merged.units)
             given = (order.policies, machine, compilation.size_hints, merged.kinds, by_rank)
             planner = KeepPlanner(graph, unit_of, *given, self.activations, smaller)
