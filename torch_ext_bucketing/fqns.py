@@ -41,9 +41,12 @@ def canonical_fqn(fqn: str) -> str:
 
 
 def canonical_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module of ``model`` by canonical FQN, in registration order, the root as ``""``:
-    several entries where it has several names. A wrapper and the module inside it share one name,
-    which stands for the wrapper: that is what callers of ``fully_shard`` pass."""
+    """Every module of ``model`` by canonical FQN, in registration order, the root as ``""``.
+
+    A module reachable by several names has several entries. A wrapper and the module inside it
+    share one name, which stands for the wrapper: that is the one that callers of ``fully_shard``
+    pass.
+    """
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(canonical_fqn(name), module)
@@ -88,8 +91,11 @@ def parameters_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """``module``'s own parameters (not its children's) as (name, parameter), one that it has twice
-    given twice. Reads ``module._parameters``: attribute access gathers one that is parametrized by
-    a property of its class (SimpleFSDP's)."""
+    given twice.
+
+    Reads ``module._parameters``: attribute access gathers one that is parametrized by a property of
+    its class (SimpleFSDP's).
+    """
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter
@@ -107,8 +113,11 @@ def format_names(names: Collection[str], shown: int = 4) -> str:
 
 def nearest_names(name: str, known: Iterable[str]) -> str:
     """The end of an error message about the unknown ``name``: up to three near names among
-    ``known``. Names that end alike count as near, too: ``layers.3`` where blocks are
-    ``model.layers.3``."""
+    ``known``.
+
+    Names that end alike count as near too: ``layers.3`` for a model whose blocks are
+    ``model.layers.3``.
+    """
     candidates = [candidate for candidate in known if candidate]
     near = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
     tails = [c for c in candidates if name and c.endswith("." + name) and c not in near]
