@@ -66,14 +66,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chunks:
-    """What comes in chunks.
-
-    Args:
-        modules: torchtitan's ``ep_overlap.module_fqn``.
-        dim: along which tokens are cut.
-        expert: ranks that share the experts.
-        memory: torchtitan's ``memory_policy``.
-    """
+    """What comes in chunks: torchtitan's ``ep_overlap.module_fqn``, the dimension along which
+    tokens are cut, the number of ranks that share the experts, and torchtitan's
+    ``memory_policy``."""
 
     modules: str
     dim: Literal["batch", "seq"] = "batch"
@@ -136,7 +131,7 @@ def estimate(chunks: Chunks, layers: int) -> dict[str, Any]:
         "theirs_ms": torchtitans.step_ms,
         "ours_ms": ours.step_ms,
         "forward_ms": [t.end[loss] for t in (torchtitans, ours)],
-        "bound_ms": model.analysis.bound_ms,
+        "bound_ms": model.paths.bound_ms,
         "peak_gib": [t.peak_bytes / GIB for t in (torchtitans, ours)],
         "chosen": report.chosen,
         "schedule_s": report.seconds,

@@ -22,9 +22,6 @@ def nccl_environment(rank: int, ranks: int, devices: int) -> dict[str, str]:
     With a GPU for every rank NCCL is left alone. With fewer, NCCL refuses two ranks on one GPU of
     one host, so every rank says that it is a host of its own (``NCCL_HOSTID``) and talks over
     sockets on the loopback interface.
-
-    Raises:
-        ValueError: the GPUs can't be shared evenly, which ``DeviceMesh`` asks for.
     """
     # cuBLAS picks an algorithm by what workspace it has; a fixed one is asked for by name.
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -45,15 +42,8 @@ def nccl_environment(rank: int, ranks: int, devices: int) -> dict[str, str]:
 
 
 def start(rank: Rank, backend_name: str) -> torch.device:
-    """Join the process group; returns the rank's device, which is the current one.
-
-    Args:
-        rank: of :func:`.run_ranks`.
-        backend_name: ``"nccl"`` or ``"gloo"``.
-
-    Raises:
-        ValueError: see :func:`.nccl_environment`.
-    """
+    """Join the process group, ``"nccl"`` or ``"gloo"``; returns the rank's device, the current
+    one."""
     torch.set_num_threads(1)
     # A graph from a cache has not been through the passes.
     inductor_config.fx_graph_cache = False

@@ -23,8 +23,8 @@ import argparse
 import gzip
 import hashlib
 import inspect
-import json
 import os
+import pickle
 import random
 import resource
 import sys
@@ -52,21 +52,6 @@ from .parallel import Group, Layout, World, shard_deepseek, shard_llama, start_w
 from .serialize import from_data, to_data
 from .titan import TORCHTITAN, TitanConfig, problem, register_operators, trace_titan
 from .tracing import Phase, trace_model
-
-__all__ = [
-    "CONFIGS",
-    "HELD_OUT",
-    "NAMES",
-    "Config",
-    "Counts",
-    "Graph",
-    "available",
-    "builder",
-    "chosen",
-    "count",
-    "load",
-    "trace",
-]
 
 
 @dataclass(frozen=True)
@@ -168,25 +153,15 @@ def available(names: Sequence[str]) -> list[str]:
 
 
 CACHE = Path(__file__).parent / ".cache"
+_SUFFIX = ".pickle.gz"
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced graph.
-
-    Args:
-        name: one of :data:`NAMES`.
-        gm: its fake tensors are all in ``mode``.
-        phase: ``"forward"`` or ``"backward"``.
-        recompute: whether the backward graph gathers the parameters again.
-        config: the model and its layout, with the number of layers that was traced.
-        groups: by name, the process groups that the graph's collectives refer to. They resolve as
-            long as no graph of another layout is loaded.
-        world_size: number of ranks.
-        mode: the fake mode.
-        trace_s: what tracing took: one trace makes the four graphs of a configuration.
-        load_s: what loading took, from the file to the graph module.
-    """
+    """A traced graph, with the number of layers that was traced in ``config``. The process groups
+    that its collectives refer to, in ``groups`` by name, resolve as long as no graph of another
+    layout is loaded. Seconds: of the trace that made all graphs of the configuration, and from the
+    file to the graph module."""
 
     name: str
     gm: fx.GraphModule
@@ -208,22 +183,12 @@ def load(
     quiet: bool = False,
     cache: Path = CACHE,
 ) -> Graph:
-    """A graph, from the cache or traced now. Starts the fake world that it belongs to.
+    """A graph, one of :data:`NAMES`, from the folder ``cache`` or traced now. Starts the fake world
+    that it belongs to.
 
-    Args:
-        name: one of :data:`NAMES`.
-        layers: instead of the model's own number; two or more for a mixture of experts.
-        device: type of the device that the fake tensors are said to be on. The default is
-            ``"cuda"`` where torch is built for it (passes and cost models of Inductor look at the
-            device) and ``"cpu"`` elsewhere.
-        quiet: show no progress while tracing.
-        cache: folder of the cached graphs.
-
-    Raises:
-        KeyError: an unknown name.
-        ValueError: ``layers`` is less than one.
-        RuntimeError: ``torch.distributed`` was initialised by someone else, or torchtitan's model
-            can't be traced here.
+    ``layers`` are instead of the model's own number; two or more for a mixture of experts.
+    ``device`` is the type of the device that the fake tensors are said to be on, by default
+    ``"cuda"`` where torch is built for it: passes and cost models of Inductor look at it.
     """
     config = _config(name, layers)
     path = _path(name, config, cache)
@@ -265,11 +230,7 @@ def trace(
 
 
 def builder(config: Config, world: World) -> Callable[[], nn.Module]:
-    """Makes the sharded model of a configuration, without weights under a fake mode.
-
-    Raises:
-        ValueError: the model has experts, and the world has no ranks for them.
-    """
+    """Makes the sharded model of a configuration, without weights under a fake mode."""
     model = config.model
 
     def build() -> nn.Module:
@@ -333,25 +294,26 @@ def _path(name: str, config: Config, cache: Path) -> Path:
     versions = torch.__version__ + (f" torchtitan {TORCHTITAN}" if titan else "")
     key = (versions, repr(config), sources, inspect.getsource(ReshardAfterForward))
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()
-    return cache / f"{name}.{config.model.layers}.torch-{torch.__version__}.{digest[:16]}.json.gz"
+    name = f"{name}.{config.model.layers}.torch-{torch.__version__}"
+    return cache / f"{name}.{digest[:16]}{_SUFFIX}"
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
-    with gzip.open(partial, "wt", compresslevel=1, encoding="utf-8") as file:
-        json.dump(data, file, separators=(",", ":"))
+    with gzip.open(partial, "wb", compresslevel=1) as file:
+        pickle.dump(data, file)
     os.replace(partial, path)
-    prefix = path.name[: -len("0123456789abcdef.json.gz")]
+    prefix = path.name[: -len("0123456789abcdef" + _SUFFIX)]
     for old in path.parent.iterdir():  # made from older sources
-        if old != path and old.name.startswith(prefix) and old.name.endswith(".json.gz"):
+        if old != path and old.name.startswith(prefix) and old.name.endswith(_SUFFIX):
             old.unlink(missing_ok=True)
 
 
 def _read(path: Path, name: str, config: Config, device: str | None) -> Graph:
     start = time.monotonic()
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        data = json.load(file)
+    with gzip.open(path, "rb") as file:
+        data = pickle.load(file)
     world = start_world(config.layout)
     groups = {n: Group(**g) for n, g in data["groups"].items()}
     if world.groups != groups:
@@ -385,13 +347,8 @@ def _read(path: Path, name: str, config: Config, device: str | None) -> Graph:
 
 @dataclass(frozen=True)
 class Counts:
-    """What is in a graph.
-
-    Args:
-        nodes: all of them, placeholders included.
-        collectives: number of starts by ``(kind, role of the group)``; all-to-alls included.
-        gathered_bytes: of all all-gathers' outputs.
-    """
+    """What is in a graph: nodes, starts by ``(kind, role of the group)``, all-to-alls included, and
+    the bytes of all all-gathers' outputs."""
 
     nodes: int
     collectives: dict[tuple[str, str], int]

@@ -23,6 +23,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_ext_bucketing._gc import paused_gc
+from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, what_fits
 from torch_ext_bucketing.scheduling.keep import KeepPlanner
@@ -85,11 +86,6 @@ def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machi
 
     Each layer is a unit: one or two sharded matrices, and up to three products with a matrix that
     is not sharded. Some layers are followed by a wide activation that is saved.
-
-    Args:
-        seed: of all that is random.
-        units: number of layers.
-        ranks: of the process group :data:`GROUP`.
     """
     rng = random.Random(seed)
     j = _Joint(ranks)
@@ -158,16 +154,9 @@ def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machi
 def random_planner(
     seed: int, units: int, activations: bool = False, to: int = 0, more: int = 4
 ) -> KeepPlanner:
-    """What chooses for one of :func:`random_joint`.
-
-    Args:
-        seed: of all that is random.
-        units: number of layers.
-        activations: whether activations are saved by choice, too.
-        to: in a job of twice as many ranks, the size of the group that backward may gather in; 0:
-            none, in a job of two ranks.
-        more: how many times as fast that group's network is.
-    """
+    """What chooses for one of :func:`random_joint`, ``activations`` that are saved, too. With
+    ``to``, in a job of twice as many ranks, backward may gather in a group of that size, whose
+    network is ``more`` times as fast; 0: a job of two ranks."""
     graph, machine = random_joint(seed, units, 2 * max(1, to))
     smaller = None
     if to:
@@ -176,7 +165,7 @@ def random_planner(
         assert group is not None
         fast = replace(network, bandwidth=network.bandwidth * more)
         machine = replace(machine, ranks_per_node=to, intra=fast)
-        smaller = what_fits(graph, group)
+        smaller = what_fits(parameter_chains(graph), group)
     return KeepPlanner(graph, unit_of, machine=machine, activations=activations, smaller=smaller)
 
 
@@ -191,17 +180,8 @@ def against_all(
     activations: bool = False,
     to: int = 0,
 ) -> dict[str, Any]:
-    """Random models of ``least`` to ``most`` units, each with a bound between keep-nothing and
-    keep-all: the choice over the best of all choices.
-
-    Args:
-        models: how many.
-        most: units.
-        least: units.
-        first: seed of the first model; the next has the next.
-        activations: whether activations are saved by choice, too.
-        to: as of :func:`.random_planner`.
-    """
+    """Random models of ``least`` to ``most`` units, with seeds from ``first`` on, each with a bound
+    between keep-nothing and keep-all: the choice over the best of all choices."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2 * max(1, to))

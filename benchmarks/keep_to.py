@@ -43,15 +43,9 @@ MODELS = ("llama3_8b_fsdp64", "deepseek_v3_fsdp64_ep8")
 def estimate(
     name: str, layers: int | None = None, machine: teb.Machine = H100
 ) -> list[dict[str, Any]]:
-    """The three ways of one configuration: times of the scheduled forward and backward, the larger
-    of their peaks, and backward's gathers by the ranks of their group, unbucketed. Starts the fake
-    world that it belongs to.
-
-    Args:
-        name: of :data:`.graphs.CONFIGS`; its ``fsdp`` ranks must be neighbours.
-        layers: instead of the model's own number.
-        machine: has ``ranks_per_node``, the ranks that backward gathers among.
-    """
+    """The three ways of one configuration, whose ``fsdp`` ranks are neighbours: times of the
+    scheduled forward and backward, the larger of their peaks, and backward's gathers by the ranks
+    of their group, unbucketed. Starts the fake world that it belongs to."""
     config = CONFIGS[name]
     if layers is not None:
         config = replace(config, model=replace(config.model, layers=layers))

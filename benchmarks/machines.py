@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from torch_ext_bucketing.scheduling.machine import H100, Level, Machine
 
-__all__ = ["nodes"]
-
 
 def nodes(gb_per_s: float | None) -> Machine:
     """Nodes of 8 H100s, with so many GB/s of each rank between them; None: :data:`H100`'s."""

@@ -32,7 +32,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_ext_bucketing.fsdp.tag_graph import parameter_chains
+from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, what_fits
 from torch_ext_bucketing.scheduling.devices import job_machine
 from torch_ext_bucketing.scheduling.keep import KeepPlanner, Outcome
@@ -63,13 +63,8 @@ WAYS: dict[str, Callable[[str], bool]] = {
 
 
 def saved_by_torch(joint: fx.Graph, outputs: int, budget: float) -> set[str]:
-    """Names of what torch's partitioner saves, parameters gathered again.
-
-    Args:
-        joint: it is only read.
-        outputs: of forward.
-        budget: between 0 and 1.
-    """
+    """Names of what torch's partitioner saves under a budget of 0 to 1, parameters gathered
+    again."""
     gm = fx.GraphModule({}, copy_graph(joint))
     for chain in parameter_chains(gm.graph).values():
         for node in chain:
@@ -98,7 +93,7 @@ def smaller_group(joint: fx.Graph, to: int) -> Smaller | None:
     """That of ``to`` neighbours, if what is sharded over others can be gathered in it."""
     group = make_smaller_group(to)
     try:
-        return None if group is None else what_fits(joint, group)
+        return None if group is None else what_fits(parameter_chains(joint), group)
     except ValueError:
         return None
 

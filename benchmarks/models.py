@@ -303,15 +303,7 @@ class DeepSeekBlock(nn.Module):
 
 
 class DeepSeek(_Decoder):
-    """The first layers dense, the others with experts.
-
-    Args:
-        config: the sizes.
-        group: the ranks that share the experts.
-
-    Raises:
-        ValueError: the experts, or the routed tokens, don't divide evenly over ``group``.
-    """
+    """The first layers dense, the others with experts, which the ranks of ``group`` share."""
 
     def __init__(self, config: DeepSeekConfig, group: ProcessGroup) -> None:
         routed = config.batch * config.seq * config.experts_per_token

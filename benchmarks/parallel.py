@@ -86,11 +86,7 @@ _current: World | None = None
 
 
 def start_world(layout: Layout) -> World:
-    """Start the fake world of a layout, ending the one that an earlier call has started.
-
-    Raises:
-        RuntimeError: ``torch.distributed`` was initialised by someone else.
-    """
+    """Start the fake world of a layout, ending the one that an earlier call has started."""
     global _current
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

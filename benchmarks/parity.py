@@ -27,7 +27,6 @@ layout differs, or the control matches where it must not) or all were left out, 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -59,7 +58,7 @@ from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
 
 if TYPE_CHECKING:
-    from benchmarks.parity_ranks import Runs
+    from benchmarks.parity_ranks import RowReport, Runs
 
 BACKENDS = ("aot_eager", "inductor")
 DTYPES = ("bf16", "fp32")
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--steps must be at least {least}{' for '.join(['', *resumed[:1]])}")
     left_out = {row: row.why_left_out(MODELS) for row in rows}
     todo = [row for row in rows if not left_out[row]] * args.starts
-    results = _passed(args.json, todo) if args.resume else []
+    results: list[RowResult] = []
     begin = time.monotonic()
     say = sayer(begin)
 
@@ -98,15 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"{len(results)}/{len(todo)} {result.row.name}: {verdict(result)}")
         write_json(args.json, [r.as_dict() for r in results])
 
-    done = {result.row for result in results}
-    errors = run(
-        [row for row in todo if row not in done],
-        args.steps,
-        finish,
-        say if args.verbose else lambda text: None,
-        begin + args.timeout,
-        alone=args.starts > 1,
-    )
+    errors = run(todo, args.steps, finish, begin + args.timeout, alone=args.starts > 1)
     results.sort(key=lambda result: rows.index(result.row))
     write_json(args.json, [r.as_dict() for r in results])
     print(f"{title(document_of('benchmarks/parity.py', argv))}\n")
@@ -142,16 +133,12 @@ def run(
     rows: Sequence[Row],
     steps: int,
     finish: Callable[[RowResult], None],
-    say: Callable[[str], None],
     deadline: float,
     alone: bool = False,
 ) -> list[str]:
-    """Run rows, those of one topology on one set of ranks, or each ``alone``; ``finish`` is called
-    with each one's result. Where a rank fails, the rows after the one that it was at run on new
-    ranks.
-
-    Returns how ranks failed, by row.
-    """
+    """How ranks failed, by row: those of one topology run on one set of ranks, or each ``alone``;
+    ``finish`` is called with each one's result. Where a rank fails, the rows after the one that it
+    was at run on new ranks."""
 
     def key(row: Row) -> Any:
         return row.backend, row.ranks, row.nodes, row.chunk_bytes, row.device, row.expert
@@ -169,7 +156,7 @@ def run(
         while left and time.monotonic() < deadline:
             limit = deadline - time.monotonic()
             limit = min(limit, START_S) if alone else limit
-            done, error = run_topology(left, steps, finish, say, limit)
+            done, error = run_topology(left, steps, finish, limit)
             if error:
                 at = left[done].name if done < len(left) else f"after {left[-1].name}"
                 errors.append(f"{at}: {error}")
@@ -181,27 +168,20 @@ def run_topology(
     rows: Sequence[Row],
     steps: int,
     finish: Callable[[RowResult], None],
-    say: Callable[[str], None],
     timeout_s: float,
 ) -> tuple[int, str]:
-    """Run rows of one topology on one set of ranks.
-
-    Returns how many were finished, and how a rank failed, if one did or the time limit passed.
-    """
-    reports: dict[str, dict[int, Any]] = {}
+    """How many rows of one topology were finished on one set of ranks, and how a rank failed, if
+    one did or the time limit passed."""
+    reports: dict[str, dict[int, RowReport]] = {}
     done = 0
 
-    def on_message(rank: int, message: tuple[str, Any]) -> None:
+    def on_message(rank: int, report: RowReport) -> None:
         nonlocal done
-        kind, payload = message
-        if kind == "row":
-            by_rank = reports.setdefault(payload.row.name, {})
-            by_rank[rank] = payload
-            if len(by_rank) == rows[0].ranks:
-                done += 1
-                finish(combine([by_rank[r] for r in sorted(by_rank)], steps))
-        elif rank == 0:
-            say(payload)
+        by_rank = reports.setdefault(report.row.name, {})
+        by_rank[rank] = report
+        if len(by_rank) == rows[0].ranks:
+            done += 1
+            finish(combine([by_rank[r] for r in sorted(by_rank)], steps))
 
     try:
         run_ranks(
@@ -218,8 +198,7 @@ def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
 
     with row_group(rank, rows[0]):
         for row in rows:
-            rank.send(("run", row.name))
-            rank.send(("row", runs_of(rank, row, steps).report()))
+            rank.send(runs_of(rank, row, steps).report())
 
 
 def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
@@ -234,14 +213,6 @@ def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
     elif row.client == "torchtitan's trainer":
         from benchmarks.parity_trainer import TrainerRuns as kind
     return kind(rank, row, mesh_of(row), steps)
-
-
-def _passed(path: Path | None, rows: Sequence[Row]) -> list[RowResult]:
-    """The results of an earlier run that passed, of rows that are asked for again."""
-    if path is None or not path.exists():
-        return []
-    results = [RowResult.from_dict(d) for d in json.loads(path.read_text())]
-    return [result for result in results if result.row in rows and not result.problems]
 
 
 def virtual(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
@@ -292,16 +263,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_json(parser, "written after every row")
     parser.add_argument(
-        "--resume", action="store_true", help="keep the rows that pass in --json's file"
-    )
-    parser.add_argument(
         "--virtual-ranks",
         type=_virtual_ranks,
         metavar="LIST",
         help="instead: simulate so many ranks, such as 64,128,256, in this process",
     )
     parser.add_argument("--timeout", type=float, default=7200.0, metavar="S", help="for all rows")
-    parser.add_argument("--verbose", action="store_true", help="name every row when it starts")
     return parser
 
 

@@ -70,15 +70,8 @@ class Model:
 
 
 class ParityModel(nn.Module):
-    """Embedding, ``layers``, norm and head, and the loss computed whole or in chunks.
-
-    Args:
-        dim: width.
-        layers: called one after the other, unless :meth:`features` is another one.
-        embed: in the place of an embedding of :data:`VOCAB` tokens.
-        norm: in the place of an RMSNorm.
-        vocab: what the head, without a bias, predicts.
-    """
+    """Embedding, ``layers``, called one after the other unless :meth:`features` is another one,
+    norm and head, which predicts ``vocab`` tokens, and the loss computed whole or in chunks."""
 
     chunks = 1
     """In how many parts the loss is computed."""

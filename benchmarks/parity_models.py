@@ -546,14 +546,8 @@ def units_of(name: str, model: nn.Module) -> list[Unit]:
 
 
 def build(name: str, *, layers: int = 1, dim: int | None = None, chunks: int = 1) -> nn.Module:
-    """A model of ``layers`` blocks, its weights equal bit for bit for equal arguments.
-
-    Args:
-        name: of :data:`MODELS`.
-        layers: number of blocks.
-        dim: width; None for the model's own.
-        chunks: in how many parts the loss is computed.
-    """
+    """A model of ``layers`` blocks, its weights equal bit for bit for equal arguments; ``dim`` is
+    instead of its own width, ``chunks`` in how many parts the loss is computed."""
     about = MODELS[name]
     dim = dim or about.width
     model = about.kind(layers) if dim is None else about.kind(layers, dim)

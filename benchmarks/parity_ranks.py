@@ -180,11 +180,7 @@ Sent = list[tuple[str, str, int]]
 class Tally(teb.GraphPass):
     """Compiles as ``"aot_eager"`` does, by running graphs as they are, and counts what they send,
     each time that one of them runs, and what they would send as traced: as the first pass of the
-    joint graph.
-
-    Args:
-        per_node: ranks of a simulated node.
-    """
+    joint graph."""
 
     stage: Stage = "joint"
 
@@ -503,11 +499,7 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def compare_layout(compiler: BucketingBackend, eager: Sequence[Payload]) -> list[str]:
-    """In words, where the buckets of the one compile differ from eager FSDP2's payloads.
-
-    Raises:
-        RuntimeError: it was not compiled exactly once.
-    """
+    """In words, where the buckets of the one compile differ from eager FSDP2's payloads."""
     if len(compiler.reports) != 1:
         raise RuntimeError(f"compiled {len(compiler.reports)} times instead of once")
     report = compiler.last_report()

@@ -22,27 +22,14 @@ KERNELS = (
 
 @dataclass
 class RowResult:
-    """What came out of a row.
+    """What came out of a row, of ``steps`` steps; what is not told here is as in ``RowReport``.
 
     Attributes:
-        steps: steps that were run.
         steps_equal: steps after which the hash of all ranks' weights is eager FSDP2's.
         control_first_different_step: first step after which it is not when buckets are packed in
             graph order; None where every step was equal, or there is no control.
-        layout_differences: the first few places where buckets lie otherwise than eager's param
-            groups, in words.
         cause: why weights differ, or why the control can't; "" where there is nothing to explain.
         experiment: the figures that prove the cause.
-        before: what a step of the graphs would send as traced; see ``parity_ranks.Traffic``.
-        after: what it sends.
-        eager_collectives: of a step of eager FSDP2, by kind.
-        notes: what compile reports say was left alone or could not be done.
-        warned: whether a warning says that bits are not eager's.
-        merged: whether there was a bucket on any rank.
-        error: how the compiled run ended, where it raised.
-        seconds: wall time.
-        torch: its version.
-        date: when the row was run.
     """
 
     row: Row
@@ -87,12 +74,6 @@ class RowResult:
         if not self.row.why_no_control and self.control_first_different_step is None:
             found.append("graph order gives the same bits")
         return found
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> RowResult:
-        """The result that :meth:`as_dict` was made from."""
-        row = Row(**{f.name: data[f.name] for f in fields(Row)} | {"mesh": tuple(data["mesh"])})
-        return cls(row, **{f.name: data[f.name] for f in fields(cls) if f.name != "row"})
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the row's fields, then the rest."""

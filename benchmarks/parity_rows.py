@@ -151,15 +151,8 @@ def matrix(
     device: Literal["cpu", "cuda"] = "cpu",
     layers: int = 1,
 ) -> Iterator[Row]:
-    """Models x topologies x parallelism x dtypes x backends, as far as a model is meant for them;
-    names look like ``llama/2x2/aot_eager/fsdp/bf16``.
-
-    Args:
-        models: out of ``parity_models.MODELS``.
-        topologies: nodes x ranks per node.
-        device: of all rows.
-        layers: blocks of every model.
-    """
+    """Models x topologies (nodes x ranks per node) x parallelism x dtypes x backends, as far as a
+    model is meant for them; names look like ``llama/2x2/aot_eager/fsdp/bf16``."""
     dtypes: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
     for topology in topologies:
         nodes, per_node = (int(n) for n in topology.split("x"))

@@ -126,13 +126,8 @@ class TensorBlock(nn.Module):
 
 
 class TensorDecoder(ParityModel):
-    """A decoder for ``parallelize_module``: every parameter in a module without children.
-
-    Args:
-        layers: blocks.
-        dim: width.
-        shares: whether every block reads what the first one reads.
-    """
+    """A decoder for ``parallelize_module``: every parameter in a module without children. With
+    ``shares`` every block reads what the first one reads."""
 
     def __init__(self, layers: int, dim: int, *, shares: bool = False) -> None:
         super().__init__(dim, nn.ModuleList(TensorBlock(dim) for _ in range(layers)))

@@ -29,8 +29,6 @@ from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.training import Trained
 
-__all__ = ["TitanRuns", "spmd_collectives"]
-
 SEQ, BATCH = 32, 2
 
 

@@ -41,8 +41,6 @@ from torch_ext_bucketing.passes.base import Compilation, GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
 
-__all__ = ["TrainerRuns"]
-
 BUCKETING = "joint_transformer_block_bucketing_reordering_pass"
 
 

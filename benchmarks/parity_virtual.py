@@ -48,9 +48,6 @@ def run_virtual(model: str, ranks: int, steps: int, layers: int) -> dict[str, An
 
     The result is for JSON; its names mean what they mean in ``RowResult``. ``steps_equal`` compares
     two ways to pack that share no code; where the layouts are equal, so must their sums be.
-
-    Raises:
-        ValueError: ``ranks`` does not fill nodes.
     """
     begin = time.perf_counter()
     topology = RingTopology(RANKS_PER_NODE, chunk_bytes=CHUNK_BYTES)

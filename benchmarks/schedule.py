@@ -16,7 +16,7 @@ Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
   without buckets.
 
 Both results are timed by :class:`.Timeline` on the same machine. The lower bound is
-:attr:`.ModelAnalysis.bound_ms` of our bucketed graph. Pass times are CPU seconds, medians over
+:attr:`.Paths.bound_ms` of our bucketed graph. Pass times are CPU seconds, medians over
 ``--repeat`` fresh loads.
 """
 
@@ -99,7 +99,7 @@ def run_ours(
     between: float | None = None,
 ) -> dict[str, Any]:
     """Our buckets, then our schedule."""
-    from torch_ext_bucketing.bucketing.caps import plan_by_cap
+    from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
     from torch_ext_bucketing.bucketing.merge import apply_plan
     from torch_ext_bucketing.graph.analysis import GraphAnalysis
     from torch_ext_bucketing.scheduling.cap_search import choose_caps
@@ -109,22 +109,24 @@ def run_ours(
 
     machine = nodes(between)
     policies, options = what_ours_plans(graph, reference)
+    like = ""
     if cap_mb is None:
         analysis = GraphAnalysis(graph.gm.graph, graph.config.size_hints)
-        plan, search = choose_caps(
-            analysis, policies, machine=machine, reference_bytes=reference, **options
-        )
+        planner = CapPlanner(analysis, **options)
+        plan, search = choose_caps(planner, policies, machine=machine, reference_bytes=reference)
+        like = search.chosen.order
         caps = [c for _, cap in search.caps_mb for c in (cap if isinstance(cap, tuple) else (cap,))]
     else:
         plan = plan_by_cap(graph.gm.graph, cap_mb, **options)
         caps = [cap_mb]
     apply_plan(graph.gm.graph, plan)
     report = schedule(
-        graph.gm,
+        graph.gm.graph,  # its code is made behind all passes, and not by torch's either
         policies,
         machine=machine,
         reference_bytes=reference,
         size_hints=graph.config.size_hints,
+        like=like,
     )
     return {
         "caps_mb": caps,
@@ -175,7 +177,7 @@ def child(
     reached = Timeline.of(after)
     result = {
         "step_ms": reached.step_ms,
-        "bound_ms": after.analysis.bound_ms,
+        "bound_ms": after.paths.bound_ms,
         "peak_gib": reached.peak_bytes / GIB,
         "longest_run": reached.longest_run,
         "pass_s": statistics.median(seconds),

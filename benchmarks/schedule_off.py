@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from torch_ext_bucketing.bucketing.caps import CapPlanner
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import group_name, is_collective, tensors_in
 from torch_ext_bucketing.graph.size_hints import GivenHints, SizeHints
@@ -27,20 +28,12 @@ from torch_ext_bucketing.scheduling.policy import Policy
 from torch_ext_bucketing.scheduling.scheduler import schedule_model
 from torch_ext_bucketing.scheduling.timeline import Timeline
 
-__all__ = ["off_by", "steps_off"]
-
 SIGMA = 0.3
 
 
 def off_by(machine: Machine, seed: int, sigma: float = SIGMA, hints: GivenHints = None) -> Machine:
-    """``machine`` with times that are off, the same for the same seed.
-
-    Args:
-        machine: the true one.
-        seed: of the draw.
-        sigma: standard deviation of a factor's logarithm; the median factor is 1.
-        hints: what sizes that depend on data are taken as.
-    """
+    """``machine`` with times that are off, the same for the same seed; ``sigma`` is the standard
+    deviation of a factor's logarithm, and the median factor 1."""
     true = Costs(machine, SizeHints(hints))
     factors: dict[tuple[Any, ...], float] = {}
 
@@ -69,26 +62,15 @@ def steps_off(
     sigma: float = SIGMA,
     machine: Machine = H100,
 ) -> tuple[float, float, list[float]]:
-    """Milliseconds of the step, planned with the true times, what no order of the same buckets can
-    beat, and the steps planned with each draw of other times.
-
-    Args:
-        analysis: of the graph, which is only read.
-        policies: as of :func:`.choose_caps`.
-        draws: how many; their seeds are 0, 1, and so on.
-        reference_bytes: as of :func:`.schedule`.
-        options: further ones of :func:`.choose_caps`.
-        sigma: as of :func:`off_by`.
-        machine: the one with the true times.
-    """
-    hints = analysis.hints
+    """Milliseconds of the step, planned with the times of ``machine``, what no order of the same
+    buckets can beat, and the steps planned with each draw of other times. ``options`` are
+    those of :class:`.CapPlanner`."""
+    hints, planner = analysis.hints, CapPlanner(analysis, **options)
     true = Costs(machine, hints)
     unmerged = model_of(analysis, true)
 
     def planned(by: Machine) -> tuple[float, Model]:
-        plan, _ = choose_caps(
-            analysis, policies, machine=by, reference_bytes=reference_bytes, **options
-        )
+        plan, _ = choose_caps(planner, policies, machine=by, reference_bytes=reference_bytes)
         costs = Costs(by, hints)
         believed = merged_model(model_of(analysis, costs), plan.buckets, costs)
         real = merged_model(unmerged, plan.buckets, true)
@@ -99,4 +81,4 @@ def steps_off(
 
     step, merged = planned(machine)
     off = (off_by(machine, seed, sigma, hints) for seed in range(draws))
-    return step, merged.analysis.bound_ms, [planned(by)[0] for by in off]
+    return step, merged.paths.bound_ms, [planned(by)[0] for by in off]

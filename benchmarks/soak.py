@@ -53,11 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """One group of ranks from start to end.
-
-    Raises:
-        RankError: a rank failed, or the time limit passed.
-    """
+    """One group of ranks from start to end."""
     cases: list[dict[str, Any]] = []
     texts: dict[int, str] = {}
     begin = time.monotonic()

@@ -129,12 +129,8 @@ def random_case(seed: int, index: int, inductor_every: int = 0) -> Case:
 
 
 def random_units(names: list[str], rng: random.Random) -> list[str | list[str]]:
-    """Units as calls of ``fully_shard``, inner ones first, the root last.
-
-    Args:
-        names: of the modules that hold parameters, in ``named_modules`` order, without the root.
-        rng: draws which of them, and which siblings share a unit.
-    """
+    """Units as calls of ``fully_shard``, inner ones first, the root last, of the modules that hold
+    parameters: ``names`` in ``named_modules`` order, without the root."""
     chosen = [name for name in names if rng.random() < 0.35]
     chosen.sort(key=lambda name: -name.count("."))
     units: list[str | list[str]] = []
@@ -332,15 +328,9 @@ _BOUNDS: dict[str, Callable[..., Any]] = {
 
 @dataclass
 class CaseReport:
-    """One case on one rank.
-
-    Attributes:
-        buckets: that were merged, in all graphs.
-        collectives: before and after bucketing.
-        mismatches: in words.
-        kept_alive: what of the case was still referred to after it, traced graphs among it.
-        rss_bytes: resident memory after it.
-    """
+    """One case on one rank: buckets in all graphs, collectives before and after bucketing,
+    mismatches in words, what of the case was still referred to after it, and resident memory after
+    it."""
 
     index: int
     text: str

@@ -33,8 +33,6 @@ from torch_ext_bucketing.graph.collectives import collective_group, set_group_na
 from .parallel import World
 from .tracing import Phase, Say, partitioner
 
-__all__ = ["TORCHTITAN", "TitanConfig", "build", "problem", "register_operators", "trace_titan"]
-
 TORCHTITAN = "0.3.0"
 _SPMD_BACKEND: Literal["partial_dtensor"] = "partial_dtensor"
 
@@ -79,20 +77,7 @@ class _TracedError(Exception):
 def trace_titan(
     config: TitanConfig, world: World, say: Say
 ) -> dict[tuple[Phase, Any], fx.GraphModule]:
-    """Trace a model without weights, as :func:`.trace_model` does.
-
-    Args:
-        config: the model.
-        world: its layout must have experts. The graphs' collectives are on its process groups.
-        say: is told of every stage.
-
-    Returns:
-        The graphs by phase and whether backward gathers the parameters again.
-
-    Raises:
-        RuntimeError: see :func:`problem`.
-        ValueError: a size is not the flavor's.
-    """
+    """Trace a model without weights, in a world with experts, as :func:`.trace_model` does."""
     if problem():
         raise RuntimeError(problem())
     from torchtitan.distributed import parallel_dims, utils
@@ -154,15 +139,8 @@ def _trace(config: TitanConfig, world: World, say: Say) -> dict[tuple[Phase, Any
 def build(
     config: TitanConfig, expert: int, attention: str = "varlen", annotate: bool = False
 ) -> tuple[Any, Any, Any]:
-    """The sharded model, on the meta device, its parallel dimensions and torchtitan's
-    configuration of them.
-
-    Args:
-        config: the model.
-        expert: ranks that share the experts.
-        attention: one of torchtitan's.
-        annotate: as its graph trainer does, for its passes.
-    """
+    """The sharded model, on the meta device, its parallel dimensions and torchtitan's configuration
+    of them; ``annotate`` as its graph trainer does, for its passes."""
     from torchtitan.config import ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.experiments.graph_trainer import simple_fsdp

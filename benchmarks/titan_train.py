@@ -139,16 +139,9 @@ def _run(
 def _start(
     folder: Path, way: str, config: str, given: list[str], killed: int | None = None
 ) -> tuple[dict[int, float], list[str]]:
-    """``train.py`` on all ranks; returns the loss after each of its steps, and the reports of the
-    stages of a pipeline, on one rank of each.
-
-    Args:
-        folder: of the assets.
-        way: names the folder of the checkpoints.
-        config: a function of this module.
-        given: further options.
-        killed: after which step all ranks are.
-    """
+    """``train.py`` on all ranks under the config that a function of this module makes, killed after
+    a step; returns the loss after each of its steps, and the reports of the stages of a pipeline,
+    on one rank of each."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", __spec__.name, "--rank"]
     command += ["--module", "benchmarks.titan_train", "--config", config]

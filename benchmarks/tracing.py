@@ -38,21 +38,13 @@ def trace_model(
     say: Say,
     ways: Mapping[Any, Sequence[teb.GraphPass]] | None = None,
 ) -> dict[tuple[Phase, Any], fx.GraphModule]:
-    """Trace a model without weights.
+    """Trace the model that ``build`` makes under the fake mode, without weights, on token ids of a
+    shape; returns the graphs by phase and name.
 
     The tensors are fake CPU tensors: the autograd engine can't go backward over fake CUDA tensors
     on a machine without a GPU. Which device they are said to be on is up to whoever loads them.
-
-    Args:
-        build: makes the sharded model, whose blocks are in ``model.layers``. Called under the fake
-            mode.
-        shape: of the token ids, the model's only input.
-        say: is told of every stage.
-        ways: passes for the tagged joint graph, by the name of the graphs that come of it. None:
-            whether the backward graph gathers the parameters again.
-
-    Returns:
-        The graphs by phase and name.
+    ``ways`` are passes for the tagged joint graph, by the name of the graphs that come of it; None:
+    whether the backward graph gathers the parameters again.
     """
     from torch._functorch.aot_autograd import (
         aot_compile_joint_with_descriptors,
@@ -85,14 +77,8 @@ def partitioner(
     fqn_of: FqnOf,
     ways: Mapping[Any, Sequence[teb.GraphPass]] | None = None,
 ) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
-    """The default partitioner, on the tagged joint graph, once for each of ``ways``.
-
-    Args:
-        graphs: gets the graphs by phase and name.
-        say: is told of every stage.
-        fqn_of: as of :func:`.tag_joint_graph`.
-        ways: as of :func:`trace_model`.
-    """
+    """The default partitioner, on the tagged joint graph, once for each of ``ways``; ``graphs``
+    gets what it makes by phase and name."""
     from torch._functorch.partitioners import default_partition
 
     wanted = ways or {True: [teb.ReshardAfterForward()], False: []}

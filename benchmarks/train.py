@@ -114,11 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(training: Training, timeout_s: float) -> dict[str, Any]:
-    """One group of ranks from start to end.
-
-    Raises:
-        RankError: a rank failed, or the time limit passed.
-    """
+    """One group of ranks from start to end."""
     say = sayer(time.monotonic())
 
     def on_message(rank: int, message: tuple[Any, Any]) -> None:

@@ -28,8 +28,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import torch_ext_bucketing as teb
 from benchmarks.devices import start, synchronize
+from torch_ext_bucketing.graph.analysis import graph_of
 from torch_ext_bucketing.graph.collectives import Kind
-from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.measure import measure
 from torch_ext_bucketing.passes.base import Compilation, GraphLike, Stage
 from torch_ext_bucketing.scheduling.machine import H100

@@ -101,11 +101,7 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def start(way: str, world: int, cache: Path, delay_ms: float = 0.0) -> dict[str, Any]:
-    """Start the ranks and wait for them.
-
-    Raises:
-        RuntimeError: a rank failed.
-    """
+    """Start the ranks and wait for them."""
     env = environment(cache)
     # Where bytecode is never kept, each start of ours compiles this package: no user's would.
     env.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -127,14 +127,8 @@ def run_ranks(
     end_peer: bool = True,
     compiled: bool = True,
 ) -> list[dict[str, Any]]:
-    """What two forks did.
-
-    Args:
-        folder: for the store; the cache folder lies in it.
-        kill: the write at which rank 1 kills itself, and the seconds until it does.
-        end_peer: end the other rank when one has ended badly.
-        compiled: or the model as it is.
-    """
+    """What two forks did, of which rank 1 kills itself at the write and after the seconds of
+    ``kill``; with ``end_peer`` the other is ended when one has ended badly."""
     forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(dir=folder) as name:
         pipes = [forks.Pipe(duplex=False) for _ in range(2)]
@@ -200,12 +194,8 @@ def step(world: int, compiled: bool) -> list[list[float]]:
 
 
 class Writes:
-    """An audit hook that counts what is opened to be written, and renamed, in a folder.
-
-    Args:
-        folder: the folder.
-        kill: kill the process at the write of this number, after so many seconds.
-    """
+    """An audit hook that counts what is opened to be written, and renamed, in a folder, and kills
+    the process at the write of a number, after so many seconds."""
 
     def __init__(self, folder: str, kill: tuple[int, float] | None) -> None:
         self.folder = folder

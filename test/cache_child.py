@@ -4,8 +4,6 @@ Prints one line of JSON per rank. Ranks of a fake group take turns in one proces
 they are a gloo group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Small graphs of collectives, and a way to run them for all ranks at once."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Models with one fault each, and one without, for ``test_compare.py``."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

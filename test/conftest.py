@@ -1,7 +1,5 @@
 """Shared fixtures, the order of files, and the two parts of a run: without the hooks and with them."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -42,32 +40,34 @@ HOOKS = ("test_hooks", "test_patch")
 # With two workers, each of which takes the next file when it has finished one, the long files must
 # not come last.
 LONG = (
-    "test_all_to_all.py",
+    "test_warm.py",
     "test_compare.py",
-    "test_demo.py",
+    "test_all_to_all.py",
     "test_parity.py",
     "test_torchtitan.py",
-    "test_everyday.py",
-    "test_add_by_unit.py",
+    "test_keep.py",
     "test_extensions.py",
+    "test_smoke.py",
+    "test_agreement.py",
+    "test_everyday.py",
+    "test_passes_ranks.py",
+    "test_add_by_unit.py",
     "test_hooks_caches.py",
     "test_patch_neutrality.py",
     "test_patch_submission.py",
-    "test_agreement.py",
-    "test_passes.py",
-    "test_passes_ranks.py",
-    "test_graphs.py",
-    "test_smoke.py",
-    "test_warm.py",
     "test_caches.py",
-    "test_keep.py",
     "test_reshard_to.py",
+    "test_passes.py",
+    "test_graphs.py",
     "test_ring.py",
+    "test_demo.py",
+    "test_ranks.py",
     "test_tags.py",
     "test_recipe.py",
     "test_soak.py",
     "test_schedule.py",
     "test_explain.py",
+    "test_fuzz.py",
 )
 
 # What works on plain FX graphs, files and names alone.

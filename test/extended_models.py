@@ -1,7 +1,5 @@
 """Parameters that follow FSDP2's protocol for gathers, for ``test_extensions.py``, without torchao."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

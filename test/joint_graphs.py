@@ -3,8 +3,6 @@
 Collectives run on the rows and columns of a grid of ranks, whose groups a fake world has for rank 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

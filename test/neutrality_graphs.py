@@ -5,8 +5,6 @@ one on two ranks; where torch has the entries of the patch series, also what the
 Run by ``test_patch_neutrality.py`` on the unpatched torch and on the patched one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Torch trees and patch series for the tests of the hooks."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

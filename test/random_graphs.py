@@ -1,8 +1,6 @@
 """Graphs of collectives, random and as training makes them: built node by node with fake values,
 which takes about a millisecond, or traced."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random
@@ -17,8 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.graph.collectives import KINDS, kind_of
+from torch_ext_bucketing.bucketing.caps import CapPlanner, Eligible
+from torch_ext_bucketing.bucketing.plan import MergePlan
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
+from torch_ext_bucketing.graph.collectives import KINDS, Kind, kind_of
 from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.reports.caps import CapsReport
+from torch_ext_bucketing.scheduling import cap_search
+from torch_ext_bucketing.scheduling.policy import Policy
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
 WORLD = 2
@@ -284,3 +288,16 @@ def _traced_demo() -> dict[str, fx.GraphModule]:
     compiled = torch.compile(model, backend=teb.backend(found, [teb.ReshardAfterForward()]))
     compiled(torch.zeros(2, config.max_seq, dtype=torch.long)).sum().backward()
     return {stage: fx.GraphModule(gm, copy.deepcopy(gm.graph)) for stage, gm in found.items()}
+
+
+def choose_caps(
+    graph: fx.Graph | GraphAnalysis,
+    policies: Policy | Sequence[Policy],
+    *,
+    kinds: Sequence[Kind] = KINDS[:2],
+    eligible: Eligible = "tag",
+    **options: Any,
+) -> tuple[MergePlan, CapsReport]:
+    """The search for caps of these kinds, without a guard around hooks."""
+    planner = CapPlanner(graph, kinds=kinds, eligible=eligible)
+    return cap_search.choose_caps(planner, policies, **options)

@@ -1,7 +1,5 @@
 """Small sharded models, and how to look at the graphs that they compile to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 """The gradients of activations that several units read are added as eager FSDP2 adds them: on one
 rank, where nothing else can differ."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections import defaultdict, namedtuple

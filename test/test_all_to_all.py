@@ -1,7 +1,5 @@
 """Reductions by all-to-all and sums in the order of the ranks: the same bits in any bucket."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re
@@ -9,9 +7,17 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from collective_graphs import C10D, all_reduce, reduce_scatter, run_all_ranks, starts, trace
+from collective_graphs import (
+    C10D,
+    all_reduce,
+    reduce_scatter,
+    run_all_ranks,
+    starts,
+    trace,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import choose_caps
 from sharded_models import eager_fsdp2, small_transformer, tokens_of, trained
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
@@ -30,7 +36,6 @@ from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag
 from torch_ext_bucketing.passes.backends import _run_each
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
-from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs
 from torch_ext_bucketing.scheduling.keep import KeepPlanner
 from torch_ext_bucketing.scheduling.merged_model import merged_model
@@ -400,13 +405,13 @@ def test_inductor_reads_what_is_received_once(fake_world):
 class Mlp(torch.nn.Module):
     """With few parameters and few kernels: what counts is how buckets are packed, added and unpacked."""
 
-    def __init__(self):
+    def __init__(self, dim=32, hidden=34):
         super().__init__()
         torch.manual_seed(0)
-        self.embed = torch.nn.Embedding(37, 32)
-        self.norm = torch.nn.RMSNorm(32)
-        self.up = torch.nn.Linear(32, 34, bias=False)  # uneven over the ranks
-        self.down = torch.nn.Linear(34, 32, bias=False)
+        self.embed = torch.nn.Embedding(hidden + 3, dim)
+        self.norm = torch.nn.RMSNorm(dim)
+        self.up = torch.nn.Linear(dim, hidden, bias=False)  # uneven over the ranks
+        self.down = torch.nn.Linear(hidden, dim, bias=False)
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -474,9 +479,9 @@ def digests(rank, reduce_dtype, shape, ways):
     return found
 
 
-def compiled_digests(rank, mesh, reduce_dtype, name, order, kinds, compiler="aot_eager"):
+def compiled_digests(rank, mesh, reduce_dtype, name, order, kinds, compiler="aot_eager", sizes=()):
     torch._dynamo.reset()
-    model = Mlp()
+    model = Mlp(*sizes)
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
     teb.data_parallel(model, mesh, "fully_shard" if mesh.ndim == 1 else "hybrid_shard", **dtypes)
     backend = teb.backend(compiler, passes_of(name, order, kinds, model))
@@ -518,7 +523,8 @@ def inductor_digests(rank, ways):
         found = []
         for name in ways:
             what = mesh, torch.bfloat16, name, order, KINDS[:2]
-            found.append(compiled_digests(rank, *what, "inductor"))
+            # Even over the ranks, which so share their kernels.
+            found.append(compiled_digests(rank, *what, "inductor", sizes=(36, 36)))
         return found
 
 

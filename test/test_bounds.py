@@ -5,8 +5,6 @@ gradients of the weights need not be computed before anything else, and putting 
 activations and their gradients alive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

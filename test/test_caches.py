@@ -4,8 +4,6 @@ All processes share one cache directory, in which a first one finds nothing. Bet
 of a checkout of the package and of a user's passes are edited.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect

@@ -3,8 +3,6 @@
 ``BUCKETING_SOAK=100000 pytest test/test_caps.py`` runs that many examples of each property.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path
@@ -40,16 +38,15 @@ from torch_features import needs_pre_bucketing
 
 from torch_ext_bucketing._torch.estimates import default_cap_mb
 from torch_ext_bucketing.bucketing import caps as caps_module
-from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
+from torch_ext_bucketing.bucketing.caps import CapPlanner, fsdp_starts, plan_by_cap
 from torch_ext_bucketing.bucketing.contraction import Contraction
 from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
-from torch_ext_bucketing.bucketing.structure import fsdp_starts
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import KINDS, bucket_key, group_name, kind_of, wire_bytes
 from torch_ext_bucketing.graph.tags import Tag, set_tag
-from torch_ext_bucketing.graph.writes import unordered_writes
+from torch_ext_bucketing.graph.writes import Writes
 
 MIB = 2**20
 SOAK = int(os.environ.get("BUCKETING_SOAK", "0"))
@@ -116,7 +113,7 @@ def is_acyclic(graph: fx.Graph, buckets: list[Bucket]) -> bool:
 
 def check_plan(gm: fx.GraphModule, plan: MergePlan, sizes: list[int]) -> None:
     position = {n: i for i, n in enumerate(gm.graph.nodes)}
-    writes = [position[w] for w in unordered_writes(list(gm.graph.nodes))]
+    writes = [position[w] for w in Writes(gm.graph.nodes).unordered]
     seen: set[fx.Node] = set()
     for bucket in plan.buckets:
         at = [position[m] for m in bucket.members]
@@ -385,7 +382,7 @@ def test_the_writes_of_a_bucket_are_no_barrier():
     some = Bucket("all_gather", None, plan.buckets[0].members[2:4])
     apply_plan(gm.graph, MergePlan((some,)))
     assert any(n.target is C10D.all_gather_into_tensor_out.default for n in gm.graph.nodes)
-    assert unordered_writes(list(gm.graph.nodes)) == []
+    assert Writes(gm.graph.nodes).unordered == []
     assert [len(b.members) for b in plan_by_cap(gm.graph, 1.0, eligible=everything).buckets] == [4]
 
 
@@ -530,7 +527,7 @@ import torch_ext_bucketing as teb
 import test_caps as t
 import torch.distributed as dist
 from benchmarks.graphs import load
-from benchmarks.serialize import to_data
+from test_graphs import described
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_ext_bucketing.scheduling.scheduler import schedule
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=t.WORLD)
@@ -546,7 +543,7 @@ dist.destroy_process_group()
 name = "llama3_8b_fsdp64.backward.recompute"
 with tempfile.TemporaryDirectory() as folder:
     graph = load(name, 1, device="cpu", quiet=True, cache=pathlib.Path(folder))
-print(json.dumps([plans, order, to_data(graph.gm)]))
+print(json.dumps([plans, order, described(graph.gm)]))
 """
 
 

@@ -1,7 +1,5 @@
 """One gather and one reduction per parameter: the rewrite on graphs by hand, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import json
 

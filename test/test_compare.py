@@ -1,7 +1,5 @@
 """``compare`` names the cause of each fault, and calls a model without one equal."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

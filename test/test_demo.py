@@ -1,27 +1,25 @@
 """The demo, from its parts to whole runs as a user starts them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.parity_ranks import aten_kernels
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.demo import cli
-from torch_ext_bucketing.testing.demo.results import (
-    RankReport,
-    RunRecord,
-    combine,
-)
+from torch_ext_bucketing.testing.demo.results import RankReport, RunRecord, combine
 from torch_ext_bucketing.testing.demo.settings import Settings
 from torch_ext_bucketing.testing.demo.table import render
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.payloads import Member, Payload, layout_differences
+from torch_ext_bucketing.testing.ranks import Rank
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -113,16 +111,6 @@ def test_a_control_that_can_not_differ_is_explained(ranks, nodes, says):
 # --- the command ---------------------------------------------------------------------
 
 
-def _demo(*options: str, interpreter: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *interpreter, "-m", "torch_ext_bucketing", "demo", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -149,7 +137,8 @@ def test_bad_options_are_usage_errors_before_any_rank_starts(options, says, monk
 
 @pytest.mark.once
 def test_a_bad_option_costs_no_import_of_torch():
-    done = _demo("--dim", "100", interpreter=("-X", "importtime"))
+    command = ["-X", "importtime", "-m", "torch_ext_bucketing", "demo", "--dim", "100"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "torch_ext_bucketing.testing.demo.cli" in imported
@@ -173,18 +162,27 @@ def check_demo(result: dict, ranks: int, steps: int) -> None:
     assert result["passed"]
 
 
+def on_aten_kernels(rank: Rank, function: Callable[..., Any], *args: Any) -> Any:
+    with aten_kernels():
+        return function(rank, *args)
+
+
 @pytest.mark.slow
 @pytest.mark.once
-def test_the_demo_under_inductor_proves_layout_and_reproducibility(tmp_path):
-    """Where order matters, ``test_smoke`` has the demo and ``test_parity`` a cell under Inductor."""
+def test_the_demo_under_inductor_proves_layout_and_reproducibility(tmp_path, monkeypatch, capsys):
+    """On ATen's kernels, which need no compiling; ``test_parity`` has a cell on Inductor's own.
+    Where order matters, ``test_smoke`` has the demo."""
+    run = cli.run_ranks
+    started = lambda fn, world, *args, **more: run(on_aten_kernels, world, fn, *args, **more)  # noqa: E731
+    monkeypatch.setattr(cli, "run_ranks", started)
     path = tmp_path / "demo.json"
-    done = _demo(
-        *("--ranks", "2", "--nodes", "2", "--steps", "2", "--dim", "64", "--layers", "1"),
-        *("--backend", "inductor", "--json", str(path)),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    small = "--ranks 2 --nodes 2 --steps 2 --dim 64 --layers 1 --backend inductor --json"
+    status = main(["demo", *small.split(), str(path)])
+    printed = capsys.readouterr()
+    assert status == 0, printed
     result = json.loads(path.read_text())
     check_demo(result, 2, 2)
-    assert result["hashes"]["fsdp_order"] == result["hashes"]["fsdp_order_again"]
-    assert "Reproducible" in done.stdout
-    assert "emulate_precision_casts" in done.stdout
+    assert len(result["runs"]) == 5
+    assert all(hashes == result["hashes"]["eager"] for hashes in result["hashes"].values())
+    assert "Reproducible" in printed.out
+    assert "emulate_precision_casts" in printed.out

@@ -1,7 +1,5 @@
 """What keeps its order without an edge, and what only looks as if it had to."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 
@@ -119,7 +117,7 @@ def test_a_write_stays_behind_the_wait_of_what_reads_the_tensor():
     at = dependencies.index
     assert not model.needs_end(at[late], at[early_write])
     assert model.needs_end(at[late], at[late_wait])
-    assert model.analysis.bound_ms <= Timeline.of(model).step_ms
+    assert model.paths.bound_ms <= Timeline.of(model).step_ms
 
 
 def test_a_number_that_is_an_input_does_not_hold_up_its_users():

@@ -1,7 +1,5 @@
 """What people do around a training step is bit for bit what eager FSDP2 does."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 
@@ -43,10 +41,8 @@ def reports():
     """By case, those of all ranks."""
     found = {name: {} for name in CHEAP}
 
-    def keep(rank, message):
-        kind, report = message
-        if kind == "row":
-            found[report.row.case][rank] = report
+    def keep(rank, report):
+        found[report.row.case][rank] = report
 
     rows = [ROW[name] for name in CHEAP]
     run_ranks(run_rows, 4, rows, STEPS, timeout_s=600, on_message=keep)

@@ -1,7 +1,5 @@
 """The training script, run a few steps, killed once and resumed."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

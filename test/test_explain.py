@@ -1,7 +1,5 @@
 """``python -m torch_ext_bucketing explain``."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Parameters that are gathered in another form than their own, by FSDP2's protocol."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any
@@ -93,8 +91,10 @@ def _compared(
     "names",
     [
         ("uneven",),
-        pytest.param(MORE, marks=pytest.mark.slow),
-        pytest.param(REST, marks=[pytest.mark.slow, pytest.mark.once]),
+        *(
+            pytest.param(names, marks=[pytest.mark.slow, pytest.mark.once])
+            for names in (MORE, REST)
+        ),
     ],
     ids=["some", "more", "rest"],
 )

@@ -1,7 +1,5 @@
 """Odd graphs, bad hooks and bad arguments: the right result, or a clear error and the graph as it was."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings
@@ -764,7 +762,14 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("tuple of names", lambda: Tag("all_gather", (None,))),
         ("a positive number, got '4'", lambda: teb.PeakMemory(gib="4")),
         ("a positive number", lambda: teb.PeakMemory(ratio=math.nan)),
+        ("positive", lambda: teb.PeakMemory(ratio=-1)),
+        ("either gib or ratio", lambda: teb.PeakMemory()),
+        ("either gib or ratio", lambda: teb.PeakMemory(gib=1, ratio=1)),
+        ("max_consecutive", lambda: teb.CapComputeRun(0)),
+        ("depth", lambda: teb.Overlap(depth=-1)),
         ("bandwidth must be a positive", lambda: teb.Machine(bandwidth="fast")),
+        ("bandwidth", lambda: teb.Machine(bandwidth=0)),
+        ("no measurement", lambda: teb.Machine(collectives={("all_gather", 2): ()})),
         ("kernel_ms must be a time", lambda: teb.Machine(kernel_ms=math.nan)),
         (
             r"\(0, 1.0\) is no \(bytes above 0, ms\)",

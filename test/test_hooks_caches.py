@@ -1,7 +1,5 @@
 """Inductor's caches of torch's own bucketing under the hooks' entries, which are plain data."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks on disk: ``patch apply | revert | status``, on a torch directory of a few lines."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import hashlib

@@ -1,8 +1,6 @@
 """``hooks.install()``, and what importing the package does: each case in a process that has imported
 torch, and nothing of it that compiles."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import importlib

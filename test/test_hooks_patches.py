@@ -1,7 +1,5 @@
 """Git's patches applied in memory, against ``git``."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

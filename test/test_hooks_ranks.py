@@ -1,7 +1,5 @@
 """torch's own bucketing under the hooks' entries, on real ranks: eager FSDP2's bits."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

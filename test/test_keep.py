@@ -1,8 +1,6 @@
 """What stays gathered from forward to backward: estimates against partitioned graphs, choices
 against all that there are, and what is told."""
 
-from __future__ import annotations
-
 import json
 import random
 import warnings
@@ -18,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_ext_bucketing as teb
 from benchmarks.keep_random import least_ms, random_joint, random_planner, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute
+from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.fsdp.tag_graph import parameter_chains
+from torch_ext_bucketing.graph.analysis import graph_of
 from torch_ext_bucketing.graph.collectives import kind_of
-from torch_ext_bucketing.graph.graph_of import graph_of
 from torch_ext_bucketing.graph.tags import member_tags, tag_of
 from torch_ext_bucketing.passes import step_memory
 from torch_ext_bucketing.passes.backends import _run_each, backend
@@ -143,7 +141,7 @@ class Chosen(teb.GraphPass):
         def unit_of(fqn):
             return (99, "root") if self.root and not fqn.startswith("blocks") else block(fqn)
 
-        smaller = None if self.smaller is None else what_fits(g, self.smaller)
+        smaller = None if self.smaller is None else what_fits(parameter_chains(g), self.smaller)
         partitioned = PartitionedModel(
             g, Costs(), unit_of, kinds=(), activations=True, smaller=smaller
         )
@@ -158,7 +156,7 @@ class Chosen(teb.GraphPass):
         choice = _choice(partitioned, self.kept)
         _mark(parameter_chains(g), choice, lambda tag: True)
         if self.smaller is not None:
-            reshard_to(g, self.smaller, choice.is_part)
+            reshard_to(g, parameter_chains(g), self.smaller, choice.is_part)
 
     def finish(self, graph, compilation):
         read_first_gathers(graph_of(graph))
@@ -422,7 +420,7 @@ def _bounded_beside_eager(rank):
     tokens = tokens_of(rank, 256, 8, 64)
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
     found = []
-    for ratio in (1.0, 1.15, 4.0):
+    for ratio in (1.0, 1.15):
         torch._dynamo.reset()
         model = data_parallel(fresh(), mesh, **bf16)
         passes = teb.recipe(model, memory=PeakMemory(ratio=ratio), state_bytes_per_parameter=0)
@@ -441,10 +439,9 @@ def _bounded_beside_eager(rank):
 def test_bits_do_not_change_with_the_bound():
     for found, expected in on_ranks(_bounded_beside_eager):
         assert [hashes for hashes, *_ in found] == [expected] * len(found)
-        kept = [kept for _, kept, _, _ in found]
-        assert kept == sorted(kept)
-        assert kept[0] < kept[1] < kept[2] == found[2][2]
-        assert found[0][3] < found[1][3] < found[2][3]
+        (_, some, _, low), (_, more, units, high) = found
+        assert some < more < units
+        assert low < high
 
 
 def test_what_is_kept_of_checkpointed_blocks_has_the_bits_of_eager():
@@ -459,6 +456,7 @@ def test_what_is_kept_of_checkpointed_blocks_has_the_bits_of_eager():
 # --- the choice ----------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("fake_world", "activations", "to", "most"),
     [(2, False, 0, 5), (2, True, 0, 3), (4, False, 2, 3), (4, True, 2, 2)],
@@ -494,6 +492,7 @@ def test_choices_are_near_the_best_of_all(fake_world, activations, to, most):
     assert bool(parts) == bool(to)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
 @pytest.mark.parametrize("activations", [False, True])
 def test_more_memory_is_never_slower_and_never_exceeded(fake_world, activations):

@@ -1,7 +1,5 @@
 """The package's folders: imports point one way, and nothing needs the hooks."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Machines with levels: whose ranks a group has decides how long its collectives take."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`order`: against the param groups of real FSDP2, and as a hook."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """A bucket as it is packed: its values, its layouts, and what Inductor makes of it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Bucketing by units, the passes and the backends, on real traces."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import warnings

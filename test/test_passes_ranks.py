@@ -1,7 +1,5 @@
 """Bucketed training on real ranks: the same bits as without buckets, and as eager FSDP2."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,9 +21,9 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 MORE = (pytest.mark.slow, pytest.mark.once)
 
 
-def model():
+def model(dim=9, vocabulary=13):
     torch.manual_seed(0)
-    return TwoBlocks(dim=9, vocabulary=13)  # uneven over two ranks
+    return TwoBlocks(dim, vocabulary)  # uneven over two ranks
 
 
 def tokens(rank):
@@ -57,8 +55,8 @@ def mesh(mode):
     return init_device_mesh("cpu", (world,))
 
 
-def shard(mode, **dtypes):
-    return data_parallel(model(), mesh(mode), mode, **dtypes)
+def shard(mode, *sizes, **dtypes):
+    return data_parallel(model(*sizes), mesh(mode), mode, **dtypes)
 
 
 def bucketing_passes(reshard):
@@ -97,7 +95,8 @@ def test_aot_eager_equals_uncompiled(mode, reshard):
 
 
 def _inductor_equals_inductor_without_buckets(rank):
-    module = shard("fully_shard", param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # Even over the ranks, which so share their kernels.
+    module = shard("fully_shard", 8, 14, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     expected = gradients(torch.compile(module), module, rank)
     torch._dynamo.reset()
     b = backend("inductor", bucketing_passes(False))

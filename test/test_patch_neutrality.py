@@ -1,8 +1,6 @@
 """With the entries unset, the patched torch makes the graphs of the unpatched one, node for node and
 on every rank, but for what the fixes at the front of the series mend."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 Every commit runs in a torch of symbolic links that has that commit's files and nothing of this package.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """`plans`: units found in, or named for, models of many shapes."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,8 +1,6 @@
 """A scheduling policy that is written here and nowhere else: it bounds orders, reports what was
 reached, warns where it can't be kept, is part of cache keys, and goes with the others."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json
@@ -20,6 +18,7 @@ from hypothesis import strategies as st
 from random_graphs import (
     Trainer,
     backward_graph,
+    choose_caps,
     forward_graph,
     machine,
     order_of,
@@ -30,7 +29,6 @@ from random_graphs import (
 import torch_ext_bucketing as teb
 from torch_ext_bucketing import _source
 from torch_ext_bucketing.reports.compile import CompileReport
-from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.model import Model, model_of
 from torch_ext_bucketing.scheduling.policy import Case, Options, Policy, PolicyReport
 from torch_ext_bucketing.scheduling.scheduler import schedule

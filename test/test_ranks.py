@@ -1,7 +1,5 @@
 """Ranks: spawned or forked from a server, never one left behind."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -125,6 +123,7 @@ def test_a_rank_that_dies_ends_all(how, text):
     assert not _wait_gone(pids, 1.0)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("start")
 def test_the_time_limit_shows_where_ranks_hang_and_leaves_nothing():
     pids: list[int] = []

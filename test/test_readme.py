@@ -1,7 +1,5 @@
 """The README's examples run as they stand."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from torch._inductor.fx_passes import bucketing
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from benchmarks.parity_ranks import aten_kernels
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
 EXAMPLES = re.findall(
@@ -95,6 +94,7 @@ def test_config_example(scope: dict[str, Any]):
     }
     merge = bucketing.process_collective_bucket
     with (
+        aten_kernels(),
         config.patch(settings),
         mock.patch.object(bucketing, "process_collective_bucket", side_effect=merge) as merged,
     ):

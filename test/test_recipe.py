@@ -1,7 +1,5 @@
 """``recipe``: lists of passes to start from. ``test_parity`` trains by them on ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sharded_models import TwoBlocks, eager_fsdp2, small_transformer, step

@@ -1,7 +1,5 @@
 """Gradient accumulation without reductions between microbatches."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """Reduce-scatter before all-reduce: the rewrite on graphs by hand, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -16,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint_graphs import Joint, collectives
 
-from torch_ext_bucketing.bucketing.groups import is_inside
+from torch_ext_bucketing._torch.process_groups import is_inside
 from torch_ext_bucketing.passes.base import Compilation
 from torch_ext_bucketing.rewrites.reduce_scatter_first import (
     ReduceScatterFirst,

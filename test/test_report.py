@@ -1,7 +1,5 @@
 """Reports: their text, their JSON and where they are logged."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

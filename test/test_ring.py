@@ -1,7 +1,5 @@
 """Ring arithmetic against element-by-element references, and real ranks against the arithmetic."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sizes that depend on data: what estimates take them as, and that no pass stumbles over them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import operator
@@ -17,7 +15,7 @@ import torch.nn as nn
 from collective_graphs import C10D, all_gather, assert_same, run_all_ranks, trace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from random_graphs import Builder
+from random_graphs import Builder, choose_caps
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -28,7 +26,6 @@ from torch_ext_bucketing.graph.collectives import is_collective
 from torch_ext_bucketing.graph.size_hints import DEFAULT, SizeHints
 from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.passes.base import Compilation
-from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
 from torch_ext_bucketing.scheduling.model import peak_bytes
 from torch_ext_bucketing.scheduling.scheduler import schedule

@@ -1,7 +1,5 @@
 """A short soak, and that it finds what is wrong."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What stages of a pipeline hold, by hand."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Groups on one network level share it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -67,7 +65,7 @@ def test_ends_by_hand(fake_world, first, second, per_node, ends):
     assert [timeline.end[i] for i in starts] == pytest.approx(ends)
     assert timeline.step_ms == pytest.approx(max(ends))
     if per_node and len(set(model.shared.values())) == 1:  # the level has all of it to move
-        assert model.analysis.bound_ms == pytest.approx(MS[first] + MS[second])
+        assert model.paths.bound_ms == pytest.approx(MS[first] + MS[second])
     scheduler = ListScheduler(model, Options())
     order = scheduler.run()
     assert scheduler.end == pytest.approx(Timeline.of(model, order).end)

@@ -1,7 +1,5 @@
 """Tags, on real traces."""
 
-from __future__ import annotations
-
 import pickle
 from contextlib import ExitStack, nullcontext
 

@@ -10,8 +10,6 @@ Collectives of a step of 2 layers, as traced, bucketed by transformer block, on 
     DeepSeek-V3, EP    51 -> 8           27 -> 5
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Machines by traces of a run: a collective counts from its last rank's arrival."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time

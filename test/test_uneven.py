@@ -1,7 +1,5 @@
 """Ranks whose shards differ in size make the same plan and launch in the same order."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 import torch.fx as fx
 from collective_graphs import fake_group
+from random_graphs import choose_caps
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,7 +21,6 @@ from torch_ext_bucketing.graph.tags import member_tags, tag_of
 from torch_ext_bucketing.graph.uneven import ShardSide, shard_side
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
-from torch_ext_bucketing.scheduling.cap_search import choose_caps
 from torch_ext_bucketing.scheduling.cost import Costs, Machine
 from torch_ext_bucketing.scheduling.memory import CapComputeRun, PeakMemory
 from torch_ext_bucketing.scheduling.merged_model import merged_model

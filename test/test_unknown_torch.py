@@ -1,7 +1,5 @@
 """A torch newer than all that are known, where something private is gone."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Warm starts: a rank finds what it compiled before, and never what another rank did."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -72,6 +70,7 @@ def test_a_hit_shows_the_report_of_the_compile_that_filled_the_cache(ranks):
     assert [len(g["buckets"]) for g in again["report"]["graphs"]] == [1, 1]
 
 
+@pytest.mark.once
 def test_a_folder_that_rank_0_made_serves_rank_0_alone(ranks):
     results = run(*TORCHRUN, str(CHILD), "real", "even", TORCHINDUCTOR_CACHE_DIR=f"{ranks[0]}-0")
     zero, one = sorted(results, key=lambda r: r["rank"])

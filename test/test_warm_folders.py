@@ -1,7 +1,5 @@
 """Cache folders that are full, and entries that are damaged."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

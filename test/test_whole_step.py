@@ -1,7 +1,5 @@
 """A trace of a whole step, made without Dynamo: the passes on it as one pass."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

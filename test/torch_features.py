@@ -1,7 +1,5 @@
 """What not every torch has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._inductor import config

@@ -1,7 +1,5 @@
 """Models of many shapes, whose units are found, named or packed; no forward of theirs is called."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ._torch.aot import stage_of
 from .fsdp.simple_fsdp import data_parallel
-from .graph.graph_of import GraphLike, graph_of
+from .graph.analysis import GraphLike, graph_of
 from .graph.size_hints import GivenHints
 from .passes.backends import backend
 from .passes.base import Baseline, Compilation, GraphPass

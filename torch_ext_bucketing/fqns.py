@@ -41,12 +41,9 @@ def canonical_fqn(fqn: str) -> str:
 
 
 def canonical_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module of ``model`` by canonical FQN, in registration order, the root as ``""``.
-
-    A module reachable by several names has several entries. A wrapper and the module inside it
-    share one name, which stands for the wrapper: that is the one that callers of ``fully_shard``
-    pass.
-    """
+    """Every module of ``model`` by canonical FQN, in registration order, the root as ``""``:
+    several entries where it has several names. A wrapper and the module inside it share one name,
+    which stands for the wrapper: that is what callers of ``fully_shard`` pass."""
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(canonical_fqn(name), module)
@@ -83,22 +80,11 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
 
 
 def parameters_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Canonical FQN, parameter and owner of every place that a parameter has in ``model``."""
+    """Canonical FQN, parameter and owner of every place that a parameter has in ``model``. None is
+    read as an attribute, which gathers one that is parametrized by its class (SimpleFSDP's)."""
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in own_parameters(module):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield canonical_fqn(f"{path}.{name}".lstrip(".")), parameter, module
-
-
-def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """``module``'s own parameters (not its children's) as (name, parameter), one that it has twice
-    given twice.
-
-    Reads ``module._parameters``: attribute access gathers one that is parametrized by a property of
-    its class (SimpleFSDP's).
-    """
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter
 
 
 def format_names(names: Collection[str], shown: int = 4) -> str:
@@ -113,11 +99,8 @@ def format_names(names: Collection[str], shown: int = 4) -> str:
 
 def nearest_names(name: str, known: Iterable[str]) -> str:
     """The end of an error message about the unknown ``name``: up to three near names among
-    ``known``.
-
-    Names that end alike count as near too: ``layers.3`` for a model whose blocks are
-    ``model.layers.3``.
-    """
+    ``known``. Names that end alike count as near, too: ``layers.3`` where blocks are
+    ``model.layers.3``."""
     candidates = [candidate for candidate in known if candidate]
     near = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
     tails = [c for c in candidates if name and c.endswith("." + name) and c not in near]

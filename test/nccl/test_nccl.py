@@ -1,7 +1,5 @@
 """Parity with eager FSDP2 on real NCCL: ``benchmarks/parity.py --device cuda`` as a person runs it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

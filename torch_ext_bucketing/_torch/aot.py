@@ -68,9 +68,8 @@ def forward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
 
 
 def recomputed_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes of a joint graph that activation checkpointing has computed again in backward:
-    those marked, but for what one checkpointed region hands to the next (the default partitioner's
-    ``cleanup_recompute_tags``)."""
+    """The nodes of a joint graph that checkpointing has computed again in backward: those marked,
+    but for what one region hands to the next (torch's ``cleanup_recompute_tags``)."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if must_recompute(node):
@@ -82,8 +81,7 @@ def recomputed_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
 
 
 def stage_of(graph: fx.Graph) -> str:
-    """``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``, told by the inputs and what
-    the partitioner left on the nodes."""
+    """``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``."""
     inputs = graph.find_nodes(op="placeholder")
     forward = any(n.meta.get("partitioner_tag") == "is_forward" for n in graph.nodes)
     if any(map(_is_tangent, inputs)):
@@ -94,8 +92,7 @@ def stage_of(graph: fx.Graph) -> str:
 
 
 def in_backward(node: fx.Node) -> bool:
-    """Whether a node of a graph with forward and backward in one is part of backward, as what is
-    computed again there is, told by the mark that torch's tracing leaves."""
+    """Whether a node of a joint graph is part of backward, by the mark of tracing."""
     return bool(node.meta.get("autograd_backward", False))
 
 
@@ -112,8 +109,7 @@ def current_backward() -> int:
 
 
 def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes of a joint graph that run in backward for sure, told by the tangents and the marks
-    of torch's tracing."""
+    """The nodes of a joint graph that run in backward for sure, by tangents and marks."""
     late: dict[fx.Node, None] = {}
     for node in graph.nodes:
         marked = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
@@ -125,12 +121,7 @@ def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
 
 def read_in_backward(graph: fx.Graph, repeated: Collection[fx.Node] = ()) -> dict[fx.Node, None]:
     """The nodes of a joint graph whose results backward reads, told by the tangents, by the marks
-    of torch's tracing, and by what is marked to be computed again there.
-
-    Args:
-        graph: in topological order.
-        repeated: what will be marked so, too.
-    """
+    of tracing, and by what is marked to be computed again there, or will be, as ``repeated``."""
     again = dict.fromkeys(repeated)
     late = backward_nodes(graph)
     read: dict[fx.Node, None] = {}
@@ -144,8 +135,7 @@ def read_in_backward(graph: fx.Graph, repeated: Collection[fx.Node] = ()) -> dic
 
 
 def is_saved(placeholder: fx.Node) -> bool:
-    """Whether an input of a backward graph is what forward saved for it, and neither an input of
-    the compiled function (a parameter, say) nor a tangent."""
+    """Whether an input of a backward graph is what forward saved for it."""
     return "desc" not in placeholder.meta and not _is_tangent(placeholder)
 
 
@@ -164,14 +154,9 @@ def compile_aot(
     each: Callable[[fx.GraphModule], Callable[[Callable[..., Any]], Callable[..., Any]]],
     compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None,
 ) -> Callable[..., Any]:
-    """AOTAutograd with the default partitioner.
-
-    Args:
-        joint: run on the joint graph, and on an inference graph.
-        each: run on the forward, the backward and the inference graph; what it returns gets what
-            was compiled of it, and returns what will run in its place.
-        compiler: gets each of them afterwards; None runs them as they are.
-    """
+    """AOTAutograd with the default partitioner: ``joint`` runs on the joint or the inference graph,
+    and ``each`` on the forward, the backward and the inference graph, which ``compiler`` then gets
+    (None runs them as they are); what ``each`` returned makes of the result what will run."""
     with private_torch():
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.backends.debugging import boxed_nop
@@ -186,9 +171,8 @@ def compile_aot(
     def finish(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         wrap = each(graph)
         graph.recompile()
-        if compiler is None:
-            return wrap(boxed_nop(graph, inputs))  # type: ignore[arg-type]
-        compiled = compiler(graph, inputs)
+        make: Any = boxed_nop if compiler is None else compiler
+        compiled = make(graph, inputs)
         boxed = getattr(compiled, "_boxed_call", False)
         return wrap(compiled if boxed else make_boxed_func(compiled))
 

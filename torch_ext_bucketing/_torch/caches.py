@@ -32,8 +32,7 @@ _OF_A_RANK = ("_rank", "_coordinate_on_dim", "_dim_group_names")
 
 
 def meshes_in(values: Iterable[Any]) -> list[DeviceMesh]:
-    """The device meshes among ``values`` and of the tensors among them, and those that they
-    hold."""
+    """The device meshes among ``values``, of the tensors among them, and those that they hold."""
     found: dict[int, DeviceMesh] = {}
     given = [mesh_of(value) or value for value in values]
     stack = [value for value in given if isinstance(value, DeviceMesh)]
@@ -48,9 +47,8 @@ def meshes_in(values: Iterable[Any]) -> list[DeviceMesh]:
 
 
 def forget_mesh_hashes(meshes: Iterable[DeviceMesh]) -> None:
-    """Let meshes make their Python hash anew when they are asked for it: what pickles them into a
-    key then leaves it out. What else a mesh has stays in the key: its ranks, layout, names, groups,
-    and the rank of this process in it."""
+    """Let meshes make their Python hash anew when they are asked for it: a pickle, and so a key,
+    leaves it out, and nothing else."""
     for mesh in meshes:
         if getattr(mesh, "_hash", None) is not None:
             mesh._hash = None
@@ -61,20 +59,13 @@ def watched_caches(meshes: Iterable[DeviceMesh] = ()) -> Iterator[None]:
     """While this lasts, what the passes that are set say of a graph which Inductor compiles stays
     with the compiled graph, in every cache and saved artifact that it gets into: passes with
     ``graph_compiled()`` and ``graph_ready()`` are asked for it by the one when the graph is made,
-    and told it by the other when the graph, compiled now or loaded, is about to be used.
+    and told it by the other when the graph, compiled now or loaded, is about to be used. torch
+    calls ``CompiledFxGraph.post_compile`` for all of them, under the config of their compile, also
+    where AOTAutograd's cache had a whole step.
 
-    torch calls ``CompiledFxGraph.post_compile`` for all of them, under the config of their compile,
-    also where AOTAutograd's cache had a whole step.
-
-    And an error of writing into the cache folder says into which: what a write to a full file
-    system raises names no file. Entries that can't be written torch logs and goes on; code, which
-    it has to load, it can't.
-
-    And where one rank compiles for all, its graphs have the keys of the others'; see
-    :class:`_Meshes`.
-
-    Args:
-        meshes: that the graph's inputs have.
+    An error of writing into the cache folder says into which: a full file system's names no file.
+    And where one rank compiles for all, its graphs, whose inputs have ``meshes``, have the keys of
+    the others'; see :class:`_Meshes`.
     """
     with private_torch():
         from torch._inductor import codecache, config
@@ -154,14 +145,8 @@ class _Meshes:
         rank 3   entry -> mesh 2x2 -> mesh 2x2, groups 2 and 4, at (1, 1)
 
     Such a graph asks for places and groups when it runs. Whatever asks a mesh for this rank's place
-    while the graph is made has it as a constant in there: no cache may keep that.
-
-    Args:
-        meshes: of this process. One that is pickled is known, too: a key is made ahead of a look
-            for its entry.
-
-    Attributes:
-        place_read: what asked for a place, in words; empty: nothing did.
+    while the graph is made, which ``place_read`` then says, has it as a constant in there: no cache
+    may keep that. A mesh that is pickled is known, too: a key is made before its entry is read.
     """
 
     def __init__(self, meshes: Iterable[DeviceMesh]) -> None:

@@ -41,11 +41,7 @@ def plain_index(desc: Any) -> int | None:
 
 def gradient_outputs(output: fx.Node) -> list[tuple[fx.Node, Any]]:
     """The values of a graph's output that are gradients, each with the descriptor of its input;
-    none where the graph has no descriptors.
-
-    Raises:
-        ValueError: the descriptors don't match the flattened values in number.
-    """
+    none where the graph has no descriptors. A ValueError where these are more or fewer."""
     # The output may nest tuples while its descriptors are flat: zipping them unflattened would
     # give parameters each other's gradients.
     values, descs = pytree.tree_leaves(output.args[0]), output.meta.get("desc")
@@ -57,15 +53,13 @@ def gradient_outputs(output: fx.Node) -> list[tuple[fx.Node, Any]]:
             f"{output.name}: {len(descs)} output descriptors for {len(values)} flattened values; "
             "this graph's gradients can't be told apart"
         )
-    found = [(v, _grad_of(desc)) for v, desc in zip(values, descs, strict=True)]
-    return [(v, of) for v, of in found if of is not None and isinstance(v, fx.Node)]
-
-
-def _grad_of(desc: Any) -> Any | None:
-    """The input whose gradient an output is, or None."""
-    while isinstance(desc, SubclassGetAttrAOTOutput):
-        desc = desc.base
-    return desc.grad_of if isinstance(desc, GradAOTOutput) else None
+    found = []
+    for value, desc in zip(values, descs, strict=True):
+        while isinstance(desc, SubclassGetAttrAOTOutput):
+            desc = desc.base
+        if isinstance(desc, GradAOTOutput) and isinstance(value, fx.Node):
+            found.append((value, desc.grad_of))
+    return found
 
 
 def is_tangent(desc: Any) -> bool:

@@ -1,11 +1,9 @@
-"""Which input of a Dynamo graph is which parameter, and which compile it is: the one place that
-reads Dynamo's sources and numbers.
+"""Which input of a Dynamo graph is which parameter, and which compile it is.
 
 Two sources of truth, the better first:
 
-1. a module: a graph input *is* one of its parameters (the same object). That is the module that the
-   caller named, else those that names are known to be relative to (:func:`names_are_relative_to`).
-   It holds whatever part of the model is compiled: all of it, a block, what a graph break left;
+1. a module, of which a graph input *is* a parameter, whatever part of the model is compiled: the
+   one that the caller named, else those that names are relative to (:func:`names_are_relative_to`);
 2. the *source* that Dynamo recorded on each placeholder, the Python expression that reaches the
    tensor from the compiled frame, such as ``L['self']._modules['layers']._parameters['weight']``.
    Its path of modules is the FQN, relative to the module whose ``forward`` was compiled.
@@ -51,13 +49,14 @@ def names_are_relative_to(model: torch.nn.Module) -> None:
     _roots[model] = None
 
 
+def _models(model: torch.nn.Module | None) -> list[torch.nn.Module]:
+    return list(_roots)[::-1] if model is None else [model]
+
+
 def model_of(parameter: Any, model: torch.nn.Module | None = None) -> torch.nn.Module | None:
-    """``model``, or without it the latest known one (:func:`names_are_relative_to`), where it has
-    this parameter; else None."""
-    for one in list(_roots)[::-1] if model is None else [model]:
-        if any(p is parameter for p in one.parameters()):
-            return one
-    return None
+    """``model`` or the latest known one (:func:`names_are_relative_to`) with this parameter."""
+    found = (one for one in _models(model) if any(p is parameter for p in one.parameters()))
+    return next(found, None)
 
 
 def is_first_compile() -> bool:
@@ -76,17 +75,11 @@ def frame_number() -> int | None:
 def input_fqns(
     gm: fx.GraphModule, example_inputs: Sequence[Any], model: torch.nn.Module | None = None
 ) -> dict[int, str]:
-    """FQNs of the graph inputs that are parameters, by the inputs' position.
-
-    Args:
-        gm: the graph module that Dynamo hands to a backend.
-        example_inputs: what Dynamo hands over with it.
-        model: the module that FQNs are relative to. Without it they are relative to the known one
-            (:func:`names_are_relative_to`) that has the parameter, else to the module whose
-            ``forward`` Dynamo traced.
-    """
+    """FQNs of the inputs that are parameters, by position, of a graph that Dynamo hands to a
+    backend. They are relative to ``model``, or to the known one (:func:`names_are_relative_to`)
+    that has the parameter, or else to the module whose ``forward`` Dynamo traced."""
     by_identity: dict[int, str] = {}  # only looked up: ids must not decide any order
-    for one in list(_roots)[::-1] if model is None else [model]:
+    for one in _models(model):
         for name, parameter, _ in parameters_by_name(one):
             by_identity.setdefault(id(parameter), name)
     fqns: dict[int, str] = {}
@@ -116,13 +109,9 @@ def activation_inputs(gm: fx.GraphModule) -> dict[int, tuple[str, weakref.ref[to
 
 
 def traced_input_fqns(graph: fx.Graph) -> dict[int, str]:
-    """:func:`input_fqns` for the joint graph that is being compiled now, for config hooks, which
-    see neither Dynamo's graph nor its inputs.
-
-    Dynamo lists the tensors that it met with their sources, in the order in which they became
-    inputs. Where these are not as many as the joint graph has, each of the same shape, the result
-    is empty.
-    """
+    """FQNs of the parameters among the inputs of the joint graph that is being compiled now, for
+    config hooks: by the tensors that Dynamo lists, in the order in which they became inputs. Empty
+    where these are not as many as the joint graph has, each of the same shape."""
     whole = _traced_tensors()
     inputs: dict[int, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):

@@ -12,12 +12,7 @@ from .symbols import size_with, symbol_facts
 
 
 def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
-    """Milliseconds of a collective by torch's analytical model of NCCL.
-
-    Args:
-        start: any collective, all-to-alls included.
-        nbytes: of its input and output together.
-    """
+    """A collective's milliseconds by torch's model of NCCL, for bytes in and out together."""
     with private_torch():
         from torch._inductor.comm_analysis import estimate_nccl_collective_runtime_from_fx_node
 
@@ -27,12 +22,9 @@ def nccl_estimate_ms(start: fx.Node, nbytes: int) -> float:
 
 
 def default_cap_mb(size: int) -> float:
-    """Byte cap in MiB that saturates the network of a group of ``size`` ranks, as torch sees it.
-
-    From torch's bandwidth profiles of the interconnect, between the floor and the ceiling in
-    ``aten_distributed_optimizations.pre_bucketing_fsdp_collectives_{min,max}_bucket_cap_mb``;
-    its ``..._bucket_cap_mb`` overrides all that. torch 2.11 estimates nothing; there it is the
-    default cap of its bucketing passes, whatever the size.
+    """Byte cap in MiB that saturates the network of a group of ``size`` ranks by torch's bandwidth
+    profiles, within ``pre_bucketing_fsdp_collectives_{min,max}_bucket_cap_mb`` of its config;
+    ``..._bucket_cap_mb`` overrides all that. In torch 2.11, its passes' default, whatever the size.
     """
     try:
         from torch._inductor.fx_passes.fsdp import compute_pre_bucket_cap_mb
@@ -51,11 +43,7 @@ def default_cap_mb(size: int) -> float:
 
 
 def size_hint(size: Any, context: str) -> int:
-    """A size as an integer: itself, or the hint of a symbolic one.
-
-    Raises:
-        RuntimeError: for a symbolic size without a hint.
-    """
+    """A size as an integer: itself, or the hint of a symbolic one; a RuntimeError without one."""
 
     def hinted(symbol: Any, env: Any) -> int:
         hint = symbol_facts(symbol, env)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,23 +31,11 @@ def fake_tensor(
     base: torch.Tensor | None = None,
     offset: int = 0,
 ) -> torch.Tensor:
-    """A fake tensor, a tenth as dear as an operator that would give it.
-
-    Args:
-        mode: the ``FakeTensorMode`` that it belongs to.
-        shape: all numbers, as is ``stride``.
-        stride: in elements.
-        dtype: its dtype.
-        device: its device.
-        base: the fake tensor in whose storage it lies; None gives it a storage of its own.
-        offset: of its first element in the storage, in elements.
-    """
+    """A fake tensor of a ``FakeTensorMode``, a tenth as dear as an operator that would give it:
+    ``offset`` elements behind the storage of the fake tensor ``base``, or in one of its own."""
     with torch.no_grad(), _disable_current_modes():
         if base is None:
-            elements = 1
-            for size in shape:
-                elements *= size
-            storage = torch.UntypedStorage(elements * dtype.itemsize, device="meta")
+            storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device="meta")
         else:
             storage = base.untyped_storage()
         meta = torch.empty(0, dtype=dtype, device="meta")

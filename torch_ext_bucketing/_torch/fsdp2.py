@@ -4,8 +4,7 @@ Versions (``torch/distributed/fsdp/_fully_shard``):
 
 * A ``FSDPState`` holds ``_fsdp_param_groups``, a list, in 2.13 to 2.15; in 2.11
   ``_fsdp_param_group``. ``fully_shard`` makes one group, or one per pair of process groups where a
-  ``shard_placement_fn`` sends parameters to several meshes (``_init_param_group``); a param group
-  never splits by dtype up to 2.15.
+  ``shard_placement_fn`` sends parameters to several meshes (``_init_param_group``).
 * The all-gather packs a group in the order of ``fsdp_params``, and so does the reduce-scatter up to
   2.14. 2.15 packs the reduce-scatter by gradient dtype, in order of first appearance, and within
   one dtype in that order (``_init_reduce_scatter_param_order``): another one only where
@@ -27,34 +26,30 @@ with private_torch():
     from torch.distributed import _composable_state
     from torch.distributed.fsdp import _common_utils
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllocMixin as DefaultAllocMixin,
+    )
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-# Whether this torch packs reduce-scatters by gradient dtype (2.15 and later).
+# Whether this torch packs reduce-scatters by gradient dtype (2.15 and later); reduces a gradient
+# that is wider than its parameter as it is (2.15); looks for inputs in dataclasses, too (2.12).
 REDUCES_BY_GRAD_DTYPE = hasattr(FSDPParamGroup, "_init_reduce_scatter_param_order")
-
-# Whether this torch reduces a gradient that is wider than its parameter as it is (2.15 and later).
 KEEPS_WIDE_GRADIENTS = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
-
-# Whether this torch looks for a unit's inputs in dataclasses, too (2.12 and later).
 WRAPS_DATACLASSES = hasattr(_common_utils, "replace_grad_tensors")
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """One payload of eager FSDP2."""
+    """One payload of eager FSDP2: FQNs of the modules of the ``fully_shard`` call, in its order,
+    and of the parameters in the orders of all-gather and reduce-scatter; (other name, name) of
+    shared ones; what identifies each before sharding, in all groups (None before torch 2.13)."""
 
     modules: tuple[str, ...]
-    """FQNs of the modules that the ``fully_shard`` call was given, in its order."""
     params: tuple[str, ...]
-    """FQNs of the parameters in all-gather order."""
     reduce_params: tuple[str, ...]
-    """The same FQNs in reduce-scatter order."""
     aliases: tuple[tuple[str, str], ...]
-    """(other name, name in ``params``) of shared parameters."""
     origins: tuple[Hashable, ...]
-    """Per parameter, what identifies it as it was before sharding, equal in groups that share it;
-    None before torch 2.13."""
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -70,15 +65,9 @@ def _states_in(model: nn.Module) -> list[FSDPState]:
 
 
 def read_param_groups(model: nn.Module) -> list[ParamGroup]:
-    """The param groups of all FSDP2 states in ``model``, in the order of the ``fully_shard`` calls.
-
-    Works before and after FSDP2's lazy initialization, sharded or unsharded. Names are relative to
-    ``model``.
-
-    Raises:
-        ValueError: nothing in ``model`` was wrapped by ``fully_shard``, or a unit reaches outside
-            of ``model``.
-    """
+    """The param groups of all FSDP2 states in ``model``, to which names are relative, in the order
+    of the ``fully_shard`` calls; before and after FSDP2's lazy initialization, sharded or not. A
+    ValueError where nothing is wrapped, or a unit reaches outside of ``model``."""
     states = _states_in(model)
     if not states:
         raise ValueError(
@@ -104,8 +93,7 @@ def read_param_groups(model: nn.Module) -> list[ParamGroup]:
 
 
 def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tuple[str, ...]:
-    """``params`` in the order in which this torch packs their gradients (``grad_dtypes``: one per
-    parameter)."""
+    """``params``, by the dtypes of their gradients, in the order in which torch packs these."""
     if not REDUCES_BY_GRAD_DTYPE:
         return tuple(params)
     met = list(dict.fromkeys(grad_dtypes))
@@ -114,8 +102,7 @@ def reduce_order(params: Sequence[str], grad_dtypes: Sequence[Hashable]) -> tupl
 
 
 def grad_dtype(parameter: nn.Parameter) -> Hashable:
-    """The gradient dtype that FSDP2 would record for a parameter that it wraps
-    (``FSDPParam.sharded_grad_dtype``)."""
+    """What FSDP2 would have for a parameter as ``FSDPParam.sharded_grad_dtype``."""
     if getattr(parameter, "_has_grad_dtype_override", False):
         return parameter.grad_dtype
     return parameter.dtype
@@ -130,11 +117,8 @@ def _grad_dtype(fsdp_param: Any) -> Hashable:
 
 
 def _groups_of(states: list[FSDPState]) -> list[Any]:
-    """The param groups of states, in the order of the ``fully_shard`` calls.
-
-    A state does not record when it was made, but the table from modules to states is filled by the
-    calls, and keeps insertion order.
-    """
+    """The param groups of states, in the order of the ``fully_shard`` calls: a state does not
+    record when it was made, but the table of states is filled by the calls, in their order."""
     made = dict.fromkeys(ref() for ref in _composable_state._module_state_mapping.values())
     groups: list[Any] = []
     for state in [state for state in made if state in states]:
@@ -146,8 +130,7 @@ def _groups_of(states: list[FSDPState]) -> list[Any]:
 
 
 def _names_of(fsdp_param: Any, names: Mapping[nn.Parameter, tuple[str, ...]]) -> tuple[str, ...]:
-    """All canonical FQNs of a ``FSDPParam``, the one of ``model.named_parameters()`` first: those
-    of the parameter that its module has now, sharded or not."""
+    """All canonical FQNs of a ``FSDPParam``, the one of ``model.named_parameters()`` first."""
     info = fsdp_param._module_info
     found = names.get(info.module._parameters.get(info.param_name), ())
     if not found:

@@ -22,13 +22,8 @@ except ImportError:  # torch 2.11: anything with a uuid() is a graph pass
 
 
 def check_passes_run_here() -> None:
-    """To be called where Inductor compiles.
-
-    Raises:
-        RuntimeError: Inductor is set to run graph passes in another process. Torch sends it the
-            config without custom passes and without hooks that are callables, so that nothing, or
-            something else than was asked for, would be bucketed there, and nobody told.
-    """
+    """Raise a RuntimeError where Inductor is set to run graph passes in another process: nothing,
+    or something else than was asked for, would be bucketed there, and nobody told."""
     compile_fx = sys.modules.get("torch._inductor.compile_fx")
     if getattr(getattr(compile_fx, "fx_compile_mode", None), "name", None) == "SUBPROCESS":
         raise RuntimeError(
@@ -54,21 +49,15 @@ def compile_inductor(
     """Inductor, with the two hooks appended to those that the user has set.
 
     ``options`` and ``mode`` are those of ``torch.compile``. The config is patched for this compile
-    only; ``compile_fx`` patches it again around the backward graph, which is compiled when the
-    first backward runs.
+    only; ``compile_fx`` patches it again around the backward graph, which is compiled later.
 
     - ``allow_buffer_reuse=False``, as a precaution: ``_WaitKernel.get_volatile_reads`` keeps the
       input of an out-of-place collective alive until its wait, and no reuse before a wait was seen
       on CPU where start and wait are adjacent. Starts far from their waits were not examined.
-    - ``cacheable``: functions by name, and digests of what they do: AOTAutograd caches graphs that
-      call them.
+    - ``cacheable``: functions by name that AOTAutograd caches calls of, and their digests.
     - torch's own bucketing is off: it would merge our buckets with each other.
     - ``meshes``: see :func:`.watched_caches`.
-    - ``max_compute_pre_fetch=prefetch`` where torch's overlap scheduling is enabled and the user
-      has set no depth.
-
-    Raises:
-        RuntimeError: see :func:`check_passes_run_here`.
+    - ``max_compute_pre_fetch=prefetch`` under torch's overlap scheduling without a depth given.
     """
     with private_torch():
         from torch._inductor import config
@@ -108,11 +97,7 @@ def compile_inductor(
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """Inductor's options for a ``mode`` of ``torch.compile``.
-
-    Raises:
-        RuntimeError: torch knows no such mode; the message lists those that it knows.
-    """
+    """Inductor's options for a ``mode`` of ``torch.compile``, or torch's RuntimeError."""
     with private_torch():
         from torch._inductor import list_mode_options
 

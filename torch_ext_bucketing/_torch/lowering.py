@@ -9,8 +9,7 @@ import torch
 
 from .private import private_torch
 
-_MOST = 64
-"""Parts that one kernel adds."""
+_MOST = 64  # parts that one kernel adds
 
 
 def lower_sum(target: Any) -> None:
@@ -20,9 +19,6 @@ def lower_sum(target: Any) -> None:
     the sum; what reads the sum element by element becomes part of it. Of more than 64 ranks there
     is a kernel for each 64, which goes on with the sum of those before: one of 512 took a minute to
     compile. Elsewhere, and where this was not called, the operator itself runs.
-
-    Args:
-        target: the operator, ``(received, ranks, accumulate, average) -> sum``.
     """
     if "torch._inductor.compile_fx" not in sys.modules:
         return

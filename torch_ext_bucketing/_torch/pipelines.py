@@ -10,8 +10,7 @@ _BETWEEN_RANKS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_S
 
 
 def actions_of(schedule: Any) -> list[tuple[tuple[int, str], ...]]:
-    """What this rank does in a step: stage and kind, as torch writes it, of each action; of two
-    where it overlaps them."""
+    """This rank's actions in a step: stage and kind of each, of two where it overlaps them."""
     return [
         tuple((one.stage_index, one.computation_type.value) for one in a.sub_actions or (a,))
         for a in schedule.pipeline_order_with_comms[schedule.rank]
@@ -24,9 +23,8 @@ def replace_actions(schedule: Any, actions: Sequence[tuple[tuple[int, str], ...]
         RECV_F  UNSHARD  F ..           UNSHARD runs: what stands before it, and it, stay
         RECV_F  UNSHARD  the rest of `actions`
 
-    Args:
-        schedule: its list is changed in place, as the step that runs goes through it.
-        actions: of a whole step: places in its list, and new ones of one stage.
+    ``actions`` are of a whole step: places in its list, and new ones of one stage. The list is
+    changed in place, as the step that runs goes through it.
     """
     schedules: Any = importlib.import_module("torch.distributed.pipelining.schedules")
     order = schedule.pipeline_order_with_comms[schedule.rank]

@@ -14,11 +14,8 @@ class UnknownTorchError(RuntimeError):
 
 @contextlib.contextmanager
 def private_torch() -> Iterator[None]:
-    """Around every import and use of what torch does not promise to keep.
-
-    Raises:
-        UnknownTorchError: it is not there; the message names it and the torch.
-    """
+    """Around every import and use of what torch does not promise to keep: an
+    :class:`UnknownTorchError` where it is not there."""
     try:
         yield
     except (ImportError, AttributeError) as error:

@@ -49,23 +49,17 @@ def default_group() -> Any:
 
 
 def default_store() -> Any:
-    """The store through which the ranks of the default group found each other.
-
-    Raises:
-        ValueError: no process group is initialised.
-    """
+    """The store through which the ranks of the default group found each other."""
     with private_torch():
         return dist.distributed_c10d._get_default_store()
 
 
 MeshGroup: TypeAlias = str | tuple[DeviceMesh, int]
-"""A process group by its name; or a mesh and a dimension of it, whose group a graph asks for when
-it runs."""
+"""A process group by name; or a mesh and a dimension, for graphs that ask when they run."""
 
 
 def mesh_group(mesh: DeviceMesh, dim: int) -> MeshGroup:
-    """The process group of a dimension of a mesh: by name, unless one rank compiles for all and
-    others have a group of another name."""
+    """A mesh dimension's process group: not by name where others that run this have another."""
     name: str = mesh.get_group(dim).group_name
     shared = not compiles_for_all_ranks() or name == default_group().group_name
     return name if shared else (mesh, dim)
@@ -79,11 +73,7 @@ def as_argument(group: MeshGroup) -> Any:
 
 
 def group_by_name(name: str) -> Any:
-    """The process group of that name, as collectives in a graph call it.
-
-    Raises:
-        RuntimeError: there is none in this process.
-    """
+    """The process group of that name, as collectives in a graph call it."""
     with private_torch():
         return dist.distributed_c10d._resolve_process_group(name)
 
@@ -95,12 +85,7 @@ def has_peers(group: Any) -> bool:
 
 
 def new_groups(rows: Sequence[Sequence[int]], backend: str) -> Any:
-    """Create a group of each row of ranks, which all ranks do together; returns this rank's.
-
-    Args:
-        rows: numbers of ranks in the default group; each rank is in one row.
-        backend: of the new groups.
-    """
+    """Create a group of each row of the default group's ranks; returns this rank's."""
     mine = None
     for row in rows:
         group = dist.new_group(list(row), backend=backend)
@@ -111,8 +96,7 @@ def new_groups(rows: Sequence[Sequence[int]], backend: str) -> Any:
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """The ranks in a group, given as such or by its name in graphs, by their numbers in the default
-    group, ascending."""
+    """The ranks in a group, or in that of a name, by their default group's numbers, ascending."""
     if isinstance(group, str):
         group = group_by_name(group)
     return tuple(sorted(dist.get_process_group_ranks(group)))
@@ -129,3 +113,16 @@ def group_timeout(group: Any) -> timedelta:
                 return timeout
         c10d = dist.distributed_c10d
         return c10d._get_default_timeout(dist.get_backend(group))  # type: ignore[no-any-return]
+
+
+def is_inside(ranks: Sequence[int], shards: Sequence[int]) -> bool:
+    """True for a group, ranks ascending, that is an inner dimension of the grid that the shards'
+    group is a dimension of.
+
+    Replicas are outside of the shards in a mesh, tensor parallelism is inside, and its partial
+    gradients (of a norm under sequence parallelism) are added up first, in eager FSDP2 as well::
+
+        shards {0, 2} {1, 3}    inside {0, 1} {2, 3}    all-reduce, then reduce-scatter
+        shards {0, 1} {2, 3}    outside {0, 2} {1, 3}   reduce-scatter, then all-reduce
+    """
+    return len(ranks) > 1 and len(shards) > 1 and ranks[1] - ranks[0] < shards[1] - shards[0]

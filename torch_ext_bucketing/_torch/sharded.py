@@ -28,8 +28,7 @@ def mesh_of(value: Any) -> Any:
 
 
 def placed(tensor: Any) -> tuple[bool, bool]:
-    """Whether a distributed parameter is sharded over a dimension of its mesh, and whether it is
-    replicated over the outermost one.
+    """Whether a distributed parameter is sharded, and whether it is replicated outermost.
 
     Replicas come first in a mesh: what is replicated further inside is tensor parallelism's. And
     strided shards (data parallelism on top of tensor parallelism) are no ``Shard`` to every torch.
@@ -50,8 +49,7 @@ def is_part(source: str, sources: Collection[str]) -> bool:
 
 
 def name_per_tensor(name: str, tensor: Any) -> list[str | None]:
-    """For each plain tensor that a parameter is made of: the name for its shard, which comes first,
-    and None for the rest (its mesh)."""
+    """The name for a parameter's shard, and None for each further tensor that it is made of."""
     if not is_traceable_wrapper_subclass(tensor):
         return [name]
     attributes, _ = tensor.__tensor_flatten__()
@@ -67,8 +65,7 @@ def parts_of(tensor: Any) -> list[torch.Tensor]:
 
 
 def map_parts(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A tensor whose plain tensors are what ``function`` makes of those of ``tensor``, of the same
-    shapes."""
+    """A tensor of what ``function`` makes of the plain tensors that ``tensor`` is made of."""
     if not is_traceable_wrapper_subclass(tensor):
         return function(tensor)
     names, context = tensor.__tensor_flatten__()

@@ -21,12 +21,8 @@ def sort_topologically(graph: fx.Graph) -> None:
 
 
 def run_after(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
-    """Let Inductor run each node after the nodes that ``before`` has for it.
-
-    Args:
-        graph: of a ``GraphModule``: wrapped nodes become submodules of it.
-        before: nodes that come before the key in the graph already.
-    """
+    """Let Inductor run each node after those that ``before`` has for it, which come before it in
+    the graph already. Wrapped nodes become submodules of the graph's ``GraphModule``."""
     with private_torch():
         from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 

@@ -33,15 +33,8 @@ def depends_on_data(size: Any) -> bool:
 
 
 def size_with(size: Any, number_of: Callable[[Any, Any], int]) -> int:
-    """A size as a number.
-
-    Args:
-        size: an ``int`` or a ``SymInt``.
-        number_of: a symbol that depends on data, and its ``ShapeEnv``, to a number for it.
-
-    Raises:
-        ArithmeticError: the expression has no finite value for these numbers.
-    """
+    """An ``int`` or a ``SymInt`` as a number: ``number_of`` gets each symbol that depends on data,
+    and its ``ShapeEnv``. An ArithmeticError where that gives no finite value."""
     if isinstance(size, int):
         return size
     expression, env = _expression(size)
@@ -53,8 +46,7 @@ def size_with(size: Any, number_of: Callable[[Any, Any], int]) -> int:
 
 
 def symbol_facts(symbol: Any, env: Any) -> tuple[int | None, int, int | None]:
-    """What torch knows of a symbol: the hint that it was given (``mark_unbacked``), and the least
-    and the largest value, None where there is none."""
+    """The hint that torch was given (``mark_unbacked``), the least and the largest value."""
     if env is None:
         return None, 0, None
     hint = env.var_to_hint_override.get(symbol)
@@ -67,13 +59,9 @@ def symbol_facts(symbol: Any, env: Any) -> tuple[int | None, int, int | None]:
 
 
 def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two shapes are known to be equal, without asking: two expressions that are not
-    written alike count as different."""
-    return len(one) == len(other) and all(map(_same_size, one, other))
+    """Whether two shapes are known to be equal, without asking: written alike."""
 
+    def written(shape: Sequence[Any]) -> list[Any]:
+        return [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
 
-def _same_size(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.SymInt) or isinstance(other, torch.SymInt):
-        both = isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt)
-        return both and one.node.expr == other.node.expr
-    return bool(one == other)
+    return written(one) == written(other)

@@ -23,71 +23,25 @@ and for Inductor one kernel that reads the buffer once (:mod:`._torch.lowering`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.fx as fx
 
 from .._torch.aot import in_backward, mark_backward
-from .._torch.process_groups import ranks_of
 from ..fsdp.all_to_all import SUM, steps_of
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import argument
 from ..graph.records import Collective
 from ..graph.tags import mark_replaced
-from .groups import is_inside
 from .pack import Writer
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
 
 def reduce_by_all_to_all(graph: fx.Graph, accumulate: torch.dtype) -> None:
-    """Replace the reductions of a graph that add up gradients.
-
-    Args:
-        graph: a tagged graph, changed in place.
-        accumulate: the dtype of the sums.
-    """
-    for c in replaceable(GraphAnalysis(graph).collectives).values():
+    """Replace the reductions of a tagged graph that add up gradients, with sums in this dtype."""
+    for c in GraphAnalysis(graph).gradient_sums.values():
         _replace(graph, c, accumulate)
-
-
-def replaceable(collectives: Mapping[fx.Node, Collective]) -> dict[fx.Node, Collective]:
-    """The reductions of a graph that add up gradients over data-parallel ranks, by their starts.
-
-    Not an all-reduce inside one of these ranks, as of tensor parallelism, whose result another
-    reduction of the same parameter adds up: a process group adds it for eager FSDP2 as well.
-
-    Args:
-        collectives: all of the graph.
-    """
-    found = {start: c for start, c in collectives.items() if _adds_gradients(c)}
-    groups: dict[str, dict[str, None]] = {}
-    for c in found.values():
-        for fqn in c.fqns:
-            groups.setdefault(fqn, {})[c.group] = None
-    ranks = {group: ranks_of(group) for of_one in groups.values() for group in of_one}
-
-    def inside(c: Collective) -> bool:
-        others = (group for fqn in c.fqns for group in groups[fqn])
-        return any(is_inside(ranks[c.group], ranks[other]) for other in others)
-
-    return {n: c for n, c in found.items() if c.kind != "all_reduce" or not inside(c)}
-
-
-def _adds_gradients(c: Collective) -> bool:
-    """Whether it adds up gradients of parameters, and one wait alone reads it."""
-    return (
-        c.start.target in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
-        and c.tag is not None
-        and c.reduce_op in ("sum", "avg")
-        and c.start.meta["val"].dtype in _DTYPES
-        and c.ranks > 1
-        and c.waited_alone
-    )
 
 
 def _replace(graph: fx.Graph, c: Collective, accumulate: torch.dtype) -> None:

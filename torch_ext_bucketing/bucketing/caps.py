@@ -1,8 +1,7 @@
 """Buckets by size: as few collectives as a byte cap allows.
 
-:func:`plan_by_cap` reads the graph only; :func:`.apply_plan` merges what it plans. Kinds,
-groups and dtypes are planned one after the other, on one contraction: no two buckets form a cycle
-together. Per bucket key, members are taken in the order of their waits, which is the order in
+Kinds, groups and dtypes are planned one after the other, on one contraction: no two buckets form a
+cycle together. Per bucket key, members are taken in the order of their waits, which is the order in
 which their results are needed, and one bucket is open at a time. It is closed
 
 - by ``"bytes"``: the next member would exceed the cap;
@@ -11,33 +10,33 @@ which their results are needed, and one bucket is open at a time. It is closed
   planned before, or a write to a tensor stands between them;
 - by the ``"end"``: there is no next member.
 
-The next member then starts a bucket. That is the rule of torch's greedy bucketing with
-``bucket_non_adjacent`` set (see ``torch_patches``), and gives the same buckets for the same
-settings; but torch takes every write for a barrier, and does not look at members that are buckets
-already.
+The next member then starts a bucket. torch's greedy bucketing with ``bucket_non_adjacent`` set (see
+``torch_patches``) gives the same buckets for the same settings, but takes every write for a barrier
+and does not look at members that are buckets already.
 """
 
 from __future__ import annotations
 
-import contextlib
+import bisect
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import torch.fx as fx
 
 from .._torch.estimates import default_cap_mb
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import KINDS, Kind, check_kinds
-from ..graph.hook_guard import reading_only
+from ..graph.collectives import KINDS, Kind, check_kinds, is_wait
 from ..graph.records import UNTAGGED, Collective
+from ..graph.snapshot import reading_only
 from ..reports.base import LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 from .contraction import Contraction
-from .groups import Counts, GroupFilter, chosen_groups
+from .groups import GroupFilter, chosen_groups
 from .plan import Bucket, MergePlan, left_alone
-from .structure import fsdp_starts
 
 Cap: TypeAlias = float | tuple[float, ...] | Callable[[int], float]
 CapMb: TypeAlias = Cap | Mapping[str, Cap] | Mapping[tuple[str, str], Cap] | None
@@ -64,13 +63,11 @@ def plan_by_cap(
         cap_mb: in MiB, counted as the larger of a member's input and output: a number, a tuple of
             one per bucket of a bucket key (the last one holds for all further), a callable of the
             bucket's index (0, 1, ...), or any per process group name, or per group name and kind.
-            None, and what the mapping lacks: what saturates the
-            network of a group of that size, by torch's own estimate. A member above the cap is a
-            bucket of its own.
+            None, and what the mapping lacks: what saturates the network of a group of that size, by
+            torch's own estimate. A member above the cap is a bucket of its own.
         kinds: what is bucketed; others are left alone and not reported one by one.
         eligible: ``"tag"``: collectives with a tag, those that serve parameters. ``"structure"``:
-            those that torch takes for FSDP's by their place in the graph. Or a callable of the
-            start.
+            those that torch takes for FSDP's by their place. Or a callable of the start.
         group_filter: called with ``counts[group][kind]``, the number of eligible collectives of
             each kind per process group, in graph order; only collectives of the groups that it
             returns are bucketed, group by group. None buckets all. Of kinds that are not in
@@ -92,15 +89,17 @@ def plan_by_cap(
         RuntimeError: ``eligible``, ``group_filter`` or a cap callable failed (the cause is
             chained), changed the graph or communicated; a symbolic size has no hint (torch's own).
     """
-    planner = CapPlanner(graph, kinds=kinds, eligible=eligible, group_filter=group_filter)
-    return planner.plan(cap_mb, max_compute_run=max_compute_run, non_adjacent=non_adjacent)
+    analysis = GraphAnalysis.of(graph)
+    caps = list(cap_mb.values()) if isinstance(cap_mb, Mapping) else [cap_mb]
+    hooks = {"cap_mb": next(filter(callable, caps), None)}
+    with reading_only(analysis.graph, **hooks, eligible=eligible, group_filter=group_filter):
+        planner = CapPlanner(analysis, kinds=kinds, eligible=eligible, group_filter=group_filter)
+        return planner.plan(cap_mb, max_compute_run=max_compute_run, non_adjacent=non_adjacent)
 
 
 class CapPlanner:
-    """Plans of one graph under several caps. The graph is read once.
-
-    Arguments and errors are those of :func:`plan_by_cap`; the graph must stay unchanged.
-    """
+    """:func:`plan_by_cap` of one graph, which is read once, under several caps. Who gives it
+    ``eligible`` or ``group_filter`` of a user's guards them (:func:`.reading_only`)."""
 
     def __init__(
         self,
@@ -111,94 +110,94 @@ class CapPlanner:
         group_filter: GroupFilter | None = None,
     ) -> None:
         check_options(kinds=kinds, eligible=eligible, group_filter=group_filter)
-        analysis = GraphAnalysis.of(graph)
-        self._graph = analysis.graph
-        with _reading_only(self._graph, eligible=eligible, group_filter=group_filter):
-            self._contracted = Contraction(analysis)
-            self._candidates = _candidates(analysis, kinds, eligible)
-            self._scopes = _scopes(self._candidates.counts, group_filter)
-        self._analysis = analysis
+        self.analysis = analysis = GraphAnalysis.of(graph)
+        self._contracted = Contraction(analysis)
+        mergeable, self._left, counts = _candidates(analysis, kinds, eligible)
+        # The groups to plan together, scope after scope.
+        self._scopes: list[Collection[str]] = [counts]
+        if group_filter is not None and counts:
+            self._scopes = [(group,) for group in chosen_groups(group_filter, counts)]
+        chosen = {group for scope in self._scopes for group in scope}
+        self._left += [
+            left_alone(c, f"the group filter leaves out group {c.home}")
+            for c in mergeable
+            if c.home not in chosen
+        ]
+        self._in_wait_order = sorted(
+            (c for c in mergeable if c.home in chosen),
+            key=lambda c: (KINDS.index(c.kind), analysis.position[c.wait]),
+        )
 
     def plan(
-        self,
-        cap_mb: CapMb = None,
-        *,
-        max_compute_run: int | None = None,
-        non_adjacent: bool = True,
+        self, cap_mb: CapMb = None, *, max_compute_run: int | None = None, non_adjacent: bool = True
     ) -> MergePlan:
         """The plan under one cap."""
         check_options(cap_mb, max_compute_run=max_compute_run)
-        caps = list(cap_mb.values()) if isinstance(cap_mb, Mapping) else [cap_mb]
         self._contracted.reset()
-        reached = {} if max_compute_run is None else self._analysis.compute_before
+        reached = {} if max_compute_run is None else self.analysis.compute_before
         planner = _Planner(self._contracted, cap_mb, max_compute_run, reached)
-        found = self._candidates
-        left = list(found.left)
-        with _reading_only(self._graph, cap_mb=next(filter(callable, caps), None)):
-            for groups in self._scopes:
-                for mine in found.in_wait_order.values():
-                    members = [c for c in mine if groups is None or c.home in groups]
-                    for run in _runs(members, non_adjacent):
-                        planner.fill(run)
-        if self._scopes != [None]:
-            chosen = {group for groups in self._scopes for group in groups or ()}
-            left += [
-                left_alone(c, f"the group filter leaves out group {c.home}")
-                for c in found.mergeable
-                if c.home not in chosen
-            ]
+        for groups in self._scopes:
+            members = [c for c in self._in_wait_order if c.home in groups]
+            for run in _runs(members, non_adjacent):
+                planner.fill(run)
         place = self._contracted.position
         return MergePlan(
             buckets=tuple(sorted(planner.buckets, key=lambda b: place(b.members[0]))),
-            ineligible=tuple(left),
+            ineligible=tuple(self._left),
             unmerged=tuple(u for _, u in sorted(planner.unmerged, key=lambda item: item[0])),
         )
 
-    def sizes(self, plan: MergePlan) -> dict[tuple[str, str], list[list[int]]]:
+    def moves(self, plan: MergePlan) -> list[Iterator[dict[tuple[str, str], tuple[float, ...]]]]:
+        """For each bucket of a plan the caps, by process group and kind and for each bucket, with
+        which it has a member more or less than its neighbour behind, is cut in two, or joined to
+        that."""
+        sizes = self._sizes(plan)
+
+        def caps_of(name: tuple[str, str], at: int) -> Iterator[dict[Any, tuple[float, ...]]]:
+            for moved in _moves(sizes[name], at):
+                changed = {**sizes, name: moved}
+                yield {k: tuple(sum(b) / _MIB for b in bs) for k, bs in changed.items()}
+
+        return [caps_of(name, at) for name, mine in sizes.items() for at in range(len(mine))]
+
+    def _sizes(self, plan: MergePlan) -> dict[tuple[str, str], list[list[int]]]:
         """By process group and kind, the bytes of each bucket's members, in the order in which
         they were filled, unmerged ones as buckets of their own. Where a group has several bucket
         keys of one kind, it is left out."""
         number = {m: i for i, bucket in enumerate(plan.buckets) for m in bucket.members}
-        chosen = {group for groups in self._scopes for group in groups or ()}
+        runs = _runs(self._in_wait_order, non_adjacent=True)
+        keys = Counter[tuple[str, str]]((run[0].group, run[0].kind) for run in runs)
         found: dict[tuple[str, str], list[list[int]]] = {}
-        several = set[tuple[str, str]]()
-        for mine in self._candidates.in_wait_order.values():
-            members = [c for c in mine if self._scopes == [None] or c.home in chosen]
-            for run in _runs(members, non_adjacent=True):
-                name = (run[0].group, run[0].kind)
-                several.update((name,) if name in found else ())
+        for run in runs:
+            name = (run[0].group, run[0].kind)
+            if keys[name] == 1:
                 buckets = itertools.groupby(run, lambda c: number.get(c.start, c.start))
                 found[name] = [[c.wire_bytes for c in bucket] for _, bucket in buckets]
-        return {name: buckets for name, buckets in found.items() if name not in several}
+        return found
 
 
-def _reading_only(graph: fx.Graph, **hooks: Any) -> contextlib.AbstractContextManager[Any]:
-    """Watch the graph while hooks of the user may be called; without any, that costs nothing."""
-    given = [name for name, hook in hooks.items() if callable(hook)]
-    return reading_only(graph, " or ".join(given)) if given else contextlib.nullcontext()
-
-
-@dataclass
-class _Candidates:
-    """Args:
-    mergeable: what may be merged, in graph order.
-    counts: of what is eligible, by group and kind.
-    in_wait_order: the mergeable ones by kind.
-    left: what may not be merged.
-    """
-
-    mergeable: list[Collective] = field(default_factory=list)
-    counts: dict[str, dict[str, int]] = field(default_factory=dict)
-    in_wait_order: dict[Kind, list[Collective]] = field(
-        default_factory=lambda: {k: [] for k in KINDS}
-    )
-    left: list[LeftAlone] = field(default_factory=list)
+def _moves(buckets: list[list[int]], at: int) -> Iterator[list[list[int]]]:
+    """Bucket ``at`` with a member more or less than its neighbour behind, cut in two, or joined to
+    that."""
+    before, mine, behind = buckets[:at], buckets[at], buckets[at + 1 :]
+    if behind and len(behind[0]) > 1:
+        yield [*before, [*mine, behind[0][0]], behind[0][1:], *behind[1:]]
+    if behind and len(mine) > 1:
+        yield [*before, mine[:-1], [mine[-1], *behind[0]], *behind[1:]]
+    if len(mine) > 1:
+        cut = max(1, bisect.bisect(list(itertools.accumulate(mine)), sum(mine) / 2))
+        yield [*before, mine[:cut], mine[cut:], *behind]
+    if behind:
+        yield [*before, [*mine, *behind[0]], *behind[1:]]
 
 
 def _candidates(
     analysis: GraphAnalysis, kinds: Collection[Kind], eligible: Eligible
-) -> _Candidates:
-    found = _Candidates()
+) -> tuple[list[Collective], list[LeftAlone], dict[str, dict[str, int]]]:
+    """What may be merged, what may not, and numbers of what is eligible by group and kind."""
+    mergeable: list[Collective] = []
+    left: list[LeftAlone] = []
+    counts: dict[str, dict[str, int]] = {}
     is_eligible: Callable[[Collective], Any]
     if eligible == "tag":
         is_eligible, otherwise = (lambda c: c.tag), UNTAGGED
@@ -207,80 +206,86 @@ def _candidates(
         is_eligible = lambda c: c.start in ours or c.merged  # noqa: E731
         otherwise = "it is no collective of FSDP by its place in the graph"
     else:
-        is_eligible, otherwise = _asking(eligible), "it is not eligible"
+        is_eligible, otherwise = (lambda c: eligible(c.start)), "it is not eligible"
 
     for c in analysis.collectives.values():
         if c.kind not in kinds and c.kind != "all_gather":
             continue
-        wanted = is_eligible(c)
+        try:
+            wanted = bool(is_eligible(c))
+        except Exception as error:
+            raise RuntimeError(f"eligible failed at {c.start.format_node()}") from error
         if wanted:
             # A bucket counts as its members, so that planning again comes out the same.
-            counts = found.counts.setdefault(c.home, dict.fromkeys(KINDS, 0))
-            counts[c.kind] += c.count
+            counts.setdefault(c.home, dict.fromkeys(KINDS, 0))[c.kind] += c.count
         if c.kind not in kinds:
             continue
         why = c.why_not or ("" if wanted else otherwise)
         if why:
-            found.left.append(left_alone(c, why))
+            left.append(left_alone(c, why))
         else:
-            found.mergeable.append(c)
-    for c in sorted(found.mergeable, key=lambda c: analysis.position[c.wait]):
-        found.in_wait_order[c.kind].append(c)
-    return found
+            mergeable.append(c)
+    return mergeable, left, counts
 
 
-def _asking(eligible: Callable[[fx.Node], Any]) -> Callable[[Collective], bool]:
-    def ask(c: Collective) -> bool:
-        try:
-            return bool(eligible(c.start))
-        except Exception as error:
-            raise RuntimeError(f"eligible failed at {c.start.format_node()}") from error
+def fsdp_starts(analysis: GraphAnalysis) -> dict[fx.Node, None]:
+    """The starts that torch takes for FSDP's by their place in the graph, in graph order.
 
-    return ask
+    A gather that derives from exactly one placeholder (``is_fsdp_all_gather``), a reduce-scatter
+    whose result reaches nothing but outputs, by operators of one input
+    (``is_fsdp_reduce_scatter_wait``), and an all-reduce on the group of such a gather
+    (``bucket_fsdp_all_reduce``): here by one walk each way, in torch by one per collective.
+    """
+    nodes = analysis.nodes
+    sources: dict[fx.Node, list[fx.Node]] = {}  # the placeholders behind a node, two at most
+    for node in nodes:
+        found = dict.fromkeys(s for arg in node.all_input_nodes for s in sources[arg])
+        sources[node] = [node] if node.op == "placeholder" else list(found)[:2]
+    only_outputs: dict[fx.Node, bool] = {}
+    for node in reversed(nodes):
+        only_outputs[node] = all(
+            user.op == "output" or (len(user.all_input_nodes) == 1 and only_outputs[user])
+            for user in node.users
+        )
+    all_gathers = (c for c in analysis.collectives.values() if c.kind == "all_gather")
+    gathers = {c.start: c for c in all_gathers if len(sources[c.start]) == 1}
+    groups = {c.group for c in gathers.values()}
 
+    def is_ours(c: Collective) -> bool:
+        if c.kind == "reduce_scatter":
+            waits = [user for user in c.start.users if is_wait(user)]
+            return bool(waits) and all(wait.users and only_outputs[wait] for wait in waits)
+        return c.start in gathers or (c.kind == "all_reduce" and c.group in groups)
 
-def _scopes(counts: Counts, group_filter: GroupFilter | None) -> list[tuple[str, ...] | None]:
-    """The groups to plan together, scope after scope; None stands for all."""
-    if group_filter is None or not counts:
-        return [None]
-    return [(g,) for g in chosen_groups(group_filter, counts)]
+    return {start: None for start, c in analysis.collectives.items() if is_ours(c)}
 
 
 def _runs(members: list[Collective], non_adjacent: bool) -> list[list[Collective]]:
     """Members of one bucket key each, in wait order."""
+    if not non_adjacent:
+        return [list(run) for _, run in itertools.groupby(members, lambda c: c.key)]
     runs: dict[Any, list[Collective]] = {}
-    previous: Any = None
-    number = 0
     for c in members:
-        if not non_adjacent:
-            number += c.key != previous
-            previous = c.key
-        runs.setdefault((number, c.key), []).append(c)
+        runs.setdefault(c.key, []).append(c)
     return list(runs.values())
 
 
+@dataclass
 class _Planner:
-    def __init__(
-        self,
-        contracted: Contraction,
-        cap_mb: CapMb,
-        max_run: int | None,
-        compute_before: Mapping[fx.Node, int],
-    ) -> None:
-        self.contracted = contracted
-        self.buckets: list[Bucket] = []
-        self.unmerged: list[tuple[int, Unmerged]] = []
-        self._cap_mb = cap_mb
-        self._max_run, self._compute_before = max_run, compute_before
-        self._reached = 0  # compute nodes before the last member of the bucket before
-        self._default: dict[int, float] = {}
+    contracted: Contraction
+    cap_mb: CapMb
+    max_run: int | None
+    compute_before: Mapping[fx.Node, int]
+    buckets: list[Bucket] = field(default_factory=list)
+    unmerged: list[tuple[int, Unmerged]] = field(default_factory=list)
+    default_cap: Callable[[int], float] = field(default_factory=lambda: cache(default_cap_mb))
 
     def fill(self, candidates: list[Collective]) -> None:
         """Plan the buckets of one key."""
         cap_of = self._cap_of(candidates[0])
         index, cap = 0, cap_of(0)
         members: list[Collective] = []
-        filled = self._reached = 0
+        filled = self._reached = 0  # compute nodes before the last member of the bucket before
         for c in candidates:
             if members:
                 closed_by, detail = self._closed_by(c, filled, cap)
@@ -299,9 +304,9 @@ class _Planner:
         filled += c.wire_bytes
         if filled > cap:
             return "bytes", f"with {c.start.name}: {filled} bytes, above the cap of {cap}"
-        if self._max_run is not None and c.kind == "reduce_scatter":
-            run = self._compute_before[c.start] - self._reached
-            if run > self._max_run:
+        if self.max_run is not None and c.kind == "reduce_scatter":
+            run = self.compute_before[c.start] - self._reached
+            if run > self.max_run:
                 return "run", f"with {c.start.name}: {run} compute nodes since the bucket before"
         if self.contracted.try_add(c.start):
             return None, ""
@@ -311,8 +316,8 @@ class _Planner:
         self, members: list[Collective], filled: int, cap: int, closed_by: ClosedBy, detail: str
     ) -> None:
         self.contracted.close()
-        if self._max_run is not None:
-            self._reached = max(self._compute_before[c.start] for c in members)
+        if self.max_run is not None:
+            self._reached = max(self.compute_before[c.start] for c in members)
         position, one = self.contracted.position, members[0]
         if len(members) > 1:
             ordered = tuple(sorted((c.start for c in members), key=position))
@@ -326,13 +331,11 @@ class _Planner:
         self.unmerged.append((position(one.start), unmerged))
 
     def _cap_of(self, c: Collective) -> Callable[[int], int]:
-        cap: Any = self._cap_mb
+        cap: Any = self.cap_mb
         if isinstance(cap, Mapping):
             cap = cap.get((c.group, c.kind), cap.get(c.group))
         if cap is None:
-            if c.ranks not in self._default:
-                self._default[c.ranks] = default_cap_mb(c.ranks)
-            cap = self._default[c.ranks]
+            cap = self.default_cap(c.ranks)
 
         def cap_bytes(index: int) -> int:
             value = cap[min(index, len(cap) - 1)] if isinstance(cap, tuple) else cap
@@ -355,7 +358,6 @@ def check_options(
     eligible: Eligible = "tag",
     group_filter: GroupFilter | None = None,
     max_compute_run: int | None = None,
-    non_adjacent: bool = True,
 ) -> None:
     """Check options of :func:`plan_by_cap` without a graph; errors are those of that function."""
     check_kinds(kinds)

@@ -8,8 +8,7 @@ Buckets can be free of dependencies each and form a cycle together::
 
 Only starts matter for that. One pass over the nodes projects the graph onto them: each start gets
 the set of starts that it needs, as a Python integer with one bit per start. A node's set is dropped
-at its last use, and equal sets are one object, so what is kept grows with the starts and not with
-the nodes. From then on one bucket is open at a time and grows by :meth:`Contraction.try_add`.
+at its last use, and equal sets are one object: what is kept grows with the starts, not the nodes.
 
 Writes are barriers. An operator that writes to a tensor that others read without getting it from
 that operator (``copy_`` on an input) is not ordered against them by the graph's edges but by the
@@ -33,25 +32,19 @@ from .pack import merged_cast
 
 
 @dataclass(slots=True, eq=False)
-class _Planned:
-    """A closed bucket: its members, they and all that they need, and what of that is settled."""
+class _Bucket:
+    """Its members; what they need, once it is closed they as well; and what of that is settled."""
 
-    members: int
-    reach: int
-    settled: int
+    members: int = 0
+    reach: int = 0
+    settled: int = 0
 
 
 class Contraction:
-    """The starts of a graph, and the buckets planned so far as single nodes.
+    """The starts of a graph, in topological order, and the buckets planned so far as single nodes.
 
     ``open(a)``, then ``try_add(b)`` for each candidate, then ``close()``; a bucket of one start
     contracts nothing. A start that is in a closed bucket already brings that whole bucket along.
-
-    Args:
-        analysis: of a graph in topological order.
-
-    Raises:
-        ValueError: a node stands before one of its inputs.
     """
 
     def __init__(self, analysis: GraphAnalysis) -> None:
@@ -60,21 +53,16 @@ class Contraction:
         self._up: list[int] = []  # what each start needs, by edges of the graph alone
         self._epoch: list[int] = []  # number of unordered writes before it
         self._alone: dict[int, fx.Node] = {}  # the write between it and what a bucket would read
-        self._writes = analysis.unordered_writes
+        self._writes = analysis.writes.unordered
         self._project(analysis)
         self.reset()
 
     def reset(self) -> None:
         """Forget all buckets."""
         self._merged = 0  # members of closed buckets that need other starts
-        self._bucket_of: dict[int, _Planned] = {}
-        self._planned: list[_Planned] = []
-        self._open = 0
-        self._reach = 0
-        self._settled = 0
-        self._static = 0
-        self._open_epoch = 0
-        self._open_alone: fx.Node | None = None
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._closed: list[_Bucket] = []
+        self._open = _Bucket()
 
     def _project(self, analysis: GraphAnalysis) -> None:
         writes = dict.fromkeys(self._writes)
@@ -126,24 +114,22 @@ class Contraction:
         """Begin a bucket with ``start``. A bucket that is open is closed."""
         self.close()
         index = self._index[start]
-        self._open, up = self._own(index)
+        members, up = self._own(index)
+        self._open = _Bucket(members, *self._closure(up, 0))
         self._static = self._up[index]
-        self._reach, self._settled = self._closure(up, 0)
         self._open_epoch = self._epoch[index]
         self._open_alone = self._alone.get(index)
 
     def try_add(self, start: fx.Node) -> bool:
-        """Let ``start``, which is not in the open bucket, join it, unless that closes a cycle or
-        merges across a write; returns whether it joined. :meth:`why` says what forbade it."""
-        index = self._index[start]
+        """Let ``start`` join the open bucket unless :meth:`why` has a reason; whether it joined."""
+        index, now = self._index[start], self._open
         if self._write_between(index) is not None:
             return False
         bits, up = self._own(index)
-        members = self._open | bits
-        reach, settled = self._closure(self._reach | up, self._settled)
-        if reach & members:
+        joined = _Bucket(now.members | bits, *self._closure(now.reach | up, now.settled))
+        if joined.reach & joined.members:
             return False
-        self._open, self._reach, self._settled = members, reach, settled
+        self._open = joined
         self._static |= self._up[index]
         return True
 
@@ -153,7 +139,7 @@ class Contraction:
         write = self._write_between(index)
         if write is not None:
             return f"{write.name} between them writes to a tensor that others read"
-        needed = self._up[index] & self._open
+        needed = self._up[index] & self._open.members
         if needed:
             return f"{start.name} needs the result of {self.starts[_bits(needed)[0]].name}"
         if self._static >> index & 1:
@@ -168,39 +154,37 @@ class Contraction:
 
     def close(self) -> None:
         """End the open bucket: from now on its members are one node."""
-        members = self._open
-        if members & (members - 1):
-            bits = _bits(members)
-            for old in dict.fromkeys(self._bucket_of[i] for i in bits if i in self._bucket_of):
-                # It is a part of this one now: whoever needs it needs more than before.
-                for planned in self._planned:
-                    planned.settled &= ~old.members
-                self._planned.remove(old)
-            reach = members | self._reach
-            if self._reach:  # else it brings nothing along: most gathers need no other start
-                self._merged |= members
-            planned = _Planned(members, reach, reach & self._merged)
-            self._planned.append(planned)
-            self._bucket_of.update(dict.fromkeys(bits, planned))
-        self._open = self._reach = self._settled = self._static = 0
+        ended, self._open = self._open, _Bucket()
+        members = ended.members
+        if not members & (members - 1):
+            return
+        bits = _bits(members)
+        for old in dict.fromkeys(self._bucket_of[i] for i in bits if i in self._bucket_of):
+            # It is a part of this one now: whoever needs it needs more than before.
+            for closed in self._closed:
+                closed.settled &= ~old.members
+            self._closed.remove(old)
+        if ended.reach:  # else it brings nothing along: most gathers need no other start
+            self._merged |= members
+        ended.reach |= members
+        ended.settled = ended.reach & self._merged
+        self._closed.append(ended)
+        self._bucket_of.update(dict.fromkeys(bits, ended))
 
     def _own(self, index: int) -> tuple[int, int]:
-        planned = self._bucket_of.get(index)
-        if planned is None:
+        bucket = self._bucket_of.get(index)
+        if bucket is None:
             return 1 << index, self._up[index]
-        return planned.members, planned.reach & ~planned.members
+        return bucket.members, bucket.reach & ~bucket.members
 
     def _closure(self, reach: int, settled: int) -> tuple[int, int]:
-        """``reach`` and all that it needs once closed buckets are single nodes.
-
-        From the back: what the last bucket needs tends to hold most of the earlier ones, settled
-        when it was closed, so few are looked at.
-        """
+        """``reach`` and all that it needs once closed buckets are single nodes, from the back: what
+        the last bucket needs tends to hold most of the earlier ones, settled when it was closed."""
         pending = reach & self._merged & ~settled
         while pending:
-            planned = self._bucket_of[pending.bit_length() - 1]
-            reach |= planned.reach
-            settled |= planned.settled
+            bucket = self._bucket_of[pending.bit_length() - 1]
+            reach |= bucket.reach
+            settled |= bucket.settled
             pending = reach & self._merged & ~settled
         return reach, settled
 

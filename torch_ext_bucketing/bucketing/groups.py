@@ -7,7 +7,7 @@ each kind on each process group that has any, in graph order, and returns those 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from .._source import package_digest
@@ -22,17 +22,11 @@ class PrimaryGroup(CustomPassBase):
     """The process group with the most FSDP all-gathers; of equal ones the first in graph order.
 
     In a graph without gathers that with the most reduce-scatters, and without these that with the
-    most all-reduces. Leaves the others' collectives alone, such as those of expert parameters on a
-    mesh of their own.
+    most all-reduces. Leaves the others' collectives alone, such as those of experts on a mesh.
     """
 
     def __call__(self, counts: Counts) -> tuple[str, ...]:
-        """The primary group, or nothing where there are no groups.
-
-        Args:
-            counts: number of collectives by group and kind (``"all_gather"``,
-                ``"reduce_scatter"``, ``"all_reduce"``).
-        """
+        """The primary group, or nothing where there are no groups."""
         if not counts:
             return ()
         return (max(counts, key=lambda group: [counts[group][kind] for kind in KINDS]),)
@@ -68,20 +62,3 @@ def chosen_groups(group_filter: GroupFilter, counts: Counts) -> tuple[str, ...]:
         plain = {group: dict(found) for group, found in counts.items()}
         raise RuntimeError(f"group_filter failed on groups {plain}") from error
     return tuple(g for g in counts if g in wanted)
-
-
-def is_inside(ranks: Sequence[int], shards: Sequence[int]) -> bool:
-    """True for a group that is an inner dimension of the grid that the shards' group is a dimension
-    of.
-
-    Replicas are outside of the shards in a mesh, tensor parallelism is inside, and its partial
-    gradients (of a norm under sequence parallelism) are added up first, in eager FSDP2 as well::
-
-        shards {0, 2} {1, 3}    inside {0, 1} {2, 3}    all-reduce, then reduce-scatter
-        shards {0, 1} {2, 3}    outside {0, 2} {1, 3}   reduce-scatter, then all-reduce
-
-    Args:
-        ranks: numbers of the ranks in the one group, ascending, two or more of a regular grid.
-        shards: of those in the other.
-    """
-    return len(ranks) > 1 and len(shards) > 1 and ranks[1] - ranks[0] < shards[1] - shards[0]

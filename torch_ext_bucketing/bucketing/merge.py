@@ -14,9 +14,8 @@ from .._torch.aot import mark_backward
 from .._torch.sorting import sort_topologically
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
-from ..graph.hook_guard import reading_only
 from ..graph.records import Collective
-from ..graph.snapshot import unchanged_on_error
+from ..graph.snapshot import reading_only, unchanged_on_error
 from ..graph.tags import set_member_tags
 from ..reports.buckets import GRAPH_ORDER, NO_KEY, BucketReport, PayloadMember
 from ..reports.graph import GraphReport, emit
@@ -25,16 +24,9 @@ from .plan import Bucket, MergePlan
 
 PayloadKey = Callable[[fx.Node], Any]
 
-_ASKED = "payload_order"
-"""What errors call the key: the argument of the passes."""
-
 
 def check_payload_order(order: PayloadKey | None) -> PayloadKey | None:
-    """``order``, if that is what a pass takes as ``payload_order``.
-
-    Raises:
-        TypeError: something else than a callable and None.
-    """
+    """``order``; a TypeError for what is no callable and not None."""
     if order is not None and not callable(order):
         raise TypeError(
             "payload_order must be a callable that gives a start node's key, or None for graph "
@@ -49,8 +41,7 @@ def merge_and_report(
     payload_key: PayloadKey | None,
     kinds: Collection[Kind],
 ) -> GraphReport:
-    """:func:`apply_plan` of a plan that was asked to bucket ``kinds``; returns the report of the
-    graph, which is also logged."""
+    """:func:`apply_plan` of a plan for ``kinds``; the report of the graph, which is also logged."""
     stage, before = analysis.stage, analysis.counts
     buckets = tuple(apply_plan(analysis, plan, payload_key))
     gone = Counter[str](b.kind for b in plan.buckets for _ in b.members[1:])
@@ -64,7 +55,8 @@ def merge_and_report(
 def apply_plan(
     graph: fx.Graph | GraphAnalysis, plan: MergePlan, payload_key: PayloadKey | None = None
 ) -> list[BucketReport]:
-    """Merge the plan's buckets. The graph is in topological order afterwards.
+    """Merge the buckets of a plan for a graph that is unchanged since, and in topological order
+    afterwards; returns their reports in graph order.
 
     A gather bucket starts where its first member started, a reduction where its last did::
 
@@ -72,14 +64,9 @@ def apply_plan(
         rs(a) w use ... rs(b) w use        ... ... RS(a, b) W split use use
 
     Args:
-        graph: the graph that the plan was made for, unchanged since, or what is known of it.
-        plan: what to merge.
         payload_key: ascending key of a member's bytes, ties in graph order; a bucket with a member
             whose key is None keeps graph order, as all do where this is None. It is called once per
             member, before anything changes, and may only read the graph.
-
-    Returns:
-        One report per bucket, in graph order.
 
     Raises:
         RuntimeError: the key failed at a node, its keys for one bucket have no order, or it changed
@@ -99,10 +86,7 @@ def merge_buckets(
     keys: Mapping[fx.Node, Any] | None = None,
     packed_by: str = GRAPH_ORDER,
 ) -> list[BucketReport]:
-    """:func:`apply_plan` with the keys of all members at hand, and without a way back.
-
-    ``packed_by`` says who gave the keys, see :class:`.BucketReport`.
-    """
+    """:func:`apply_plan` with the keys of all members at hand, and without a way back."""
     analysis = GraphAnalysis.of(graph)
     graph, position = analysis.graph, dict(analysis.position)
     for duplicate, original in plan.duplicates:
@@ -126,26 +110,23 @@ def merge_buckets(
 def _payload_keys(graph: fx.Graph, plan: MergePlan, payload_key: PayloadKey) -> dict[fx.Node, Any]:
     """Every member's key, computed and compared before anything changes."""
     keys: dict[fx.Node, Any] = {}
-    with reading_only(graph, _ASKED):
+    with reading_only(graph, payload_order=payload_key):
         for bucket in plan.buckets:
             for member in bucket.members:
                 try:
                     keys[member] = payload_key(member)
                 except Exception as error:
-                    raise RuntimeError(f"{_ASKED} failed at {member.format_node()}") from error
-            _check_order({m: keys[m] for m in bucket.members})
+                    text = f"payload_order failed at {member.format_node()}"
+                    raise RuntimeError(text) from error
+            try:
+                known = sorted(keys[m] for m in bucket.members if keys[m] is not None)
+                if not all(a < b or a == b for a, b in itertools.pairwise(known)):
+                    raise TypeError("keys without a total order, such as NaN")
+            except Exception as error:
+                listed = ", ".join(f"{m.name}: {keys[m]!r}" for m in bucket.members)
+                text = f"payload_order: the keys of a bucket can't be sorted: {listed}"
+                raise RuntimeError(text) from error
     return keys
-
-
-def _check_order(keys: Mapping[fx.Node, Any]) -> None:
-    known = [k for k in keys.values() if k is not None]
-    try:
-        known.sort()
-        if not all(a < b or a == b for a, b in itertools.pairwise(known)):
-            raise TypeError("keys without a total order, such as NaN")
-    except Exception as error:
-        listed = ", ".join(f"{node.name}: {key!r}" for node, key in keys.items())
-        raise RuntimeError(f"{_ASKED}: the keys of a bucket can't be sorted: {listed}") from error
 
 
 def _apply_bucket(
@@ -171,24 +152,15 @@ def _apply_bucket(
 
     before = first.start if bucket.kind == "all_gather" else members[-1].start.next
     in_order = [m.start for m in payload]
-    start, new_nodes = pack(graph, bucket.kind, bucket.members, in_order, before)
+    start, new_nodes = pack(graph, bucket.members, in_order, before)
     # Every new node has the first member's annotations; the start alone lists all members.
     set_member_tags(start, [m.tag for m in payload])
     if all(m.in_backward for m in members):
         mark_backward(new_nodes)
-    return BucketReport(
-        bucket.kind,
-        bucket.unit,
-        *wire,
-        start.name,
-        tuple(layout),
-        bucket.closed_by,
-        bucket.detail,
-        bucket.wire_bytes,
-        bucket.cap_bytes,
-        packed_by,
-        tuple(", ".join(m.fqns) or m.start.name for m in keyless),
-    )
+    closed = (bucket.closed_by, bucket.detail, bucket.wire_bytes, bucket.cap_bytes)
+    without = tuple(", ".join(m.fqns) or m.start.name for m in keyless)
+    found = (*wire, start.name, tuple(layout), *closed, packed_by, without)
+    return BucketReport(bucket.kind, bucket.unit, *found)
 
 
 def _hoist_inputs(

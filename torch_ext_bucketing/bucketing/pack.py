@@ -10,11 +10,7 @@ payload: the elements of all members, ``n`` ranks::
         b -> flat /           /             (wait)              \\ part -> clone -> view [n * b0, .]
           empty [n * p] -> slice
 
-    the same where all ranks run what one compiles: no rank's place is a constant
-
-        a -> flat \\                                     / part -> clone -> view [n * a0, .]
-                   cat [p] -> cast -> AG [n * p] -> view [n, p]
-        b -> flat /                   (wait)            \\ part -> clone -> view [n * b0, .]
+    where all ranks run what one compiles, no rank's place is a constant: cat -> cast -> AG
 
     all_gather of several dtypes: in between all are bytes, and what is cast is cast before
 
@@ -53,7 +49,7 @@ from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from .._torch.fake import fake_mode_of, fake_tensor
 from .._torch.process_groups import compiles_for_all_ranks, group_by_name
-from ..graph.collectives import Kind, group_name, group_size
+from ..graph.collectives import group_name, group_size, kind_of
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -99,33 +95,21 @@ def merged_cast(start: fx.Node) -> fx.Node | None:
 
 
 def pack(
-    graph: fx.Graph,
-    kind: Kind,
-    members: Sequence[fx.Node],
-    payload: Sequence[fx.Node],
-    before: fx.Node,
+    graph: fx.Graph, members: Sequence[fx.Node], payload: Sequence[fx.Node], before: fx.Node
 ) -> tuple[fx.Node, list[fx.Node]]:
-    """Replace collectives by one over a packed buffer, in front of ``before``.
+    """Replace collectives by one over a packed buffer; returns its start, and all new nodes in
+    graph order. The graph need not be in topological order afterwards.
 
     Args:
-        graph: of the members; it need not be in topological order afterwards.
-        kind: of all members.
-        members: starts of one bucket key, each with one wait and nothing else as its user, in graph
-            order.
+        members: starts of one bucket key in graph order, each with one wait as its only user.
         payload: the members in the order of their bytes.
-        before: where; it may be a member or a wait of one.
-
-    Returns:
-        The start of the new collective, and all new nodes in graph order.
+        before: where the new nodes stand; it may be a member or a wait of one.
     """
     values = packed_values(payload)
+    make = _all_gather if kind_of(members[0]) == "all_gather" else _reduction
     with graph.inserting_before(before):
         writer = Writer(graph, members)
-        start, results = {
-            "all_gather": _all_gather,
-            "reduce_scatter": _reduce_scatter,
-            "all_reduce": _all_reduce,
-        }[kind](writer, payload, values)
+        start, results = make(writer, payload, values)
     for member, result, value in zip(payload, results, values, strict=True):
         (wait,) = member.users
         wait.replace_all_uses_with(result)
@@ -179,50 +163,25 @@ def _all_gather(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]
     return start, results
 
 
-def _reduce_scatter(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]) -> _Merged:
-    first = payload[0]
-    _, reduce_op, ranks, group = first.args
-    assert isinstance(ranks, int)
-    dtype = values[0].meta["val"].dtype
+def _reduction(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]) -> _Merged:
+    first, dtype = payload[0], values[0].meta["val"].dtype
+    scatter = kind_of(first) == "reduce_scatter"
+    ranks = group_size(first) if scatter else 1
     sizes = [w.divided(w.numel(value), ranks) for value in values]
     total = w.add(sizes)
-    rows = [w.reshape(value, [ranks, n]) for value, n in zip(values, sizes, strict=True)]
-    packed = w.cat(rows, [ranks, total], dim=1)
-    flat = w.viewed(packed, [w.times(total, ranks)])
-    arguments = [flat, reduce_op, ranks, group]
-    start = w.new(_c10d.reduce_scatter_tensor.default, arguments, dtype, [total])
+    rows = [ranks] if scatter else []
+    given = [w.reshape(value, [*rows, size]) for value, size in zip(values, sizes, strict=True)]
+    packed = w.cat(given, [*rows, total], dim=len(rows))
+    if scatter:
+        packed = w.viewed(packed, [w.times(total, ranks)])
+    start = w.new(first.target, [packed, *first.args[1:]], dtype, [total])
     parts = w.split(w.wait(start, [total]), sizes, dim=0)
-    shapes = [
-        [w.divided(rows, ranks), *rest] for rows, *rest in (w.shape(value) for value in values)
-    ]
-    return start, [w.viewed(part, shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _all_reduce(w: Writer, payload: Sequence[fx.Node], values: Sequence[fx.Node]) -> _Merged:
-    _, reduce_op, group = payload[0].args
-    dtype = values[0].meta["val"].dtype
-    sizes = [w.numel(value) for value in values]
-    total = w.add(sizes)
-    flat = [w.reshape(value, [size]) for value, size in zip(values, sizes, strict=True)]
-    arguments = [w.cat(flat, [total]), reduce_op, group]
-    start = w.new(_c10d.all_reduce.default, arguments, dtype, [total])
-    parts = w.split(w.wait(start, [total]), sizes, dim=0)
-    return start, [
-        w.viewed(part, w.shape(value)) for part, value in zip(parts, values, strict=True)
-    ]
-
-
-_OF_THE_FIRST = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
-
-
-def _merged_metadata(members: Sequence[fx.Node]) -> dict[str, Any]:
-    """Metadata for every node that takes the place of ``members``, all values shared: the first
-    one's module stack, source line and annotations, and each one as a source (``from_node``), which
-    Inductor's provenance tracking reads."""
-    first = members[0].meta
-    actions = [NodeSourceAction.CREATE, NodeSourceAction.REPLACE]
-    sources = [NodeSource(member, "bucketing_pass", actions) for member in members]
-    return {**{key: first[key] for key in _OF_THE_FIRST if key in first}, "from_node": sources}
+    results = []
+    for part, value in zip(parts, values, strict=True):
+        shape = w.shape(value)
+        shape[:1] = [w.divided(size, ranks) for size in shape[:1]]
+        results.append(w.viewed(part, shape))
+    return start, results
 
 
 class Writer:
@@ -236,7 +195,13 @@ class Writer:
     def __init__(self, graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         self.nodes: list[fx.Node] = []
         self._graph = graph
-        self._meta = _merged_metadata(members)
+        # Of all nodes, values shared: the first member's module stack, source line and annotations,
+        # and each member as a source (``from_node``), which Inductor's provenance tracking reads.
+        actions = [NodeSourceAction.CREATE, NodeSourceAction.REPLACE]
+        first = members[0].meta
+        kept = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
+        self._meta = {key: first[key] for key in kept if key in first}
+        self._meta["from_node"] = [NodeSource(m, "bucketing_pass", actions) for m in members]
         values = [m.meta["val"] for m in members] + [m.args[0].meta["val"] for m in members]  # type: ignore[union-attr]
         self._mode = fake_mode_of(values[0])
         self._static = self._mode is not None and all(
@@ -293,11 +258,8 @@ class Writer:
     def view(
         self, target: Any, args: Sequence[Any], shape: Sequence[_Size], offset: _Size = 0
     ) -> fx.Node:
-        """A contiguous result in the storage of its first argument, which is contiguous, too.
-
-        ``offset`` is counted from where the storage begins, or from the argument's own first
-        element for a ``view``.
-        """
+        """A contiguous result in the storage of its first argument, which is contiguous, too; it
+        begins ``offset`` elements behind the storage, for a ``view`` behind the argument."""
         node = self._add(target, args)
         if not self._static:
             return self._run(node)
@@ -340,7 +302,6 @@ class Writer:
         return self.new(_aten.cat.default, [values, *([dim] if dim else [])], dtype, shape)
 
     def wait(self, start: fx.Node, shape: Sequence[_Size]) -> fx.Node:
-        """The wait for a collective."""
         return self.new(_c10d.wait_tensor.default, [start], start.meta["val"].dtype, shape)
 
     def split(self, value: fx.Node, sizes: Sequence[_Size], dim: int) -> list[fx.Node]:
@@ -377,20 +338,17 @@ class Writer:
         return sizes
 
     def numel(self, value: fx.Node) -> _Size:
-        """The number of a tensor's elements."""
         return functools.reduce(self.times, self.shape(value), 1)
 
     def add(self, sizes: Sequence[_Size]) -> _Size:
-        """The sum of sizes."""
         return functools.reduce(functools.partial(self._number, operator.add), sizes)
 
     def times(self, one: _Size, other: _Size) -> _Size:
-        """The product of two sizes."""
         return self._number(operator.mul, one, other)
 
     def divided(self, size: _Size, ranks: int) -> _Size:
         """A size that ``ranks`` divides, by ``ranks``."""
-        return self._number(operator.floordiv, size, ranks)
+        return size if ranks == 1 else self._number(operator.floordiv, size, ranks)
 
     def _number(self, function: Any, one: _Size, other: _Size) -> _Size:
         if isinstance(one, int) and isinstance(other, int):

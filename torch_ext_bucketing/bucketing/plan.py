@@ -21,13 +21,11 @@ class Bucket:
     """Starts that become one collective.
 
     Args:
-        kind: of all members.
         unit: its number in the order or plan; None for a bucket by size.
         members: in graph order.
         closed_by: what kept the next candidate out; ``"end"``: there was none.
         detail: which one, and why, in words.
         wire_bytes: what the members count against a byte cap, together; None where none is kept.
-        cap_bytes: the cap.
     """
 
     kind: Kind
@@ -45,8 +43,7 @@ class MergePlan(NotMerged):
 
     Args:
         buckets: in the graph order of their first members; each has two members or more.
-        duplicates: ``(start, earlier start)``: a gather of the same value as an earlier one, whose
-            result it can use.
+        duplicates: ``(start, earlier start)`` of gathers of one value, which can be shared.
     """
 
     buckets: tuple[Bucket, ...] = ()

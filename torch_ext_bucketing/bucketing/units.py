@@ -26,16 +26,7 @@ def plan_units(
     units: Units,
     kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
 ) -> MergePlan:
-    """One bucket per unit and bucket key. Reads the graph only.
-
-    Args:
-        graph: a graph whose collectives carry tags, or what is known of it.
-        units: which parameter is in which unit.
-        kinds: what is bucketed; others are left alone and not reported one by one.
-
-    Raises:
-        ValueError: the graph is not in topological order.
-    """
+    """One bucket per unit and bucket key of these kinds, in a graph in topological order."""
     uncovered: dict[str, None] = {}
     left: list[LeftAlone] = []
     groups: dict[tuple[int, Any, bool], list[Collective]] = {}
@@ -53,7 +44,7 @@ def plan_units(
             continue
         # In a trace of a whole step, a gather in backward is there to free memory in between.
         again = c.kind == "all_gather" and c.in_backward
-        if c.kind == "all_gather" and c.start not in analysis.written_roots:
+        if c.kind == "all_gather" and c.start not in analysis.writes.written:
             value = analysis.gathered_values[c.start]
             same = (value, again, c.start.target, c.start.meta["val"].dtype, c.ranks, c.group)
             earlier = first_gather.setdefault(same, c.start)

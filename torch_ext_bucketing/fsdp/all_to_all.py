@@ -6,12 +6,10 @@ values, so their bits are equal whatever is packed with what.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 
-from .._torch.fsdp2 import ReduceScatter
+from .._torch.fsdp2 import DefaultAllocMixin, ReduceScatter
 from ..graph.collectives import Kind
 
 
@@ -72,7 +70,7 @@ def steps_of(kind: Kind, ranks: int, fixed_size: bool = True) -> tuple[str, ...]
     return ("all_gather",) if ranks == 2 or not fixed_size else ("all_to_all", "all_gather")
 
 
-class AllToAllReduceScatter(ReduceScatter):
+class AllToAllReduceScatter(DefaultAllocMixin, ReduceScatter):
     """For ``set_custom_reduce_scatter`` of eager FSDP2, on every module that is wrapped::
 
         reduce = AllToAllReduceScatter()
@@ -97,12 +95,6 @@ class AllToAllReduceScatter(ReduceScatter):
     def __init__(self, accumulate: torch.dtype = torch.float32) -> None:
         self.accumulate = check_accumulate(accumulate)
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """A new tensor."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -115,8 +107,7 @@ class AllToAllReduceScatter(ReduceScatter):
 
         Args:
             output_tensor: of n elements.
-            input_tensor: of n elements for each rank, rank by rank, in the same floating-point
-                dtype.
+            input_tensor: of n elements for each rank, rank by rank, in the same float dtype.
 
         Raises:
             ValueError: ``op`` is no sum and no average, ``async_op``, or dtypes that differ or are

@@ -17,26 +17,22 @@ from .units import UnitSpec, spec_of_units
 def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False) -> UnitSpec:
     """The units that eager FSDP2 trainers make: one per repeated block, and the rest around them.
 
-    **Blocks** are the children of block lists. A block list is a ``ModuleList``, ``ModuleDict`` or
+    **Blocks** are the children of block lists: of a ``ModuleList``, ``ModuleDict`` or
     ``Sequential``, under any name, whose children with parameters are alike: more than half of
     them, and of the parameters, are of classes that occur twice or more (hybrids interleave two
     kinds of block). In a ``Sequential`` all are of one class, or else it is a pipeline of different
     modules. Children that are plain ``Sequential``s also need the same parameter names, and a child
-    that can't be called (a ``ModuleList``) is no block. Lists are looked for from the root down,
-    and
+    that can't be called (a ``ModuleList``) is no block. Lists are looked for from the root down:
 
-    * the outermost one wins, so lists of experts or heads inside blocks are not block lists,
-    * except that the children of a list are stages, not blocks (Swin), when in each of them further
-      block lists hold more than two thirds of its parameters (in Swin three quarters, 24 C^2 of two
+    * the outermost one wins, so lists of experts or heads inside blocks are not block lists;
+    * but the children of a list are stages, not blocks (Swin), when in each of them further block
+      lists hold more than two thirds of its parameters (in Swin three quarters, 24 C^2 of two
       blocks beside the 8 C^2 of a reduction), of modules as deep as blocks are (with children that
-      have children) and not named experts,
-    * lists of leaf modules (``Linear``, ``Embedding``) only count where no list has composite ones,
-      and
+      have children) and not named experts;
+    * lists of leaf modules (``Linear``) only count where no list has composite ones;
     * a ``ModuleList`` or ``ModuleDict`` with a single composite child counts where nothing outside
-      it is repeated.
-
-    Encoder and decoder each have their own list. A further list of modules of a block's class
-    counts whatever its length (multi-token prediction).
+      it is repeated; a further list of modules of a block's class counts whatever its length
+      (multi-token prediction).
 
     **The rest** goes where torchtitan's ``apply_fsdp`` (llama3, earlier) and
     ``apply_fsdp_to_decoder`` (0.3) put it, in this order:
@@ -51,17 +47,15 @@ def transformer_block_plan(model: nn.Module, *, moe_experts: bool | str = False)
        in the root unit ``""``, as by the final ``fully_shard(model)``.
 
     Modules of 1 to 3 that share a parameter become one unit at the place of the first, as FSDP2
-    needs it and torchtitan has it for tied embeddings: ``[tok_embeddings, norm, output]``.
-    (torchtitan 0.3 calls ``fully_shard([norm, lm_head])`` before the blocks. The payloads are the
-    same; here the plan keeps the order of use, by which prefetching goes.)
+    needs it and torchtitan has it for tied embeddings: ``[tok_embeddings, norm, output]``. The plan
+    is in the order of use, by which prefetching goes, not of torchtitan 0.3's calls.
 
     Args:
         model: The model, on any device, wrapped or not.
         moe_experts: Make the routed experts of each block a unit of their own, before the block's,
-            as trainers do when experts have another mesh. They are the outermost module inside the
-            block whose name has "experts" in it but not "shared", or that is called by the name
-            given here; narrowed to the one child that holds all its parameters (torchtitan 0.3:
-            ``moe.routed_experts.inner_experts``).
+            as trainers do when experts have another mesh: the outermost module inside the block
+            whose name has "experts" in it but not "shared", or is the one given here; narrowed to
+            the child that holds all its parameters (``moe.routed_experts.inner_experts``).
 
     Raises:
         ValueError: no parameters, no blocks, or ``moe_experts`` with no experts in any block.
@@ -138,8 +132,7 @@ class _ModuleTree:
 
 
 def _is_plain_container(module: nn.Module) -> bool:
-    """A ``ModuleList`` or ``ModuleDict`` that can't be called: ``fully_shard`` refuses those,
-    too."""
+    """Whether it is a container that can't be called: ``fully_shard`` refuses those, too."""
     return (
         isinstance(module, nn.ModuleList | nn.ModuleDict)
         and type(module).forward is nn.Module.forward
@@ -203,8 +196,7 @@ def _outermost_lists(tree: _ModuleTree, path: str, least: int) -> list[str]:
 
 
 def _inner_lists(tree: _ModuleTree, path: str) -> list[str]:
-    """Candidates for the block lists of a stage: no experts, and no lists of mere pairs of
-    layers."""
+    """The block lists of a stage: no experts, and no lists of mere pairs of layers."""
     return [
         inner
         for inner in _outermost_lists(tree, path, least=2)
@@ -239,15 +231,10 @@ def _around(
         return [], [], []
     visit("")
     front, *between, tail = slots
-    shapes = {
-        tuple(_weight(tree.modules[n]).shape) for n in front if _is_embedding(tree.modules[n])
-    }
-    heads = [
-        name
-        for name in front
-        if isinstance(tree.modules[name], nn.Linear)
-        and tuple(_weight(tree.modules[name]).shape) in shapes
-    ]
+    shape = {name: next(tree.modules[name].parameters()).shape for name in front}
+    shapes = {shape[name] for name in front if _is_embedding(tree.modules[name])}
+    linear = [name for name in front if isinstance(tree.modules[name], nn.Linear)]
+    heads = [name for name in linear if shape[name] in shapes]
     # A norm in front is the final one only if the head is in front, too, and no norm comes after.
     moved = heads
     if heads and not any(_is_norm(tree.modules[name]) for name in tail):
@@ -260,10 +247,6 @@ def _around(
         rest = [name for name in names if not _is_embedding(tree.modules[name])]
         sections.append([*([rest] if rest else []), *embeddings])
     return front, sections, [*tail, *moved]
-
-
-def _weight(module: nn.Module) -> nn.Parameter:
-    return next(module.parameters())
 
 
 def _is_embedding(module: nn.Module) -> bool:

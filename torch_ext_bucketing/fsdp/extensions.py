@@ -7,8 +7,7 @@ number of tensors of any dtype, and makes the full parameter of what came of tha
     inputs -> all-gather -> outputs                              one collective each, to be bucketed
     outputs, metadata -> fsdp_post_all_gather(...) -> full parameter
 
-torchao's weights do so, for products in float8 or int8. Float8, which c10d does not know, is
-gathered as bytes.
+torchao's weights do so. Float8, which c10d does not know, is gathered as bytes.
 """
 
 from __future__ import annotations
@@ -36,15 +35,7 @@ def extends_gather(tensor: torch.Tensor) -> bool:
 
 
 class Extension:
-    """How one sharded parameter that follows the protocol is gathered.
-
-    Args:
-        name: of the parameter, for errors.
-        param: the full parameter.
-        module: that owns it.
-        mesh: 1-D, of the ranks that it is sharded over on dim 0.
-        param_dtype: as of :func:`.data_parallel`.
-        reduce_dtype: the same.
+    """How one parameter that follows the protocol, sharded on dim 0 over a 1-D mesh, is gathered.
 
     Raises:
         TypeError: the class has one method without the other, takes other arguments than FSDP2
@@ -152,8 +143,7 @@ class Extension:
 
 
 def distribute(param: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
-    """``distribute_tensor`` for a parameter that follows the protocol: rank 0's values, sharded by
-    the operators that eager FSDP2 asks of such a class."""
+    """Rank 0's values, sharded by the operators that eager FSDP2 asks of such a class."""
     ranks, rank = mesh.size(-1), mesh.get_local_rank(-1)
     with torch.no_grad():
         full = map_parts(param.detach(), lambda part: _from_first(part, mesh))

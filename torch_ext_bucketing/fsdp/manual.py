@@ -12,10 +12,8 @@ from .units import UnitSpec, spec_of_units
 
 
 def manual_plan(modules: Sequence[str | Sequence[str]], model: nn.Module) -> UnitSpec:
-    """Units from names with abbreviations.
-
-    Parameters outside the units are not bucketed (``UnitSpec.uncovered`` lists them).
-    Grammar of an entry::
+    """Units from names with abbreviations, by this grammar of an entry; parameters outside the
+    units are not bucketed::
 
         entry     := names | [names, ...]      a list is one unit with all the modules named
         names     := path ("+" path)*          with "+", one unit with all the modules named;

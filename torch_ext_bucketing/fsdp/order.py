@@ -1,8 +1,7 @@
 """The order in which eager FSDP2 packs parameters.
 
-With it, the members of every bucket lie in the packed buffer as in eager FSDP2's, so that a
-collective which adds in an order that depends on the byte offset (NCCL over several nodes) rounds
-the same way.
+With it, the members of every bucket lie in the packed buffer as in eager FSDP2's, and a collective
+that adds in an order which depends on the byte offset (NCCL over several nodes) rounds alike.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import json
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch.fx as fx
 import torch.nn as nn
 
 from .._source import package_digest
@@ -24,14 +24,7 @@ from ..fqns import canonical_fqn, nearest_names, parameter_names
 from ..graph import tags
 from .units import Units, abbreviated, find_units, names_of_units
 
-if TYPE_CHECKING:
-    import torch.fx as fx
-
-
 log = logging.getLogger(__name__)
-
-# Part of the uuid: to be raised when a key changes its meaning without these sources changing.
-_VERSION = 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,8 +37,7 @@ class FSDPParamOrder(Units, CustomPassBase):
     with no parameter makes none.
 
     A shared parameter is in one payload, at the place where FSDP2 first visits it, under the name
-    that ``model.named_parameters()`` gives it (FSDP2's own ``_param_fqn``). Its other names are
-    ``aliases``, sorted.
+    that ``model.named_parameters()`` gives it (FSDP2's ``_param_fqn``), others are ``aliases``.
 
     Raises:
         TypeError: a payload or an FQN is of the wrong type.
@@ -137,21 +129,17 @@ class FSDPParamOrder(Units, CustomPassBase):
         2.15 (``torch/distributed/fsdp/_fully_shard/_fsdp_init.py``): the modules of a unit
         depth-first, children before the module itself, stopping at the modules of earlier units;
         then each module's own parameters in the order of registration. A parameter counts once,
-        where first seen, frozen or not. No parameter is read, so meta devices and parametrizations
-        are fine; parameters that ``torch.nn.utils.parametrize`` has moved into children come before
-        the rest, as FSDP2 visits them.
+        where first seen, frozen or not. None is read: meta devices and parametrizations are fine.
 
         Args:
             model: The model, wrapped or not.
             units: In the order of the ``fully_shard`` calls (inner modules before those around
-                them), each item a module FQN or a list of them that share one call; ``""`` is
-                ``model`` itself. Or a bucket plan. Parameters outside all units are in no payload.
-                Default: ``fully_shard(model)`` alone.
-            ignored_params: What would be passed to ``fully_shard`` as ``ignored_params``, as
-                parameters or FQNs.
+                them), each item a module FQN or a list of them that share one call; ``""``, the
+                default, is ``model`` itself. Parameters outside all units are in no payload.
+            ignored_params: As of ``fully_shard``, as parameters or FQNs.
             group_key: Splits units like a ``shard_placement_fn`` with several meshes: from the FQN
                 and the parameter to any hashable that stands for its mesh. Each key is a payload,
-                in order of first appearance. Default: one payload per unit.
+                in order of first appearance.
 
         Raises:
             TypeError: ``units`` is a string, or an item is neither a string nor a list of strings.
@@ -162,7 +150,13 @@ class FSDPParamOrder(Units, CustomPassBase):
 
         given = names_of_units(units)
         names = parameter_names(model)
-        ignored = _ignored(ignored_params, names)
+        by_name = {fqn: parameter for parameter, fqns in names.items() for fqn in fqns}
+        ignored: set[nn.Parameter] = set()  # some may be another model's: of other pipeline stages
+        for item in [ignored_params] if isinstance(ignored_params, str) else ignored_params:
+            if isinstance(item, str) and canonical_fqn(item) not in by_name:
+                near = nearest_names(item, by_name)
+                raise ValueError(f"ignored_params: no parameter is named {item!r}{near}")
+            ignored.add(by_name[canonical_fqn(item)] if isinstance(item, str) else item)
         taken: set[nn.Parameter] = set()
         payloads: list[list[nn.Parameter]] = []
         for modules in _unit_modules(model, given):
@@ -179,6 +173,9 @@ class FSDPParamOrder(Units, CustomPassBase):
         names_are_relative_to(model)
         fqns = [tuple(names[parameter][0] for parameter in params) for params in payloads]
         held = [names[parameter] for params in payloads for parameter in params]
+        short = abbreviated(given)
+        plain = short == [unit[0] if len(unit) == 1 else None for unit in given]
+        code = str(short) if plain else f"manual_plan({short}, model)"
         return cls(
             units=tuple(fqns),
             aliases=tuple((alias, first) for first, *others in held for alias in others),
@@ -186,7 +183,7 @@ class FSDPParamOrder(Units, CustomPassBase):
                 _fsdp2.reduce_order(unit, [_fsdp2.grad_dtype(p) for p in params])
                 for unit, params in zip(fqns, payloads, strict=True)
             ),
-            made_by=f"from_model(model, units={_units_code(given)})",
+            made_by=f"from_model(model, units={code})",
         )
 
     @classmethod
@@ -227,12 +224,10 @@ class FSDPParamOrder(Units, CustomPassBase):
         return f"FSDPParamOrder.from_fqns([{units}])"
 
     def __call__(self, start: fx.Node) -> tuple[int, int] | None:
-        """The sort key of a collective's launch node: (payload, position in it) of its parameter,
-        or of several (fused weights) that of the one that is packed first.
-
-        ``None``, which keeps its whole bucket in graph order, for a collective without a tag and
-        for one with a parameter that the order doesn't know, which is logged as a warning, once.
-        """
+        """The sort key of a collective's start: (payload, position in it) of its parameter, or of
+        several (fused weights) that of the one that is packed first. None, which keeps its whole
+        bucket in graph order, for a collective without a tag and for one with a parameter that the
+        order doesn't know, which is logged as a warning, once."""
         tag = tags.tag_of(start)
         if tag is None or not tag.fqns:
             _warn_once(
@@ -262,38 +257,14 @@ class FSDPParamOrder(Units, CustomPassBase):
         return tuple(fqn for fqn in fqns if self.place_of(fqn) is None)
 
     def uuid(self) -> str:
-        """A name (hex) for what the order does, for Inductor's caches.
-
-        The same in every process for equal contents, another one when the contents or the code of
-        the key change.
-        """
-        contents = json.dumps([_VERSION, self.units, self.aliases, self.reduce_units])
+        """A name (hex) for what the order does, for Inductor's caches: the same in every process
+        for equal contents and code."""
+        contents = json.dumps([self.units, self.aliases, self.reduce_units])
         return hashlib.sha256(f"{package_digest()}\0{contents}".encode()).hexdigest()
 
     @functools.cached_property
     def _reduced(self) -> Units:
         return Units(self.reduce_units, self.aliases)
-
-
-def _ignored(
-    ignored_params: Collection[nn.Parameter | str], names: Mapping[nn.Parameter, tuple[str, ...]]
-) -> set[nn.Parameter]:
-    """Resolves FQNs. Parameters of other models pass: under pipeline parallelism, other stages'."""
-    by_name = {fqn: parameter for parameter, fqns in names.items() for fqn in fqns}
-    given = [ignored_params] if isinstance(ignored_params, str) else ignored_params
-    for item in given:
-        if isinstance(item, str) and canonical_fqn(item) not in by_name:
-            raise ValueError(
-                f"ignored_params: no parameter is named {item!r}" + nearest_names(item, by_name)
-            )
-    return {by_name[canonical_fqn(i)] if isinstance(i, str) else i for i in given}
-
-
-def _units_code(units: Sequence[Sequence[str]]) -> str:
-    short = abbreviated(units)
-    if short == [unit[0] if len(unit) == 1 else None for unit in units]:
-        return str(short)
-    return f"manual_plan({short}, model)"
 
 
 def _unit_modules(model: nn.Module, units: Iterable[tuple[str, ...]]) -> Iterator[list[nn.Module]]:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from .._torch.fsdp2 import KEEPS_WIDE_GRADIENTS, REDUCES_BY_GRAD_DTYPE
 from .._torch.process_groups import MeshGroup, as_argument, mesh_group
 from .._torch.sharded import is_distributed, placed, shard_of
-from ..fqns import canonical_fqn, own_parameters, parameters_by_name
+from ..fqns import canonical_fqn, parameters_by_name
 from .extensions import Extension, distribute, extends_gather
 
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
@@ -44,10 +44,9 @@ def data_parallel(
 ) -> nn.Module:
     """Shard or replicate every parameter of ``model``, in place.
 
-    A parameter that several modules share stays shared. Parameters may be uneven over the ranks.
-
-    Names stay, too: ``named_parameters()`` and ``state_dict()`` give the shards (``DTensor``) under
-    the names from before, so checkpoints go to and from eager FSDP2's models. Reading a parameter
+    Parameters may be shared by modules, which stays so, and uneven over the ranks. Names stay, too:
+    ``named_parameters()`` and ``state_dict()`` give the shards (``DTensor``) under the names from
+    before, so checkpoints go to and from eager FSDP2's models. Reading a parameter
     as an attribute, ``module.weight``, gathers it: all ranks have to. What is written to that, as
     by ``torch.nn.init``, is lost: initialize before, or write to those of ``named_parameters()``,
     which are also the ones to freeze. Each module becomes one of a subclass of its class, as with
@@ -58,8 +57,7 @@ def data_parallel(
     Args:
         model: its parameters are plain tensors on the mesh's device, equal on all ranks or not:
             rank 0's values are distributed.
-        mesh: 1-D for ``"fully_shard"`` and ``"replicate"``; for ``"hybrid_shard"`` 2-D, replicas
-            first, then shards.
+        mesh: 1-D; for ``"hybrid_shard"`` 2-D, replicas first, then shards.
         mode: shard every parameter on dim 0, do so within groups that are replicas of each other,
             or keep whole copies (DDP).
         param_dtype: dtype of the gathered parameters; None keeps each parameter's own.
@@ -116,7 +114,8 @@ def data_parallel(
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     for module in list(model.modules()):
         unshards: dict[str, _Unshard] = {}
-        for name, param in own_parameters(module):
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        for name, param in own.items():
             extension = extensions.get(param)
             if param not in distributed:
                 share = distribute_tensor if extension is None else distribute
@@ -127,8 +126,8 @@ def data_parallel(
             unshards[name] = _Unshard(
                 mesh, shard_dim, replica_dim, param.shape, param_dtype, reduced_in, extension
             )
-        if unshards:
-            module._parameters.update((n, distributed[p]) for n, p in own_parameters(module))
+        if own:
+            module._parameters.update({name: distributed[param] for name, param in own.items()})
             module.__dict__["_unshards"] = unshards
             plain: Any = type(module)
             module.__class__ = _gathering_class(plain, tuple(unshards))
@@ -141,7 +140,7 @@ def ignored_extensions(model: nn.Module) -> dict[str, str]:
     found = {}
     for path, module in model.named_modules():
         unshards = module.__dict__.get("_unshards", {})
-        for name, param in own_parameters(module):
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             shard = shard_of(param)
             if name not in unshards and extends_gather(shard) and placed(param)[0]:
                 found[canonical_fqn(f"{path}.{name}".lstrip("."))] = type(shard.data).__name__
@@ -164,20 +163,14 @@ class _Unshard:
         self.shape = tuple(shape)
         self.extension = extension
         self.param_dtype = param_dtype
-        self.shard_size = 1 if shard_dim is None else mesh.size(shard_dim)
-        self.shard_group = None if shard_dim is None else mesh_group(mesh, shard_dim)
-        replica_group = None if replica_dim is None else mesh_group(mesh, replica_dim)
+        self.shard_size = size = 1 if shard_dim is None else mesh.size(shard_dim)
+        self.shard_group = group = None if shard_dim is None else mesh_group(mesh, shard_dim)
+        replicas = None if replica_dim is None else mesh_group(mesh, replica_dim)
         local_rows = shape[0] if shape else 1
         if shard_dim is not None:
-            rows = -(-local_rows // self.shard_size)
+            rows = -(-local_rows // size)
             local_rows = max(0, min(rows, local_rows - mesh.get_local_rank(shard_dim) * rows))
-        self.reduction: _Reduction = (
-            reduce_dtype,
-            self.shard_group,
-            self.shard_size,
-            replica_group,
-            local_rows,
-        )
+        self.reduction: _Reduction = (reduce_dtype, group, size, replicas, local_rows)
         self.unreduced: torch.Tensor | None = None
         self.full: torch.Tensor | None = None
 
@@ -186,20 +179,21 @@ class _Unshard:
         wide = _comes_wide(self.param_dtype or shard.dtype, self.reduction[0])
         full = self.full
         if full is None and self.extension is None and not wide:
-            return _Gather.apply(shard, self.unreduced, self)
+            return _Gather.apply(shard, self.unreduced, self, None)
         if full is None:
             with torch.no_grad():
-                full = (self.extension or self).gather(shard)
+                full = self.gather(shard)
         return attach(shard, self.unreduced, self.reduction, full)
 
     def leaf(self, sharded: DTensor) -> torch.Tensor:
-        """A leaf in whose ``grad`` gradients of the full parameter can add up, of its full shape
-        with a single element of memory."""
+        """A leaf whose ``grad`` adds up, of the full shape with one element's memory."""
         dtype = self.param_dtype or sharded.dtype
         one = torch.empty((), dtype=self.reduction[0] or dtype, device=sharded.device)
         return one.expand(self.shape).requires_grad_()
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
+        if self.extension is not None:
+            return self.extension.gather(shard)
         full = shard if self.param_dtype is None else shard.to(self.param_dtype)
         if self.shard_group is None:
             return full.view_as(full)
@@ -251,8 +245,7 @@ def _gathering_class(cls: Any, names: tuple[str, ...]) -> Any:
     """A subclass of ``cls`` whose parameters are gathered when they are read as attributes.
 
     They stay in ``module._parameters``, which ``named_parameters()``, ``state_dict()`` and
-    optimizers read. Modules of one class share the result, so that code that was compiled for one
-    serves the others.
+    optimizers read. Modules of one class share the result, and so the code compiled for one.
     """
 
     def read(module: Any, name: str) -> torch.Tensor:
@@ -294,11 +287,7 @@ def _parametrizations(module: nn.Module, names: tuple[str, ...]) -> nn.ModuleDic
 
 
 class _Steps(nn.ModuleList):
-    """The parametrizations of one sharded parameter, in order.
-
-    Args:
-        keep: called before one is added.
-    """
+    """The parametrizations of a sharded parameter; ``keep`` is called before one is added."""
 
     unsafe = True  # what is gathered has another dtype and shape than the shard
 
@@ -313,58 +302,42 @@ class _Steps(nn.ModuleList):
 
 
 class _Gather(torch.autograd.Function):
-    """The full parameter; its gradient is reduced, or handed on to ``unreduced`` as it is."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, shard: torch.Tensor, unreduced: torch.Tensor | None, unshard: _Unshard
-    ) -> torch.Tensor:
-        ctx.reduction = unshard.reduction
-        ctx.dtype = shard.dtype
-        ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
-        return unshard.gather(shard)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        if ctx.unreduced_dtype is not None:
-            return None, grad.to(ctx.unreduced_dtype), None
-        return _reduced(grad, ctx.reduction).to(ctx.dtype), None, None
-
-
-class _Attach(torch.autograd.Function):
-    """:class:`_Gather` for a full parameter that is gathered already."""
+    """The full parameter, gathered by an :class:`_Unshard` or given; its gradient is reduced, or
+    handed on to ``unreduced`` as it is."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         shard: torch.Tensor,
         unreduced: torch.Tensor | None,
-        reduction: _Reduction,
-        full: torch.Tensor,
+        how: _Unshard | _Reduction,
+        full: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.reduction = reduction
+        ctx.reduction = how.reduction if isinstance(how, _Unshard) else how
         ctx.dtype = shard.dtype
         ctx.unreduced_dtype = None if unreduced is None else unreduced.dtype
-        if _comes_wide(full.dtype, reduction[0]):
+        if isinstance(how, _Unshard):
+            return how.gather(shard)
+        assert full is not None
+        if _comes_wide(full.dtype, how[0]):
             ctx.set_output_grad_dtype(None)
         return full.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return (*_Gather.backward(ctx, grad), None)
+        if ctx.unreduced_dtype is not None:
+            return None, grad.to(ctx.unreduced_dtype), None, None
+        return _reduced(grad, ctx.reduction).to(ctx.dtype), None, None, None
 
 
 def attach(
-    shard: torch.Tensor,
-    unreduced: torch.Tensor | None,
-    reduction: _Reduction,
-    full: torch.Tensor,
+    shard: torch.Tensor, unreduced: torch.Tensor | None, reduction: _Reduction, full: torch.Tensor
 ) -> torch.Tensor:
     """``full`` as what was gathered of ``shard``, whose gradient is reduced by ``reduction``.
 
     A node of Dynamo's graph, which would have the gradient be of the parameter's class and dtype.
     """
-    found: torch.Tensor = _Attach.apply(shard, unreduced, reduction, full)
+    found: torch.Tensor = _Gather.apply(shard, unreduced, reduction, full)
     return found
 
 
@@ -398,9 +371,8 @@ class ReduceOnce:
 
     Inside of it, gradients of the full parameters add up on every rank, in the dtype in which they
     are reduced; at its end they are reduced, in the buckets of ``backend``, and added to the
-    parameters' ``grad``. In memory that costs one full gradient of every parameter, in that dtype,
-    on every rank: 4 bytes for each parameter of the whole model with float32. On the network it
-    saves all reductions but one. The reductions overlap with no computation.
+    parameters' ``grad``. That costs one full gradient of every parameter in memory (4 bytes each
+    with float32), saves all reductions but one, and overlaps these with no computation.
 
     What is run inside is compiled for itself, once. Bits are eager FSDP2's, but where a parameter
     that is read several times in one forward is reduced in another dtype than it is gathered in:
@@ -411,9 +383,8 @@ class ReduceOnce:
         backend: compiles the reductions, and the gathers that are made once; None runs them one by
             one. With buckets it needs ``model=``, by which the parameters are told apart.
         gather_once: gather every parameter on entering, not in each microbatch, as eager FSDP2 does
-            with ``set_reshard_after_backward(False)``: that saves all gathers but one, and costs
-            one full copy of every parameter, 2 bytes for each with bfloat16, until it is left.
-            What was written to the parameters inside is not seen inside.
+            with ``set_reshard_after_backward(False)``, for one full copy of every parameter until
+            it is left. What was written to the parameters inside is not seen inside.
 
     Raises:
         ValueError: ``model`` is not sharded by :func:`data_parallel`.
@@ -476,8 +447,7 @@ class ReduceOnce:
 
 
 def _gather_all(units: list[_Unshard], shards: list[DTensor]) -> list[torch.Tensor]:
-    pairs = zip(units, shards, strict=True)
-    return [(u.extension or u).gather(s.to_local()) for u, s in pairs]
+    return [unit.gather(shard.to_local()) for unit, shard in zip(units, shards, strict=True)]
 
 
 def _reduce_late(

@@ -1,8 +1,7 @@
 """Finds the parameters that each collective of a joint graph serves.
 
 Tags (:mod:`.tags`) are made on the joint forward+backward graph, the only place where AOTAutograd's
-descriptors say which placeholder is which parameter and which output is whose gradient. The rules,
-for a graph with the parameter ``w``::
+descriptors say which placeholder is which parameter and which output is whose gradient::
 
     w -> _to_copy -> constant_pad_nd -> all_gather_into_tensor     all_gather of (w,)
     w -> abs -> max -> all_reduce -> ... -> mul(w, ...) -> view -> all_gather_into_tensor      too
@@ -18,21 +17,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
 from .._torch import descriptors as _descriptors
-from .._torch.aot import backward_nodes
 from .._torch.dynamo_inputs import module_path
 from .._torch.sharded import shard_of
 from ..fqns import canonical_fqn, parameters_by_name
-from ..graph.collectives import Kind, is_compute, is_start, kind_of
-from ..graph.graph_of import graph_of
+from ..graph.analysis import graph_of
+from ..graph.collectives import Kind, kind_of
 from ..graph.moves import CONSTANTS, SCALES, is_move
 from ..graph.tags import Tag, is_bucket, set_tag, tag_of
+from .chains import union
 
 _aten = torch.ops.aten
 
@@ -41,7 +40,6 @@ _aten = torch.ops.aten
 _ACCUMULATES = frozenset({_aten.add.Tensor, _aten.add_.Tensor, _aten.slice_backward.default})
 
 
-T = TypeVar("T")
 FqnOf = Callable[[Any], "str | None"] | Mapping[Any, str]
 
 
@@ -55,8 +53,7 @@ def tag_joint_graph(
     """Tag every collective of ``gm`` that serves parameters. One pass forward and one back.
 
     Args:
-        gm: a joint graph, an inference graph, or a trace of a whole training step. Existing tags
-            are kept.
+        gm: a joint or inference graph, or that of a whole step. Existing tags are kept.
         fqn_of: names a parameter input: called with what identifies it, an ``AOTInput`` where the
             placeholders carry descriptors and the placeholder node otherwise, or a mapping from
             the graph input's index (``PlainAOTInput.idx``) to the FQN. It returns None for inputs
@@ -78,7 +75,9 @@ def tag_joint_graph(
     inputs = {n: _name_of(n, fqn_of) for n in nodes if n.op == "placeholder"}
     behind = _parameters_behind(nodes, inputs)
     ahead = _gradients_ahead(nodes, inputs, _gradient_outputs(nodes, fqn_of, grad_fqns))
-    shards = _shards_by_module(model)
+    shards: dict[str, list[tuple[str, tuple[int, ...]]]] = {}  # of parameters, by their modules
+    for fqn, param, _ in () if model is None else parameters_by_name(model):
+        shards.setdefault(fqn.rpartition(".")[0], []).append((fqn, tuple(shard_of(param).shape)))
     has_descriptors = any("desc" in n.meta for n in nodes if n.op in ("placeholder", "output"))
 
     tags: dict[fx.Node, Tag] = {}
@@ -89,7 +88,7 @@ def tag_joint_graph(
         if tag is None:
             fqns: Iterable[str] = ahead.get(node, ())
             if kind == "all_gather":
-                fqns = behind.get(node.all_input_nodes[0], ()) if node.all_input_nodes else ()
+                fqns = union(behind, node.all_input_nodes[:1])
             if not fqns and not has_descriptors:
                 fqns = _served_in_module(node, kind, shards)
             tag = Tag(kind, tuple(fqns)) if fqns else None
@@ -99,99 +98,6 @@ def tag_joint_graph(
         if not is_bucket(node):
             set_tag(node, tag)
     return tags
-
-
-def parameter_chains(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """Map every tagged gather to the nodes from the parameter to its last mere rearrangement.
-
-    ::
-
-        w -> _to_copy -> all_gather -> wait -> slice -> t -> mm
-             ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
-
-    Of a parameter that is gathered in another form, the nodes that make the full parameter of it
-    belong to the chain. What is computed before the gather does not: it is small, as a shard is::
-
-        w -> abs -> max -> ... -> mul -> all_gather -> wait -> sub -> mul -> t -> mm
-                                         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
-
-    Starts in graph order; the nodes of a chain in graph order.
-    """
-    behind: dict[fx.Node, dict[fx.Node, None]] = {}
-    ahead: dict[fx.Node, dict[fx.Node, None]] = {}
-    chains: dict[fx.Node, dict[fx.Node, None]] = {}
-    made_of: dict[fx.Node, fx.Node] = {}  # the one input that an ungathered value is computed from
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            made_of[node] = node
-        if node.op != "call_function":
-            continue
-        inputs = node.all_input_nodes
-        served = _union(ahead, inputs)
-        sources = {made_of[i]: None for i in inputs if i in made_of}
-        if not served and len(sources) == 1 and all(i in made_of for i in inputs):
-            made_of.update(dict.fromkeys([node], *sources))
-        if kind_of(node) == "all_gather" and tag_of(node) is not None:
-            made_of.pop(node, None)
-            chains[node] = {**_union(behind, inputs), node: None}
-            ahead[node] = {**served, node: None}
-            continue
-        moves = is_move(node) or node.target in CONSTANTS
-        if moves and not served:
-            if all(i.op == "placeholder" or i in behind for i in inputs):
-                behind[node] = {**_union(behind, inputs), node: None}
-            continue
-        if served and not moves and not is_compute(node):  # makes a parameter of another form?
-            made = {made_of.get(start.all_input_nodes[0]) for start in served}
-            alone = all(i in ahead or i in made_of or i.target in CONSTANTS for i in inputs)
-            moves = alone and made.issuperset(sources) and all(map(in_other_form, served))
-        if moves:
-            ahead[node] = served
-            for start in served:
-                chains[start][node] = None
-    return {start: tuple(chain) for start, chain in chains.items()}
-
-
-def read_in_forward(chains: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node, None]:
-    """The gathers of a joint graph, out of :func:`parameter_chains`, that forward reads. Others,
-    as of data that is scaled along other rows for backward's products, are best left to backward:
-    to keep what they make would cost memory and save nothing."""
-    if not chains:
-        return {}
-    late = backward_nodes(next(iter(chains)).graph)
-    linked = {node for chain in chains.values() for node in chain}
-    return {
-        start: None
-        for start, chain in chains.items()
-        if any(
-            user.op == "output" or (user not in late and user not in linked)
-            for node in chain[chain.index(start) :]
-            for user in node.users
-        )
-    }
-
-
-def in_other_form(gather: fx.Node) -> bool:
-    """Whether what is gathered are not the values of a parameter but others, computed from them or
-    stored in their place, such as 8-bit data and scales."""
-    dtype = gather.meta["val"].dtype
-    if dtype.itemsize == 1 or not dtype.is_floating_point:
-        return True
-    stack = gather.all_input_nodes[:1]
-    while stack:
-        node = stack.pop()
-        if is_move(node):
-            stack += node.all_input_nodes
-        elif node.op == "call_function" and node.target not in CONSTANTS:
-            return kind_of(node) != "all_gather"
-    return False
-
-
-def _union(of: Mapping[fx.Node, dict[T, None]], nodes: Iterable[fx.Node]) -> dict[T, None]:
-    merged: dict[T, None] = {}
-    for node in nodes:
-        merged.update(of.get(node, {}))
-    return merged
 
 
 def _name_of(what: Any, fqn_of: FqnOf | None) -> str | None:
@@ -224,7 +130,7 @@ def _parameters_behind(
         if node.target in CONSTANTS:
             behind[node] = {}
         elif node.op == "call_function" and all(arg in behind for arg in args):
-            fqns = _union(behind, args)
+            fqns = union(behind, args)
             # A gather of what was gathered already is a parameter sharded over two mesh dimensions.
             if kind_of(node) == "all_gather" or not gathered.isdisjoint(args):
                 gathered.add(node)
@@ -240,15 +146,14 @@ def _gradients_ahead(
     inputs: Mapping[fx.Node, str | None],
     outputs: Iterable[tuple[fx.Node, str]],
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Map every node to the parameters whose gradient it becomes, by way of collectives, moves,
-    accumulation and scaling only: in the order of the graph's inputs, so that fused weights have
-    that of their gather."""
+    """Map every node to the parameters whose gradient it becomes, by collectives, moves, sums and
+    scaling alone, in the order of the graph's inputs, as fused weights are gathered."""
     ahead: dict[fx.Node, dict[str, None]] = {}
     for value, fqn in outputs:
         ahead.setdefault(value, {})[fqn] = None
     for node in reversed(nodes):
         if node.op == "call_function":
-            mine = _union(ahead, [node, *filter(_keeps_gradient, node.users)])
+            mine = union(ahead, [node, *filter(_keeps_gradient, node.users)])
             if mine:
                 ahead[node] = mine
     rank = {fqn: i for i, fqn in enumerate(dict.fromkeys(inputs.values()))}
@@ -263,7 +168,7 @@ def _keeps_gradient(user: fx.Node) -> bool:
         return False
     if user.target in SCALES:
         return len(user.all_input_nodes) == 1  # by a number; a product of tensors is computation
-    return is_move(user) or is_start(user) or user.target in _ACCUMULATES
+    return is_move(user) or kind_of(user) is not None or user.target in _ACCUMULATES
 
 
 def _gradient_outputs(
@@ -293,18 +198,9 @@ def _gradient_outputs(
 _PARAMETRIZATION = re.compile(r"(?:(.*)\.)?parametrizations\.(\w+)(?:\.\d+)?")
 
 
-_Shards: TypeAlias = dict[str, list[tuple[str, tuple[int, ...]]]]
-"""By module its own parameters, each with the shape of this rank's shard."""
-
-
-def _shards_by_module(model: torch.nn.Module | None) -> _Shards:
-    shards: _Shards = {}
-    for fqn, param, _ in () if model is None else parameters_by_name(model):
-        shards.setdefault(fqn.rpartition(".")[0], []).append((fqn, tuple(shard_of(param).shape)))
-    return shards
-
-
-def _served_in_module(node: fx.Node, kind: Kind, shards: _Shards) -> tuple[str, ...]:
+def _served_in_module(
+    node: fx.Node, kind: Kind, shards: Mapping[str, list[tuple[str, tuple[int, ...]]]]
+) -> tuple[str, ...]:
     """The parameter that a collective serves in a graph without descriptors: that of the module
     which it was traced in, by the shape of the shard. Where two have that shape, it is neither."""
     module = _module_fqn(node)

@@ -9,12 +9,10 @@ uses. So the gradients of an activation that several units read are added unit b
     use by use        (((r + b2) + b1) + a2) + a1
     eager FSDP2       (r + (b2 + b1)) + (a2 + a1)
 
-A view to the same shape is such a node, too, in eager mode and in a trace, where it costs nothing.
-It is made by a hook before ``forward``, which Dynamo traces along with it.
-
-Eager FSDP2 has one node for all inputs of a call: where one of them gets a gradient, those that the
-unit does not read get zeros, not None. So a second node joins the views of several inputs. Dynamo
-can't look into its operator, and takes it into the graph as it is.
+A view to the same shape is such a node, too, made by a hook before ``forward``, which Dynamo traces
+along with it. Eager FSDP2 has one node for all inputs of a call: where one of them gets a gradient,
+those that the unit does not read get zeros, not None. So a second node joins the views of several
+inputs, an operator that Dynamo takes into the graph as it is.
 """
 
 from __future__ import annotations
@@ -57,11 +55,7 @@ def modules_with_nodes(
     model: nn.Module, units: Iterable[str | Sequence[str]]
 ) -> dict[str, nn.Module]:
     """The modules whose inputs get nodes, by FQN: of each unit that holds parameters the first one.
-    That is eager FSDP2's choice where a unit's modules are called in the order of the unit.
-
-    Raises:
-        TypeError, ValueError: as of :func:`.find_units`.
-    """
+    That is eager FSDP2's choice where a unit's modules are called in the order of the unit."""
     held: set[nn.Parameter] = set()
     found = {}
     for names, modules in find_units(model, units):
@@ -99,8 +93,7 @@ def _hook(
 
 
 def _items(value: Any) -> list[Any]:
-    """The items of a container that eager FSDP2 looks into (``collect_grad_tensors``;
-    ``tree_flatten`` in 2.11); none of anything else."""
+    """What eager FSDP2 looks into (``collect_grad_tensors``; ``tree_flatten`` in 2.11)."""
     if _is_dataclass(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, dict):
@@ -122,8 +115,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _replace(value: Any, made: list[torch.Tensor]) -> Any:
-    """Put what is ``made``, the first one at its end, in the place of :func:`_tensors`. A container
-    without any stays itself."""
+    """Put what is ``made``, the first one at its end, in the place of :func:`_tensors`."""
     if not _tensors(value):
         return value
     if isinstance(value, torch.Tensor):

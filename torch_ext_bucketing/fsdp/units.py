@@ -25,8 +25,8 @@ class Units:
 
     Args:
         units: per unit the FQNs of parameters or modules, or one FQN. A module's name covers the
-            parameters below it that no longer name covers; ``""`` is the root. A name that no
-            parameter has covers none. Wrappers' names in FQNs are dropped.
+            parameters below it that no longer name covers, if any; ``""`` is the root. Wrappers'
+            names in FQNs are dropped.
         aliases: ``(other FQN, FQN in units)`` of shared parameters.
 
     Raises:
@@ -50,8 +50,7 @@ class Units:
 
     @classmethod
     def of(cls, given: Units | Iterable[Sequence[str]]) -> Units:
-        """``given`` itself if it is one, such as an order, else the units that it lists; errors
-        are those of the class."""
+        """``given`` itself if it is one, such as an order, else the units that it lists."""
         return given if isinstance(given, Units) else cls(given)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[str, ...]]:
@@ -66,8 +65,7 @@ class Units:
         return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.compare)
 
     def place_of(self, fqn: str) -> tuple[int, int] | None:
-        """A parameter's unit, and the place in it of the name that covers the parameter; None for
-        a parameter in no unit."""
+        """A parameter's unit, and the place in it of the name that covers it; None without one."""
         name = canonical_fqn(fqn)
         places, aliases = self._tables
         name = aliases.get(name, name)
@@ -89,11 +87,7 @@ class Units:
 
 
 def names_of_units(units: object, what: str = "units") -> tuple[tuple[str, ...], ...]:
-    """Units, each a list of names or one name, as canonical names; ``what`` names them in errors.
-
-    Raises:
-        TypeError: a string, or what can't be iterated; a name is no string.
-    """
+    """Units, each a list of names or one name, as canonical names; ``what`` in TypeErrors."""
     if isinstance(units, str) or not isinstance(units, Iterable):
         given = f"the string {units!r}" if isinstance(units, str) else repr(units)
         raise TypeError(f"{what} must be a list of units, each a list of FQNs, got {given}")
@@ -150,17 +144,11 @@ def _check_not_empty(units: Sequence[Sequence[str]]) -> None:
 def find_units(
     model: nn.Module, units: Iterable[Sequence[str]]
 ) -> Iterator[tuple[tuple[str, ...], list[nn.Module]]]:
-    """Each unit's names and its modules, in the order given.
-
-    Args:
-        model: wrapped or not.
-        units: names or lists of names, in the order of the ``fully_shard`` calls: inner modules
-            before those around them.
+    """Each unit's names and its modules, in the order of the ``fully_shard`` calls.
 
     Raises:
         TypeError: ``units`` is a string, or a name is none.
-        ValueError: no units, an empty unit, an unknown name, a module twice, or one inside an
-            earlier unit.
+        ValueError: no units, an empty one, an unknown name, a module twice or in an earlier unit.
     """
     known = canonical_modules(model)
     unit_of: dict[nn.Module, str] = {}
@@ -195,11 +183,7 @@ def find_units(
 
 
 def spec_of_units(units: Iterable[tuple[str, ...]], model: nn.Module) -> UnitSpec:
-    """Units that fit the model, to which parameters' names are relative from now on.
-
-    Raises:
-        ValueError: as of :func:`find_units`; a unit without parameters.
-    """
+    """Units with parameters in the model, to which parameters' names are relative from now on."""
     found = list(find_units(model, units))
     for unit, modules in found:
         if not any(map(has_parameters, modules)):

@@ -15,39 +15,36 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
+from typing import TypeAlias
 
 import torch.fx as fx
 
 from .._torch.aot import stage_of
 from .collectives import KINDS, Kind, group_name, is_collective, is_compute, kind_of
 from .dependencies import Dependencies
-from .graph_of import GraphLike, graph_of
 from .liveness import Liveness
-from .records import Collective, record_of
-from .regions import gathered_values, positions
+from .records import Collective, gradient_sums
+from .regions import Structures, positions
 from .size_hints import GivenHints, SizeHints
 from .uneven import ShardSide, shard_side
-from .writes import unordered_writes, written_roots
+from .writes import Writes
+
+GraphLike: TypeAlias = fx.GraphModule | fx.Graph
+
+
+def graph_of(gm: GraphLike) -> fx.Graph:
+    """The graph of a module, or the graph itself."""
+    return gm.graph if isinstance(gm, fx.GraphModule) else gm
 
 
 class GraphAnalysis:
     """Facts about a graph, each computed once, when it is first asked for.
 
     Args:
-        graph: in topological order, with fake tensors in ``meta["val"]``, and unchanged as long as
-            this is used.
+        graph: in topological order, with fake tensors in ``meta["val"]``, and unchanged meanwhile.
         size_hints: numbers for sizes that depend on data, as of :func:`.backend`.
         donated: whether an input is freed at its last use; None: :func:`.donated_by_autograd`.
         external_live_bytes: bytes that are in memory all the time beside the graph's own inputs.
-
-    Attributes:
-        nodes: all nodes in graph order, placeholders and output included.
-        kinds: the kind of each start, in graph order.
-
-    Raises:
-        TypeError: ``size_hints`` is no whole number and no callable.
-        ValueError: ``size_hints`` is negative. On the first use of :attr:`dependencies` or
-            :attr:`liveness`: a node stands before one of its inputs.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class GraphAnalysis:
 
     @cached_property
     def stage(self) -> str:
-        """See :func:`.stage_of`."""
         return stage_of(self.graph)
 
     @cached_property
@@ -84,7 +80,12 @@ class GraphAnalysis:
     @cached_property
     def collectives(self) -> dict[fx.Node, Collective]:
         """The record of each start, in graph order."""
-        return {start: record_of(start, kind) for start, kind in self.kinds.items()}
+        return {start: Collective(start, kind) for start, kind in self.kinds.items()}
+
+    @cached_property
+    def gradient_sums(self) -> dict[fx.Node, Collective]:
+        """The reductions that add up gradients, by start; see :func:`.gradient_sums`."""
+        return gradient_sums(self.collectives)
 
     @cached_property
     def groups(self) -> dict[fx.Node, str]:
@@ -93,10 +94,11 @@ class GraphAnalysis:
 
     @cached_property
     def gathered_values(self) -> dict[fx.Node, int]:
-        """By all-gather a number, equal for those that gather the same value; see
-        :func:`.gathered_values`."""
-        gathers = (c.start for c in self.collectives.values() if c.kind == "all_gather")
-        return gathered_values(gathers, self.position)
+        """By all-gather a number, equal where the first values, and the casts and pads between,
+        are: ranks with a short shard of an uneven parameter find the same equal as others."""
+        structures = Structures(self.position)
+        gathers = (n for n, kind in self.kinds.items() if kind == "all_gather")
+        return {n: structures.from_source(n.all_input_nodes[0])[1] for n in gathers}
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
@@ -104,14 +106,9 @@ class GraphAnalysis:
         return positions(self.graph)
 
     @cached_property
-    def unordered_writes(self) -> list[fx.Node]:
-        """The writes that edges do not order; see :func:`.unordered_writes`."""
-        return unordered_writes(self.nodes)
-
-    @cached_property
-    def written_roots(self) -> set[fx.Node]:
-        """The nodes whose memory a later node writes to; see :func:`.written_roots`."""
-        return written_roots(self.nodes)
+    def writes(self) -> Writes:
+        """Which nodes write to tensors, and which may share memory."""
+        return Writes(self.nodes)
 
     @cached_property
     def compute_before(self) -> dict[fx.Node, int]:
@@ -134,7 +131,7 @@ class GraphAnalysis:
     @cached_property
     def dependencies(self) -> Dependencies:
         """The movable nodes, and what each one needs."""
-        return Dependencies(self.nodes, self.unordered_writes)
+        return Dependencies(self.nodes, self.writes)
 
     @cached_property
     def liveness(self) -> Liveness:

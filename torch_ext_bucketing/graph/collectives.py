@@ -1,5 +1,4 @@
-"""Every fact about one node of a graph: is it a collective, a wait, a view, compute; of which kind
-and process group; how many bytes.
+"""Every fact about one node of a graph: a collective, a wait, a view, compute; its group and bytes.
 
 Nothing here looks at a node's neighbours but a wait's start and a collective's input, and nothing
 knows of tags (:mod:`.graph.tags`) or of dependencies (:mod:`.graph.dependencies`).
@@ -33,11 +32,7 @@ _KIND_OF_TARGET: dict[Any, Kind] = {
 
 
 def check_kinds(kinds: Collection[str]) -> tuple[Kind, ...]:
-    """``kinds`` in the order of :data:`KINDS`, each once.
-
-    Raises:
-        ValueError: a string, or something in it that is no kind.
-    """
+    """``kinds`` in the order of :data:`KINDS`, each once; a ValueError for what is no kind."""
     if isinstance(kinds, str) or any(k not in KINDS for k in kinds):
         raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {kinds!r}")
     return tuple(k for k in KINDS if k in kinds)
@@ -45,21 +40,11 @@ def check_kinds(kinds: Collection[str]) -> tuple[Kind, ...]:
 
 def kind_of(node: fx.Node) -> Kind | None:
     """The kind of collective that ``node`` launches, or None."""
-    if node.op != "call_function":
-        return None
-    try:
-        return _KIND_OF_TARGET.get(node.target)
-    except TypeError:  # an unhashable target
-        return None
-
-
-def is_start(node: fx.Node) -> bool:
-    """Whether ``node`` launches an all-gather, a reduce-scatter or an all-reduce."""
-    return kind_of(node) is not None
+    return _KIND_OF_TARGET.get(node.target) if node.op == "call_function" else None
 
 
 _ALL_TO_ALL = _c10d.all_to_all_single.default
-BUILTIN_MODULES = ("_operator", "builtins", "math")
+_BUILTIN_MODULES = ("_operator", "builtins", "math")
 _COPIES_NOTHING = frozenset(
     {
         operator.getitem,
@@ -78,9 +63,7 @@ def is_collective(node: fx.Node) -> bool:
 
 def started_by(wait: fx.Node) -> fx.Node | None:
     """The collective that ``wait`` waits for; None if ``wait`` is no wait of one."""
-    if not is_wait(wait):
-        return None
-    start = waited_for(wait)
+    start = next(iter(wait.all_input_nodes), None) if is_wait(wait) else None
     return start if start is not None and is_collective(start) else None
 
 
@@ -102,10 +85,7 @@ _ASSERTIONS = frozenset(
 
 def is_assertion(node: fx.Node) -> bool:
     """Whether ``node`` only checks its inputs, or tells the compiler something about them."""
-    try:
-        return node.op == "call_function" and node.target in _ASSERTIONS
-    except TypeError:  # an unhashable target
-        return False
+    return node.op == "call_function" and node.target in _ASSERTIONS
 
 
 def is_number(node: fx.Node) -> bool:
@@ -123,31 +103,21 @@ def _gives_a_size(target: Any) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Whether ``node`` runs no kernel."""
-    if node.op != "call_function":
-        return True
     target = node.target
-    if target in _COPIES_NOTHING:
+    if node.op != "call_function" or target in _COPIES_NOTHING:
         return True
     if is_assertion(node):
         return "_assert_async" not in str(target)  # which looks at values on the GPU
     if _gives_a_size(target):
         return True
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == "profiler":
-        return True
     if isinstance(target, torch._ops.OpOverload):
-        return bool(target.is_view)
-    return getattr(target, "__module__", "") in BUILTIN_MODULES
-
-
-_GROUPED = frozenset(
-    {"aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"}
-)
+        return bool(target.is_view or target.namespace == "profiler")
+    return getattr(target, "__module__", "") in _BUILTIN_MODULES
 
 
 def is_compute(node: fx.Node) -> bool:
     """Whether ``node`` is a matrix product, an attention or a convolution: what torch counts
-    floating point operations of (and the products of a mixture's experts, of which it does not),
-    and what compute runs are counted in."""
+    floating point operations of, and the products of a mixture's experts."""
     from torch.utils.flop_counter import flop_registry
 
     target: Any = node.target
@@ -159,10 +129,9 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def is_grouped_product(node: fx.Node) -> bool:
-    """Whether ``node`` is a matrix product per group of rows or columns, ``_grouped_mm`` or one of
-    its scaled forms: the experts of a mixture."""
+    """Whether ``node`` is a mixture's products, ``_grouped_mm`` or one of its scaled forms."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.name() in _GROUPED
+    return isinstance(target, torch._ops.OpOverload) and "_grouped_mm" in target.name()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -173,18 +142,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def bucket_key(start: fx.Node) -> tuple[Any, ...]:
-    """The key that members of one bucket share: kind, group, reduce op, device, and of a reduction
-    the dtype: gathers move bytes."""
+    """What members of one bucket share; the dtype of reductions alone, as gathers move bytes."""
     value, kind = start.meta["val"], kind_of(start)
     dtype = None if kind == "all_gather" else value.dtype
     return (kind, group_name(start), reduce_op(start), dtype, str(value.device))
 
 
 def group_name(start: fx.Node) -> str:
-    """The name of a collective's process group, also where it is a node of the graph.
-
-    Takes all-to-alls as well, which are never bucketed.
-    """
+    """The name of a collective's process group, also where that is a node of the graph."""
     name = argument(start, "group_name")
     return str(name if isinstance(name, str) else name.meta["val"].group_name)
 
@@ -232,11 +197,7 @@ def reduce_op(start: fx.Node) -> str | None:
 
 
 def wire_bytes(start: fx.Node) -> int:
-    """Bytes that a collective counts against a byte cap: the larger of its input and output.
-
-    Raises:
-        RuntimeError: for a symbolic size without a hint.
-    """
+    """Bytes that count against a byte cap: of the larger of input and output."""
     return max(
         size_hint(node.meta["val"].numel(), f"collective bucket {what} size")
         * node.meta["val"].element_size()
@@ -260,11 +221,6 @@ def sent_as_bytes(start: fx.Node) -> torch.dtype | None:
 def is_wait(node: fx.Node) -> bool:
     """Whether ``node`` is a ``wait_tensor``."""
     return node.op == "call_function" and node.target is _c10d.wait_tensor.default
-
-
-def waited_for(wait: fx.Node) -> fx.Node | None:
-    """The node that a wait waits for."""
-    return next(iter(wait.all_input_nodes), None)
 
 
 def only_wait(start: fx.Node) -> fx.Node | None:

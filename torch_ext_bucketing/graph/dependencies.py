@@ -10,14 +10,12 @@ A node depends on its inputs. Besides, these keep their order whatever the edges
 - operators that draw random numbers from the generator's state, among themselves;
 - an assertion on a size or another number, and what uses that number, or the tensor whose size it
   is, after the assertion: what stood behind the check must not run unchecked;
-- the marks of profiled ranges, among themselves. Nothing ties them to the nodes between them, so
-  after scheduling a range no longer says where these run;
-- operators with other side effects, and operators that are not known to have none, against
-  everything;
+- the marks of profiled ranges, among themselves: after scheduling a range no longer says where the
+  nodes between them run;
+- operators that have other side effects, or are not known to have none, against everything;
 - the starts of one process group and kind. Ranks meet in a group in the order in which they launch,
   so the order that the graph came with, which is the same on every rank, is kept per kind; gathers
-  may overtake reductions. All-to-alls have no such order: where experts' tokens come in chunks, one
-  chunk's must get between another's.
+  may overtake reductions, and all-to-alls, as of experts' tokens in chunks, each other.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ import torch
 import torch.fx as fx
 
 from .collectives import (
-    BUILTIN_MODULES,
     group_name,
     is_assertion,
     is_collective,
@@ -38,9 +35,7 @@ from .collectives import (
     is_wait,
     kind_of,
 )
-from .writes import aliases_of, written_values
-
-_c10d = torch.ops._c10d_functional
+from .writes import Writes, written_values
 
 # Higher-order operators that compute their results and do nothing else.
 _FUNCTIONAL = frozenset(
@@ -54,26 +49,19 @@ _FUNCTIONAL = frozenset(
     }
 )
 
+_READ_CONTENTS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+
 
 class Precedence:
-    """Nodes by their place from 0, and what each one needs.
-
-    Args:
-        nodes: in topological order.
-        needs: places of the nodes that must come before each one.
-
-    Attributes:
-        nodes: as given.
-        needs: ascending, without repeats.
-        needed_by: the reverse.
-    """
+    """Nodes in topological order, by their place from 0: the places of those that each one
+    ``needs``, ascending, and of those that it is ``needed_by``."""
 
     def __init__(self, nodes: list[fx.Node], needs: Iterable[Collection[int]]) -> None:
         self.nodes = nodes
-        self.needs: list[list[int]] = [sorted(mine) for mine in needs]
+        self.needs = [sorted(places) for places in needs]
         self.needed_by: list[list[int]] = [[] for _ in nodes]
-        for i, mine_sorted in enumerate(self.needs):
-            for j in mine_sorted:
+        for i, mine in enumerate(self.needs):
+            for j in mine:
                 self.needed_by[j].append(i)
 
     def is_order(self, order: Sequence[int]) -> bool:
@@ -86,27 +74,13 @@ class Precedence:
 
 
 class Dependencies(Precedence):
-    """The movable nodes of a graph, by their place in it from 0, and what each one needs.
-
-    Placeholders, ``get_attr`` and the output stay where they are and are not among the nodes.
-
-    Args:
-        everything: all nodes of a graph, in topological order.
-        writes: those of them that :func:`.unordered_writes` finds.
-
-    Attributes:
-        nodes: the movable ones, in graph order.
-        index: the place of each.
-        group: name of the process group of each collective.
-
-    Raises:
-        ValueError: a node stands before one of its inputs.
+    """The movable nodes of a graph, by their place among these (``index``), and what each one
+    needs; all but placeholders, ``get_attr`` and the output. ``group`` is the process group's name
+    of each collective. A ValueError where a node stands before one of its inputs.
     """
 
-    def __init__(self, everything: list[fx.Node], writes: Sequence[fx.Node]) -> None:
-        self.nodes: list[fx.Node] = [
-            n for n in everything if n.op not in ("placeholder", "get_attr", "output")
-        ]
+    def __init__(self, everything: list[fx.Node], writes: Writes) -> None:
+        self.nodes = [n for n in everything if n.op not in ("placeholder", "get_attr", "output")]
         self.index: dict[fx.Node, int] = {n: i for i, n in enumerate(self.nodes)}
         self.group: dict[int, str] = {}
         needs: list[dict[int, None]] = []
@@ -119,34 +93,24 @@ class Dependencies(Precedence):
             if node in self.index:
                 found = (self.index.get(arg) for arg in node.all_input_nodes)
                 needs.append(dict.fromkeys(at for at in found if at is not None))
-        self._order_writes(everything, writes, needs)
+        self._order_writes(writes, needs)
         self._order_assertions(needs)
         self._order_chains(needs)
         super().__init__(self.nodes, needs)
 
-    def _order_writes(
-        self,
-        everything: list[fx.Node],
-        writes: Sequence[fx.Node],
-        needs: list[dict[int, None]],
-    ) -> None:
-        if not writes:
-            return
-        roots, aliases = aliases_of(everything)
-        for write in writes:
+    def _order_writes(self, writes: Writes, needs: list[dict[int, None]]) -> None:
+        for write in writes.unordered:
             at = self.index[write]
-            for value in written_values(write):
-                for root in roots.get(value, ()):
-                    touching = [u for a in aliases[root] for u in (a, *a.users)]
-                    for node in touching:
-                        other = self.index.get(node)
-                        if other is not None and other < at:
-                            needs[at][other] = None
-                        elif other is not None and other > at:
-                            needs[other][at] = None
-                        if is_collective(node):
-                            waits = (self.index[w] for w in node.users if is_wait(w))
-                            needs[at].update(dict.fromkeys(w for w in waits if w < at))
+            aliases = (a for root in writes.by_writer[write] for a in writes.aliases[root])
+            for node in dict.fromkeys(n for a in aliases for n in (a, *a.users)):
+                other = self.index.get(node)
+                if other is not None and other < at:
+                    needs[at][other] = None
+                elif other is not None and other > at:
+                    needs[other][at] = None
+                if is_collective(node):
+                    waits = (self.index[w] for w in node.users if is_wait(w))
+                    needs[at].update(dict.fromkeys(w for w in waits if w < at))
 
     def _order_assertions(self, needs: list[dict[int, None]]) -> None:
         for i, node in enumerate(self.nodes):
@@ -185,50 +149,45 @@ class Dependencies(Precedence):
 
 
 def unused(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes whose results nothing reads and that do nothing else, and the nodes that only these
-    read. Inductor makes no code for them. torch's partitioner leaves them: what led to a collective
-    that it has removed, for one.
-
-    Args:
-        nodes: of one graph, in topological order.
-    """
+    """The nodes, out of all of a graph, that do nothing for its results. Inductor makes no code for
+    them, torch's partitioner leaves them: what led to a collective that it has removed, for one."""
     found: set[fx.Node] = set()
     for node in reversed(nodes):
-        if (
-            node.op == "call_function"
-            and all(user in found for user in node.users)
-            and not is_collective(node)
-            and not is_wait(node)
-            and not is_assertion(node)
-            and not _is_barrier(node)
-            and not _is_profiler_mark(node)
-            and not _draws_random_numbers(node)
-            and not written_values(node)
-        ):
+        if node.op == "call_function" and found.issuperset(node.users) and not _acts(node):
             found.add(node)
     return found
+
+
+def _acts(node: fx.Node) -> bool:
+    """Whether a call does something else than to compute its result."""
+    return (
+        is_collective(node)
+        or is_wait(node)
+        or is_assertion(node)
+        or _is_barrier(node)
+        or _is_profiler_mark(node)
+        or _draws_random_numbers(node)
+        or bool(written_values(node))
+    )
 
 
 def _is_barrier(node: fx.Node) -> bool:
     if node.op != "call_function":
         return True
+    if is_assertion(node) or _is_profiler_mark(node):
+        return False
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        if target.namespace == "_c10d_functional":
-            return False
-        if is_assertion(node) or _is_profiler_mark(node):
-            return False
-        return node.is_impure() and not _is_plain(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return target.name() not in _FUNCTIONAL
-    if is_assertion(node):
-        return False
-    return getattr(target, "__module__", "") not in BUILTIN_MODULES and not is_view(node)
+    if not isinstance(target, torch._ops.OpOverload):
+        return not is_view(node)
+    # Writes and random numbers are ordered more finely than by a barrier.
+    finer = target.namespace == "_c10d_functional" or target._schema.is_mutable
+    return not finer and not _draws_random_numbers(node) and node.is_impure()
 
 
 def _asserted(assertion: fx.Node) -> list[fx.Node]:
-    """The nodes that an assertion is about: its inputs, the numbers that they were computed from,
-    and the tensors whose sizes these are.
+    """The nodes that an assertion is about: its inputs, and what they are sizes and numbers of.
 
     Numbers that are inputs of the graph are left out where others are compared with them: nearly
     everything uses the batch size, and it is known before the graph runs.
@@ -243,7 +202,7 @@ def _asserted(assertion: fx.Node) -> list[fx.Node]:
         found[node] = None
         if node.op == "placeholder" and is_number(node):
             given.append(node)
-        elif is_number(node) and not _reads_contents(node):
+        elif is_number(node) and node.target not in _READ_CONTENTS:
             stack += node.all_input_nodes
         else:
             made = True
@@ -252,20 +211,8 @@ def _asserted(assertion: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def _reads_contents(node: fx.Node) -> bool:
-    return node.target in (
-        torch.ops.aten._local_scalar_dense.default,
-        torch.ops.aten.item.default,
-    )
-
-
 def _is_profiler_mark(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "profiler"
-
-
-def _is_plain(target: torch._ops.OpOverload) -> bool:
-    """Writes and random numbers are ordered more finely than by a barrier."""
-    return bool(target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
 
 
 def _draws_random_numbers(node: fx.Node) -> bool:

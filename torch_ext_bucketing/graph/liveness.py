@@ -2,13 +2,15 @@
 
 Counted per storage, so that views and other aliases count once. A storage is live from the node
 that allocates it to the last node that touches it; then it is freed, unless it is an output or an
-input that the caller keeps. What a collective reads and writes is live until its wait: the network
-still uses it.
+input that the caller keeps. What a collective reads and writes is live until its wait.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,17 +26,12 @@ from .writes import written_values
 
 def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
     """Which inputs of a graph are freed at their last use: what forward saved for a backward graph,
-    which AOTAutograd hands over. Parameters are not, nor are the tangents, which autograd holds for
-    as long as backward runs, nor other graphs' inputs."""
-    if _aot.stage_of(graph) != "backward":
-        return lambda node: False
-    return _aot.is_saved
+    which AOTAutograd hands over, but not the tangents, which autograd holds in backward."""
+    return _aot.is_saved if _aot.stage_of(graph) == "backward" else lambda node: False
 
 
-def kept_inputs(graph: fx.Graph, hints: SizeHints | None = None) -> dict[str, int]:
-    """The inputs of a graph that the caller keeps, by name, and the bytes of each. Of inputs that
-    share memory only the first counts."""
-    hints = hints or SizeHints()
+def kept_inputs(graph: fx.Graph, hints: SizeHints) -> dict[str, int]:
+    """Bytes by name of the inputs that the caller keeps; memory of several counts for the first."""
     donated = donated_by_autograd(graph)
     side = shard_side(graph, hints)
     seen: set[int] = set()
@@ -62,8 +59,9 @@ def _storage_bytes(node: fx.Node, value: torch.Tensor, side: ShardSide, hints: S
     return hints(value.untyped_storage().nbytes())
 
 
+@dataclass(eq=False)
 class Storages:
-    """The storages that each node allocates and touches.
+    """The storages that nodes use.
 
     Args:
         size: bytes of each storage.
@@ -73,23 +71,15 @@ class Storages:
         at_start: bytes of the inputs and constants, and of what is in memory beside them.
     """
 
-    def __init__(
-        self,
-        size: list[int],
-        allocates: list[tuple[int, ...]],
-        touches: list[tuple[int, ...]],
-        kept: dict[int, None],
-        at_start: int,
-    ) -> None:
-        self.size = size
-        self.allocates = allocates
-        self.touches = touches
-        self.kept = kept
-        self.at_start = at_start
-        self.uses = [0] * len(size)
-        for storages in touches:
-            for s in storages:
-                self.uses[s] += 1
+    size: list[int]
+    allocates: list[tuple[int, ...]]
+    touches: list[tuple[int, ...]]
+    kept: dict[int, None]
+    at_start: int
+
+    def __post_init__(self) -> None:
+        uses = Counter(itertools.chain.from_iterable(self.touches))
+        self.uses = [uses[s] for s in range(len(self.size))]
 
     def profile(self, order: Sequence[int]) -> list[int]:
         """Bytes live while each node of ``order`` runs."""
@@ -102,20 +92,8 @@ class Storages:
 
 
 class Liveness(Storages):
-    """The storages that each movable node of a graph allocates and touches.
-
-    Args:
-        graph: with fake tensors in ``meta["val"]``; values without one count nothing.
-        dependencies: of the same graph.
-        side: of the same graph.
-        hints: numbers for sizes that depend on data.
-        donated: whether an input is freed at its last use; None: :func:`donated_by_autograd`.
-        external_live_bytes: what is in memory all the time beside the graph's own inputs.
-
-    Attributes:
-        size: of shards that are not everywhere as large, see :mod:`.graph.uneven`.
-        shard_side: what :mod:`.graph.uneven` finds.
-    """
+    """The storages of a graph with fake tensors in ``meta["val"]``, by the place of its movable
+    nodes; arguments are those of :class:`.GraphAnalysis`."""
 
     def __init__(
         self,
@@ -129,37 +107,32 @@ class Liveness(Storages):
         self._hint, self._side = hints, side
         donated = donated or donated_by_autograd(graph)
         self.size: list[int] = []
-        self.allocates: list[tuple[int, ...]] = []
-        self.touches: list[tuple[int, ...]] = []
-        self.at_start = external_live_bytes
         self._ids: dict[Any, int] = {}
         self._of_node: dict[fx.Node, tuple[int, ...]] = {}
-        self.kept: dict[int, None] = {}
-        seen: dict[int, None] = {}
+        at_start = external_live_bytes
+        allocates: list[tuple[int, ...]] = []
+        touches: list[tuple[int, ...]] = []
+        kept: dict[int, None] = {}
+        seen: set[int] = set()
         for node in graph.nodes:
+            given = (s for arg in node.all_input_nodes for s in self._of_node[arg])
             if node.op == "output":
-                for arg in node.all_input_nodes:
-                    self.kept.update(dict.fromkeys(self._of_node[arg]))
+                kept.update(dict.fromkeys(given))
                 continue
-            mine = self._storages(node)
-            self._of_node[node] = mine
+            mine = self._of_node[node] = self._storages(node)
             new = tuple(s for s in mine if s not in seen)
-            seen.update(dict.fromkeys(new))
+            seen.update(new)
             if node not in dependencies.index:
-                self.at_start += sum(self.size[s] for s in new)
+                at_start += sum(self.size[s] for s in new)
                 if not (node.op == "placeholder" and donated(node)):
-                    self.kept.update(dict.fromkeys(mine))
+                    kept.update(dict.fromkeys(mine))
                 continue
-            touched = dict.fromkeys(mine)
-            for arg in node.all_input_nodes:
-                touched.update(dict.fromkeys(self._of_node[arg]))
             start = started_by(node)
-            if start is not None:
-                for arg in start.all_input_nodes:
-                    touched.update(dict.fromkeys(self._of_node[arg]))
-            self.allocates.append(new)
-            self.touches.append(tuple(touched))
-        super().__init__(self.size, self.allocates, self.touches, self.kept, self.at_start)
+            read = () if start is None else start.all_input_nodes
+            sent = (s for arg in read for s in self._of_node[arg])
+            allocates.append(new)
+            touches.append(tuple(dict.fromkeys((*mine, *given, *sent))))
+        super().__init__(self.size, allocates, touches, kept, at_start)
 
     def storages_of(self, node: fx.Node) -> tuple[int, ...]:
         """The storages that hold the result of a node of the graph."""
@@ -193,11 +166,9 @@ def _returned_input(node: fx.Node) -> fx.Node | None:
     if start is not None:
         return start
     if is_collective(node):
-        written = written_values(node)
-        return written[0] if written else None
-    if is_view(node) and node.op == "call_function":
-        return next(iter(node.all_input_nodes), None)
-    return None
+        return next(iter(written_values(node)), None)
+    views = is_view(node) and node.op == "call_function"
+    return next(iter(node.all_input_nodes), None) if views else None
 
 
 class LiveBytes:
@@ -230,8 +201,7 @@ class LiveBytes:
         return sum(size[s] for s in storages if self._left[s] == 1 and s not in kept)
 
     def after(self, nodes: Iterable[int]) -> tuple[int, int]:
-        """The most bytes live while ``nodes`` would run next, one after the other, and what would
-        be left."""
+        """The most bytes live while ``nodes`` would run next, and what would be left."""
         liveness = self._liveness
         size, now, most = liveness.size, self.now, self.now
         read: dict[int, int] = {}

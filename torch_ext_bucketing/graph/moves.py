@@ -15,49 +15,6 @@ from .._torch.symbols import same_shape
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
-# Views are recognised by their schema (``OpOverload.is_view``); these are the ones that copy.
-_MOVES = frozenset(
-    {
-        operator.getitem,
-        _aten._to_copy.default,
-        _aten.alias.default,
-        _aten.cat.default,
-        _aten.clone.default,
-        _aten.constant_pad_nd.default,
-        _aten.contiguous.default,
-        _aten.detach.default,
-        _aten.lift_fresh_copy.default,
-        _aten.reshape.default,
-        _aten.stack.default,
-        _aten._unsafe_view.default,
-        _aten.split_with_sizes_copy.default,
-        _c10d.wait_tensor.default,
-        torch.ops.prims.convert_element_type.default,
-    }
-)
-SCALES = frozenset(
-    {
-        _aten.div.Scalar,
-        _aten.div.Tensor,
-        _aten.div_.Tensor,
-        _aten.mul.Scalar,
-        _aten.mul.Tensor,
-        _aten.mul_.Tensor,
-    }
-)
-CONSTANTS = frozenset(
-    {
-        _aten.empty.memory_format,
-        _aten.full.default,
-        _aten.new_empty.default,
-        _aten.new_full.default,
-        _aten.new_zeros.default,
-        _aten.zeros.default,
-        _aten.zeros_like.default,
-    }
-)
-_ZEROS = frozenset({_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default})
-_FULL = {_aten.full.default: 1, _aten.new_full.default: 2}  # which argument is the value
 _COPIES = frozenset(
     {
         _aten._to_copy.default,
@@ -71,6 +28,29 @@ _COPIES = frozenset(
         torch.ops.prims.convert_element_type.default,
     }
 )
+# Other views are recognised by their schema (``OpOverload.is_view``).
+_MOVES = _COPIES | {
+    operator.getitem,
+    _aten.cat.default,
+    _aten.constant_pad_nd.default,
+    _aten.lift_fresh_copy.default,
+    _aten.stack.default,
+    _aten.split_with_sizes_copy.default,
+    _c10d.wait_tensor.default,
+}
+SCALES = frozenset(
+    {
+        _aten.div.Scalar,
+        _aten.div.Tensor,
+        _aten.div_.Tensor,
+        _aten.mul.Scalar,
+        _aten.mul.Tensor,
+        _aten.mul_.Tensor,
+    }
+)
+_ZEROS = frozenset({_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default})
+_FULL = {_aten.full.default: 1, _aten.new_full.default: 2}  # which argument is the value
+CONSTANTS = _ZEROS | _FULL.keys() | {_aten.empty.memory_format, _aten.new_empty.default}
 
 
 def is_move(node: fx.Node) -> bool:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.fx as fx
 
 from .._torch import aot as _aot
 from .._torch.estimates import size_hint
+from .._torch.process_groups import is_inside, ranks_of
 from .._torch.symbols import depends_on_data
 from .collectives import (
     Kind,
@@ -24,19 +24,20 @@ from .collectives import (
     sent_as_bytes,
     wire_bytes,
 )
-from .tags import Tag, home_group, is_bucket, member_count, tag_of
+from .tags import home_group, is_bucket, member_count, tag_of
+
+_c10d = torch.ops._c10d_functional
+
+_ADDED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 UNTAGGED = "it serves no known parameter"
 """Why a collective without a tag is in no bucket."""
 
 
-@dataclass(frozen=True, eq=False)
 class Collective:
     """The facts about one collective, each read from the graph once, for any number of plans.
 
-    Args:
-        start: its node.
-        kind: as of :func:`.kind_of`.
+    Attributes:
         group: the name of its process group.
         home: the name of that which its parameter is sharded over; see :func:`.home_group`.
         tag: None if it serves no known parameter.
@@ -44,17 +45,21 @@ class Collective:
         key: see :func:`.bucket_key`; None where there is a ``why_not``.
         merged: whether it is a bucket already.
         count: number of collectives that were merged into it; 1 where none were.
+        in_backward: whether autograd ran while it was traced, in the graph of a whole step.
     """
 
-    start: fx.Node
-    kind: Kind
-    group: str
-    home: str
-    tag: Tag | None
-    why_not: str
-    key: tuple[Any, ...] | None
-    merged: bool
-    count: int
+    def __init__(self, start: fx.Node, kind: Kind) -> None:
+        self.start = start
+        self.kind = kind
+        self.group = group_name(start)
+        self.home = home_group(start)
+        self.tag = tag_of(start)
+        self.why_not = unmergeable(start)
+        self.key = None if self.why_not else bucket_key(start)
+        self.merged = is_bucket(start)
+        self.count = member_count(start)
+        self.reduce_op = reduce_op(start)
+        self.in_backward = _aot.in_backward(start)
 
     @property
     def fqns(self) -> tuple[str, ...]:
@@ -63,38 +68,20 @@ class Collective:
 
     @property
     def wait(self) -> fx.Node:
-        """The wait for it, where :attr:`waited_alone`."""
+        """The wait for it, where that is all that reads it: where there is no ``why_not``."""
         return next(iter(self.start.users))
-
-    @property
-    def waited_alone(self) -> bool:
-        """Whether one wait reads it, and nothing else; so it is where there is no ``why_not``."""
-        return only_wait(self.start) is not None
 
     @cached_property
     def ranks(self) -> int:
-        """The number of ranks in its process group."""
         return group_size(self.start)
 
     @cached_property
-    def reduce_op(self) -> str | None:
-        """See :func:`.reduce_op`."""
-        return reduce_op(self.start)
-
-    @cached_property
     def wire_bytes(self) -> int:
-        """See :func:`.wire_bytes`."""
         return wire_bytes(self.start)
 
     @cached_property
-    def in_backward(self) -> bool:
-        """Whether it was traced while autograd ran, in the graph of a whole step."""
-        return _aot.in_backward(self.start)
-
-    @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what it moves in one rank's part of a buffer: a gather's input, a
-        reduction's result."""
+        """Of a gather's input, of a reduction's result: its part of one rank's buffer."""
         node = self.start.all_input_nodes[0] if self.kind == "all_gather" else self.start
         sizes = node.meta["val"].shape
         return tuple(size_hint(s, "the report of a bucket's payload") for s in sizes)
@@ -109,22 +96,6 @@ class Collective:
     def nbytes(self) -> int:
         """Bytes of :attr:`shape`."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def record_of(start: fx.Node, kind: Kind) -> Collective:
-    """The record of one collective."""
-    why = unmergeable(start)
-    return Collective(
-        start,
-        kind,
-        group_name(start),
-        home_group(start),
-        tag_of(start),
-        why,
-        None if why else bucket_key(start),
-        is_bucket(start),
-        member_count(start),
-    )
 
 
 def unmergeable(start: fx.Node) -> str:
@@ -155,3 +126,34 @@ def unmergeable(start: fx.Node) -> str:
         if value.shape[0] % size:
             return f"its input's {value.shape[0]} rows can't be divided among {size} ranks"
     return ""
+
+
+def gradient_sums(collectives: Mapping[fx.Node, Collective]) -> dict[fx.Node, Collective]:
+    """The reductions among a graph's collectives that add up gradients over data-parallel ranks.
+
+    Not an all-reduce inside one of these ranks, as of tensor parallelism, whose result another
+    reduction of the same parameter adds up: a process group adds it for eager FSDP2 as well.
+    """
+    found = {start: c for start, c in collectives.items() if _adds_gradients(c)}
+    groups: dict[str, dict[str, None]] = {}
+    for c in found.values():
+        for fqn in c.fqns:
+            groups.setdefault(fqn, {})[c.group] = None
+    ranks = {group: ranks_of(group) for of_one in groups.values() for group in of_one}
+
+    def inside(c: Collective) -> bool:
+        others = (group for fqn in c.fqns for group in groups[fqn])
+        return any(is_inside(ranks[c.group], ranks[other]) for other in others)
+
+    return {n: c for n, c in found.items() if c.kind != "all_reduce" or not inside(c)}
+
+
+def _adds_gradients(c: Collective) -> bool:
+    return (
+        c.start.target in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
+        and c.tag is not None
+        and c.reduce_op in ("sum", "avg")
+        and c.start.meta["val"].dtype in _ADDED
+        and c.ranks > 1
+        and only_wait(c.start) is not None
+    )

@@ -18,22 +18,15 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-import torch.utils._pytree as pytree
 
-from .collectives import group_name, group_size, is_start, is_wait, kind_of, reduce_op
+from .collectives import group_name, group_size, is_wait, kind_of, reduce_op
 from .moves import CONSTANTS, is_linear, is_zeros, keeps_values
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A node through which everything goes that reaches the end of a region.
-
-    Args:
-        node: the node.
-        inside: the nodes behind it up to the end, the end included and the node itself not, from
-            the end backwards.
-        reductions: the reduce-scatters and all-reduces among them, from the end backwards.
-    """
+    """A ``node`` through which everything goes that reaches the end of a region; what is ``inside``
+    behind it, from the end, which is included, backwards; and the ``reductions`` among these."""
 
     node: fx.Node
     inside: tuple[fx.Node, ...] = ()
@@ -57,26 +50,6 @@ def nodes_behind(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
     return found
 
 
-def gathered_values(
-    gathers: Iterable[fx.Node], position: Mapping[fx.Node, int]
-) -> dict[fx.Node, int]:
-    """By gather, the number of the value that it gathers: equal where the first values, and the
-    casts and pads between, are.
-
-    Pads, too: ranks whose shard of an uneven parameter is short have them, and must find the same
-    gathers equal as the others.
-
-    Args:
-        gathers: starts.
-        position: the place of every node in the graph.
-    """
-    structures = Structures(position)
-    found = {}
-    for start in gathers:
-        _, found[start] = structures.from_source(start.all_input_nodes[0])
-    return found
-
-
 def erase_unused(nodes: Iterable[fx.Node]) -> None:
     """Erase those that nothing reads, and then what only they read."""
     stack = list(nodes)
@@ -90,11 +63,8 @@ def erase_unused(nodes: Iterable[fx.Node]) -> None:
 
 
 def cuts_behind(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
-    """The cuts of the region that ends in ``end``, from ``end`` itself backwards.
-
-    Sums and averages over ranks are linear, so reductions belong to a region. Zeros that are put
-    beside a value do not count as an input.
-    """
+    """The cuts of the region that ends in ``end``, from ``end`` itself backwards. Sums and averages
+    over ranks are linear; zeros that are put beside a value do not count as an input."""
     pending = {end: None}
     inside: list[fx.Node] = []
     reductions: list[fx.Node] = []
@@ -102,45 +72,28 @@ def cuts_behind(end: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[Cut]:
         node = max(pending, key=position.__getitem__)
         if len(pending) == 1:
             yield Cut(node, tuple(inside), tuple(reductions))
-        if not is_linear(node) and not _adds_over_ranks(node):
+        if kind_of(node):
+            added = reduce_op(node) in ("sum", "avg")
+            if not added or node.target is torch.ops._c10d_functional.all_reduce_.default:
+                return
+            reductions.append(node)
+        elif not is_linear(node):
             return
         del pending[node]
         inside.append(node)
-        if is_start(node):
-            reductions.append(node)
-        for arg in _values(node):
+        # The process group of a collective may be a node of the graph, too.
+        for arg in node.all_input_nodes[:1] if kind_of(node) else node.all_input_nodes:
             if is_zeros(arg):
                 inside.append(arg)
             else:
                 pending[arg] = None
 
 
-def _values(node: fx.Node) -> list[fx.Node]:
-    # The process group of a collective may be a node of the graph, too.
-    return node.all_input_nodes[:1] if is_start(node) else node.all_input_nodes
-
-
-def _adds_over_ranks(node: fx.Node) -> bool:
-    return (
-        kind_of(node) in ("reduce_scatter", "all_reduce")
-        and reduce_op(node) in ("sum", "avg")
-        and node.target is not torch.ops._c10d_functional.all_reduce_.default
-    )
-
-
 def outside_reader(cut: Cut, end: fx.Node) -> fx.Node | None:
-    """A node that is not in the region and reads what is inside it before its end, if there is one.
-
-    Zeros may be shared.
-    """
+    """A node outside of a region that reads what is inside before its end, if any; zeros aside."""
     inside = dict.fromkeys(cut.inside)
-    for node in cut.inside:
-        if node is end or node.target in CONSTANTS:
-            continue
-        for user in node.users:
-            if user not in inside:
-                return user
-    return None
+    ours = (n for n in cut.inside if n is not end and n.target not in CONSTANTS)
+    return next((user for node in ours for user in node.users if user not in inside), None)
 
 
 class Structures:
@@ -158,31 +111,25 @@ class Structures:
         """The number of the region from ``cut`` to ``end``; ``name`` stands for the first value."""
         numbers: dict[fx.Node, int] = {cut.node: self._number(("value", name))}
         for node in sorted(dict.fromkeys(cut.inside), key=self._position.__getitem__):
+            value = node.meta.get("val")
             if keeps_values(node) and not is_wait(node):
                 numbers[node] = numbers[node.all_input_nodes[0]]
-                continue
-            if is_zeros(node):
-                value = node.meta.get("val")
+            elif is_zeros(node):
                 how = node if value is None else (tuple(map(str, value.shape)), value.dtype)
                 numbers[node] = self._number(("zeros", how))
-                continue
-            if is_start(node):
+            elif kind_of(node):
                 how = (kind_of(node), reduce_op(node), group_name(node), group_size(node))
                 numbers[node] = self._number((*how, numbers[node.all_input_nodes[0]]))
-                continue
-            kwargs = dict(node.kwargs)
-            if isinstance(kwargs.get("dtype"), torch.dtype):
-                kwargs = {"dtype": kwargs["dtype"]}  # a cast; the rest says where it is already
-            leaves, spec = pytree.tree_flatten((node.args, kwargs))
-            said = tuple(
-                ("node", numbers[v]) if isinstance(v, fx.Node) else repr(v) for v in leaves
-            )
-            numbers[node] = self._number((str(node.target), said, str(spec)))
+            else:
+                kwargs = dict(node.kwargs)
+                if isinstance(kwargs.get("dtype"), torch.dtype):
+                    kwargs = {"dtype": kwargs["dtype"]}  # a cast; the rest says where it is already
+                said = fx.map_arg((node.args, kwargs), lambda n: ("node", numbers[n]))
+                numbers[node] = self._number((str(node.target), repr(said)))
         return numbers[end]
 
     def from_source(self, value: fx.Node) -> tuple[Cut, int]:
-        """The region behind a value from the first value that it is made of by linear steps, and
-        the number of what is done to that very value."""
+        """The region behind a value from its first value, and the number of what is done to it."""
         source = list(cuts_behind(value, self._position))[-1]
         return source, self.of(source, value, name=source.node)
 

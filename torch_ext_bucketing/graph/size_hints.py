@@ -4,8 +4,7 @@ Estimates of time and memory need a number for every size. A size that is known 
 graph runs is an expression of symbols (``8*u0``). Each symbol gets one number: the caller's, else
 the hint that torch was given for it (``torch._dynamo.decorators.mark_unbacked``), else
 :data:`DEFAULT`; the nearest to it that torch knows the size can have. So sizes stay in proportion,
-and every rank that is given the same takes the same. No result depends on them but the order of a
-graph and the byte caps.
+and every rank that is given the same takes the same. Only orders and byte caps depend on them.
 """
 
 from __future__ import annotations
@@ -24,12 +23,7 @@ GivenHints: TypeAlias = "int | Callable[[Any], int] | None"
 
 
 def check_size_hints(given: object) -> None:
-    """Check the ``size_hints`` of a caller.
-
-    Raises:
-        TypeError: no whole number, no callable and not None.
-        ValueError: a negative number.
-    """
+    """Raise what :func:`.backend` does for ``size_hints`` that are no such, or negative."""
     if given is None or callable(given):
         return
     if isinstance(given, bool) or not isinstance(given, int):
@@ -45,15 +39,11 @@ class SizeHints:
 
     Args:
         given: for each symbol that depends on data; a callable gets the symbol as a sympy
-            expression (``u0``) and returns a number.
+            expression (``u0``) and returns a number. Checked by :func:`check_size_hints`.
 
     Attributes:
         used: the symbols that were asked for, by name, and their numbers.
         problems: what was wrong with the callable's answers; the default stands for these.
-
-    Raises:
-        TypeError: see :func:`check_size_hints`.
-        ValueError: see :func:`check_size_hints`.
     """
 
     def __init__(self, given: GivenHints = None) -> None:
@@ -117,9 +107,7 @@ class SizeHints:
             by_number.setdefault(self.used[name], []).append(name)
         parts = []
         for number, names in by_number.items():
-            shown = ", ".join(
-                names if len(names) <= 4 else [*names[:3], f"... {len(names)} in all"]
-            )
-            parts.append(f"{number} for {shown}")
+            shown = names if len(names) <= 4 else [*names[:3], f"... {len(names)} in all"]
+            parts.append(f"{number} for {', '.join(shown)}")
         source = "by default" if self.given is None else "as given"
         return f"sizes that depend on data, {source}: {'; '.join(parts)}"

@@ -1,4 +1,5 @@
-"""A graph as it was, to go back to when something fails on the way.
+"""A graph as it was, to go back to when something fails on the way, or a caller's hook, which must
+not change the graph or communicate, does so.
 
 with unchanged_on_error(graph):
     ...  # what raises leaves the graph as it was here, node for node
@@ -9,15 +10,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.fx as fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
-@dataclass(frozen=True)
-class _Saved:
-    node: fx.Node
+class _Saved(NamedTuple):
     op: str
     name: str
     target: Any
@@ -26,6 +25,11 @@ class _Saved:
     type: Any
     users: tuple[fx.Node, ...]
     meta: dict[str, Any]
+
+    def is_other(self, node: fx.Node) -> bool:
+        """Whether ``node`` is another call than it was."""
+        same = (self.args is node.args, self.kwargs is node.kwargs, self.target is node.target)
+        return not all(same) or (self.op, self.name) != (node.op, node.name)
 
 
 class Snapshot:
@@ -37,29 +41,26 @@ class Snapshot:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._saved = [
-            _Saved(
-                n, n.op, n.name, n.target, n.args, n.kwargs, n.type, tuple(n.users), dict(n.meta)
+        self._saved = {
+            n: _Saved(
+                n.op, n.name, n.target, n.args, n.kwargs, n.type, tuple(n.users), dict(n.meta)
             )
             for n in graph.nodes
-        ]
+        }
 
     def difference(self) -> str:
-        """The first difference between the graph and the snapshot, in words; empty if there is
-        none. Metadata does not count."""
-        nodes = list(self._graph.nodes)
-        known = {saved.node for saved in self._saved}
+        """The first difference of the graph in words, metadata aside; empty without one."""
+        nodes = dict.fromkeys(self._graph.nodes)
         for node in nodes:
-            if node not in known:
+            if node not in self._saved:
                 return f"{node.name} is new"
-        there = dict.fromkeys(nodes)
-        for saved in self._saved:
-            if saved.node not in there:
+        for node, saved in self._saved.items():
+            if node not in nodes:
                 return f"{saved.name} is gone"
-        for node, saved in zip(nodes, self._saved, strict=True):
-            if node is not saved.node:
+        for node, (was, saved) in zip(nodes, self._saved.items(), strict=True):
+            if node is not was:
                 return f"{node.name} stands where {saved.name} stood"
-            if _is_other(node, saved):
+            if saved.is_other(node):
                 return f"{saved.name} is another call"
         return ""
 
@@ -67,56 +68,34 @@ class Snapshot:
         """Make the graph what it was. A node that was erased since comes back as a new object with
         the old name; all others are the same objects."""
         graph = self._graph
-        nodes = list(graph.nodes)
-        there = dict.fromkeys(nodes)
-        known = {saved.node for saved in self._saved}
-        extra = [n for n in nodes if n not in known]
-        lost = {saved.node for saved in self._saved if saved.node not in there}
-        touched = [s for s in self._saved if s.node in there and _is_other(s.node, s)]
-        for node in (*extra, *(s.node for s in touched)):
-            node.args, node.kwargs = (), {}  # so that nobody uses what goes
+        there = dict.fromkeys(graph.nodes)
+        extra = [n for n in there if n not in self._saved]
+        for node in there:
+            if node not in self._saved or self._saved[node].is_other(node):
+                node.args, node.kwargs = (), {}  # so that nobody uses what goes
         for node in extra:
             graph.erase_node(node)
-        now = {saved.node: saved.node for saved in self._saved}
-        for saved in self._saved:
-            if saved.node in lost:
-                now[saved.node] = graph.create_node(saved.op, saved.target)
-        for saved in self._saved:
-            node = now[saved.node]
-            node.op, node.name, node.target, node.type = (
-                saved.op,
-                saved.name,
-                saved.target,
-                saved.type,
-            )
+        now = {
+            node: node if node in there else graph.create_node(saved.op, saved.target)
+            for node, saved in self._saved.items()
+        }
+        for was, saved in self._saved.items():
+            node = now[was]
+            node.op, node.name, node.target, node.type = saved[:3] + (saved.type,)
             node.meta.clear()
             node.meta.update(saved.meta)
-            if node.args is saved.args and node.kwargs is saved.kwargs:
-                continue
-            node.args, node.kwargs = fx.map_arg((saved.args, saved.kwargs), now.__getitem__)
-        for saved in self._saved:
+            if node.args is not saved.args or node.kwargs is not saved.kwargs:
+                node.args, node.kwargs = fx.map_arg((saved.args, saved.kwargs), now.__getitem__)
+        for was, saved in self._saved.items():
             users = tuple(now[user] for user in saved.users)
-            node = now[saved.node]
-            if users != tuple(node.users):
-                node.users.clear()
-                node.users.update(dict.fromkeys(users))
-        self._reorder([now[saved.node] for saved in self._saved])
-
-    def _reorder(self, wanted: list[fx.Node]) -> None:
-        if not wanted or wanted == list(self._graph.nodes):
-            return
-        next(iter(self._graph.nodes)).prepend(wanted[0])
-        for before, node in itertools.pairwise(wanted):
-            before.append(node)
-
-
-def _is_other(node: fx.Node, saved: _Saved) -> bool:
-    return (
-        node.args is not saved.args
-        or node.kwargs is not saved.kwargs
-        or node.target is not saved.target
-        or (node.op, node.name) != (saved.op, saved.name)
-    )
+            if users != tuple(now[was].users):
+                now[was].users.clear()
+                now[was].users.update(dict.fromkeys(users))
+        wanted = list(now.values())
+        if wanted != list(graph.nodes):
+            next(iter(graph.nodes)).prepend(wanted[0])
+            for before, node in itertools.pairwise(wanted):
+                before.append(node)
 
 
 @contextlib.contextmanager
@@ -128,3 +107,50 @@ def unchanged_on_error(graph: fx.Graph) -> Iterator[None]:
     except BaseException:
         snapshot.restore()
         raise
+
+
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Compilation would wait for the other ranks, which may be compiling something else, or nothing
+    at all where they hit a cache."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in _NAMESPACES:
+            raise RuntimeError(
+                f"{self._what} called the collective {func}, which waits for ranks that may be "
+                "compiling something else or nothing at all: communicate before compiling"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def reading_only(graph: fx.Graph, **hooks: object) -> Iterator[None]:
+    """Those of ``hooks`` that are callables may read ``graph`` inside, and write metadata. A
+    RuntimeError where one changed the graph, which was put back, or called a collective."""
+    what = " or ".join(name for name, hook in hooks.items() if callable(hook))
+    if not what:
+        yield
+        return
+    snapshot = Snapshot(graph)
+    failed: Exception | None = None
+    try:
+        with _NoCollectives(what):
+            yield
+    except Exception as error:
+        failed = error
+    difference = snapshot.difference()
+    if difference:
+        snapshot.restore()
+        raise RuntimeError(
+            f"{what} changed the graph ({difference}); it may only read it. The graph was put back"
+        ) from failed
+    if failed is not None:
+        raise failed

@@ -72,8 +72,7 @@ def set_member_tags(start: fx.Node, tags: Sequence[Tag | None]) -> None:
 
 
 def home_group(start: fx.Node) -> str:
-    """The process group that a collective counts for: the one that its parameter is sharded over,
-    also where it gathers in a smaller one."""
+    """The process group that a parameter is sharded over, also where it is gathered in another."""
     return _noted(start, _HOME_KEY) or group_name(start)
 
 

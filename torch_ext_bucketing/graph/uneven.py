@@ -1,7 +1,6 @@
 """Where the graphs of two ranks differ: parameters whose rows do not divide evenly.
 
-The last ranks have fewer rows, or none. They pad a shard before it is gathered, and cut off what a
-reduction gives them::
+The last ranks have fewer rows, or none. They pad a shard before it is gathered, and cut gradients::
 
     rank 0    w [3] -> to bf16 ----------> all_gather      reduce_scatter -> wait ----------> output
     rank 1    w [2] -> to bf16 -> pad 1 -> all_gather      reduce_scatter -> wait -> [0:2] -> output
@@ -11,17 +10,16 @@ decision depends on what a rank does with its own shards:
 
 - it takes no time;
 - a shard counts as many bytes as the largest rank's: the rows after the pad, or before the cut;
-- copies between a shard and its gather count nothing, for torch casts while it packs, except where
-  a pad stands in between.
+- copies between a shard and its gather count nothing, except where a pad stands in between.
 
-Every rank can tell whether its graph is one of these, also a rank whose own shards are full:
-gathered parameters are cut, and gradients are padded before they are reduced, on all of them.
+Every rank can tell, also one whose own shards are full: gathered parameters are cut, and gradients
+are padded before they are reduced, on all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -30,6 +28,8 @@ from .collectives import group_size, is_compute, is_view, is_wait, kind_of
 from .size_hints import SizeHints
 
 _aten = torch.ops.aten
+_Elements = Callable[[fx.Node], int]
+"""The number of elements of a node's result."""
 
 _COPIES = frozenset(
     {
@@ -58,13 +58,13 @@ class ShardSide:
 
 
 def shard_side(graph: fx.Graph, hints: SizeHints | None = None) -> ShardSide:
-    """Find them. The graph is only read, and may be out of order.
+    """Find them in a graph; ``hints`` are for :attr:`ShardSide.elements` alone."""
 
-    Args:
-        graph: a forward, backward or joint graph.
-        hints: numbers for sizes that depend on data, for :attr:`ShardSide.elements` alone.
-    """
-    elements = _Elements(hints or SizeHints())
+    def elements(node: fx.Node) -> int:
+        value = node.meta.get("val")
+        return numbers(value.numel()) if isinstance(value, torch.Tensor) else 0
+
+    numbers = hints or SizeHints()
     nodes = list(graph.nodes)
     starts = [n for n in nodes if kind_of(n) is not None]
     if not any(map(_is_uneven, starts)):
@@ -127,17 +127,6 @@ def _one_to_one(node: fx.Node, elements: _Elements) -> bool:
     return elements(node) == elements(node.all_input_nodes[0])
 
 
-class _Elements:
-    """Elements of a node's result."""
-
-    def __init__(self, hints: SizeHints) -> None:
-        self._hints = hints
-
-    def __call__(self, node: fx.Node) -> int:
-        value = node.meta.get("val")
-        return self._hints(value.numel()) if isinstance(value, torch.Tensor) else 0
-
-
 def _is_uneven(start: fx.Node) -> bool:
     """Whether a gather's result is cut, or a gradient filled up to be reduced, each by less than
     one row per rank: alone or in a bucket, on every rank."""
@@ -170,13 +159,12 @@ def _is_cut(node: fx.Node) -> bool:
 def _is_pad(node: fx.Node) -> bool:
     """Whether ``node`` fills something up, with zeros that are made of nothing."""
     if node.target is _aten.cat.default:
-        made = [not n.all_input_nodes and n.op == "call_function" for n in node.all_input_nodes]
-        return any(made)
+        return any(not n.all_input_nodes and n.op == "call_function" for n in node.all_input_nodes)
     return node.target is _aten.constant_pad_nd.default
 
 
 def _misses_rows(whole: fx.Node, cut: fx.Node, fewer_than: int) -> bool:
-    rows: list[Any] = [n.meta["val"].shape[0] for n in (whole, cut)]
-    if not all(isinstance(n, int) for n in rows):
+    before, after = (n.meta["val"].shape[0] for n in (whole, cut))
+    if not isinstance(before, int) or not isinstance(after, int):
         return False  # an activation: a parameter's sizes are numbers
-    return bool(0 < rows[0] - rows[1] < fewer_than)
+    return 0 < before - after < fewer_than

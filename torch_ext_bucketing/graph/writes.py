@@ -6,7 +6,9 @@ and :mod:`.dependencies` keeps reordering from it.
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Iterable
 
 import torch
 import torch.fx as fx
@@ -14,45 +16,55 @@ import torch.fx as fx
 from .collectives import is_collective
 
 
-def unordered_writes(nodes: list[fx.Node]) -> list[fx.Node]:
-    """The nodes that write to a tensor and are not ordered against its readers by edges.
+class Writes:
+    """The nodes of a graph, in topological order, that write to tensors, and which share memory.
 
-    A write is ordered where every other node that touches the tensor leads to it by views alone, or
-    gets the tensor from it, as with the output buffer of a bucketed all-gather. A collective may
-    lead to it by way of anything, as a reduction in place does; a cast may not, for a bucket casts
-    on its own::
-
-        empty -> slice -> copy_ -> all_gather_into_tensor_out(out=empty) -> wait -> view
-        mm -> all_reduce(mm) -> wait -> copy_(mm, wait) -> add
-
-    Args:
-        nodes: of one graph, in topological order.
+    Attributes:
+        roots: by node, those whose memory it may be; empty, as ``aliases``, where nothing writes.
+        aliases: the reverse.
+        by_writer: the roots that each writer writes to, if only by way of a view.
     """
-    writers = [(n, written) for n in nodes if (written := written_values(n))]
-    if not writers:
-        return []
-    position = {node: i for i, node in enumerate(nodes)}
-    roots, aliases = aliases_of(nodes)
-    return [
-        node
-        for node, written in writers
-        if any(
-            not _is_ordered(node, aliases[root], position)
-            for value in written
-            for root in roots.get(value, ())
-        )
-    ]
 
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        self._nodes = list(nodes)
+        self.roots: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.aliases: dict[fx.Node, list[fx.Node]] = {}
+        writers = {n: written for n in self._nodes if (written := written_values(n))}
+        for node in self._nodes if writers else ():
+            if node.op == "output":
+                continue
+            shared = [v for v in _aliased(node) if v in self.roots]
+            mine = tuple(dict.fromkeys(r for v in shared for r in self.roots[v])) or (node,)
+            self.roots[node] = mine
+            for root in mine:
+                self.aliases.setdefault(root, []).append(node)
+        self.by_writer = {
+            writer: dict.fromkeys(root for value in written for root in self.roots.get(value, ()))
+            for writer, written in writers.items()
+        }
+        self.written = {root for roots in self.by_writer.values() for root in roots}
 
-def written_roots(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The nodes whose memory a later node writes to, if only by way of a view.
+    @functools.cached_property
+    def unordered(self) -> list[fx.Node]:
+        """The writers that are not ordered against the tensor's readers by edges.
 
-    Args:
-        nodes: of one graph, in topological order.
-    """
-    written = [v for n in nodes for v in written_values(n)]
-    roots = aliases_of(nodes)[0] if written else {}
-    return {root for value in written for root in roots.get(value, ())}
+        A write is ordered where every other node that touches the tensor leads to it by views
+        alone, or gets the tensor from it, as with the output buffer of a bucketed all-gather. A
+        collective may lead to it by way of anything; a cast may not: a bucket casts on its own::
+
+            empty -> slice -> copy_ -> all_gather_into_tensor_out(out=empty) -> wait -> view
+            mm -> all_reduce(mm) -> wait -> copy_(mm, wait) -> add
+        """
+        position = {node: i for i, node in enumerate(self._nodes)} if self.by_writer else {}
+        return [
+            writer
+            for writer, roots in self.by_writer.items()
+            if not all(_is_ordered(writer, self.aliases[root], position) for root in roots)
+        ]
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether a node, later or earlier, writes to the memory of ``node``."""
+        return not self.written.isdisjoint(self.roots.get(node, ()))
 
 
 def _is_ordered(write: fx.Node, aliases: list[fx.Node], position: dict[fx.Node, int]) -> bool:
@@ -88,29 +100,14 @@ def _leads_to(node: fx.Node, later: fx.Node, position: dict[fx.Node, int]) -> bo
     return node in seen
 
 
-def aliases_of(
-    nodes: list[fx.Node],
-) -> tuple[dict[fx.Node, tuple[fx.Node, ...]], dict[fx.Node, list[fx.Node]]]:
-    """For every node the nodes whose memory it may be, and for these all nodes that may be it."""
-    roots: dict[fx.Node, tuple[fx.Node, ...]] = {}
-    aliases: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        if node.op == "output":
-            continue
-        shared = [v for v in _aliased(node) if v in roots]
-        mine = tuple(dict.fromkeys(r for v in shared for r in roots[v])) or (node,)
-        roots[node] = mine
-        for root in mine:
-            aliases.setdefault(root, []).append(node)
-    return roots, aliases
-
-
 def _schema_values(node: fx.Node, *, writes: bool) -> list[fx.Node]:
     """Inputs that the schema says are written to, or else those that the result may alias."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
-    values: list[fx.Node] = []
-    for i, argument in enumerate(node.target._schema.arguments):
+    schema, values = node.target._schema, list[fx.Node]()
+    if writes and not schema.is_mutable:
+        return []
+    for i, argument in enumerate(schema.arguments):
         info = argument.alias_info
         if info is None or (writes and not info.is_write):
             continue
@@ -123,14 +120,10 @@ def _schema_values(node: fx.Node, *, writes: bool) -> list[fx.Node]:
 
 def written_values(node: fx.Node) -> list[fx.Node]:
     """The inputs that a node writes to."""
-    if node.op != "call_function":
-        return []
-    if isinstance(node.target, torch._ops.OpOverload):
-        return _schema_values(node, writes=True) if node.target._schema.is_mutable else []
     # The one higher-order operator that AOTAutograd leaves unfunctionalized in the end.
     if getattr(node.target, "__name__", "") == "triton_kernel_wrapper_mutation":
         return node.all_input_nodes
-    return []
+    return _schema_values(node, writes=True)
 
 
 def _aliased(node: fx.Node) -> list[fx.Node]:

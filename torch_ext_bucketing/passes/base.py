@@ -26,9 +26,8 @@ from .._torch.process_groups import group_places
 from ..bucketing.units import UncoveredParametersWarning
 from ..fsdp.tag_graph import FqnOf
 from ..fsdp.units import Units
-from ..graph.analysis import GraphAnalysis
+from ..graph.analysis import GraphAnalysis, GraphLike, graph_of
 from ..graph.collectives import Kind
-from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import kept_inputs
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.compile import CompileReport

@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from ..bucketing.caps import Eligible, check_options
+from ..bucketing.caps import CapPlanner, Eligible, check_options
 from ..bucketing.groups import GroupFilter
 from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
+from ..graph.analysis import graph_of
 from ..graph.collectives import Kind, check_kinds
-from ..graph.graph_of import graph_of
+from ..graph.snapshot import reading_only
 from ..reports.caps import CapsReport
 from ..scheduling.cap_search import check_caps, choose_caps
 from ..scheduling.devices import job_machine
@@ -78,6 +79,7 @@ class Schedule(GraphPass):
             reference_bytes=compilation.baseline.peak_bytes,
             size_hints=compilation.size_hints,
             external_live_bytes=compilation.baseline.external_live_bytes,
+            like="" if caps is None else caps.chosen.order,
         )
         compilation.report.schedules.append(replace(report, caps=caps))
 
@@ -158,16 +160,16 @@ class BucketAndSchedule(Schedule):
         analysis, reduce = compilation.analysis(graph), self.reduce
         if reduce is not None and reduce.name in compilation.report.disabled:
             reduce = None
+        hooks: dict[str, Any] = {"eligible": self.eligible, "group_filter": self.group_filter}
+        with reading_only(analysis.graph, **hooks):
+            planner = CapPlanner(analysis, kinds=self.kinds, **hooks)
         plan, found = choose_caps(
-            analysis,
+            planner,
             self._bounded(compilation),
             caps_mb=self.caps_mb,
             machine=self.machine,
             reference_bytes=compilation.baseline.peak_bytes,
             accumulate=None if reduce is None else reduce.accumulate,
-            kinds=self.kinds,
-            eligible=self.eligible,
-            group_filter=self.group_filter,
         )
         report = merge_and_report(analysis, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)

@@ -19,6 +19,7 @@ class TriedCaps:
             members were moved between buckets, what each of them holds.
         longest_run: most compute nodes between two reduce-scatters.
         misses: by how much bounds are missed, as parts of them added up; 0: all are kept.
+        order: the name of that order, as :attr:`.ScheduleReport.chosen`.
     """
 
     caps_mb: NamedCaps
@@ -26,6 +27,7 @@ class TriedCaps:
     peak_bytes: int
     longest_run: int
     misses: float
+    order: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The pass that has the gradients of an activation added unit by unit, as eager FSDP2 does.
 
-:mod:`.fsdp.unit_inputs` has autograd do it; here the views that this takes are dropped, and what
-was added is reported.
+:mod:`.fsdp.unit_inputs` has autograd do it; here the views that this takes are dropped.
 """
 
 from __future__ import annotations
@@ -36,11 +35,8 @@ class AddByUnit(GraphPass):
 
     A backend with this pass puts a hook on the units' modules (:mod:`.fsdp.unit_inputs`): make the
     backend before the model is traced. The hooks stay, and change no value but by the order of
-    these sums.
-
-    What several graphs read is added graph by graph: where the order of the additions is then
-    another, as of a unit with a graph break between two reads, there is a warning
-    (:class:`AddedByGraphWarning`)::
+    these sums. What several graphs read is added graph by graph: where the order of the additions
+    is then another, as of a unit with a graph break, there is an :class:`AddedByGraphWarning`::
 
         x is read by units a and b in one graph, by c in a later one, and made before both
         eager FSDP2       (c + b) + a
@@ -58,8 +54,7 @@ class AddByUnit(GraphPass):
     stage: Stage = "joint"
 
     def __init__(self, model: nn.Module, units: Iterable[str | Sequence[str]]) -> None:
-        named = ((unit,) if isinstance(unit, str) else tuple(unit) for unit in units)
-        self.units = UnitSpec(tuple(named))
+        self.units = UnitSpec(tuple(units))  # type: ignore[arg-type]
         self._modules = weakref.WeakValueDictionary(modules_with_nodes(model, self.units))
         self._names = tuple(self._modules)
         # By activation, the units in the graph that added up several of its gradients.

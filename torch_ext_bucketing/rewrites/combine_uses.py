@@ -25,8 +25,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -35,22 +34,16 @@ from .._torch import descriptors as _descriptors
 from .._torch.aot import in_backward
 from .._torch.sorting import sort_topologically
 from .._torch.symbols import same_shape
-from ..fsdp.tag_graph import in_other_form
+from ..fsdp.chains import in_other_form
+from ..graph.analysis import GraphAnalysis
+from ..graph.calls import call, contiguous_copy
 from ..graph.collectives import group_name, group_size, is_view, kind_of, only_wait, wire_bytes
 from ..graph.moves import is_linear, keeps_values
-from ..graph.regions import (
-    Cut,
-    Structures,
-    cuts_behind,
-    erase_unused,
-    nodes_behind,
-    outside_reader,
-    positions,
-)
+from ..graph.regions import Cut, Structures, cuts_behind, erase_unused, nodes_behind, outside_reader
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.snapshot import Snapshot, unchanged_on_error
 from ..graph.tags import tag_of
-from ..graph.writes import aliases_of, unordered_writes, written_roots, written_values
+from ..graph.writes import Writes
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
 from ..scheduling.memory import PeakMemory
@@ -58,16 +51,21 @@ from ..scheduling.model import peak_bytes
 
 _aten = torch.ops.aten
 
-Fqns = tuple[str, ...]
-
 
 class CombineUses(GraphPass):
     """One gather and one reduction per parameter and step, as eager FSDP2 has them, with its bits
     and fewer bytes on the network; see :mod:`.rewrites.combine_uses`.
 
+    A parameter is left alone where something writes to it, or to what is gathered or reduced of it,
+    between its uses; where its uses are reduced in different ways; and where something else reads
+    what is to be replaced. The report names it and says why.
+
     Args:
-        peak: bounds what that may cost in memory: gathered parameters and gradients stay alive from
-            their first use to the last. None: no bound. See :func:`combine_uses`.
+        peak: bounds what that may cost in memory, as gathered parameters and gradients stay alive
+            from their first use to the last: a parameter whose uses would bring the estimated peak
+            above it keeps one gather and one reduction per use. The estimate is of the joint graph
+            in its own order, with everything that forward computes kept until its last use in
+            backward. A ratio refers to the graph as given. None: no bound.
 
     Raises:
         TypeError: ``peak`` is no ``PeakMemory``.
@@ -87,24 +85,9 @@ class CombineUses(GraphPass):
 
 
 def combine_uses(
-    graph: fx.Graph,
-    peak: PeakMemory | None = None,
-    size_hints: SizeHints | GivenHints = None,
+    graph: fx.Graph, peak: PeakMemory | None = None, size_hints: SizeHints | GivenHints = None
 ) -> CombineReport:
-    """Gather every parameter once, and reduce the sum of its gradients.
-
-    A parameter is left alone where something writes to it, or to what is gathered or reduced of it,
-    between its uses; where its uses are reduced in different ways; and where something else reads
-    what is to be replaced. The report names it and says why.
-
-    Args:
-        graph: a tagged joint or inference graph, in topological order, which it stays.
-        peak: keeps what one more live gradient would cost within a bound: a parameter whose uses
-            would bring the estimated peak above it keeps one gather and one reduction per use. The
-            estimate is of this graph in its own order, with everything that it computes in forward
-            kept until its last use in backward. A ratio refers to the graph as given.
-        size_hints: as of :func:`.backend`, for that estimate.
-    """
+    """:class:`CombineUses` on a tagged joint or inference graph in topological order."""
     hints = SizeHints.of(size_hints)
     combined: list[CombinedUses] = []
     left: list[LeftAlone] = []
@@ -118,7 +101,7 @@ def combine_uses(
             found, reasons = _combine(graph, fqns)
             if snapshot is not None and found is not None:
                 after = peak_bytes(graph, size_hints=hints)
-                if after > limit and after > now:
+                if after > max(limit, now):
                     snapshot.restore()
                     found = None
                     reasons = [
@@ -135,28 +118,28 @@ def combine_uses(
     return CombineReport(tuple(combined), tuple(left), None if peak is None else (before, now))
 
 
-def _repeated(graph: fx.Graph) -> list[Fqns]:
+def _repeated(graph: fx.Graph) -> list[tuple[str, ...]]:
     """The parameters with several gathers or several reductions over one group, in graph order."""
     tags = [(tag, group_name(n)) for n in graph.nodes if (tag := tag_of(n)) is not None]
     return list(dict.fromkeys(tag.fqns for (tag, _), count in Counter(tags).items() if count > 1))
 
 
-def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str]]:
+def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[CombinedUses | None, list[str]]:
     """Combine the uses of one parameter; what was done, and why the rest was not."""
-    if not unordered_writes(graph.nodes):
+    if not Writes(graph.nodes).unordered:
         _share_forms(graph, _gathers(_serving(graph, fqns)))
     mine = _serving(graph, fqns)
     gathers = _gathers(mine)
-    place = _Place(graph)
-    tree = _find_tree(graph, mine, place)
+    facts = GraphAnalysis(graph)
+    tree = _find_tree(facts, mine)
     reasons: list[str] = []
     saved = 0
 
-    mergeable = [] if len(gathers) < 2 else _same_gathers(gathers, place, reasons)
+    mergeable = [] if len(gathers) < 2 else _same_gathers(gathers, facts, reasons)
     plan: dict[fx.Node, Cut] | str | None = None
     if tree is not None:
         written = reasons[0] if any("writes to" in r for r in reasons) else ""
-        plan = written or _plan_reduction(tree, gathers, place)
+        plan = written or _plan_reduction(tree, gathers, facts)
     if isinstance(plan, str) and plan not in reasons:
         reasons.append(plan)
 
@@ -164,28 +147,27 @@ def _combine(graph: fx.Graph, fqns: Fqns) -> tuple[CombinedUses | None, list[str
     read = [n for n in gathers if _is_read(n)]
     left = len(read)
     for first, *others in mergeable:
-        reads = sum(n in read for n in (first, *others))
-        left -= max(0, reads - 1)
-        saved += max(0, reads - 1) * wire_bytes(first)
+        unread = max(0, sum(n in read for n in (first, *others)) - 1)
+        left -= unread
+        saved += unread * wire_bytes(first)
         for start in others:
             (wait,), (kept,) = start.users, first.users
             wait.replace_all_uses_with(kept)
             erase_unused([wait])
     dtype = None
-    if isinstance(plan, dict):
-        assert tree is not None
+    if tree is not None and isinstance(plan, dict):
         dtype = _name(next(iter(plan.values())).node.meta["val"].dtype)
-        saved += _reduce_once(graph, tree, plan, place)
-    number = 0 if tree is None else len(tree.uses)
+        saved += _reduce_once(graph, tree, plan, facts.position)
     if dtype is not None or mergeable:
         sort_topologically(graph)
     if left == len(read) and dtype is None:
         return None, reasons
+    number = 0 if tree is None else len(tree.uses)
     reduced = (number, number if dtype is None else 1)
     return CombinedUses(fqns, (len(read), left), reduced, dtype, saved), reasons
 
 
-def _serving(graph: fx.Graph, fqns: Fqns) -> list[fx.Node]:
+def _serving(graph: fx.Graph, fqns: tuple[str, ...]) -> list[fx.Node]:
     """The collectives of these parameters."""
     return [n for n in graph.nodes if (tag := tag_of(n)) is not None and tag.fqns == fqns]
 
@@ -194,38 +176,15 @@ def _gathers(starts: Sequence[fx.Node]) -> list[fx.Node]:
     return [start for start in starts if kind_of(start) == "all_gather"]
 
 
-class _Place:
-    """Facts about the whole graph, read before one parameter is looked at."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
-        self.position = positions(graph)
-        self.structures = Structures(self.position)
-        nodes = list(graph.nodes)
-        self.written = written_roots(nodes)
-        self.writes = unordered_writes(nodes)
-        self.roots = aliases_of(nodes)[0] if self.writes else {}
-
-    def is_written(self, node: fx.Node) -> bool:
-        """Whether a node, later or earlier, writes to the memory of ``node``."""
-        return any(root in self.written for root in self.roots.get(node, (node,)))
-
-    def writes_to(self, source: fx.Node) -> list[fx.Node]:
-        """The unordered writes to the memory of ``source``."""
-        return [
-            write
-            for write in self.writes
-            if any(source in self.roots.get(value, ()) for value in written_values(write))
-        ]
-
-
 # --- gathers -------------------------------------------------------------------------
 
 
 def _same_gathers(
-    gathers: Sequence[fx.Node], place: _Place, reasons: list[str]
+    gathers: Sequence[fx.Node], facts: GraphAnalysis, reasons: list[str]
 ) -> list[list[fx.Node]]:
     """Gathers of the same value, two or more each; appends why others are not among them."""
+    position, writes = facts.position, facts.writes
+    structures = Structures(position)
     groups: dict[Any, list[fx.Node]] = {}
     epochs: dict[fx.Node, dict[int, None]] = {}
     for start in gathers:
@@ -233,23 +192,27 @@ def _same_gathers(
         if "out" in start.kwargs or wait is None:
             reasons.append(f"{start.name} is read by other nodes than one wait")
             continue
-        if place.is_written(start) or place.is_written(wait):
+        if writes.is_written(start) or writes.is_written(wait):
             reasons.append(f"a node writes to what {start.name} gathers")
             continue
-        source, number = place.structures.from_source(start.all_input_nodes[0])
+        source, number = structures.from_source(start.all_input_nodes[0])
         # How many writes to the source stand before each node that leads from it to the gather:
         # one number, but where the source is read before a write and gathered after it.
-        writes = [place.position[write] for write in place.writes_to(source.node)]
-        before = {bisect(writes, place.position[n]) for n in (*source.inside, start)}
-        epoch = before.pop() if len(before) == 1 else -1 - place.position[start]
+        written_at = [position[write] for write in _writes_to(source.node, writes)]
+        before = {bisect(written_at, position[n]) for n in (*source.inside, start)}
+        epoch = before.pop() if len(before) == 1 else -1 - position[start]
         epochs.setdefault(source.node, {})[epoch] = None
         dtype, again = start.meta["val"].dtype, in_backward(start)
         key = (number, group_name(start), group_size(start), dtype, epoch, again)
         groups.setdefault(key, []).append(start)
     for node, found in epochs.items():
         if len(found) > 1:
-            reasons.append(f"{place.writes_to(node)[0].name} writes to it between its uses")
+            reasons.append(f"{_writes_to(node, writes)[0].name} writes to it between its uses")
     return [group for group in groups.values() if len(group) > 1]
+
+
+def _writes_to(source: fx.Node, writes: Writes) -> list[fx.Node]:
+    return [writer for writer in writes.unordered if source in writes.by_writer[writer]]
 
 
 def _share_forms(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
@@ -261,14 +224,12 @@ def _share_forms(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
     behind = nodes_behind(gathers)
     first: dict[Any, fx.Node] = {}
     for node in [n for n in graph.nodes if n in behind]:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            continue
-        same = first.setdefault(
-            (node.target, repr((node.args, node.kwargs)), in_backward(node)), node
-        )
-        if same is not node:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
+        if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            key = (node.target, repr((node.args, node.kwargs)), in_backward(node))
+            same = first.setdefault(key, node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
 
 
 def _is_read(node: fx.Node) -> bool:
@@ -279,21 +240,13 @@ def _is_read(node: fx.Node) -> bool:
 # --- reductions ----------------------------------------------------------------------
 
 
-@dataclass
-class _Tree:
-    """The sum that a parameter's gradient is: ``add(add(a, b), c)``.
+class _Tree(NamedTuple):
+    """The sum that a parameter's gradient is, ``add(add(a, b), c)``: its additions, the last one
+    first; what is added, in order; and those of that which are its reduced gradients, with cuts."""
 
-    Args:
-        root: the last addition.
-        adds: all of them.
-        leaves: what is added, in order.
-        uses: those leaves that are reduced gradients of the parameter, with their cuts.
-    """
-
-    root: fx.Node
-    adds: list[fx.Node] = field(default_factory=list)
-    leaves: list[fx.Node] = field(default_factory=list)
-    uses: dict[fx.Node, list[Cut]] = field(default_factory=dict)
+    adds: list[fx.Node]
+    leaves: list[fx.Node]
+    uses: dict[fx.Node, list[Cut]]
 
     def grow(self, add: fx.Node) -> None:
         """Take in an addition, and those whose results only it adds."""
@@ -306,8 +259,7 @@ class _Tree:
 
 
 def _summands_of(add: fx.Node) -> tuple[fx.Node, ...]:
-    """The two tensors of one shape and dtype that a node adds, as autograd accumulates; nothing for
-    another node."""
+    """The two tensors of one shape and dtype that a node adds, or nothing."""
     if add.target is not _aten.add.Tensor or add.kwargs:
         return ()
     nodes = tuple(a for a in add.args if isinstance(a, fx.Node))
@@ -318,18 +270,18 @@ def _summands_of(add: fx.Node) -> tuple[fx.Node, ...]:
     return nodes if same_shape(one.shape, other.shape) and one.dtype == other.dtype else ()
 
 
-def _find_tree(graph: fx.Graph, mine: Sequence[fx.Node], place: _Place) -> _Tree | None:
+def _find_tree(facts: GraphAnalysis, mine: Sequence[fx.Node]) -> _Tree | None:
     """The sum that holds two or more of the reductions among a parameter's collectives."""
-    for output in graph.find_nodes(op="output"):
+    for output in facts.graph.find_nodes(op="output"):
         for node in output.all_input_nodes:
             while not _summands_of(node) and is_linear(node) and len(node.all_input_nodes) == 1:
                 node = node.all_input_nodes[0]
             if not _summands_of(node):
                 continue
-            tree = _Tree(node)
+            tree = _Tree([], [], {})
             tree.grow(node)
             for leaf in tree.leaves:
-                cuts = list(cuts_behind(leaf, place.position))
+                cuts = list(cuts_behind(leaf, facts.position))
                 if any(start in mine for start in cuts[-1].reductions):
                     tree.uses[leaf] = cuts
             if len(tree.uses) > 1:
@@ -338,12 +290,12 @@ def _find_tree(graph: fx.Graph, mine: Sequence[fx.Node], place: _Place) -> _Tree
 
 
 def _plan_reduction(
-    tree: _Tree, gathers: Sequence[fx.Node], place: _Place
+    tree: _Tree, gathers: Sequence[fx.Node], facts: GraphAnalysis
 ) -> dict[fx.Node, Cut] | str:
     """Per use, the place at which the full gradient is to be added; or why they can't be added."""
     if len(dict.fromkeys(tree.leaves)) != len(tree.leaves):
         return "one gradient is added to itself after its reduction"
-    dtypes = dict.fromkeys(g.meta["val"].dtype for g in gathers) or _kept_dtype(tree, place)
+    dtypes = dict.fromkeys(g.meta["val"].dtype for g in gathers) or _kept_dtype(tree, facts)
     if any(map(in_other_form, gathers)):
         dtypes = dict.fromkeys(map(_before_cast, tree.uses.values()))
     if len(dtypes) != 1:
@@ -352,6 +304,7 @@ def _plan_reduction(
     (dtype,) = dtypes
     # Gradients may have been reduced over further groups on the way, each use over its own.
     most = min(len(cuts[-1].reductions) for cuts in tree.uses.values())
+    structures = Structures(facts.position)
     reason = ""
     for reductions in range(most, 0, -1):
         cuts = {leaf: _full(found, reductions, dtype) for leaf, found in tree.uses.items()}
@@ -361,24 +314,27 @@ def _plan_reduction(
                 f"a gradient is not in {_name(dtype)}, the dtype of the gathered parameter, before "
                 "it is reduced"
             )
-            continue
-        numbers = {place.structures.of(cut, leaf) for leaf, cut in plan.items()}
-        if len(numbers) > 1:
+        elif len({structures.of(cut, leaf) for leaf, cut in plan.items()}) > 1:
             reason = reason or "the gradients of its uses are reduced in different ways"
-            continue
-        return _unsafe(plan, tree, place) or plan
+        else:
+            return _unsafe(plan, tree, facts.writes) or plan
     return reason
 
 
 def _before_cast(cuts: Sequence[Cut]) -> torch.dtype:
     """The dtype of a gradient before the cast for its reduction, which is the nearest."""
     (node,) = cuts[-1].reductions[-1].all_input_nodes[:1]
-    while keeps_values(node) or node.target is _aten.constant_pad_nd.default:
+    while _prepares(node):
         node = node.all_input_nodes[0]
     if node.target in (_aten._to_copy.default, torch.ops.prims.convert_element_type.default):
         node = node.all_input_nodes[0]
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype
+
+
+def _prepares(node: fx.Node) -> bool:
+    """Whether a node copies or pads a gradient for its reduction."""
+    return keeps_values(node) or node.target is _aten.constant_pad_nd.default
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -390,34 +346,28 @@ def _full(cuts: Sequence[Cut], reductions: int, dtype: torch.dtype) -> Cut | Non
     reduction as can be, but before it is padded or copied for it."""
     for i, cut in enumerate(cuts):
         value = cut.node.meta.get("val")
-        if len(cut.reductions) != reductions or not isinstance(value, torch.Tensor):
-            continue
-        if value.dtype is not dtype:
-            continue
-        for further in cuts[i + 1 :]:
-            node = cut.node
-            if len(further.inside) != len(cut.inside) + 1 or not (
-                keeps_values(node) or node.target is _aten.constant_pad_nd.default
-            ):
-                break
-            cut = further
-        return cut
+        full = len(cut.reductions) == reductions and isinstance(value, torch.Tensor)
+        if full and value.dtype is dtype:
+            for further in cuts[i + 1 :]:
+                if len(further.inside) != len(cut.inside) + 1 or not _prepares(cut.node):
+                    break
+                cut = further
+            return cut
     return None
 
 
-def _kept_dtype(tree: _Tree, place: _Place) -> dict[torch.dtype, None]:
-    """The dtype that a parameter which is not sharded is used in: that of the cast that all of its
-    uses go through, or else its own."""
-    (output,) = place.graph.find_nodes(op="output")
+def _kept_dtype(tree: _Tree, facts: GraphAnalysis) -> dict[torch.dtype, None]:
+    """The dtype of the cast that all uses of an unsharded parameter go through, or else its own."""
+    (output,) = facts.graph.find_nodes(op="output")
     for node, grad_of in _descriptors.gradient_outputs(output):
-        while node is not tree.root and is_linear(node):
+        while node is not tree.adds[0] and is_linear(node):
             node = node.all_input_nodes[0]
-        if node is not tree.root:
+        if node is not tree.adds[0]:
             continue
-        for parameter in place.graph.find_nodes(op="placeholder"):
+        for parameter in facts.graph.find_nodes(op="placeholder"):
             own = parameter.meta.get("desc")
             if own is not None and _descriptors.base_input(own) == _descriptors.base_input(grad_of):
-                return {} if place.is_written(parameter) else _used_in(parameter)
+                return {} if facts.writes.is_written(parameter) else _used_in(parameter)
     return {}
 
 
@@ -434,7 +384,7 @@ def _used_in(node: fx.Node) -> dict[torch.dtype, None]:
     return found
 
 
-def _unsafe(cuts: dict[fx.Node, Cut], tree: _Tree, place: _Place) -> str:
+def _unsafe(cuts: dict[fx.Node, Cut], tree: _Tree, writes: Writes) -> str:
     """The reason why the gradients must stay as they are; empty if they need not."""
     adds = dict.fromkeys(tree.adds)
     for leaf, cut in cuts.items():
@@ -442,20 +392,23 @@ def _unsafe(cuts: dict[fx.Node, Cut], tree: _Tree, place: _Place) -> str:
         if reader is not None:
             return f"{reader.name} reads a gradient that is reduced on its own"
         for node in (*cut.inside, cut.node):
-            if place.is_written(node):
+            if writes.is_written(node):
                 return f"a node writes to {node.name}, which leads to its gradient"
     return ""
 
 
-def _reduce_once(graph: fx.Graph, tree: _Tree, cuts: dict[fx.Node, Cut], place: _Place) -> int:
+def _reduce_once(
+    graph: fx.Graph, tree: _Tree, cuts: dict[fx.Node, Cut], position: dict[fx.Node, int]
+) -> int:
     """Add before reducing; returns the bytes that are no longer reduced."""
-    position = place.position
     summands = [s for cut in cuts.values() for s in _summands(cut.node, position)]
     summands.sort(key=lambda s: s[0])
     kept = max(cuts, key=lambda leaf: position[cuts[leaf].node])
     cut = cuts[kept]
-    total = _sum(graph, [node for _, node in summands], tree.root, position)
-    total = _laid_out_as(graph, total, cut.node)
+    total = _sum(graph, [node for _, node in summands], tree.adds[0], position)
+    # Views and collectives behind it were recorded for these strides; contiguous suits them, too.
+    if total.meta["val"].stride() != cut.node.meta["val"].stride():
+        total = contiguous_copy(graph, total, like=total)
     for node in cut.inside:
         node.replace_input_with(cut.node, total)
 
@@ -493,33 +446,5 @@ def _sum(
         if position[value] > position[last]:
             last = value
         with graph.inserting_after(total if total not in position and last is not value else last):
-            add = graph.call_function(_aten.add.Tensor, (total, value))
-        add.meta = {k: v for k, v in like.meta.items() if k not in ("val", "tensor_meta")}
-        add.meta["val"] = _evaluate(add)
-        total = add
+            total = call(graph, _aten.add.Tensor, total, value, like=like)
     return total
-
-
-def _laid_out_as(graph: fx.Graph, value: fx.Node, model: fx.Node) -> fx.Node:
-    """``value`` with the strides that views and collectives behind ``model`` were recorded for, or
-    contiguous, which suits them as well."""
-    if value.meta["val"].stride() == model.meta["val"].stride():
-        return value
-    with graph.inserting_after(value):
-        copy = graph.call_function(
-            _aten.clone.default, (value,), {"memory_format": torch.contiguous_format}
-        )
-    copy.meta = {**value.meta}
-    copy.meta["val"] = _evaluate(copy)
-    return copy
-
-
-def _evaluate(node: fx.Node) -> Any:
-    """The value of ``node`` for the fake values of its inputs."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    mode = next((m for a in args if (m := getattr(a, "fake_mode", None)) is not None), None)
-    target: Any = node.target
-    if mode is None:
-        return target(*args, **kwargs)
-    with mode:
-        return target(*args, **kwargs)

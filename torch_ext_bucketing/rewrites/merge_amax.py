@@ -1,8 +1,7 @@
 """One all-reduce for the largest values of all parameters that are gathered scaled by them.
 
 A weight that is scaled to 8 bits by its own largest value needs that of all shards first: a small
-all-reduce in front of every gather, each as long as the network's latency. All of them together
-are one::
+all-reduce in front of every gather, each as long as the network's latency. Together they are one::
 
     w1 -> max -> all_reduce -> wait -> ... -> mul -> ag      w1 -> max \\
                                                                         cat -> all_reduce -> ...
@@ -24,7 +23,7 @@ from ..graph.records import unmergeable
 from ..graph.regions import nodes_behind
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
-from ..graph.writes import unordered_writes
+from ..graph.writes import Writes
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import AmaxReport, LeftAlone
 
@@ -40,41 +39,34 @@ class MergeAmax(GraphPass):
     needs = (Tags,)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        report = merge_amax(graph_of(graph))
-        if report.merged or report.left:
+        g = graph_of(graph)
+        found: dict[fx.Node, dict[str, None]] = {}
+        for start in g.nodes:
+            tag = tag_of(start)
+            if tag is not None and kind_of(start) == "all_gather":
+                for node in nodes_behind([start]):
+                    if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
+                        found.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
+        if not found:
+            return
+        groups: dict[Any, list[fx.Node]] = {}
+        left: list[LeftAlone] = []
+        writes = Writes(g.nodes).unordered
+        for node in [n for n in g.nodes if n in found]:
+            why = "the graph writes to its values" if writes else unmergeable(node)
+            if not why and any(other in found for other in nodes_behind([node])):
+                why = "it waits for another one"
+            if why:
+                left.append(LeftAlone(tuple(found[node]), why, node.name))
+            else:
+                groups.setdefault(bucket_key(node), []).append(node)
+        merged = [members for members in groups.values() if len(members) > 1]
+        with unchanged_on_error(g):
+            for members in merged:
+                pack(g, members, members, members[-1].next)
+            if merged:
+                sort_topologically(g)
+                g.lint()
+        if merged or left:
+            report = AmaxReport(tuple(map(len, merged)), tuple(left))
             compilation.report.rewrites.append(report)
-
-
-def merge_amax(graph: fx.Graph) -> AmaxReport:
-    """Merge the all-reduces of maxima and minima that tagged gathers wait for.
-
-    Args:
-        graph: a tagged joint or inference graph, in topological order, which it stays. One with
-            writes to its values is left as it is.
-    """
-    found: dict[fx.Node, dict[str, None]] = {}
-    for start in graph.nodes:
-        tag = tag_of(start)
-        if tag is not None and kind_of(start) == "all_gather":
-            for node in nodes_behind([start]):
-                if kind_of(node) == "all_reduce" and reduce_op(node) in ("max", "min"):
-                    found.setdefault(node, {}).update(dict.fromkeys(tag.fqns))
-    groups: dict[Any, list[fx.Node]] = {}
-    left: list[LeftAlone] = []
-    writes = unordered_writes(graph.nodes) if found else ()
-    for node in [n for n in graph.nodes if n in found]:
-        why = "the graph writes to its values" if writes else unmergeable(node)
-        if not why and any(other in found for other in nodes_behind([node])):
-            why = "it waits for another one"
-        if why:
-            left.append(LeftAlone(tuple(found[node]), why, node.name))
-        else:
-            groups.setdefault(bucket_key(node), []).append(node)
-    merged = [members for members in groups.values() if len(members) > 1]
-    with unchanged_on_error(graph):
-        for members in merged:
-            pack(graph, "all_reduce", members, members, members[-1].next)
-        if merged:
-            sort_topologically(graph)
-            graph.lint()
-    return AmaxReport(tuple(map(len, merged)), tuple(left))

@@ -2,8 +2,7 @@
 
 DTensor, and so torchtitan's ``hybrid_shard``, all-reduces the whole of a gradient that is partial
 over replicas and over shards across the replicas first, although a rank keeps one shard of it: as
-many times the bytes as there are shards. Both steps add, so they can be swapped, and the replicas'
-network carries the shard alone::
+many times the bytes as there are shards. Swapped, the replicas' network carries the shard alone::
 
     g -> all_reduce -> wait -> split -> pad -> cat -> reduce_scatter -> wait -> slice -> gradient
 
@@ -22,23 +21,15 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
-from .._torch.process_groups import ranks_of
+from .._torch.process_groups import is_inside, ranks_of
 from .._torch.sorting import sort_topologically
-from ..bucketing.groups import is_inside
-from ..graph.collectives import (
-    group_name,
-    is_wait,
-    kind_of,
-    nbytes_of,
-    only_wait,
-    reduce_op,
-    waited_for,
-)
+from ..graph.calls import contiguous_copy
+from ..graph.collectives import group_name, kind_of, nbytes_of, only_wait, reduce_op, started_by
 from ..graph.moves import SCALES, is_move
 from ..graph.regions import Cut, cuts_behind, outside_reader, positions
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
-from ..graph.writes import written_roots
+from ..graph.writes import Writes
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
 from ..reports.rewrites import LeftAlone, ReducedShard, ScatterReport
 
@@ -47,8 +38,12 @@ _c10d = torch.ops._c10d_functional
 
 class ReduceScatterFirst(GraphPass):
     """Reduce-scatter over the shards before all-reducing over the replicas (HSDP), with the bits of
-    eager FSDP2; see :mod:`.rewrites.reduce_scatter_first`. A graph in eager's order already is left
-    as it is.
+    eager FSDP2; see :mod:`.rewrites.reduce_scatter_first`. One in eager's order already stays so.
+
+    Swapped are an all-reduce of a parameter's gradient and the reduce-scatter that follows it where
+    both are sums or averages, where nothing but moves and pads with zeros stands between them,
+    where nothing else reads what is in between, and where the two groups are the rows and the
+    columns of one grid of ranks, the replicas outside. Others stay, and the report says why.
     """
 
     stage: Stage = "joint"
@@ -59,20 +54,11 @@ class ReduceScatterFirst(GraphPass):
 
 
 def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
-    """Swap every all-reduce of a parameter's gradient with the reduce-scatter that follows it.
-
-    Only where both are sums or averages, where nothing but moves and pads with zeros stands between
-    them, where nothing else reads what is in between, and where the two groups are the rows and the
-    columns of one grid of ranks, the replicas outside. Otherwise they stay, and the report says
-    why.
-
-    Args:
-        graph: a tagged joint graph, in topological order, which it stays.
-    """
+    """:class:`ReduceScatterFirst` on a tagged joint graph, which stays in topological order."""
     swapped: list[ReducedShard] = []
     left: list[LeftAlone] = []
     position = positions(graph)
-    written = written_roots(list(graph.nodes))
+    written = Writes(graph.nodes).written
     with unchanged_on_error(graph):
         for reduce in list(graph.nodes):
             tag = tag_of(reduce)
@@ -81,7 +67,8 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
             scatter = _scatter_behind(reduce)
             if scatter is None:
                 continue
-            cut = _between(reduce, scatter, position)
+            cuts = cuts_behind(scatter.all_input_nodes[0], position)
+            cut = next((c for c in cuts if started_by(c.node) is reduce), None)
             reason = _why_not(reduce, scatter, cut, written)
             if reason or cut is None:
                 left.append(LeftAlone(tag.fqns, f"{reduce.name}, {scatter.name}: {reason}"))
@@ -97,24 +84,16 @@ def reduce_scatter_first(graph: fx.Graph) -> ScatterReport:
 
 def _scatter_behind(reduce: fx.Node) -> fx.Node | None:
     """The first reduce-scatter that an all-reduced gradient leads to on its way, if any."""
-    seen = {reduce: None}
+    reached = {reduce: None}
     stack = [reduce]
     while stack:
         for user in stack.pop().users:
-            if user in seen:
-                continue
-            seen[user] = None
             if kind_of(user) == "reduce_scatter":
                 return user if tag_of(user) is not None else None
-            if user.op == "call_function" and (is_move(user) or user.target in SCALES):
+            moves = user.op == "call_function" and (is_move(user) or user.target in SCALES)
+            if moves and user not in reached:
+                reached[user] = None
                 stack.append(user)
-    return None
-
-
-def _between(reduce: fx.Node, scatter: fx.Node, position: dict[fx.Node, int]) -> Cut | None:
-    for cut in cuts_behind(scatter.all_input_nodes[0], position):
-        if is_wait(cut.node) and waited_for(cut.node) is reduce:
-            return cut
     return None
 
 
@@ -156,18 +135,13 @@ def _why_not(reduce: fx.Node, scatter: fx.Node, cut: Cut | None, written: set[fx
 
 
 def on_one_grid(replicas: Sequence[int], shards: Sequence[int]) -> bool:
-    """True where a rank's two groups are a row and a column of one regular grid of ranks.
+    """True where a rank's two groups, ranks ascending, are a row and a column of one regular grid.
 
     Then all ranks of its replica group are at the same place in their shard groups, and get the
-    same part of a reduce-scatter; else a swap would add different parts up. Every rank checks its
-    own two groups, which together are all::
+    same part of a reduce-scatter; else a swap would add different parts up::
 
         ranks 0 1 2 3, shards {0, 1} {2, 3}, replicas {0, 2} {1, 3}     a grid
                                              replicas {0, 3} {1, 2}     none
-
-    Args:
-        replicas: numbers of the ranks in the one group, ascending, as of :func:`.ranks_of`.
-        shards: of those in the other.
     """
     if len(set(replicas) & set(shards)) != 1:
         return False
@@ -188,16 +162,10 @@ def _swap(graph: fx.Graph, reduce: fx.Node, scatter: fx.Node, cut: Cut) -> None:
     """Move the all-reduce and its wait behind those of the reduce-scatter."""
     (wait,), (scattered,) = reduce.users, scatter.users
     gradient = reduce.all_input_nodes[0]
-    value = gradient.meta["val"]
-    if value.stride() != wait.meta["val"].stride():
+    if gradient.meta["val"].stride() != wait.meta["val"].stride():
         # The all-reduce gave its result in one piece, which the reduce-scatter counts on.
-        with graph.inserting_after(gradient):
-            gradient = graph.call_function(
-                torch.ops.aten.clone.default,
-                (gradient,),
-                {"memory_format": torch.contiguous_format},
-            )
-        gradient.meta = {k: v for k, v in wait.meta.items() if k != "custom"}
+        gradient = contiguous_copy(graph, gradient, like=wait)
+        gradient.meta.pop("custom", None)
     wait.replace_all_uses_with(gradient)
     scattered.append(reduce)
     reduce.append(wait)

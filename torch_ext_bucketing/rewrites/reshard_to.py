@@ -13,10 +13,9 @@ backward gathers there: over the fast network, for more memory. With 4 ranks, 2 
                                                        \\-> slice_copy [4:8]             saved
                 backward   slice_copy -> all_gather(ranks 0, 1) -> wait -> t -> t -> mm
 
-The joint graph has forward and backward in one, and what reads a parameter may be wanted in both
-(activation checkpointing, and whatever else the partitioner computes again). So there all readers
-get the second gather, behind a copy that the partitioner has to save, and the forward graph gets
-rid of it afterwards. Each of these graphs computes the same::
+In the joint graph what reads a parameter may be wanted in both (activation checkpointing, and
+whatever else the partitioner computes again). So there all readers get the second gather, behind a
+copy that the partitioner has to save, and the forward graph gets rid of it afterwards::
 
     joint graph     w -> all_gather -> wait -> slice_copy -> all_gather(0, 1) -> wait -> t -> mm
                                                                                       \\-> t -> mm
@@ -42,7 +41,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.aot import mark_recompute, mark_save, read_in_backward
 from .._torch.process_groups import default_group, new_groups, ranks_of
-from ..fsdp.tag_graph import parameter_chains, read_in_forward
+from ..fsdp.chains import Chains, read_in_forward
+from ..graph.calls import call
 from ..graph.collectives import group_name, group_size, kind_of, nbytes_of, only_wait
 from ..graph.regions import erase_unused
 from ..graph.snapshot import unchanged_on_error
@@ -57,13 +57,8 @@ _slice_copy = torch.ops.aten.slice_copy.Tensor
 
 @dataclass(frozen=True)
 class SmallerGroup:
-    """The group in which backward gathers.
-
-    Args:
-        name: of this rank's process group.
-        ranks: in it, by their numbers in the default group, ascending.
-        place: of this rank among them, from 0.
-    """
+    """The group in which backward gathers: its name, its ranks by their numbers in the default
+    group, ascending, and this rank's place among them, from 0."""
 
     name: str
     ranks: tuple[int, ...]
@@ -71,15 +66,7 @@ class SmallerGroup:
 
 
 def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:
-    """The group in which backward gathers; None for one rank, which keeps parameters gathered.
-
-    A number means the ranks of the job in runs of so many: groups are created, by all ranks
-    together. A mesh has them.
-
-    Raises:
-        TypeError: ``to`` is no mesh and no number.
-        ValueError: a number that does not divide the ranks of the job, or without a process group.
-    """
+    """The group that ``ReshardAfterForward(to=...)`` means; None for one rank."""
     if isinstance(to, DeviceMesh):
         size = to.size(to.ndim - 1)
     elif isinstance(to, int) and not isinstance(to, bool):
@@ -112,32 +99,24 @@ def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:
 
 
 def reshard_to(
-    graph: fx.Graph, smaller: SmallerGroup, wanted: Callable[[Tag], bool]
+    graph: fx.Graph, chains: Chains, smaller: SmallerGroup, wanted: Callable[[Tag], bool]
 ) -> ReshardReport:
-    """Let what reads gathered parameters read a second gather, in the smaller group.
+    """Let what reads gathered parameters, where their tag is ``wanted``, read a second gather, in
+    the smaller group.
 
     A parameter whose gather can't be cut up is gathered again over its own group, and the report
-    says why. One that backward does not read leaves no copy.
-
-    Args:
-        graph: a tagged joint graph, in topological order, which it stays.
-        smaller: part of the group that each parameter is sharded over.
-        wanted: whether a gather with this tag is not to stay gathered.
-
-    Raises:
-        ValueError: no parameter's group has ``smaller`` as a part that divides its size. The graph
-            is as it was.
+    says why. One that backward does not read leaves no copy. Where no parameter's group has
+    ``smaller`` as a part that divides its size, a ValueError leaves the graph as it was.
     """
-    chains = parameter_chains(graph)
     tags = {s: tag for s in chains if (tag := tag_of(s)) is not None and wanted(tag)}
-    reasons = why_not(tags, smaller)
+    reasons = _why_not(tags, smaller)
     read = read_in_backward(graph, [n for s in tags for n in chains[s]])
     twice = [s for s in read_in_forward(chains) if s in read]
     left: list[LeftAlone] = []
     resharded: list[Resharded] = []
     with unchanged_on_error(graph):
         for start, tag in tags.items():
-            chain: Sequence[fx.Node] = chains[start]
+            chain = chains[start]
             if reasons[start]:
                 left.append(LeftAlone(tag.fqns, reasons[start]))
             elif start in twice and ranks_of(group_name(start)) != smaller.ranks:
@@ -151,37 +130,26 @@ def reshard_to(
     return ReshardReport(len(smaller.ranks), tuple(resharded), tuple(left))
 
 
-def why_not(starts: Iterable[fx.Node], smaller: SmallerGroup) -> dict[fx.Node, str]:
-    """By gather the reason why it can't be gathered again in the smaller group; empty if it can.
-
-    Raises:
-        ValueError: none of their groups has ``smaller`` as a part that divides its size.
-    """
-    groups = {start: group_name(start) for start in starts}
-    misfits = {group: _misfit(group, smaller) for group in dict.fromkeys(groups.values())}
-    if misfits and all(misfits.values()):
-        raise ValueError(
-            "to= fits no group that parameters are sharded over: "
-            + "; ".join(filter(None, misfits.values()))
-            + ". Give a mesh whose last dimension divides their group, with to=mesh"
-        )
-    return {s: misfits[group] or _cannot_cut(s, smaller) for s, group in groups.items()}
-
-
-def what_fits(graph: fx.Graph, smaller: SmallerGroup) -> Smaller:
-    """The gathers of a tagged joint graph that backward may make in the smaller group instead.
-
-    Raises:
-        ValueError: as of :func:`why_not`.
-    """
-    reasons = why_not(read_in_forward(parameter_chains(graph)), smaller)
+def what_fits(chains: Chains, smaller: SmallerGroup) -> Smaller:
+    """The gathers that backward may make in the smaller group; errors as of :func:`reshard_to`."""
+    reasons = _why_not(read_in_forward(chains), smaller)
     fitting = [start for start, reason in reasons.items() if not reason]
     return Smaller(smaller.name, len(smaller.ranks), fitting)
 
 
+def _why_not(starts: Iterable[fx.Node], smaller: SmallerGroup) -> dict[fx.Node, str]:
+    """By gather the reason why it can't be gathered again in the smaller group; empty if it can."""
+    groups = {start: group_name(start) for start in starts}
+    misfits = {group: _misfit(group, smaller) for group in dict.fromkeys(groups.values())}
+    if misfits and all(misfits.values()):
+        raise ValueError(
+            f"to= fits no group that parameters are sharded over: {'; '.join(misfits.values())}. "
+            "Give a mesh whose last dimension divides their group, with to=mesh"
+        )
+    return {s: misfits[group] or _cannot_cut(s, smaller) for s, group in groups.items()}
+
+
 def _misfit(group: str, smaller: SmallerGroup) -> str:
-    """The reason why parameters that are sharded over ``group`` can't be gathered in the smaller
-    one; empty if they can."""
     ranks = ranks_of(group)
     if set(smaller.ranks) <= set(ranks) and len(ranks) % len(smaller.ranks) == 0:
         return ""
@@ -197,7 +165,6 @@ def _short(ranks: tuple[int, ...]) -> str:
 
 
 def _cannot_cut(start: fx.Node, smaller: SmallerGroup) -> str:
-    """The reason why the result of a gather is left as it is; empty if it can be cut up."""
     wait = only_wait(start)
     if start.kwargs or is_bucket(start) or wait is None:
         return f"{start.name} is no plain gather with one wait"
@@ -212,24 +179,16 @@ def _cannot_cut(start: fx.Node, smaller: SmallerGroup) -> str:
 def _gather_twice(
     graph: fx.Graph, start: fx.Node, tag: Tag, smaller: SmallerGroup, chain: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """Put the copy and the second gather behind the first one's wait; returns the copy, and what is
-    computed of it in backward."""
+    """Gather again behind the wait; returns the copy, and what backward computes of it."""
     (wait,) = start.users
     readers = list(wait.users)
-    whole = wait.meta["val"]
     ranks = len(smaller.ranks)
-    rows = whole.shape[0] // ranks
+    rows = wait.meta["val"].shape[0] // ranks
     first = smaller.place * rows
-    with graph.inserting_after(wait):
-        part = graph.call_function(_slice_copy, (wait, 0, first, first + rows))
-    with graph.inserting_after(part):
-        again = graph.call_function(start.target, (part, ranks, smaller.name))  # type: ignore[arg-type]
-    with graph.inserting_after(again):
-        wait_again = graph.call_function(wait.target, (again,))  # type: ignore[arg-type]
-    for node, source in ((part, wait), (again, start), (wait_again, wait)):
-        node.meta = {k: v for k, v in source.meta.items() if k != "tensor_meta"}
-        node.meta["val"] = torch.empty_like(whole)
-    part.meta["val"] = whole.new_empty((rows, *whole.shape[1:]))
+    with graph.inserting_before(wait.next):
+        part = call(graph, _slice_copy, wait, 0, first, first + rows, like=wait)
+        again = call(graph, start.target, part, ranks, smaller.name, like=start)
+        wait_again = call(graph, wait.target, again, like=wait)
     set_tag(again, tag, group_name(start))
     for reader in readers:
         reader.replace_input_with(wait, wait_again)
@@ -238,19 +197,11 @@ def _gather_twice(
 
 
 def read_first_gathers(graph: fx.Graph) -> int:
-    """Let readers of a second gather, in a forward graph, read the first again, whose copy it is.
-
-    Returns:
-        How many gathers that saves. None are left where the copies are inputs, as in backward.
-    """
-    found = [
-        n
-        for n in graph.nodes
-        if kind_of(n) == "all_gather"
-        and not is_bucket(n)
-        and home_group(n) != group_name(n)
-        and n.args[0].target is _slice_copy
-    ]
+    """Let readers of a second gather, in a forward graph, read the first again, whose copy it is;
+    returns how many gathers that saves: none where the copies are inputs, as in backward."""
+    gathers = [n for n in graph.nodes if kind_of(n) == "all_gather" and not is_bucket(n)]
+    again = [n for n in gathers if home_group(n) != group_name(n)]
+    found = [n for n in again if n.args[0].target is _slice_copy]
     for start in found:
         (wait,) = start.users
         wait.replace_all_uses_with(start.args[0].args[0])

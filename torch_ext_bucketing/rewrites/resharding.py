@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import posixpath
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import aot as _aot
-from ..fsdp.tag_graph import parameter_chains, read_in_forward
+from ..fsdp.chains import Chains, parameter_chains, read_in_forward
 from ..fsdp.units import Units
 from ..graph.tags import Tag, tag_of
 from ..passes.base import (
@@ -35,7 +35,7 @@ from ..scheduling.keep import KeepPlanner, block_units
 from ..scheduling.machine import Machine, check_machine
 from ..scheduling.memory import PeakMemory
 from ..scheduling.overlap import Overlap
-from ..scheduling.partitioned import PartitionedModel, Smaller, UnitOf
+from ..scheduling.partitioned import PartitionedModel, UnitOf
 from ..scheduling.scheduler import BoundNotKeptWarning
 from .reshard_to import make_smaller_group, read_first_gathers, reshard_to, what_fits
 
@@ -68,31 +68,29 @@ class ReshardAfterForward(GraphPass):
 
         [ReshardAfterForward(keep="auto", memory=PeakMemory(gib=70)), BucketUnits(order), ...]
 
-    With ``to`` as well, each unit is gathered again over all ranks, or inside the node from a copy
-    of as much as makes the whole there, or kept whole. With ``activations``, groups of these, by
-    unit and sort, are saved or computed again (:mod:`.scheduling.activations`); what the user
-    marked, by ``torch.utils.checkpoint`` say, stays as it is.
-
-    The bound holds for what the graphs hold, parameters' shards and gradients among it, and
-    ``state_bytes`` beside it; schedules of the same backend keep it, too. All ranks choose alike,
-    which is part of what they compare. With too little room for any unit nothing is kept, and a
-    ``NothingKeptWarning`` says by how much the cheapest unit misses. A choice that fails keeps
-    nothing, with a warning.
+    With ``to`` as well, each unit is gathered again over all ranks, or inside the node, or kept
+    whole. With ``activations``, groups of these, by unit and sort, are saved or computed again
+    (:mod:`.scheduling.activations`); what the user marked, by ``torch.utils.checkpoint`` say, stays
+    as it is. The bound holds for what the graphs hold, parameters' shards and gradients among it,
+    and ``state_bytes`` beside it; schedules of the same backend keep it, too. All ranks choose
+    alike, which is part of what they compare. With too little room for any unit nothing is kept,
+    and a ``NothingKeptWarning`` says by how much the cheapest unit misses; a choice that fails
+    keeps nothing, with a warning.
 
     Args:
         keep: FQNs of parameters or modules that stay gathered until backward, as eager FSDP2 keeps
-            its root's. A name that no parameter has keeps none. Or ``"auto"``.
-        memory: for ``"auto"``: the bound. A ratio refers to the peak with everything gathered
-            again, the collectives of each unit merged, in the order of the graph.
-        units: for ``"auto"``: what is kept or not together, as of ``BucketUnits``. None takes the
-            units of the backend's ``BucketUnits``, and without one modules: what is below the first
-            number in a name (``layers.3``), and each other module.
-        machine: for ``"auto"``: what the cost model times nodes for. None takes that of the pass
-            that schedules in the same backend, and without one :func:`.job_machine`.
-        activations: for ``"auto"``: whether to choose which activations are saved, too.
-        state_bytes: for ``"auto"``: bytes on each rank that the graphs do not see.
-        curve: for ``"auto"``: whether the report also says what other bounds would come to; takes
-            as long again for each.
+            its root's. A name that no parameter has keeps none. Or ``"auto"``, to which the other
+            arguments but ``to`` belong.
+        memory: the bound. A ratio refers to the peak with everything gathered again, the
+            collectives of each unit merged, in the order of the graph.
+        units: what is kept or not together, as of ``BucketUnits``. None takes the units of the
+            backend's ``BucketUnits``, and without one modules: what is below the first number in a
+            name (``layers.3``), and each other module.
+        machine: what the cost model times nodes for. None takes that of the pass that schedules in
+            the same backend, and without one :func:`.job_machine`.
+        activations: whether to choose which activations are saved, too.
+        state_bytes: bytes on each rank that the graphs do not see.
+        curve: whether to report what other bounds would come to, too; each takes as long again.
         to: the smaller group; None: none, backward gathers over all ranks that share a parameter.
             A number of ranks, for sharding over neighbouring ranks of the job: ranks 0 to
             ``to - 1``, the next ``to``, and so on. It creates process groups: make the pass on
@@ -136,16 +134,10 @@ class ReshardAfterForward(GraphPass):
             raise TypeError(f"memory must be a PeakMemory or None, got {memory!r}")
         if self.auto and memory is None:
             raise ValueError("keep='auto' needs a bound: memory=PeakMemory(gib=...)")
-        given = {
-            "memory": memory,
-            "units": units,
-            "machine": machine,
-            "activations": activations or None,
-            "state_bytes": state_bytes or None,
-            "curve": curve or None,
-        }
+        sizes = {"activations": activations, "state_bytes": state_bytes, "curve": curve}
+        given = {"memory": memory, "units": units, "machine": machine, **sizes}
         for name, value in given.items():
-            if not self.auto and value is not None:
+            if not self.auto and value not in (None, 0):
                 raise ValueError(f"{name}= belongs to keep='auto', got keep={self.keep!r}")
         if machine is not None:
             check_machine(machine)
@@ -163,57 +155,44 @@ class ReshardAfterForward(GraphPass):
             return all(self._kept.unit_of(f) is None for f in tag.fqns)
 
         g = graph_of(graph)
-        choice = self._choose(g, compilation) if self.auto else _Choice()
+        chains = parameter_chains(g)
+        choice = self._choose(g, chains, compilation) if self.auto else _Choice()
         if self.auto or self.to is None:
-            _mark(parameter_chains(g), choice, is_freed)
+            _mark(chains, choice, is_freed)
         in_part = choice.is_part if self.auto else is_freed
         wanted = choice.parts if self.auto else _aot.stage_of(g) != "inference"
         if self._smaller is not None and wanted:
-            compilation.report.rewrites.append(reshard_to(g, self._smaller, in_part))
+            compilation.report.rewrites.append(reshard_to(g, chains, self._smaller, in_part))
 
     def finish(self, graph: GraphLike, compilation: Compilation) -> None:
         """With ``to``, take the second gathers out of the forward graph."""
         if self._smaller is not None:
             read_first_gathers(graph_of(graph))
 
-    def _choose(self, graph: fx.Graph, compilation: Compilation) -> _Choice:
-        smaller = None
-        if self._smaller is not None and _aot.stage_of(graph) != "inference":
-            smaller = what_fits(graph, self._smaller)
+    def _choose(self, graph: fx.Graph, chains: Chains, compilation: Compilation) -> _Choice:
+        """Choose with the passes that will run on the halves of a joint graph."""
+        inside = _aot.forward_nodes(graph)
+        backward = any(n not in inside and n.op != "output" for n in graph.nodes)
+        if _aot.stage_of(graph) == "inference" or not backward:
+            return _Choice()
+        smaller = None if self._smaller is None else what_fits(chains, self._smaller)
+        order = last_fact(compilation.ahead, Order) or Order((Overlap(),))
+        merged = last_fact(compilation.ahead, Buckets) or Buckets()
+        by_rank = last_fact(compilation.ahead, RankOrder) is not None
+        machine = self.machine or order.machine or job_machine()
+        assert self.memory is not None
         try:
-            return self._choose_for(graph, compilation, smaller)
+            unit_of = _unit_of(graph, self.units or merged.units)
+            given = (order.policies, machine, compilation.size_hints, merged.kinds, by_rank)
+            planner = KeepPlanner(graph, unit_of, *given, self.activations, smaller)
+            limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
+            outcome, report = planner.report(limit, self.curve)
         except Exception as error:  # losing a compile over it would be worse than keeping nothing
             text = f"nothing is kept, as an estimate failed: {type(error).__name__}: {error}"
             warnings.warn(text, BoundNotKeptWarning, stacklevel=3)
             compilation.report.warnings.append(text)
             compilation.choice = Choice("keeps nothing, as an estimate failed")
             return _Choice()
-
-    def _choose_for(
-        self, graph: fx.Graph, compilation: Compilation, smaller: Smaller | None
-    ) -> _Choice:
-        """Choose with the passes that will run on the halves of a joint graph."""
-        inside = _aot.forward_nodes(graph)
-        backward = any(n not in inside and n.op != "output" for n in graph.nodes)
-        if _aot.stage_of(graph) == "inference" or not backward:
-            return _Choice()
-        assert self.memory is not None
-        order = last_fact(compilation.ahead, Order) or Order((Overlap(),))
-        merged = last_fact(compilation.ahead, Buckets) or Buckets()
-        planner = KeepPlanner(
-            graph,
-            _unit_of(graph, self.units or merged.units),
-            order.policies,
-            self.machine or order.machine or job_machine(),
-            compilation.size_hints,
-            merged.kinds,
-            last_fact(compilation.ahead, RankOrder) is not None,
-            self.activations,
-            smaller,
-        )
-        limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
-        outcome, report = planner.report(limit, self.curve)
-        report = replace(report, state_bytes=self.state_bytes)
         names = digest(*report.kept)[:12] if report.kept else "nothing"
         compilation.choice = Choice(
             f"keeps {len(report.kept)} of {len(report.units)} units ({names}) under {limit} bytes",
@@ -221,26 +200,18 @@ class ReshardAfterForward(GraphPass):
         )
         if report.warning:
             compilation.warn(report.warning, NothingKeptWarning)
-        compilation.report.rewrites.append(report)
+        compilation.report.rewrites.append(replace(report, state_bytes=self.state_bytes))
         return _choice(planner.partitioned, outcome.kept)
 
     def settings(self) -> tuple[Any, ...]:
-        """The names that are kept, or what they are chosen by; the smaller group with this rank's
-        place."""
-        given = {**self.arguments(), "to": (self.to is None, self._smaller)}
-        return tuple(given.values())
+        """The arguments, with this rank's place in the smaller group."""
+        return tuple({**self.arguments(), "to": (self.to is None, self._smaller)}.values())
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Nodes of a joint graph.
-
-    Args:
-        gathered: between parameters and their uses, not to be gathered again.
-        again: activations that backward computes.
-        saved: those that it reads.
-        parts: FQNs that are gathered again in the smaller group.
-    """
+    """Nodes ``gathered`` between parameters and their uses that stay, activations that backward
+    computes ``again``, those that are ``saved``, and FQNs that are gathered again in ``parts``."""
 
     gathered: Collection[fx.Node] = ()
     again: Collection[fx.Node] = ()
@@ -248,13 +219,11 @@ class _Choice:
     parts: frozenset[str] = frozenset()
 
     def is_part(self, tag: Tag) -> bool:
-        """Whether a gather's parameters are among them."""
+        """Whether a gather's parameters are gathered again in the smaller group."""
         return self.parts.issuperset(tag.fqns)
 
 
-def _mark(
-    chains: Mapping[fx.Node, Sequence[fx.Node]], choice: _Choice, is_freed: Callable[[Tag], bool]
-) -> None:
+def _mark(chains: Chains, choice: _Choice, is_freed: Callable[[Tag], bool]) -> None:
     """Have the partitioner carry a choice out."""
     read = read_in_forward(chains)
     for start, chain in chains.items():
@@ -300,9 +269,7 @@ def _unit_of(graph: fx.Graph, units: Units | None) -> UnitOf:
 
 def unit_name(fqns: Sequence[str]) -> str:
     """A unit in a few words: what its names have in common, else the first of them."""
-    parts = [f.split(".") for f in fqns]
-    common = list(itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False)))
-    name = ".".join(same[0] for same in common)
+    name = posixpath.commonpath([f.replace(".", "/") for f in fqns] or [""]).replace("/", ".")
     if name:
         return name
     modules = list(dict.fromkeys(f.split(".")[0] for f in fqns))

@@ -7,8 +7,7 @@ the other way round. With reductions on a group of their own, of the same ranks,
     one group     AG(2) RS(3) AG(1) RS(2)           two groups    AG(2) AG(1)
                                                                      RS(3) RS(2)
 
-They share the network's bandwidth all the same: what is won is that neither waits for the other's
-turn. NCCL keeps buffers for each group.
+They share the network's bandwidth all the same, and NCCL keeps buffers for each group.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ best step so far, and its scheduling ends where the step is known to become long
 
 from __future__ import annotations
 
-import bisect
+import heapq
 import itertools
 import math
 import time
@@ -32,12 +32,12 @@ import torch
 import torch.fx as fx
 
 from .._gc import paused_gc
-from ..bucketing.all_to_all import reduce_by_all_to_all, replaceable
+from ..bucketing.all_to_all import reduce_by_all_to_all
 from ..bucketing.caps import CapPlanner, check_cap
 from ..bucketing.merge import merge_buckets
 from ..bucketing.plan import MergePlan
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import Kind, group_name
+from ..graph.collectives import group_name
 from ..reports.caps import CapsReport, TriedCaps
 from ..reports.schedule import ScheduleReport
 from .cost import Costs
@@ -58,70 +58,69 @@ _SHORT_RUN = 8
 """Compute nodes that a bucket of reduce-scatters waits for after the one before: such buckets
 hold fewer gradients at once. Tried where no policy bounds runs."""
 
+_AT_FLOOR = 1.015
+"""A step within so many times what no plan can be shorter than is not worth other caps."""
 _NEAR_BOUND = 1.02
-"""A step within so many times its bound is not worth more caps."""
+"""A step within so many times its own bound is not worth caps between the rungs."""
 
 _SMALL = 2000
 """Members are moved between buckets in graphs of so many nodes at most;"""
 _MOVED_NODES = 40_000
 """the plans that are made so have no more than so many nodes together."""
-_WORTH = 0.999
-"""A step must be shorter than so much of the best one for that: most moves make one bucket more."""
+_WORTH = 0.998
+"""A step must be shorter than so much of the best one so far,"""
+_WORTH_MOVES = 0.999
+"""or than so much where members are moved: most moves make one bucket more."""
 _MIB = 2**20
 
 _Cap: TypeAlias = float | tuple[float, ...]
 _Caps: TypeAlias = tuple[tuple[tuple[str, str], _Cap], ...]
 
 
+@paused_gc()
 def choose_caps(
-    graph: fx.Graph | GraphAnalysis,
+    planner: CapPlanner,
     policies: Policy | Iterable[Policy],
     *,
     caps_mb: Sequence[float] | None = None,
-    kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
     machine: Machine = H100,
     reference_bytes: int | None = None,
     accumulate: torch.dtype | None = None,
-    **options: Any,
 ) -> tuple[MergePlan, CapsReport]:
     """The plan with the caps that give the fastest step within the policies' bounds. The graph is
     only read.
 
     Args:
-        graph: in topological order, or what is known of it: that says what sizes that depend on
-            data are taken as, and what is in memory beside the inputs.
+        planner: of the graph. Its analysis says what sizes that depend on data are taken as, and
+            what is in memory beside the inputs.
         policies: as of :func:`.schedule`.
         caps_mb: what to try, ascending, in MiB; None tries :data:`CAPS_MB`, larger ones where the
             largest is the best, ones between, and in small graphs buckets of other sizes. Where
             all miss a bound, smaller ones are tried. Caps that can't make a faster step than others
             are passed over.
-        kinds: what is bucketed.
         machine: what the cost model times nodes for.
-        reference_bytes: see :func:`.schedule`; None: the peak of ``graph``.
+        reference_bytes: see :func:`.schedule`; None: the peak of the graph.
         accumulate: for reductions that become all-to-alls and sums in the order of the ranks after
             merging (:mod:`.bucketing.all_to_all`), the dtype of these; None: they stay.
-        options: of :func:`.plan_by_cap`: ``eligible`` and ``group_filter``.
 
     Returns:
-        The plan for ``graph``, and what was tried. Where an estimate fails, the plan has torch's
+        The plan for the graph, and what was tried. Where an estimate fails, the plan has torch's
         own caps, with a ``BoundNotKeptWarning``.
 
     Raises:
         ValueError: ``caps_mb`` is empty, or holds something else than positive numbers.
-        Exception: what :func:`.plan_by_cap` raises.
     """
     clock = time.perf_counter()
     largest = _LARGEST_MB if caps_mb is None else 0.0
     caps_mb = CAPS_MB if caps_mb is None else caps_mb
     check_caps(caps_mb)
     policies = policies_of(policies)
-    analysis = GraphAnalysis.of(graph)
-    costs = Costs(machine, analysis.hints)
-    search = _Search(analysis, policies, costs, reference_bytes, kinds, accumulate, options)
+    costs = Costs(machine, planner.analysis.hints)
+    search = _Search(planner, policies, costs, reference_bytes, accumulate)
     try:
         plan = search.run([float(c) for c in caps_mb], largest)
     except Exception as error:
-        plan = search.plan(None)  # raises anew what comes of the caller's options
+        plan = search.plan(None)  # raises anew what comes of a size without a hint
         text = f"byte caps are torch's own, as an estimate failed: {type(error).__name__}: {error}"
         warnings.warn(text, BoundNotKeptWarning, stacklevel=2)
         none = TriedCaps((), 0.0, 0, 0, 0.0)
@@ -143,7 +142,12 @@ def check_caps(caps_mb: Collection[float]) -> None:
 def _tried(caps: _Caps, report: ScheduleReport) -> TriedCaps:
     named = tuple((f"{group} {kind}", cap) for (group, kind), cap in caps)
     return TriedCaps(
-        named, report.step_ms[1], report.peak_bytes[1], report.longest_run[1], report.misses
+        named,
+        report.step_ms[1],
+        report.peak_bytes[1],
+        report.longest_run[1],
+        report.misses,
+        report.chosen,
     )
 
 
@@ -152,17 +156,16 @@ class _Search:
 
     def __init__(
         self,
-        analysis: GraphAnalysis,
+        planner: CapPlanner,
         policies: tuple[Policy, ...],
         costs: Costs,
         reference_bytes: int | None,
-        kinds: Collection[Kind],
         accumulate: torch.dtype | None,
-        options: dict[str, Any],
     ) -> None:
         self.tried: dict[_Caps, ScheduleReport] = {}
         self.runs: dict[_Caps, int | None] = {}  # the bound on runs that their buckets keep
-        self._analysis = analysis
+        self._planner = planner
+        self._analysis = analysis = planner.analysis
         self._policies = policies
         runs = (policy.max_bucket_run() for policy in policies)
         self._max_run = min((run for run in runs if run is not None), default=None)
@@ -170,10 +173,10 @@ class _Search:
         self._accumulate = accumulate
         self._groups = analysis.groups
         self._reference_bytes = reference_bytes
-        self._planner = CapPlanner(analysis, kinds=kinds, **options)
-        self._replaced = {} if accumulate is None else replaceable(analysis.collectives)
+        self._replaced = {} if accumulate is None else analysis.gradient_sums
         self._plans: dict[tuple[str, int | None], MergePlan] = {}
-        self._worth = 1.0
+        self._worth = _WORTH
+        self._models: dict[tuple[Any, ...], Model] = {}
         self._known: dict[tuple[Any, ...], ScheduleReport | None] = {}
 
     def run(self, ladder: list[float], largest: float) -> MergePlan:
@@ -183,7 +186,9 @@ class _Search:
         Returns:
             The plan with the best.
         """
-        for cap in sorted(ladder, key=self.busiest_ms):
+        for cap in self._best_first(ladder):
+            self._try(cap, self._max_run)
+        for cap in ladder if self.tried[self.best()].misses else ():
             self.attempt(cap)
         # A small model, or a hard bound.
         while self.tried[self.best()].misses and ladder[0] > _SMALLEST_MB:
@@ -194,6 +199,8 @@ class _Search:
             ladder.append(min(4 * ladder[-1], largest))
             self.attempt(ladder[-1])
         for key, _ in self.best():
+            if self._within(_AT_FLOOR, self._floor_ms):
+                break
             caps: dict[tuple[str, str], Any] = dict(self.best())
             at = ladder.index(caps[key])
             for near in (at - 1, at + 1):
@@ -201,7 +208,7 @@ class _Search:
                     self.attempt({**caps, key: ladder[near]})
         if largest:
             self._try_between(ladder)
-        if self._max_run is None:
+        if self._max_run is None and not self._within(_AT_FLOOR, self._floor_ms):
             best = self.best()
             self._try(dict(best) or ladder[0], _SHORT_RUN)
             for cap in [cap for cap in ladder if cap > _top(best)][:1]:
@@ -211,6 +218,18 @@ class _Search:
             self._move_members(ladder[0])
         return self._chosen(ladder[0])
 
+    def _best_first(self, ladder: Iterable[float]) -> Iterator[float]:
+        """The caps with which a step could be the shortest first. Its bound is only found out where
+        the time of the busiest process group does not come later already."""
+        left = [(self.busiest_ms(cap), False, cap) for cap in ladder]
+        heapq.heapify(left)
+        while left:
+            _, known, cap = heapq.heappop(left)
+            if known:
+                yield cap
+            else:
+                heapq.heappush(left, (self._bound_ms(self.plan(cap, self._max_run)), True, cap))
+
     def _chosen(self, smallest: float) -> MergePlan:
         """The plan of the best caps; where nothing could be merged, these have no names."""
         chosen = self.best()
@@ -219,26 +238,22 @@ class _Search:
     def _move_members(self, smallest: float) -> None:
         """Move members between the buckets of the best plan as long as the step becomes shorter, in
         orders of the sort that was the best; then try all orders of what came of it."""
-        like, self._worth = self.tried[self.best()].chosen, _WORTH
+        like, self._worth = self.tried[self.best()].chosen, _WORTH_MOVES
         left = _MOVED_NODES // len(self._analysis.nodes)
         at = fruitless = 0  # places since the last move that helped
         while left > 0:
-            sizes = self._planner.sizes(self._chosen(smallest))
-            places = [(key, i) for key, buckets in sizes.items() for i in range(len(buckets))]
-            if fruitless >= len(places):
+            moves = self._planner.moves(self._chosen(smallest))
+            if fruitless >= len(moves):
                 break
-            key, i = places[at % len(places)]
             best = self.best()
-            for buckets in _moves(sizes[key], i):
+            for caps in moves[at % len(moves)]:
                 left -= 1
-                moved = {**sizes, key: buckets}
-                caps = {k: tuple(sum(b) / _MIB for b in bs) for k, bs in moved.items()}
                 self._try({**dict(best), **caps}, None, like)
                 if self.best() != best:
                     break
             fruitless = 0 if self.best() != best else fruitless + 1
             at += fruitless > 0
-        self._worth = 1.0
+        self._worth = _WORTH
         self._try(dict(self.best()), self.runs[self.best()])
 
     def _try_between(self, ladder: list[float]) -> None:
@@ -248,8 +263,7 @@ class _Search:
         for keys in [[key for key, _ in self.best()], *([key] for key, _ in self.best())]:
             for step in (-1, 1):
                 best = self.best()
-                report = self.tried[best]
-                if report.step_ms[1] <= _NEAR_BOUND * report.bound_ms:
+                if self._within(_NEAR_BOUND, self.tried[best].bound_ms):
                     return
                 caps: dict[tuple[str, str], Any] = dict(best)
                 for key in keys:
@@ -257,6 +271,26 @@ class _Search:
                     caps[key] = rungs[at] if 0 <= at < len(rungs) else caps[key]
                 if caps != dict(best):
                     self.attempt(caps)
+
+    def _within(self, times: float, bound_ms: float) -> bool:
+        """Whether the best step is within so many times a bound."""
+        best = self.tried[self.best()]
+        return not best.misses and best.step_ms[1] <= times * bound_ms
+
+    @cached_property
+    def _floor_ms(self) -> float:
+        """What a step takes at least, nearly, whatever is merged: with each member of a bucket
+        taking its part of the largest bucket's time."""
+        ms = list(self._model.ms)
+        places = {node: i for i, node in enumerate(self._model.dependencies.nodes)}
+        for bucket in self.plan(_LARGEST_MB).buckets:
+            for member in bucket.members:
+                nbytes = self._costs.collective_bytes(member)
+                largest = max(nbytes, int(_LARGEST_MB * _MIB))
+                part_ms = self._costs.collective(member, largest) * nbytes / largest
+                i = places[member]
+                ms[i] = min(ms[i], part_ms)
+        return replace(self._model, ms=ms).paths.bound_ms
 
     def plan(self, caps: Any, max_run: int | None = None) -> MergePlan:
         """The plan for the graph itself, with buckets that leave no longer runs."""
@@ -314,26 +348,32 @@ class _Search:
         best = self.tried[self.best()] if self.tried else None
         return math.inf if best is None or best.misses else self._worth * best.step_ms[1]
 
+    def _bound_ms(self, plan: MergePlan) -> float:
+        """What the step of a plan takes at least."""
+        return self._merged(plan).paths.bound_ms
+
     def _outcome(self, plan: MergePlan, like: str = "") -> ScheduleReport | None:
         """The schedule of a plan, in orders like the one of that name; None if it is known to be
         slower than the best so far."""
         members = (like, *(b.members for b in plan.buckets))
         if members not in self._known:
-            best_ms = self._best_ms()
-            with paused_gc():  # for one model at a time: a copy of the graph holds cycles
-                model = self._merged(plan)
-                found: ScheduleReport | None
-                # All orders: by few of them, plans are ranked by how these few do under the bounds.
-                found, _ = schedule_model(
-                    model,
-                    self._policies,
-                    self._reference,
-                    at_most_ms=best_ms,
-                    priced=False,
-                    like=like,
-                )
-            slower = found.step_ms[1] > best_ms
-            self._known[members] = None if slower else found
+            self._known[members] = None
+            best_ms, model = self._best_ms(), self._merged(plan)
+            del self._models[members[1:]]
+            if model.paths.bound_ms > best_ms:
+                return None
+            # All orders: by few of them, plans are ranked by how these few do under the bounds.
+            found, _ = schedule_model(
+                model,
+                self._policies,
+                self._reference,
+                at_most_ms=best_ms,
+                priced=False,
+                like=like or (self.tried[self.best()].chosen if self.tried else ""),
+                others=not like,
+            )
+            if found.step_ms[1] <= best_ms:
+                self._known[members] = found
         return self._known[members]
 
     @cached_property
@@ -347,6 +387,12 @@ class _Search:
         return model_of(self._analysis, self._costs)
 
     def _merged(self, plan: MergePlan) -> Model:
+        members = tuple(b.members for b in plan.buckets)
+        if members not in self._models:
+            self._models[members] = self._merge(plan)
+        return self._models[members]
+
+    def _merge(self, plan: MergePlan) -> Model:
         rank_order = self._accumulate is not None
         merged = merged_model(self._model, plan.buckets, self._costs, rank_order)
         if merged is not None:
@@ -362,21 +408,6 @@ class _Search:
 
     def best(self) -> _Caps:
         return min(self.tried, key=lambda k: _rank(self.tried[k]))
-
-
-def _moves(buckets: list[list[int]], at: int) -> Iterator[list[list[int]]]:
-    """Bucket ``at`` with a member more or less than its neighbour behind, cut in two, or joined to
-    that."""
-    before, mine, behind = buckets[:at], buckets[at], buckets[at + 1 :]
-    if behind and len(behind[0]) > 1:
-        yield [*before, [*mine, behind[0][0]], behind[0][1:], *behind[1:]]
-    if behind and len(mine) > 1:
-        yield [*before, mine[:-1], [mine[-1], *behind[0]], *behind[1:]]
-    if len(mine) > 1:
-        cut = max(1, bisect.bisect(list(itertools.accumulate(mine)), sum(mine) / 2))
-        yield [*before, mine[:cut], mine[cut:], *behind]
-    if behind:
-        yield [*before, [*mine, *behind[0]], *behind[1:]]
 
 
 def _between(cap: float, larger: float) -> float:

@@ -148,7 +148,8 @@ class KeepPlanner:
         # Ranks may differ in what pads and cuts their shards.
         halves = (self.partitioned.forward, self.partitioned.backward)
         self._size = sum(
-            len(h) - sum(n in h.shard_side.nodes for n in h.dependencies.nodes) for h in halves
+            len(h) - sum(n in h.graph.shard_side.nodes for n in h.dependencies.nodes)
+            for h in halves
         )
         self._distinct = self.partitioned.distinct
         self._outcomes: dict[tuple[_Set, int], Outcome] = {}

@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from ..graph.liveness import LiveBytes
 from .model import Model
 from .options import Options
+from .paths import Remaining
 from .sends import Send, sooner_ms
 from .streams import Streams
 
@@ -100,11 +101,11 @@ class ListScheduler:
         self.freed: dict[int, int] = {}
         self.now = 0.0
         self.kernels_ms = 0.0  # of the kernels that were run
-        self.left_ms = self.analysis.all_ms  # of what is no collective
         self.streams = Streams(model.group, model.ms, model.shared)
         self.end = self.streams.end
         self.last: dict[str | None, int] = {}  # launched, by group
-        self.to_send = dict(self.analysis.sent_ms)  # milliseconds, by group
+        self.tail = model.paths.tail
+        self.left = Remaining(model)
         self.next_gather = dict.fromkeys(self.analysis.gathers, 0)
         self.next_filler = 0
         self.head = 0
@@ -139,7 +140,7 @@ class ListScheduler:
                     self._emit(gather)
             self._make_room(kernels[chosen])
             self._emit(kernels[chosen])
-            if self.lost or self.now + self.left_ms > self.at_most_ms:
+            if self.lost or self.left.least_end(None, self.now) > self.at_most_ms:
                 return None
         while self.held:
             self._emit(min(self.held, key=lambda i: (self._stall(i), i)))
@@ -203,7 +204,7 @@ class ListScheduler:
                 self.freed_by_waits -= self.freed.pop(start, 0)
             if ms:
                 self.now += ms
-                self.left_ms -= ms
+                self.left.begin(i, None)
             self.end[i] = self.now
         if model.compute[i]:
             self.run_length += 1
@@ -227,10 +228,13 @@ class ListScheduler:
         self.streams.launch(i, self.now)
         group = str(self.model.group[i])
         self.last[group] = i
-        self.to_send[group] -= self.model.ms[i]
-        after = max(self.analysis.tail[i] - self.model.ms[i], self.to_send[group])
-        if self.end[i] + after > self.at_most_ms:
-            self.lost = True
+        end = self.end[i]
+        self.lost |= end + self.tail[i] - self.model.ms[i] > self.at_most_ms
+        for stream in self.model.streams_of(group):
+            self.left.begin(i, stream)
+            # What is under way on a level may be done before ``i``.
+            free = end if stream == group else self.now
+            self.lost |= self.left.least_end(stream, free) > self.at_most_ms
         if not self.analysis.source[i]:
             self.in_flight.append(i)
         if i in self.wait_of:
@@ -279,10 +283,10 @@ class ListScheduler:
         """Whether a start was launched that has to be waited for: no longer than ``kernel`` would
         have to wait itself, or because what follows it would end later behind ``kernel`` than what
         is left to compute, and what follows ``kernel``, would after the wait."""
-        tail, ms = self.analysis.tail, self.model.ms
+        tail, ms = self.tail, self.model.ms
         for start in self.held:
             stall = self._stall(start)
-            late = ms[kernel] + tail[start] > stall + max(tail[kernel], self.left_ms)
+            late = ms[kernel] + tail[start] > stall + max(tail[kernel], self.left.kernels_ms)
             if late or stall <= self._stall(kernel):
                 self._emit(start)
                 return True
@@ -394,7 +398,7 @@ class ListScheduler:
         best_tail, by_tail, best_send, best_busy = -1.0, False, _NOTHING, 0.0
         soonest = (float("inf"), 0.0)
         waiting, waits_ms, waiting_tail = -1, 0.0, 0.0
-        compute, tails, pending, now = model.compute, analysis.tail, self.pending, self.now
+        compute, tails, pending, now = model.compute, self.tail, self.pending, self.now
         sends, last, end = analysis.sends, self.last, self.end
         for number in self.ready:
             if before[number] > (reach if best < 0 else near):
@@ -439,7 +443,7 @@ class ListScheduler:
     def _delays(self, kernel: int, path_ms: float, stall: float, tail: float) -> bool:
         """Whether all would end later with ``kernel``, whose path takes ``tail``, than with a wait
         of ``stall`` for a path of ``path_ms``."""
-        return self.model.ms[kernel] + path_ms > stall + max(path_ms, tail, self.left_ms)
+        return self.model.ms[kernel] + path_ms > stall + max(path_ms, tail, self.left.kernels_ms)
 
     def _fitting(self, waiting: int, stall: float, near: int, capped: bool) -> int:
         """The kernel of the longest path that is done within ``stall``, else ``waiting``."""
@@ -449,12 +453,12 @@ class ListScheduler:
             if analysis.compute_before[number] > near:
                 break
             kernel = analysis.kernels[number]
-            if model.ms[kernel] > stall or analysis.tail[kernel] <= best_tail:
+            if model.ms[kernel] > stall or self.tail[kernel] <= best_tail:
                 continue
             if capped and model.compute[kernel] and kernel not in self.wanted:
                 continue
             if self._stall(kernel) <= _NO_STALL_MS and self._may_overtake(number):
-                best, best_tail = number, analysis.tail[kernel]
+                best, best_tail = number, self.tail[kernel]
         before = analysis.compute_before
         self.farthest = max(self.farthest, before[max(best, waiting)] - before[self.head])
         return best

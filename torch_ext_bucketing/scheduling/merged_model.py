@@ -19,12 +19,11 @@ off.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
 
-from ..bucketing.all_to_all import replaceable
 from ..bucketing.pack import packed_values
 from ..bucketing.plan import Bucket
 from ..graph.collectives import Kind, group_size
@@ -52,8 +51,8 @@ def merged_model(
     place = {node: i for i, node in enumerate(model.dependencies.nodes)}
     wait_of = {start: i for i, start in enumerate(model.start_of) if start >= 0}
     merged = []
-    there = {n: c for n, c in model.collectives.items() if n in place}
-    replaced = replaceable(there) if rank_order else {}
+    sums = model.graph.gradient_sums if rank_order else {}
+    replaced = {n: c for n, c in sums.items() if n in place}
     done = {m for bucket in buckets for m in bucket.members}
     alone = [Bucket(c.kind, None, (n,)) for n, c in replaced.items() if n not in done]
     for bucket in (*buckets, *alone):
@@ -100,7 +99,7 @@ class _Sorted:
             for i in (*m.starts, *m.waits):
                 self._unit[i] = ~number
             self._stands_at[m.starts[0] if m.kind == "all_gather" else m.starts[-1]] = ~number
-        self._done: set[int] = set()
+        self._done = [False] * (len(model) + len(merged))  # ``~0`` is the last one
         self._order: list[int] = []
         self._waiting: dict[int, list[int]] = {}
 
@@ -116,30 +115,26 @@ class _Sorted:
         whole = len(self._order) == len(set(self._unit))
         return self._order if whole else None
 
-    def _needs(self, unit: int) -> Iterator[int]:
+    def _needs(self, unit: int) -> list[int]:
         if unit >= 0:
-            yield from self._needed(unit)
-            return
+            return self._needed(unit)
         merged = self._merged[~unit]
-        for i in (*merged.starts, *merged.waits):
-            yield from (u for u in self._needed(i) if u != unit)
+        members = (*merged.starts, *merged.waits)
+        return [u for i in members for u in self._needed(i) if u != unit]
 
-    def _needed(self, i: int) -> Iterator[int]:
-        """The units that node ``i`` needs."""
-        model = self._model
-        for j in model.dependencies.needs[i]:
-            # Starts keep their order, but which one it is only comes out at the end.
-            if not model.only_ordered(j, i):
-                yield self._unit[j]
+    def _needed(self, i: int) -> list[int]:
+        """The units that node ``i`` needs. Starts keep their order, but which one it is only comes
+        out at the end."""
+        return [self._unit[j] for j in self._model.needed_values[i]]
 
     def _hoist(self, merged: _Merged) -> None:
         """Place what the later members need, unless that is another collective's result."""
         for i in merged.starts[1:]:
             late: dict[int, None] = {}
-            stack = list(self._needed(i))
+            stack = self._needed(i)
             while stack:
                 unit = stack.pop()
-                if unit in self._done or unit in late:
+                if self._done[unit] or unit in late:
                     continue
                 late[unit] = None
                 if unit < 0 or self._model.group[unit] is not None:
@@ -151,18 +146,20 @@ class _Sorted:
 
     def _place(self, unit: int) -> None:
         """Place ``unit`` now, or as soon as all that it needs is there."""
-        stack = [unit]
+        stack, done = [unit], self._done
         while stack:
             unit = stack.pop()
-            if unit in self._done:
+            if done[unit]:
                 continue
-            missing = next((u for u in self._needs(unit) if u not in self._done), None)
-            if missing is not None:
-                self._waiting.setdefault(missing, []).append(unit)
-                continue
-            self._done.add(unit)
-            self._order.append(unit)
-            stack += reversed(self._waiting.pop(unit, ()))
+            for needed in self._needs(unit):
+                if not done[needed]:
+                    self._waiting.setdefault(needed, []).append(unit)
+                    break
+            else:
+                done[unit] = True
+                self._order.append(unit)
+                if unit in self._waiting:
+                    stack += reversed(self._waiting.pop(unit))
 
 
 class _Rewritten:
@@ -232,7 +229,7 @@ class _Rewritten:
 
     def _now(self, storages: tuple[int, ...]) -> tuple[int, ...]:
         instead = self._instead
-        if not any(s in instead for s in storages):
+        if instead.keys().isdisjoint(storages):
             return storages
         return tuple(dict.fromkeys(instead.get(s, s) for s in storages))
 
@@ -245,8 +242,8 @@ class _Rewritten:
         row = self._old.row(i, self._at)
         if i in self._casts:
             row = Row(row.node, row.needs, (), self._casts[i], view=True)
-        else:
-            row = row._replace(touches=self._now(row.touches))
+        elif (touches := self._now(row.touches)) is not row.touches:
+            row = row._replace(touches=touches)
         self._at[i] = self._add(row)
 
     def _add_bucket(self, m: _Merged) -> None:
@@ -317,7 +314,7 @@ class _Rewritten:
         """Bytes and milliseconds of what a gather bucket is packed from; none where ranks differ in
         it, see :mod:`.graph.uneven`."""
         values = packed_values(m.bucket.members)
-        if all(value in self._old.shard_side.nodes for value in values):
+        if all(value in self._old.graph.shard_side.nodes for value in values):
             return 0, 0.0
         given = sum(map(self._costs.result_bytes, values))
         return given, self._costs.kernel(2 * given) + self._costs.kernel(given + 2 * packed)

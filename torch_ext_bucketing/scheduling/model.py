@@ -9,18 +9,16 @@ from typing import Any, NamedTuple
 
 import torch.fx as fx
 
-from ..graph.analysis import GraphAnalysis
+from ..graph.analysis import GraphAnalysis, GraphLike, graph_of
 from ..graph.collectives import Kind, is_compute, is_view, kind_of, started_by
 from ..graph.dependencies import Precedence, unused
-from ..graph.graph_of import GraphLike, graph_of
 from ..graph.liveness import Storages
-from ..graph.records import Collective
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.tags import replaced_kind
-from ..graph.uneven import ShardSide
 from .cost import Costs
 from .machine import H100, Machine
 from .model_analysis import ModelAnalysis
+from .paths import Paths
 
 
 def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) -> Model:
@@ -53,9 +51,7 @@ def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) 
         compute=[is_compute(n) for n in nodes],
         reduces=[replaced_kind(n) == "reduce_scatter" for n in nodes],
         view=[is_view(n) for n in nodes],
-        shard_side=graph.shard_side,
-        collectives=graph.collectives,
-        hints=costs.hints,
+        graph=graph,
         shared=costs.shared_levels(dependencies.group.values()),
     )
 
@@ -117,10 +113,8 @@ class Model:
         compute: whether it is a compute node.
         reduces: whether it is a reduce-scatter.
         view: whether it runs no kernel.
-        shard_side: what :mod:`.graph.uneven` finds in the graph.
-        collectives: those of the graph that the model is of, or was made from.
+        graph: that the model is of, or was made from.
         members: of a bucket that is only planned, by the place of its start: the starts in it.
-        hints: what sizes that depend on data were taken as.
         shared: the network level of each group that is not alone on its level.
     """
 
@@ -132,27 +126,38 @@ class Model:
     compute: list[bool]
     reduces: list[bool]
     view: list[bool]
-    shard_side: ShardSide
-    collectives: Mapping[fx.Node, Collective]
+    graph: GraphAnalysis
     members: dict[int, tuple[fx.Node, ...]] = field(default_factory=dict)
-    hints: SizeHints = field(default_factory=SizeHints)
     shared: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.ms)
 
     @cached_property
+    def paths(self) -> Paths:
+        """The longest paths, and what no order can be shorter than, computed once."""
+        return Paths(self)
+
+    @cached_property
     def analysis(self) -> ModelAnalysis:
         """Facts that every order of the model has in common, computed once."""
         return ModelAnalysis(self)
 
+    @cached_property
+    def needed_values(self) -> list[list[int]]:
+        """By place, what the node needs but for the launch order."""
+        return [
+            mine if self.group[i] is None else [j for j in mine if self.group[j] is None]
+            for i, mine in enumerate(self.dependencies.needs)
+        ]
+
     def row(self, i: int, at: Sequence[int]) -> Row:
         """Node ``i`` as it is in a model in the making, in which old places are ``at``; below 0:
         not in it."""
-        needs, start = self.dependencies.needs[i], self.start_of[i]
+        start = self.start_of[i]
         return Row(
             self.dependencies.nodes[i],
-            [at[j] for j in needs if at[j] >= 0 and not self.only_ordered(j, i)],
+            [at[j] for j in self.needed_values[i] if at[j] >= 0],
             self.liveness.allocates[i],
             self.liveness.touches[i],
             self.ms[i],
@@ -174,26 +179,29 @@ class Model:
         """The model of other nodes on the same machine. Collectives of one group and kind are
         launched in the order of ``rows``; the rest is as of :class:`Model` and :class:`.Storages`.
         """
-        needs = [set(row.needs) for row in rows]
+        nodes, given, allocates, touches, *rest = map(list, zip(*rows, strict=True))
+        columns: dict[str, Any] = dict(zip(Row._fields[4:], rest, strict=True))
+        needs = list(map(set, given))
         last: dict[tuple[str, Kind], int] = {}
         for i, row in enumerate(rows):
-            kind = kind_of(row.node)
+            kind = None if row.group is None else kind_of(row.node)
             if row.group is not None and kind is not None:
                 key = row.group, kind
                 needs[i].update((last[key],) if key in last else ())
                 last[key] = i
-        columns: dict[str, Any] = {
-            name: [getattr(row, name) for row in rows]
-            for name in ("ms", "group", "start_of", "compute", "reduces", "view")
-        }
-        allocates, touches = [r.allocates for r in rows], [r.touches for r in rows]
         return replace(
             self,
-            dependencies=Precedence([row.node for row in rows], needs),
+            dependencies=Precedence(nodes, needs),
             liveness=Storages(size, allocates, touches, kept, at_start),
             members=members,
             **columns,
         )
+
+    def streams_of(self, group: str | None) -> tuple[str | None, ...]:
+        """What has to take one after the other, with a collective of that group, or with a kernel
+        where it is None: its stream, and the network level if others share that."""
+        level = None if group is None else self.shared.get(group)
+        return (group,) if level is None else (group, level)
 
     def only_ordered(self, before: int, after: int) -> bool:
         """Whether the two are starts: then ``after`` needs ``before`` for the launch order alone,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from .model import Model
 
 _LARGE = 2**62  # bytes
-_NEAR = 500
-"""What is computed between two collectives is looked for where they are no farther apart."""
 
 
 class ModelAnalysis:
@@ -32,13 +29,8 @@ class ModelAnalysis:
         compute_before: by number, compute nodes before the kernel.
         ms_before: by number, milliseconds of the kernels before it.
         total_ms: of all kernels; ``all_ms`` of all that is no collective.
-        tail: by place, milliseconds from the node's begin to the end at least: the longest path,
-            with all that is computed between its collectives.
         sends: by place, what the node is on the way to.
         first_use: by place, number of the first kernel that needs the node.
-        sent_ms: by process group, milliseconds of all its collectives.
-        bound_ms: no order takes less: the longest path, or what a stream (of kernels, of a process
-            group, of a network level where groups share one) has to do, and what is around that.
         gathers: by process group, the starts that need no computation and are used by some.
         wait_of: by place of a start, the place of its wait.
         latest: by place of a gather, when it must begin; see :func:`latest_starts`.
@@ -75,8 +67,7 @@ class ModelAnalysis:
             for j in model.dependencies.needed_by[i]:
                 if not model.only_ordered(i, j):
                     self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
-        self.tail = _paths(model, back=False)
-        self.sends = sends_of(model, self.tail)
+        self.sends = sends_of(model, model.paths.tail)
         # Lazy nodes that lead to no kernel and no collective, and add nothing that stays live, or
         # less than what they read, such as a part of a gathered parameter that is kept.
         self.ends = [False] * size
@@ -87,11 +78,6 @@ class ModelAnalysis:
                 and all(self.ends[j] for j in model.dependencies.needed_by[i])
                 and _adds_less(model, i)
             )
-        self.sent_ms: dict[str, float] = {}  # by group
-        for group, ms in zip(model.group, model.ms, strict=True):
-            if group is not None:
-                self.sent_ms[group] = self.sent_ms.get(group, 0.0) + ms
-        self.bound_ms = _least_ms(model, self.tail)
         # With them one of several results: the others are in memory until it is taken.
         nodes = model.dependencies.nodes
         self.ends_behind = [
@@ -201,73 +187,6 @@ class ModelAnalysis:
             if most:
                 most[-1] = max(most[-1], during)
         return before, most
-
-
-def _paths(model: Model, back: bool) -> list[float]:
-    """By place, milliseconds of the longest path that begins with the node, or ends with it.
-
-    A path has one node after the other. Between two of its collectives there is more: whatever
-    needs the first one's result and is needed by the second runs on the one compute stream::
-
-        all_to_all -> wait -> mm1 -> mul -> all_to_all      path: mm1, mul
-                           `-> mm2 -----^                   between them: mm1, mm2, mul
-    """
-    size, dependencies = len(model), model.dependencies
-    edges = dependencies.needs if back else dependencies.needed_by
-    path, near = [0.0] * size, [-1] * size  # the nearest collective on it
-    for i in range(size) if back else reversed(range(size)):
-        longest, waiting_ms = 0.0, 0.0
-        for j in edges[i]:
-            first, second = (j, i) if back else (i, j)
-            if model.needs_end(first, second):
-                if path[j] > waiting_ms:
-                    waiting_ms, near[i] = path[j], near[j] if model.group[j] is None else j
-            elif path[j] > longest and model.only_ordered(first, second):
-                longest = path[j]  # one stream takes one after the other, too
-        if model.group[i] is not None and near[i] >= 0 and abs(i - near[i]) <= _NEAR:
-            between = _between(model, *sorted((i, near[i])))
-            computed = sum(model.ms[j] for j in sorted(between) if model.group[j] is None)
-            waiting_ms = max(waiting_ms, computed + path[near[i]])
-        path[i] = model.ms[i] + max(longest, waiting_ms)
-    return path
-
-
-def _between(model: Model, start: int, end: int) -> set[int]:
-    """What waits for the end of ``start``, and what ``end`` waits for."""
-    needs, needed_by = model.dependencies.needs, model.dependencies.needed_by
-    behind, stack = set[int](), [start]
-    while stack:
-        node = stack.pop()
-        for j in needed_by[node]:
-            if j < end and j not in behind and model.needs_end(node, j):
-                behind.add(j)
-                stack.append(j)
-    found, stack = set[int](), [end]
-    while stack:
-        node = stack.pop()
-        for j in needs[node]:
-            if j in behind and j not in found and model.needs_end(j, node):
-                found.add(j)
-                stack.append(j)
-    return found
-
-
-def _least_ms(model: Model, tail: Sequence[float]) -> float:
-    """No order takes less: a longest path; or, of a stream, what begins late, one after the other,
-    behind the earliest and ahead of the least that follows (Jackson's bound for one machine)."""
-    head = _paths(model, back=True)
-    streams: dict[str | None, list[tuple[float, float, float]]] = {}
-    for group, ms, before, after in zip(model.group, model.ms, head, tail, strict=True):
-        stream = model.shared.get(group, group) if group is not None else None
-        streams.setdefault(stream, []).append((before - ms, ms, after - ms))
-    least = max((a + b - ms for a, b, ms in zip(head, tail, model.ms, strict=True)), default=0.0)
-    for work in streams.values():
-        total, following = 0.0, math.inf
-        for before, ms, after in sorted(work, reverse=True):
-            if ms:
-                total, following = total + ms, min(following, after)
-                least = max(least, before + total + following)
-    return least
 
 
 def _adds_less(model: Model, i: int) -> bool:

@@ -33,7 +33,7 @@ import torch.fx as fx
 
 from .._torch import aot as _aot
 from ..bucketing.plan import Bucket
-from ..fsdp.tag_graph import parameter_chains, read_in_forward
+from ..fsdp.chains import parameter_chains, read_in_forward
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import (
     KINDS,

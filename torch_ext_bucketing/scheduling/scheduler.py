@@ -22,9 +22,8 @@ import torch.fx as fx
 
 from .._gc import paused_gc
 from ..fsdp.all_to_all import SUM
-from ..graph.analysis import GraphAnalysis
+from ..graph.analysis import GraphAnalysis, GraphLike, graph_of
 from ..graph.dependencies import Precedence
-from ..graph.graph_of import GraphLike, graph_of
 from ..graph.size_hints import GivenHints, SizeHints
 from ..reports.schedule import ScheduleReport
 from ..reports.text import sizes_text
@@ -75,6 +74,7 @@ def schedule(
     donated: Callable[[fx.Node], bool] | None = None,
     size_hints: SizeHints | GivenHints = None,
     external_live_bytes: int = 0,
+    like: str = "",
 ) -> ScheduleReport:
     """Reorder a graph's nodes, in place. A ``GraphModule`` is recompiled.
 
@@ -88,6 +88,8 @@ def schedule(
         size_hints: as of :func:`.backend`.
         external_live_bytes: what is in memory all the time beside the graph's own inputs, such as
             the parameters that a backward graph does not read. It counts in every peak.
+        like: :attr:`.ScheduleReport.chosen` of a model of the same graph, by :func:`.choose_caps`:
+            where an order of this sort keeps the bounds, no others are made.
 
     Returns:
         What was reached. A bound that is missed is also a ``BoundNotKeptWarning``.
@@ -113,7 +115,11 @@ def schedule(
             )
             costs = Costs(machine, analysis.hints)
             model = model_of(analysis, costs)
-            report, order = schedule_model(model, policies, reference_bytes)
+            report, order = schedule_model(
+                model, policies, reference_bytes, like=like, others=not like
+            )
+            if like and report.misses:
+                report, order = schedule_model(model, policies, reference_bytes)
             price = _rank_order_ms(model, order, costs)
             notes = report.notes
             if price is not None and "all_to_all" in costs.by_torch:
@@ -157,6 +163,7 @@ def schedule_model(
     at_most_ms: float = math.inf,
     priced: bool = True,
     like: str = "",
+    others: bool = True,
 ) -> tuple[ScheduleReport, Sequence[int]]:
     """The report and the order of a model, as places of its nodes; no graph is touched.
 
@@ -167,7 +174,8 @@ def schedule_model(
         quick: few orders are tried.
         at_most_ms: orders that take longer are given up.
         priced: what the bounds cost is found out, unless ``quick``.
-        like: only orders of the sort with this name, or one that it begins with, are made.
+        like: orders of the sort with this name, or one that it begins with, are made first.
+        others: whether others are made, too.
     """
     policies = policies_of(policy)
     clock = time.perf_counter()
@@ -192,18 +200,15 @@ def schedule_model(
         return _Try(name, timeline, misses)
 
     wanted = [c for p in policies for c in p.candidates(case, quick)]
-    wanted = [c for c in wanted if like.startswith(c[0])] or wanted
     passes = list[tuple[ListScheduler, Timeline | None]]()
-    bound = model.analysis.bound_ms
+    bound = model.paths.bound_ms
 
     def tried(name: str, options: Options, free: Options) -> _Try | None:
         """The order that a pass makes, unless it is known to be no better than what was tried."""
         least = min(tries, key=_rank)
         at_most = at_most_ms
         if wanted and not least.misses:
-            at_most = min(at_most, least.timeline.step_ms)
-            if least.timeline.step_ms <= bound * ROUNDING:
-                return None
+            at_most = min(at_most, _WORTH * least.timeline.step_ms)
         if at_most * ROUNDING < bound:
             return None
         if any(p.as_with(options) for p, _ in passes):
@@ -218,7 +223,9 @@ def schedule_model(
 
     tries = [judged("as given", given)]
     # The widest first: what it has no use for needs no pass of its own.
-    for name, free in sorted(wanted or _FOR_MEMORY, key=lambda c: -c[1].window):
+    sorts = sorted(wanted or _FOR_MEMORY, key=lambda c: -c[1].window)
+    alike = [c for c in sorts if like.startswith(c[0])]
+    for name, free in [*alike, *(c for c in sorts if (others or not alike) and c not in alike)]:
         options = ask(free)
         if unbounded:
             options = replace(options, limit_bytes=limit)
@@ -259,9 +266,9 @@ def schedule_model(
         alternatives=tuple((t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
         bounds_cost_ms=cost,
         notes=(*(note for p in policies for note in p.notes(case)), *dear),
-        warnings=(*model.hints.problems, *(b.warning for b in bounds if b.warning)),
+        warnings=(*model.graph.hints.problems, *(b.warning for b in bounds if b.warning)),
         order=tuple(model.dependencies.nodes[i].name for i in reached.order),
-        size_hints=model.hints.to_text(),
+        size_hints=model.graph.hints.to_text(),
         seconds=time.perf_counter() - clock,
     )
     return report, reached.order

@@ -75,7 +75,7 @@ def _events(d: Drawn, pid: int, groups: list[str], offset: float) -> Iterator[di
             "ph": "X",
             "pid": pid,
             "tid": 1 if group is None else 2 + groups.index(group),
-            "name": node.name if group is None else label(node, d.model.hints),
+            "name": node.name if group is None else label(node, d.model.graph.hints),
             "ts": begin_us,
             "dur": d.model.ms[i] * 1e3,
             "args": {"stage": d.stage, "node": node.name, "target": str(node.target)},

@@ -1,0 +1,164 @@
+"""The longest paths of a model, and how long its step takes at least.
+
+Both are known long before an order is: most models of plans that are compared, and most orders of
+those that are scheduled, are given up for that.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .model import Model
+
+_NEAR = 500
+"""What is computed between two collectives is looked for where they are no farther apart."""
+
+_ROUNDED_MS = 1e-3
+"""What rounding may leave of times that were taken away one by one."""
+
+
+class Rest(NamedTuple):
+    """The nodes of a stream that keep the step from ending the longest.
+
+    Args:
+        ms: that they take, one after the other.
+        after_ms: that must come after each of them, and comes after no other one of the stream.
+    """
+
+    ms: float
+    after_ms: float
+
+
+class Paths:
+    """Facts that all orders of a model have in common: :attr:`.Model.paths`.
+
+    A stream is that of the kernels (None), or of a process group; where groups share a network
+    level, the level is one more.
+
+    Attributes:
+        tail: by place, milliseconds from the node's begin to the end at least: the longest path,
+            with all that is computed between its collectives.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.tail = _longest(model, back=False)
+
+    @cached_property
+    def rest(self) -> dict[str | None, Rest]:
+        """By stream, what makes a step long that has come to none of its nodes yet."""
+        found = {}
+        for stream, work in self._work().items():
+            most, total = Rest(0.0, 0.0), 0.0
+            for after, ms in sorted(((self.tail[i] - ms, ms) for i, ms in work), reverse=True):
+                total += ms
+                if total + after >= most.ms + most.after_ms:
+                    most = Rest(total, after)
+            found[stream] = most
+        return found
+
+    @cached_property
+    def bound_ms(self) -> float:
+        """No order takes less: a longest path; or, of a stream, what begins late, one after the
+        other, behind the earliest and ahead of the least that follows (Jackson's bound for one
+        machine)."""
+        model, tail = self._model, self.tail
+        head = _longest(model, back=True)
+        least = max((a + b - ms for a, b, ms in zip(head, tail, model.ms, strict=True)), default=0)
+        for work in self._work().values():
+            total, following = 0.0, math.inf
+            for before, i, ms in sorted(
+                ((head[i] - ms, i, ms) for i, ms in work if ms), reverse=True
+            ):
+                total, following = total + ms, min(following, tail[i] - ms)
+                least = max(least, before + total + following)
+        return least
+
+    def _work(self) -> dict[str | None, list[tuple[int, float]]]:
+        """By stream, its nodes, and what they take."""
+        found: dict[str | None, list[tuple[int, float]]] = {None: []}
+        for i, (group, ms) in enumerate(zip(self._model.group, self._model.ms, strict=True)):
+            for stream in self._model.streams_of(group):
+                found.setdefault(stream, []).append((i, ms))
+        return found
+
+
+class Remaining:
+    """What is left of a model whose nodes begin one after the other.
+
+    Attributes:
+        kernels_ms: milliseconds of all that is no collective.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._tail, self._rest = model, model.paths.tail, model.paths.rest
+        self._ms = {stream: rest.ms for stream, rest in self._rest.items()}
+        self.kernels_ms = model.analysis.all_ms
+
+    def begin(self, i: int, stream: str | None) -> None:
+        """Node ``i`` is no longer to come on that stream."""
+        ms = self._model.ms[i]
+        if stream is None:
+            self.kernels_ms -= ms
+        if self._tail[i] - ms >= self._rest[stream].after_ms:
+            self._ms[stream] -= ms
+
+    def least_end(self, stream: str | None, free_ms: float) -> float:
+        """When all ends at the earliest for what is left of a stream that is free from then on."""
+        left, least = self._ms[stream], free_ms
+        if left > _ROUNDED_MS:
+            least += left + self._rest[stream].after_ms
+        return max(least, free_ms + self.kernels_ms) if stream is None else least
+
+
+def _longest(model: Model, back: bool) -> list[float]:
+    """By place, milliseconds of the longest path that begins with the node, or ends with it.
+
+    A path has one node after the other. Between two of its collectives there is more: whatever
+    needs the first one's result and is needed by the second runs on the one compute stream::
+
+        all_to_all -> wait -> mm1 -> mul -> all_to_all      path: mm1, mul
+                           `-> mm2 -----^                   between them: mm1, mm2, mul
+    """
+    size, dependencies, group = len(model), model.dependencies, model.group
+    edges = dependencies.needs if back else dependencies.needed_by
+    path, near = [0.0] * size, [-1] * size  # the nearest collective on it
+    for i in range(size) if back else reversed(range(size)):
+        longest, waiting_ms = 0.0, 0.0
+        for j in edges[i]:
+            if path[j] <= waiting_ms:
+                continue
+            first, second = (j, i) if back else (i, j)
+            if group[first] is None or model.needs_end(first, second):
+                waiting_ms, near[i] = path[j], near[j] if group[j] is None else j
+            elif path[j] > longest and group[second] is not None:
+                longest = path[j]  # one stream takes one after the other, too
+        if group[i] is not None and near[i] >= 0 and abs(i - near[i]) <= _NEAR:
+            between = _between(model, *sorted((i, near[i])))
+            computed = sum(model.ms[j] for j in sorted(between) if group[j] is None)
+            waiting_ms = max(waiting_ms, computed + path[near[i]])
+        path[i] = model.ms[i] + max(longest, waiting_ms)
+    return path
+
+
+def _between(model: Model, start: int, end: int) -> set[int]:
+    """What waits for the end of ``start``, and what ``end`` waits for."""
+    needs, needed_by, group = model.dependencies.needs, model.dependencies.needed_by, model.group
+    behind, stack = set[int](), [start]
+    while stack:
+        node = stack.pop()
+        for j in needed_by[node]:
+            if j < end and j not in behind and (group[node] is None or model.needs_end(node, j)):
+                behind.add(j)
+                stack.append(j)
+    found, stack = set[int](), [end]
+    while stack:
+        node = stack.pop()
+        for j in needs[node]:
+            if j in behind and j not in found and (group[j] is None or model.needs_end(j, node)):
+                found.add(j)
+                stack.append(j)
+    return found
