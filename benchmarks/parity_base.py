@@ -92,7 +92,7 @@ class ParityModel(nn.Module):
         super().__init__()
         self.embed = embed or nn.Embedding(VOCAB, dim)
         self.layers = layers
-        self.norm = norm or RMSNorm(dim, 1e-5)
+        self.norm = norm or RMSNorm(dim)
         self.head = nn.Linear(dim, vocab, bias=False)
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:

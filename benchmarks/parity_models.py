@@ -36,7 +36,7 @@ class Llama(ParityModel):
     def __init__(self, layers: int, dim: int = 64) -> None:
         config = ModelConfig(VOCAB, dim, layers, hidden=dim * 3 // 2, max_seq=SEQ)
         super().__init__(dim, nn.ModuleList(Block(config) for _ in range(layers)))
-        cos, sin = rotary_tables(SEQ, config.head_dim, config.rope_theta)
+        cos, sin = rotary_tables(SEQ, config.head_dim)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
 
@@ -92,10 +92,10 @@ class MoeBlock(nn.Module):
     def __init__(self, dim: int, hidden: int, experts: int) -> None:
         super().__init__()
         self.moe_gamma = nn.Parameter(torch.empty(dim))
-        self.mixer_norm = RMSNorm(dim, 1e-5)
+        self.mixer_norm = RMSNorm(dim)
         self.mixer = nn.Linear(dim, dim, bias=False)
         self.mixer_gate = nn.Linear(dim, dim, bias=False)
-        self.moe_norm = RMSNorm(dim, 1e-5)
+        self.moe_norm = RMSNorm(dim)
         self.router = Router(dim, experts, top_k=2)
         self.shared_gamma = nn.Parameter(torch.empty(dim))
         self.shared_expert = nn.Linear(dim, dim, bias=False)
@@ -165,7 +165,7 @@ class UnevenBlock(nn.Module):
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.empty(1))
-        self.norm = RMSNorm(dim, 1e-5)
+        self.norm = RMSNorm(dim)
         self.mix = nn.Linear(SEQ, SEQ, bias=False)
         self.up = nn.Linear(dim, hidden)
         self.down = nn.Linear(hidden, dim)
@@ -194,7 +194,7 @@ class Twice(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.empty(dim))
-        self.norm = RMSNorm(dim, 1e-5)
+        self.norm = RMSNorm(dim)
         self.w = nn.Parameter(torch.empty(dim, dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ class TwoDtypes(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm = RMSNorm(dim, 1e-5)
+        self.norm = RMSNorm(dim)
         self.w = nn.Parameter(torch.empty(dim, dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -223,7 +223,7 @@ class Checkpointed(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm = RMSNorm(dim, 1e-5)
+        self.norm = RMSNorm(dim)
         self.w = nn.Parameter(torch.empty(dim, dim))
         self.down = nn.Linear(dim, dim, bias=False)
 
@@ -241,7 +241,7 @@ class Mlp(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm = RMSNorm(dim, 1e-5)
+        self.norm = RMSNorm(dim)
         self.up = nn.Linear(dim, 2 * dim)
         self.down = nn.Linear(2 * dim, dim)
 
@@ -271,7 +271,7 @@ class SharedAttention(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm = RMSNorm(dim, 1e-5)
+        self.norm = RMSNorm(dim)
         self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def forward(
@@ -292,7 +292,7 @@ class TranslatorLayer(nn.Module):
         super().__init__()
         self.own = SharedAttention(dim)
         self.cross = SharedAttention(dim) if decodes else None
-        self.norm = RMSNorm(dim, 1e-5)
+        self.norm = RMSNorm(dim)
         self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
 
     def forward(
@@ -329,7 +329,7 @@ class Level(nn.Module):
 
     def __init__(self, dim: int, up: bool) -> None:
         super().__init__()
-        self.norm = RMSNorm(dim, 1e-5)
+        self.norm = RMSNorm(dim)
         self.conv = nn.Conv1d(dim, dim, 3, padding=1)
         if up:
             self.gate = nn.Linear(dim, dim)
@@ -370,7 +370,7 @@ class ValueBlock(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.mix = nn.Parameter(torch.empty(dim))
-        self.norm = RMSNorm(dim, 1e-5)
+        self.norm = RMSNorm(dim)
         self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def forward(
@@ -404,7 +404,7 @@ class NextToken(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm, self.embed_norm = RMSNorm(dim, 1e-5), RMSNorm(dim, 1e-5)
+        self.norm, self.embed_norm = RMSNorm(dim), RMSNorm(dim)
         self.join = nn.Linear(2 * dim, dim, bias=False)
         self.block = ValueBlock(dim)
 

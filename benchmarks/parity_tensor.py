@@ -111,9 +111,9 @@ class TensorBlock(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(dim, 1e-5)
+        self.attention_norm = RMSNorm(dim)
         self.attention = TensorAttention(dim, dim // 4)
-        self.ffn_norm = RMSNorm(dim, 1e-5)
+        self.ffn_norm = RMSNorm(dim)
         self.feed_forward = FeedForward(dim, dim * 2)
 
     def forward(
@@ -132,7 +132,7 @@ class TensorDecoder(ParityModel):
     def __init__(self, layers: int, dim: int, *, shares: bool = False) -> None:
         super().__init__(dim, nn.ModuleList(TensorBlock(dim) for _ in range(layers)))
         self.shares = shares
-        cos, sin = rotary_tables(SEQ, dim // 4, 10000.0)
+        cos, sin = rotary_tables(SEQ, dim // 4)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
 

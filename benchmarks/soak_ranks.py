@@ -215,7 +215,7 @@ class Node(nn.Module):
                 up, down = nn.Linear(dim, hidden, bias), nn.Linear(hidden, dim, bias=False)
                 self.add_module(name, nn.Sequential(up, nn.SiLU(), down))
             elif kind == "norm":
-                self.add_module(name, RMSNorm(dim, 1e-5))
+                self.add_module(name, RMSNorm(dim))
             else:
                 shape = {
                     "scale": (dim,),

@@ -68,8 +68,8 @@ def test_the_end_of_python_waits_for_what_is_in_flight(only_these):
     flight, x = InFlight(), torch.ones(3, requires_grad=True)
     held = flight.run(held_by_cpp, x)
     timer = threading.Timer(0.05, held.clear)
-    timer.start()
     begin = time.monotonic()
+    timer.start()
     _gloo._wait_for_threads()
     assert flight.is_done()
     assert time.monotonic() - begin >= 0.04

@@ -136,7 +136,7 @@ def flat(mesh):
 
 
 BAD = {
-    TypeError: {"model must be a torch.nn.Module, got 3": lambda mesh: teb.recipe(3)},
+    TypeError: {"give a torch.nn.Module, got 3": lambda mesh: teb.recipe(3)},
     ValueError: {
         r"not sharded.*data_parallel\(model": lambda mesh: teb.recipe(small_transformer()),
         r"no repeated blocks.*units=\[\.\.\.\]": lambda mesh: teb.recipe(flat(mesh)),

@@ -8,7 +8,7 @@ import pytest
 from test_warm import CHILD, HIT, MISS, assert_state, run
 
 from torch_ext_bucketing._torch import caches
-from torch_ext_bucketing.testing.untouched import require_untouched_torch, touched_torch
+from torch_ext_bucketing.testing.untouched import touched_torch
 
 
 def test_a_full_folder_is_named_where_torch_must_write(tmp_path, monkeypatch):
@@ -39,9 +39,7 @@ def test_what_a_compile_wraps_in_torch_is_found_and_is_gone_afterwards():
             "torch._inductor.output_code.CompiledFxGraph.__init__",
             "torch._inductor.output_code.CompiledFxGraph.post_compile",
         ]
-        with pytest.raises(RuntimeError, match=r"this package changed torch: .*write_atomic"):
-            require_untouched_torch()
-    require_untouched_torch()
+    assert touched_torch() == []
 
 
 @pytest.mark.slow

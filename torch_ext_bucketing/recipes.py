@@ -99,12 +99,8 @@ def recipe(
         raise ValueError(f"goal must be 'parity' or 'speed', got {goal!r}")
     if reduce not in (None, "all_to_all"):
         raise ValueError(f"reduce must be 'all_to_all' or None, got {reduce!r}")
-    for name, module in (
-        ("model", model),
-        ("reference", model if reference is None else reference),
-    ):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"{name} must be a torch.nn.Module, got {module!r}")
+    if not isinstance(model, nn.Module) or not isinstance(reference, nn.Module | None):
+        raise TypeError(f"give a torch.nn.Module, got {model!r} and reference={reference!r}")
     kinds = _kinds(model)
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     plain = [name for name, p in trained if not is_distributed(p)]
@@ -141,16 +137,17 @@ def recipe(
         reshard = [
             ReshardAfterForward("auto", memory=memory, activations=True, state_bytes=state, to=to)
         ]
-    elif optimizer is not None or state_bytes_per_parameter is not None:
-        raise ValueError("optimizer= and state_bytes_per_parameter= belong to memory=")
-    elif to is not None:
-        raise ValueError("to= belongs to memory=; without a bound, ReshardAfterForward(to=...)")
+    elif any(given is not None for given in (optimizer, state_bytes_per_parameter, to)):
+        raise ValueError(
+            "optimizer=, state_bytes_per_parameter= and to= belong to memory=; without a bound, "
+            "ReshardAfterForward(to=...)"
+        )
+    sums = ReduceByAllToAll() if reduce else None
     if goal == "speed":
         if units is not None or reference is not None:
             raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
         # The bound on the step holds for schedules, too.
         policies = [Overlap(), *([PeakMemory(ratio=1.02)] if memory is None else [])]
-        sums = ReduceByAllToAll() if reduce else None
         both = BucketAndSchedule(policies, kinds=kinds, machine=machine, reduce=sums)
         return [*first, *reshard, both]
     if units is not None and reference is not None:
@@ -158,7 +155,7 @@ def recipe(
     order, keep, named = _order(model, units, reference)
     if memory is None and gathers:
         reshard = [ReshardAfterForward(keep=keep)]
-    buckets = [BucketUnits(order, kinds=kinds), *([ReduceByAllToAll()] if reduce else [])]
+    buckets = [BucketUnits(order, kinds=kinds), *([sums] if sums is not None else [])]
     last = Schedule([Overlap()], machine)
     return [AddByUnit(model, named), *first, *reshard, *buckets, last]
 

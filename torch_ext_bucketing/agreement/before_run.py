@@ -16,24 +16,18 @@ import torch.fx as fx
 from .._torch import process_groups as groups
 from .._torch.aot import stage_of
 from ..graph.analysis import graph_of
-from ..reports.graph import GraphReport
 from .differences import Version
 from .exchange import Exchange, run_all, this_environment
 from .launches import GraphLaunches, launches_of
 
 
-def agree(
-    graph: fx.GraphModule | fx.Graph,
-    report: GraphReport | None = None,
-    timeout: timedelta | None = None,
-) -> None:
+def agree(graph: fx.GraphModule | fx.Graph, timeout: timedelta | None = None) -> None:
     """Compare what a graph launches with the other ranks, now. For graphs that are compiled without
     a backend of this package; :func:`.backend` does it by itself. Every rank has to call it, for
     its graphs in the same order.
 
     Args:
         graph: after bucketing and scheduling.
-        report: what bucketing it returned, for byte offsets in the comparison.
         timeout: how long to wait for other ranks; None takes that of each process group.
 
     Raises:
@@ -42,8 +36,7 @@ def agree(
         AgreementError: the store can't be reached.
     """
     g = graph_of(graph)
-    buckets = () if report is None else report.buckets
-    agree_on_launches(launches_of(g, stage_of(g), buckets), timeout, fresh=True)
+    agree_on_launches(launches_of(g, stage_of(g)), timeout, fresh=True)
 
 
 def before_first_run(

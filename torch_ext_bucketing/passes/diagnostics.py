@@ -182,11 +182,11 @@ class DividedUnits:
         tags = (tag for node in graph.nodes for tag in member_tags(node) if tag is not None)
         reduced = Counter((t.kind, fqn) for t in tags if t.kind != "all_gather" for fqn in t.fqns)
         here: dict[int, dict[str, None]] = {}
-        for _, fqn in reduced:
+        several = []
+        for (_, fqn), times in reduced.items():
             if (unit := self._units.unit_of(fqn)) is not None:
                 here.setdefault(unit, {})[fqn] = None
-        covered = {fqn for fqns in here.values() for fqn in fqns}
-        several = [fqn for (_, fqn), times in reduced.items() if times > 1 and fqn in covered]
+                several += [fqn] * (times > 1)
         if several:
             compilation.warn(
                 f"{format_names(several)} have several uses in one graph, whose gradients are "

@@ -24,9 +24,9 @@ class Record:
 class Report(Record):
     """A report of what was done to a graph, as text and as JSON."""
 
-    def to_json(self, indent: int | None = 2) -> str:
+    def to_json(self) -> str:
         """:meth:`as_dict` as JSON."""
-        return json.dumps(self.as_dict(), indent=indent)
+        return json.dumps(self.as_dict(), indent=2)
 
     @abstractmethod
     def to_text(self) -> str:

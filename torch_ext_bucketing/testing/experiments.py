@@ -345,8 +345,8 @@ def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:
         [p for p in payloads if p.kind != "all_gather" and len(p.members) > 1]
         for payloads in (eager, bucket_payloads(buckets))
     ]
-    members = [{(p.kind, frozenset(m.fqn for m in p.members)) for p in side} for side in sides]
-    return order, layout_differences(*sides), members[0] == members[1]
+    keys = [{payload.key for payload in side} for side in sides]
+    return order, layout_differences(*sides), keys[0] == keys[1]
 
 
 _Experiment = Callable[[_Search], Iterator[Cause]]

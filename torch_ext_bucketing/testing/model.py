@@ -22,9 +22,8 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a :class:`Transformer`: ``hidden`` is the inner width of the SwiGLU MLP,
-    ``layer_scale`` the initial value of each block's two layer scales. All are counts of
-    elements."""
+    """Sizes of a :class:`Transformer`; ``hidden`` is the inner width of the SwiGLU MLP. All are
+    counts of elements."""
 
     vocab: int = 256
     dim: int = 128
@@ -33,9 +32,6 @@ class ModelConfig:
     kv_heads: int = 2
     hidden: int = 384
     max_seq: int = 64
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-    layer_scale: float = 0.5
 
     @property
     def head_dim(self) -> int:
@@ -45,18 +41,17 @@ class ModelConfig:
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in float32."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.eps = eps
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
-        wide = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)
+        wide = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5)
         return wide.to(x.dtype) * self.weight
 
 
-def rotary_tables(seq: int, dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_tables(seq: int, dim: int, theta: float = 10000.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of the rotary embedding, each ``[seq, dim]``, float32; ``dim`` is even."""
     frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     angle = torch.outer(torch.arange(seq, dtype=torch.float32), frequency)
@@ -118,9 +113,9 @@ class Block(nn.Module):
         super().__init__()
         self.attention_gamma = nn.Parameter(torch.empty(config.dim))
         self.mlp_gamma = nn.Parameter(torch.empty(config.dim))
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim)
         self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp_norm = RMSNorm(config.dim)
         self.mlp = MLP(config)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -142,16 +137,16 @@ class Transformer(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = RMSNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocab, bias=False)
-        cos, sin = rotary_tables(config.max_seq, config.head_dim, config.rope_theta)
+        cos, sin = rotary_tables(config.max_seq, config.head_dim)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             drawn = parameter.data
             if name.endswith("_gamma"):
-                drawn.fill_(config.layer_scale)
+                drawn.fill_(0.5)
             elif drawn.dim() == 1:
                 drawn.fill_(1.0)
             else:

@@ -35,6 +35,11 @@ class Payload:
     kind: str
     members: tuple[Member, ...]
 
+    @property
+    def key(self) -> tuple[str, frozenset[str]]:
+        """Which parameters it is of, in any order."""
+        return self.kind, frozenset(m.fqn for m in self.members)
+
 
 def fsdp_payloads(
     model: torch.nn.Module,
@@ -96,33 +101,27 @@ def layout_differences(eager: Sequence[Payload], run: Sequence[Payload]) -> list
     """Where the collectives of ``run`` carry other bytes, or in other places, than eager FSDP2's.
     Every one must be one of eager's payloads, byte by byte, and every payload of eager's with
     several members must occur: one alone is in no bucket."""
-    known: dict[tuple[str, frozenset[str]], Payload] = {
-        (p.kind, frozenset(m.fqn for m in p.members)): p for p in eager
-    }
-    seen = set()
+    known = {p.key: p for p in eager}
     found = []
     for payload in run:
-        key = (payload.kind, frozenset(m.fqn for m in payload.members))
         names = ", ".join(m.fqn for m in payload.members[:3])
         names += ", ..." if len(payload.members) > 3 else ""
-        reference = known.get(key)
-        if reference is None:
+        if payload.key not in known:
             found.append(f"{payload.kind} of {names}: no unit of eager FSDP2 has these members")
             continue
-        seen.add(key)
-        for mine, eagers in zip(payload.members, reference.members, strict=True):
-            if mine != eagers:
-                found.append(
-                    f"{payload.kind} of {names}: byte {mine.offset} is {mine.fqn} "
-                    f"({mine.nbytes} bytes), eager has {eagers.fqn} at byte {eagers.offset} "
-                    f"({eagers.nbytes} bytes)"
-                )
-                break
-    for key, payload in known.items():
-        if key not in seen and len(payload.members) > 1:
+        pairs = zip(payload.members, known[payload.key].members, strict=True)
+        if differs := next(((mine, eagers) for mine, eagers in pairs if mine != eagers), None):
+            mine, eagers = differs
             found.append(
-                f"{payload.kind} of {payload.members[0].fqn}, ...: eager FSDP2 has this payload, "
-                "the compiled graphs do not"
+                f"{payload.kind} of {names}: byte {mine.offset} is {mine.fqn} ({mine.nbytes} "
+                f"bytes), eager has {eagers.fqn} at byte {eagers.offset} ({eagers.nbytes} bytes)"
+            )
+    missing = known.keys() - {payload.key for payload in run}
+    for kind, members in ((p.kind, p.members) for p in eager if p.key in missing):
+        if len(members) > 1:
+            found.append(
+                f"{kind} of {members[0].fqn}, ...: eager FSDP2 has this payload, the compiled "
+                "graphs do not"
             )
     return found
 

@@ -46,6 +46,8 @@ _LOG_TAIL = 4000
 
 _CRASH = "Fatal Python error"
 
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
 _server: BaseContext | None = None
 """What :func:`preload` made."""
 
@@ -94,7 +96,6 @@ def run_ranks(
     world_size: int,
     *args: object,
     timeout_s: float,
-    threads: int = 1,
     environment: Mapping[str, str] | None = None,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> list[T]:
@@ -106,9 +107,7 @@ def run_ranks(
             ``args``, and returns something picklable.
         args: picklable.
         timeout_s: limit in seconds for the whole run, imports included.
-        threads: OpenMP and MKL threads per rank. Ranks of :func:`preload` that have imported torch
-            have one.
-        environment: more environment variables for the ranks.
+        environment: more environment variables for the ranks, which have one OpenMP and MKL thread.
         on_message: called in this process with ``(rank, message)`` for each :meth:`Rank.send`. What
             it raises ends the ranks and reaches the caller.
 
@@ -124,7 +123,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="torch-ext-bucketing-") as folder:
         run = _Run(world_size, Path(folder), timeout_s)
         try:
-            run.start(function, args, threads, environment or {})
+            run.start(function, args, environment or {})
             return run.collect(on_message)
         finally:
             run.end()
@@ -147,12 +146,11 @@ class _Run:
         self,
         function: Callable[..., Any],
         args: tuple[object, ...],
-        threads: int,
         environment: Mapping[str, str],
     ) -> None:
         context = _context()
         variables = {
-            **_threads(threads),
+            **_ONE_THREAD,
             # Inductor would start a pool of processes per rank, which is for Triton only.
             "TORCH_WARM_POOL": "0",
             # Ranks of one program must agree; a set's order must not come between them.
@@ -331,13 +329,9 @@ def _context() -> BaseContext:
     if _server is None:
         return multiprocessing.get_context("spawn")
     # A server does not take over sys.path (before Python 3.14).
-    with _environment({**_threads(1), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+    with _environment({**_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
         forkserver.ensure_running()
     return _server
-
-
-def _threads(number: int) -> dict[str, str]:
-    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(number))
 
 
 @contextlib.contextmanager

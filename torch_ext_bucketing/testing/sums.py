@@ -229,8 +229,9 @@ def simulate_reduce_scatter(
         op: SUM, AVG, PREMUL_SUM, PRODUCT, MAX or MIN; another is a ``NotImplementedError``.
     """
     n, shape = len(inputs), inputs[0].shape
-    slices = [x.reshape(n, x.numel() // n) for x in inputs]
-    out = _simulate("simulate_reduce_scatter", slices, topology, group_ranks, op, range(n))
+    reduction = make_reduction(op, inputs[0].dtype, n, "simulate_reduce_scatter")
+    parts = torch.stack([x.reshape(n, x.numel() // n) for x in inputs])
+    out = ring_sums(parts, topology, group_ranks or range(n), reduction, range(n))
     return list(out.reshape(n, shape[0] // n, *shape[1:]).unbind(0))
 
 
@@ -245,20 +246,7 @@ def simulate_all_reduce(
     rank, all equal. A buffer of exactly one loop of one channel (``n * chunk_bytes`` bytes), over a
     ring that is the group's own order, gives what :func:`simulate_reduce_scatter` gives; other
     buffers need not."""
-    rows = [x.reshape(1, x.numel()) for x in inputs]
-    out = _simulate("simulate_all_reduce", rows, topology, group_ranks, op, None)
+    reduction = make_reduction(op, inputs[0].dtype, len(inputs), "simulate_all_reduce")
+    parts = torch.stack([x.reshape(1, x.numel()) for x in inputs])
+    out = ring_sums(parts, topology, group_ranks or range(len(inputs)), reduction, None)
     return [out.reshape(inputs[0].shape).clone() for _ in inputs]
-
-
-def _simulate(
-    where: str,
-    parts: Sequence[Tensor],
-    topology: RingTopology,
-    group_ranks: Sequence[int] | None,
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-    ends: Sequence[int] | None,
-) -> Tensor:
-    n = len(parts)
-    reduction = make_reduction(op, parts[0].dtype, n, where)
-    ranks = range(n) if group_ranks is None else group_ranks
-    return ring_sums(torch.stack(list(parts)), topology, ranks, reduction, ends)

@@ -9,14 +9,6 @@ from typing import Any
 from .. import __path__ as _PACKAGE
 
 
-def require_untouched_torch() -> None:
-    """Raise a ``RuntimeError`` that lists :func:`touched_torch`, unless torch is as it was
-    installed."""
-    found = touched_torch()
-    if found:
-        raise RuntimeError(f"this package changed torch: {', '.join(found)}")
-
-
 def touched_torch() -> list[str]:
     """What of the torch that this process has loaded comes from this package, sorted.
 

@@ -29,7 +29,7 @@ from ..ranks import Rank
 from ..rounding import eager_rounding
 from ..training import Training, count_collectives
 from ..trial import Run, Trial
-from ..untouched import require_untouched_torch
+from ..untouched import touched_torch
 from .results import RankReport, RunRecord
 from .settings import HEAD_DIM, Settings
 
@@ -114,7 +114,8 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
             after=sum(report.collectives_after.values()),
             payloads=bucket_payloads(report.buckets),
         )
-    require_untouched_torch()
+    if touched := touched_torch():
+        raise RuntimeError(f"this package changed torch: {', '.join(touched)}")
     sizes = [parameter.numel() for parameter in eager.parameters()]
     return RankReport(
         records,
