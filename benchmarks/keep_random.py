@@ -6,8 +6,6 @@ is within 2% of the best is known, and the best where it is not. Where it is, th
 as far as it was looked at.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 import statistics

@@ -22,8 +22,6 @@ Inductor's kernels round differently than eager's. With it losses and weights ar
 those of the same compile that keeps the same units by name.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

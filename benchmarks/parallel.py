@@ -5,8 +5,6 @@ Every mesh is made by :func:`start_world`, always in the same order, so that the
 graph refers to its process groups are the same whenever the graph is traced or loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -5,8 +5,6 @@ All runs of a row start from the same weights and see the same text. After every
 hashes its shards; the launching process compares the hashes of all ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -6,8 +6,6 @@ groups, both made for that world size on a fake process group. What NCCL's rings
 either buffer is then simulated, and a step is taken on the full weights.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

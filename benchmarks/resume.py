@@ -18,8 +18,6 @@ must go on from the checkpoint of step 3.
 Exit status: 0, or 1 if anything was otherwise.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

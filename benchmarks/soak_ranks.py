@@ -6,8 +6,6 @@ on every rank and in every process. Every operator of its model lowers to the AT
 so that ``aot_eager`` can give eager's bits.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

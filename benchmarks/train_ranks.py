@@ -5,8 +5,6 @@ warm up; then every round takes one step of each way, in an order that turns by 
 round, so that whatever else the machine does hits all ways alike.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import gzip

@@ -13,8 +13,6 @@ isn't compiled. The ranks are forks of one process, which has imported torch.
 Exit status: 0, or 1 if a rank hung, failed otherwise or computed other values.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random
