@@ -60,15 +60,10 @@ WAYS = [
     (shard_by_property, None, "min_cut"),
     (shard_by_property, torch.bfloat16, "default"),
 ]
-"""Each two values of two arguments once; the other half is ``slow``."""
-MORE = (pytest.mark.slow, pytest.mark.once)
-OTHERS = [(w, d, {"default": "min_cut", "min_cut": "default"}[p]) for w, d, p in WAYS]
+"""Each two values of two arguments once."""
 
 
-@pytest.mark.parametrize(
-    ("shard", "dtype", "partitioner"),
-    [*WAYS, *(pytest.param(*way, marks=MORE) for way in OTHERS)],
-)
+@pytest.mark.parametrize(("shard", "dtype", "partitioner"), WAYS)
 def test_compiled_dtensor_parameters(fake_world, shard, dtype, partitioner):
     # 12 and 10 rows over 4 ranks: one parameter is even, one is padded
     model = shard(TwoBlocks(), mesh_1d(), dtype)
@@ -339,28 +334,6 @@ def test_only_starts_have_tags(fake_world):
     assert tag_of(wait) is None
     assert kind_of(wait) is None
     assert member_tags(wait) == ()
-
-
-@pytest.mark.hooks
-@pytest.mark.parametrize("payload_hook", [False, True])
-def test_bucket_has_its_members_tags(fake_world, payload_hook):
-    from torch._inductor import config
-    from torch._inductor.fx_passes.bucketing import merge_reduce_scatter_bucket
-
-    def three(a, b, c):
-        return tuple(reduce_scatter(x, world()) for x in (a, b, c))
-
-    gm = trace(three, *torch.ones(3, 8))
-    members = collectives(gm)
-    for node, name in zip(members, "abc", strict=True):
-        set_tag(node, Tag("reduce_scatter", (name,)))
-    key = {"a": 2, "b": 1, "c": 3}
-    hook = (lambda n: key[tag_of(n).fqns[0]]) if payload_hook else None
-    with config.patch({"aten_distributed_optimizations.bucket_payload_order_key": hook}):
-        merge_reduce_scatter_bucket(gm.graph, members)
-    (bucket,) = collectives(gm)
-    assert sorted(t.fqns[0] for t in member_tags(bucket)) == ["a", "b", "c"]
-    assert sorted(tag_of(bucket).fqns) == ["a", "b", "c"]
 
 
 def test_tag_is_a_value():
