@@ -93,6 +93,31 @@ uses combined:
     )
 
 
+def test_gradients_that_one_read_had_added_are_added_in_the_order_of_all(joint):
+    """((g3 + g2) + g1), also where g3 and g1 came through one read and were added first."""
+
+    def reads(w, a, b, c):
+        first, second = joint.gather("w", w), joint.gather("w", w)
+        g3, g2, g1 = first * a, second * b, first * c
+        reduced2 = joint.scatter("w", g2)
+        reduced31 = joint.scatter("w", g3 + g1)
+        return reduced2 + reduced31
+
+    def eager(w, a, b, c):
+        full = joint.gather("w", w)
+        return joint.scatter("w", (full * a + full * b) + full * c)
+
+    shapes = [torch.randn(2, 4), *(torch.randn(4, 4) for _ in range(3))]
+    inputs = joint.inputs(((2, 4), F32), *[((4, 4), F32)] * 3)
+    expected = joint.run(joint.trace(eager, *shapes), inputs)
+    gm = joint.trace(reads, *shapes)
+    mark_accumulations(gm)
+    assert not all(map(torch.equal, joint.run(gm, inputs)[0], expected[0]))
+    combine_uses(gm.graph)
+    assert collectives(gm) == ["all_gather", "reduce_scatter"]
+    assert_same(joint.run(gm, inputs), expected)
+
+
 def test_an_addition_that_is_not_of_autograd_stays_one_summand(joint):
     def step(w, a, b, c):
         first, second = joint.gather("w", w), joint.gather("w", w)
