@@ -336,6 +336,28 @@ def test_only_starts_have_tags(fake_world):
     assert member_tags(wait) == ()
 
 
+@pytest.mark.hooks
+@pytest.mark.parametrize("payload_hook", [False, True])
+def test_bucket_has_its_members_tags(fake_world, payload_hook):
+    from torch._inductor import config
+    from torch._inductor.fx_passes.bucketing import merge_reduce_scatter_bucket
+
+    def three(a, b, c):
+        return tuple(reduce_scatter(x, world()) for x in (a, b, c))
+
+    gm = trace(three, *torch.ones(3, 8))
+    members = collectives(gm)
+    for node, name in zip(members, "abc", strict=True):
+        set_tag(node, Tag("reduce_scatter", (name,)))
+    key = {"a": 2, "b": 1, "c": 3}
+    hook = (lambda n: key[tag_of(n).fqns[0]]) if payload_hook else None
+    with config.patch({"aten_distributed_optimizations.bucket_payload_order_key": hook}):
+        merge_reduce_scatter_bucket(gm.graph, members)
+    (bucket,) = collectives(gm)
+    assert sorted(t.fqns[0] for t in member_tags(bucket)) == ["a", "b", "c"]
+    assert sorted(tag_of(bucket).fqns) == ["a", "b", "c"]
+
+
 def test_tag_is_a_value():
     tag = Tag("all_gather", ("a", "b"))
     assert pickle.loads(pickle.dumps(tag)) == tag
