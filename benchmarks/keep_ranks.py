@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ext_bucketing as teb
 from benchmarks.command import add_json, add_number, parser_of, write_json
@@ -124,7 +123,7 @@ def _rank(
             return _compare(rank.rank, backend, reshard, device)
     if group == "fake":
         torch.set_num_threads(1)
-        dist.init_process_group("fake", store=FakeStore(), rank=rank.rank, world_size=world)
+        dist.init_process_group("fake", rank=rank.rank, world_size=world)
     else:
         start(rank, group)
     try:

@@ -94,9 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def compile_here() -> None:
     """Let what a compile imports be imported before the forks."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    dist.init_process_group("fake", rank=0, world_size=3)
     step(3, compiled=True)
     dist.destroy_process_group()
     torch._dynamo.reset()

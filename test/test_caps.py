@@ -515,9 +515,8 @@ import test_caps as t
 import torch.distributed as dist
 from benchmarks.graphs import load
 from test_graphs import described
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_ext_bucketing.scheduling.scheduler import schedule
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=t.WORLD)
+dist.init_process_group("fake", rank=0, world_size=t.WORLD)
 for _ in t.GROUPS[1:]:
     dist.new_group(list(range(t.WORLD)))
 plans = []

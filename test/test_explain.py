@@ -222,9 +222,8 @@ def test_a_process_group_of_someone_else(fake_world):
     with pytest.raises(TargetError, match="is initialised already"):
         explain(f"{HERE}:two_blocks")
     dist.destroy_process_group()
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # for the fixture
+    dist.init_process_group("fake", rank=0, world_size=2)  # for the fixture
 
 
 def test_a_trace_of_before_and_after(tmp_path, capsys):
