@@ -276,10 +276,7 @@ def out_of_order() -> fx.GraphModule:
     return gm
 
 
-pytestmark = [
-    pytest.mark.usefixtures("fake_world"),
-    pytest.mark.parametrize("fake_world", [2], indirect=True),
-]
+pytestmark = pytest.mark.usefixtures("two_ranks")
 KIND_NAMES = tuple(KINDS)
 
 

@@ -65,10 +65,7 @@ from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning, schedu
 from torch_ext_bucketing.scheduling.timeline import Timeline, longest_compute_run
 
 _aten = torch.ops.aten
-pytestmark = [
-    pytest.mark.usefixtures("fake_world"),
-    pytest.mark.parametrize("fake_world", [2], indirect=True),
-]
+pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
 # --- snapshots -----------------------------------------------------------------------------------
@@ -509,7 +506,7 @@ def real_tensor(fake: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -
 
 @pytest.mark.parametrize("bucketed", [False, True], ids=["unbucketed", "bucketed"])
 @pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_estimated_peak_equals_a_run_on_the_demo_model(fake_world, stage: str, bucketed: bool):
+def test_estimated_peak_equals_a_run_on_the_demo_model(stage: str, bucketed: bool):
     gm = demo_graphs()[stage]
     if bucketed:
         apply_plan(gm.graph, plan_by_cap(gm.graph, 0.2, kinds=("all_gather", "reduce_scatter")))
