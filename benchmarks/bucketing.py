@@ -18,8 +18,6 @@ the cap, rounded up. Times are CPU seconds, medians over ``--repeat`` fresh load
 memory is what the process's maximum resident size grew by during the pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

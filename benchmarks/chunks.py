@@ -16,8 +16,6 @@ Where torchtitan's pass finds no order (all of a block computed again: its regio
 of 0.3.0), the order that the graph has before it takes its place, and the row counts in no mean.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -1,7 +1,5 @@
 """What the commands of this folder share: options, progress, headings, files. No torch in here."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

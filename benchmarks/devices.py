@@ -4,8 +4,6 @@ With a GPU for every rank each takes one; otherwise ranks share what there is, a
 hosts that talk over the loopback interface. Their step times say nothing of a real network.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

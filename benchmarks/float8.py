@@ -14,8 +14,6 @@ forward and backward of two blocks, with embedding and head: without any bucketi
 ``recipe(model)``.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time

@@ -17,8 +17,6 @@ are traced without weights, in a fake world of the full number of ranks, and kep
 ``*_dropless`` have sizes that depend on data.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import hashlib

@@ -19,8 +19,6 @@ the CPU time of one bound on a model that is there already, over that of ``Bucke
 both graphs; the model's own time, once per graph, stands beside it.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

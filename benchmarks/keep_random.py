@@ -6,8 +6,6 @@ is within 2% of the best is known, and the best where it is not. Where it is, th
 as far as it was looked at.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 import sys
@@ -180,9 +178,7 @@ def against_all(
 ) -> dict[str, Any]:
     """Random models of ``least`` to ``most`` units, with seeds from ``first`` on, each with a bound
     between keep-nothing and keep-all: the choice over the best of all choices."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2 * max(1, to))
+    dist.init_process_group("fake", rank=0, world_size=2 * max(1, to))
     ratios: list[float] = []
     units: list[int] = []
     choices = scheduled = 0

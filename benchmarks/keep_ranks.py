@@ -22,8 +22,6 @@ Inductor's kernels round differently than eager's. With it losses and weights ar
 those of the same compile that keeps the same units by name.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence
@@ -33,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ext_bucketing as teb
 from benchmarks.command import add_json, add_number, parser_of, write_json
@@ -126,7 +123,7 @@ def _rank(
             return _compare(rank.rank, backend, reshard, device)
     if group == "fake":
         torch.set_num_threads(1)
-        dist.init_process_group("fake", store=FakeStore(), rank=rank.rank, world_size=world)
+        dist.init_process_group("fake", rank=rank.rank, world_size=world)
     else:
         start(rank, group)
     try:

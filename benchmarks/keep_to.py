@@ -11,8 +11,6 @@ added to its peak, for they are there as well. Bits on real ranks: ``benchmarks/
 'reshard_to/*'``.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """The machine that estimates are for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch_ext_bucketing.scheduling.machine import H100, Level, Machine

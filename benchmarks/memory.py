@@ -18,8 +18,6 @@ Steps are those of forward and backward, scheduled with one bucket per unit, on 
 machine's H100s; planning is CPU time over that of ``BucketAndSchedule``.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time

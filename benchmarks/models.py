@@ -13,8 +13,6 @@ model decides by itself, because a fake tensor has neither a device to ask nor v
 Every parameter belongs to a module without children.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Every mesh is made by :func:`start_world`, always in the same order, so that the
 graph refers to its process groups are the same whenever the graph is traced or loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -88,8 +86,6 @@ _current: World | None = None
 def start_world(layout: Layout) -> World:
     """Start the fake world of a layout, ending the one that an earlier call has started."""
     global _current
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if _current is not None and _current.layout == layout and dist.is_initialized():
         return _current
     if dist.is_initialized():
@@ -99,7 +95,7 @@ def start_world(layout: Layout) -> World:
                 "own: load them in another process, or destroy_process_group() first"
             )
         end_world()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
+    dist.init_process_group("fake", rank=0, world_size=layout.world_size)
     # The device type has no effect on a fake group; "cpu" needs no device to be there.
     sizes = {"replicate": layout.replicas, "fsdp": layout.fsdp, "tp": layout.tensor}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "fsdp"}

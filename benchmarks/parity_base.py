@@ -1,7 +1,5 @@
 """What all models of the parity rows share, and how one is described."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A case is a function of a :class:`Way`, which shards and compiles a model. It yi
 step, a hash of this rank's weights and whatever else has to be equal (a loss of an evaluation).
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Models of transformers and timm, tiny, with their own weights drawn anew."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

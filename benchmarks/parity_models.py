@@ -5,8 +5,6 @@ autograd runs them and when AOTAutograd's graph is replayed. A new one is an ent
 :data:`MODELS`: nothing else has to know of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ All runs of a row start from the same weights and see the same text. After every
 hashes its shards; the launching process compares the hashes of all ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -81,21 +79,16 @@ for backward, is a kind of its own."""
 
 @dataclass
 class RowReport:
-    """A row on one rank.
+    """A row on one rank; losses, and digests of its weights after every step, by the run's name.
 
     Attributes:
-        digests: of this rank's weights after every step, by the name of the run.
-        loss: of every step, by the name of the run.
         layout_differences: where buckets lie otherwise than eager FSDP2's payloads, in words.
-        before: what a step of the graphs would send as traced.
-        after: what it sends.
+        before: what a step of the graphs would send as traced, and ``after`` what it sends.
         eager_collectives: of a step, by kind.
         notes: what compile reports say was left alone or could not be done.
         warned: number of warnings that bits are not eager's.
         merged: collectives that buckets replaced.
         error: the end of the compiled run, where that raised.
-        torch: its version.
-        seconds: what all runs took.
     """
 
     row: Row

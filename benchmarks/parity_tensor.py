@@ -1,8 +1,6 @@
 """Two kinds of tensor parallelism: parameters cut by hand, as Megatron cuts them, and torch's
 ``parallelize_module``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """torchtitan's own models, by its own eager FSDP2 path and by its SimpleFSDP, compiled."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,8 +1,6 @@
 """torchtitan's graph trainer: its tracer makes one graph of a step and runs a list of passes over
 it; this package's stand in the place of its bucketing pass."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable, Sequence

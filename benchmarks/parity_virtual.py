@@ -6,8 +6,6 @@ groups, both made for that world size on a fake process group. What NCCL's rings
 either buffer is then simulated, and a step is taken on the full weights.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,9 +91,7 @@ def run_virtual(model: str, ranks: int, steps: int, layers: int) -> dict[str, An
 
 @contextmanager
 def _fake_world(ranks: int) -> Iterator[DeviceMesh]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         yield init_device_mesh("cpu", (ranks,))
     finally:

@@ -13,8 +13,6 @@ Exit status: 0 if every model and mesh has one hash, 1 if one has more or a rank
 options.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import sys

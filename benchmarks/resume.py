@@ -18,8 +18,6 @@ must go on from the checkpoint of step 3.
 Exit status: 0, or 1 if anything was otherwise.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -43,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = parser_of("python -m benchmarks.resume", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--compiler", default="inductor", choices=("inductor", "aot_eager"))
     add_json(parser)
     args = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
@@ -51,21 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as name:
             for way in ("whole", "restarted", "started again", "from eager"):
                 began = time.monotonic()
-                row = run(way, ranks, args.compiler, Path(name) / way.replace(" ", "-"))
+                row = run(way, ranks, Path(name) / way.replace(" ", "-"))
                 row |= {"way": way, "ranks": ranks}
                 row["seconds"] = round(time.monotonic() - began)
                 rows.append(row)
                 print(f"{ranks} ranks, {way}: {row}", file=sys.stderr, flush=True)
     document = document_of("python -m benchmarks.resume", argv)
-    document |= {"compiler": args.compiler, "rows": rows}
+    document |= {"compiler": "inductor", "rows": rows}
     text, well = table(document)
     write_results(args.json, document, text)
     return 0 if well else 1
 
 
-def run(way: str, ranks: int, compiler: str, folder: Path) -> dict[str, Any]:
+def run(way: str, ranks: int, folder: Path) -> dict[str, Any]:
     """Train in one way: what each start printed, in short."""
-    whole = ["--steps", str(STEPS), "--compiler", compiler]
+    whole = ["--steps", str(STEPS), "--compiler", "inductor"]
     if way == "whole":
         starts = [start(ranks, folder, whole)]
     elif way == "restarted":

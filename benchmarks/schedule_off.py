@@ -5,8 +5,6 @@ and process group) by a factor of its own, log-normal. Caps and order are chosen
 and the step is then timed with the true ones.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -15,8 +15,6 @@ which it concludes what such sizes are (``u0 + u1 == 8192``). Symbols for the si
 refused.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

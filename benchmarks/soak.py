@@ -15,8 +15,6 @@ dropped. What remains of a model, or of its backend, counts as a failure, and so
 Exit status: 0, 1 where anything mismatched, was kept or grew, 2 for bad options.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

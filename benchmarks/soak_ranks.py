@@ -6,8 +6,6 @@ on every rank and in every process. Every operator of its model lowers to the AT
 so that ``aot_eager`` can give eager's bits.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc
@@ -57,24 +55,16 @@ POLICIES = ("units", "units_scheduled", "coarse_units", "cap", "cap_scheduled", 
 
 @dataclass(frozen=True)
 class Case:
-    """One model and how it is trained.
+    """One model and how it is trained; dtypes of None are FSDP2's defaults.
 
     Attributes:
-        index: its number.
         tree: the items of the node between embedding and head.
-        dim: width.
-        vocab: number of tokens.
         tied: the head uses the embedding's weight.
         tied_matrices: two matrices of one unit are one parameter, where two are alike.
         frozen: one parameter in so many is frozen; 0: none.
         unit_seed: draws the units, once the module names are known.
-        store_dtype: of the parameters.
-        param_dtype: of gathers and computation; None: that of the parameters.
-        reduce_dtype: of reductions; None: the default of FSDP2.
         reshard: whether gathered parameters are freed after forward.
         policy: out of :data:`POLICIES`.
-        options: of the policy.
-        backend: ``"aot_eager"`` or ``"inductor"``.
     """
 
     index: int

@@ -10,8 +10,6 @@ bfloat16 values in float64, over that of the mean. "rounded once" is the least t
 bfloat16 can have.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ sequence is one document. On the CPU that the graphs are traced on, the counts o
 copy to the host, which is one small kernel per layer less.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ the name of what it replaces. Every test must end as it does ``plain``.
 Exit status: 0, or 1 if one did not.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -27,8 +27,6 @@ is one.
 Exit status: 0, or 1 if anything was otherwise.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import importlib

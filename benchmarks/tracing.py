@@ -9,8 +9,6 @@ The joint graph has Inductor's decompositions and is the one that ``torch.compil
 the order of its inputs. Dynamo is left out: it would only inline the modules' Python code.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal

@@ -31,8 +31,6 @@ Exit status: 0, or 1 if ``units`` under ``aot_eager`` misses eager's weights by 
 from eager's, or a rank failed; times decide nothing. 2 for bad options.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import statistics

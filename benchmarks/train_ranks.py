@@ -5,8 +5,6 @@ warm up; then every round takes one step of each way, in an order that turns by 
 round, so that whatever else the machine does hits all ways alike.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import gzip
@@ -91,18 +89,10 @@ class Training(Settings):
 class WayReport:
     """One way on one rank; times in milliseconds, of every timed step.
 
-    Attributes:
-        first_step_s: seconds of the first step, which compiles.
-        step_ms: from the model's call to the end of the optimizer's step.
-        graphs_ms: the part up to the end of backward.
-        loss: of every step, from the first on.
-        digests: sha256 of this rank's shards after every step.
-        collectives: calls of the process group in one step, by kind.
-        predicted_ms: ``graphs_ms`` by the cost model: the forward and the backward graph, one after
-            the other, as they were compiled.
-        traced_ms: the same on the machine that the traces show.
-        rest_bytes: resident memory before a step; on a GPU, what its allocator has given out.
-        step_bytes: what it grows by at most during that step.
+    ``step_ms`` are from the model's call to the end of the optimizer's step, ``graphs_ms`` to the
+    end of backward; ``predicted_ms`` and ``traced_ms`` are these by the cost model, of the forward
+    and the backward graph as they were compiled. ``step_bytes`` is what resident memory, or what a
+    GPU's allocator has given out, grows by at most during a step, from ``rest_bytes``.
     """
 
     first_step_s: float = 0.0

@@ -23,8 +23,6 @@ to take custom autograd functions, which ``data_parallel`` has, in every way. Th
 Exit status: 0, or 1 if a rank failed or a warm start of ours missed; times decide nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -19,8 +19,6 @@ What was changed must miss, and every start must compute the values of the first
 Exit status: 0, or 1 if anything was otherwise.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

@@ -13,8 +13,6 @@ isn't compiled. The ranks are forks of one process, which has imported torch.
 Exit status: 0, or 1 if a rank hung, failed otherwise or computed other values.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random
@@ -96,9 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def compile_here() -> None:
     """Let what a compile imports be imported before the forks."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    dist.init_process_group("fake", rank=0, world_size=3)
     step(3, compiled=True)
     dist.destroy_process_group()
     torch._dynamo.reset()

@@ -153,3 +153,12 @@ def fake_world(request: pytest.FixtureRequest) -> Iterator[int]:
     world_size = getattr(request, "param", 4)
     with fake_group(world_size):
         yield world_size
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """A fake process group of 2 ranks."""
+    from collective_graphs import fake_group
+
+    with fake_group(2):
+        yield

@@ -23,7 +23,7 @@ from torch_ext_bucketing.scheduling.policy import Policy
 from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.scheduling.timeline import Timeline
 
-pytestmark = pytest.mark.parametrize("fake_world", [2], indirect=True)
+pytestmark = pytest.mark.usefixtures("two_ranks")
 LAYERS, ROWS = 12, 16 * DIM
 
 
@@ -74,7 +74,7 @@ def spike(rows: int = 4 * DIM) -> fx.GraphModule:
     return b.finish([reduced, b.mm(added, w)])
 
 
-def test_a_bound_that_the_fastest_order_misses_is_met_without_giving_the_gain_away(fake_world):
+def test_a_bound_that_the_fastest_order_misses_is_met_without_giving_the_gain_away():
     on = machine(collective_ms=6.0)  # products take 1, 4 and 4 ms
     wanted = schedule(spike(), [Overlap(), PeakMemory(ratio=2.0)], machine=on)
     assert wanted.step_ms == pytest.approx((15.0, 9.0), abs=0.01)
@@ -97,7 +97,7 @@ def test_a_bound_that_the_fastest_order_misses_is_met_without_giving_the_gain_aw
     assert not kept.warnings
 
 
-def test_what_overtakes_leaves_room_for_what_it_overtakes(fake_world):
+def test_what_overtakes_leaves_room_for_what_it_overtakes():
     """The last product could run while the gather is under way, and is alive until the end::
 
     start(gather) -> wait -> s = mm(tall, gathered) -> relu(s) -> sum    e = mm(tall, w)  e + sum
@@ -128,14 +128,14 @@ def _wide(model: Model, limit: int | None) -> list[int]:
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.005, 1.02, 1.2])
-def test_a_looser_bound_costs_no_more(fake_world, ratio):
+def test_a_looser_bound_costs_no_more(ratio):
     report = scheduled([Overlap(), PeakMemory(ratio=ratio)])
     assert report.misses == 0
     assert report.peak_bytes[1] <= ratio * report.reference_bytes
     assert 0 <= report.bounds_cost_ms <= 4.0
 
 
-def test_a_bound_that_nothing_keeps_is_still_said(fake_world):
+def test_a_bound_that_nothing_keeps_is_still_said():
     with pytest.warns(UserWarning, match="no order tried needs less"):
         report = scheduled([Overlap(), PeakMemory(ratio=0.5)])
     assert report.misses > 0

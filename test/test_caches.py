@@ -305,11 +305,10 @@ def test_group_sizes_and_ranks_count():
 
 def test_a_mesh_of_a_graph_for_all_ranks_is_pickled_without_a_rank_and_gets_the_one_it_comes_to():
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     texts, states, groups = [], [], []
     for rank in (0, 3):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        dist.init_process_group("fake", rank=rank, world_size=4)
         try:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             with CONFIG.patch(compile_on_one_rank=True), watched_caches():
@@ -332,7 +331,6 @@ def test_a_mesh_of_a_graph_for_all_ranks_is_pickled_without_a_rank_and_gets_the_
 def test_no_cache_keeps_a_graph_for_all_ranks_with_the_place_of_one(caplog, monkeypatch):
     import torch.distributed as dist
     from torch._inductor.output_code import CompiledFxGraph
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def made(look: Callable[[Any], Any]) -> CompiledFxGraph:
         with CONFIG.patch(compile_on_one_rank=True), watched_caches():
@@ -344,7 +342,7 @@ def test_no_cache_keeps_a_graph_for_all_ranks_with_the_place_of_one(caplog, monk
         self.compiled_fn_runner = None
 
     monkeypatch.setattr(CompiledFxGraph, "__init__", init)
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    dist.init_process_group("fake", rank=3, world_size=4)
     try:
         mesh = init_device_mesh("cpu", (2, 2))
         for look in (lambda m: m.get_coordinate() is None, lambda m: m.size(0)):

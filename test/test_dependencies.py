@@ -22,10 +22,7 @@ from torch_ext_bucketing.scheduling.options import Options
 from torch_ext_bucketing.scheduling.timeline import Timeline
 
 _aten = torch.ops.aten
-pytestmark = [
-    pytest.mark.usefixtures("fake_world"),
-    pytest.mark.parametrize("fake_world", [2], indirect=True),
-]
+pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
 class Numbers(Builder):

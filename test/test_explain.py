@@ -92,16 +92,8 @@ def test_reductions_by_all_to_all_are_shown_beside_rings(capsys, tmp_path):
     file = tmp_path / "machine.json"
     slow = {("all_to_all", 8): ((1, 1.0),), ("reduce_scatter", 8): ((1, 0.01),)}
     Machine(collectives=slow).save(file)
-    words = [
-        "explain",
-        f"{HERE}:two_blocks",
-        "--goal",
-        "speed",
-        "--reduce",
-        "all_to_all",
-        "--brief",
-    ]
-    assert main([*words, "--machine", str(file)]) == 0
+    options = ["--goal", "speed", "--reduce", "all_to_all", "--brief", "--machine"]
+    assert main(["explain", f"{HERE}:two_blocks", *options, str(file)]) == 0
     text = capsys.readouterr().out
     assert "recipe(model, 'speed', reduce='all_to_all'):" in text
     (cost,) = re.findall(r"sums in rank order, ms +(\S+)", text)
@@ -206,9 +198,8 @@ def test_a_process_group_of_someone_else(fake_world):
     with pytest.raises(TargetError, match="is initialised already"):
         explain(f"{HERE}:two_blocks")
     dist.destroy_process_group()
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # for the fixture
+    dist.init_process_group("fake", rank=0, world_size=2)  # for the fixture
 
 
 def test_a_trace_of_before_and_after(tmp_path, capsys):

@@ -56,11 +56,6 @@ CASES: dict[str, tuple[Any, int, dict[str, Any] | None, Any, Any]] = {
 }
 
 
-MORE = ("hybrid", "planes")
-REST = tuple(name for name in CASES if name not in ("uneven", *MORE))
-"""What else may be gathered again in backward, of which ``test_keep`` and ``test_reshard_to`` are."""
-
-
 def _compared(
     rank: Rank, names: tuple[str, ...]
 ) -> dict[str, tuple[Comparison, list[dict[tuple[str, int], int]]]]:
@@ -91,12 +86,9 @@ def _compared(
     "names",
     [
         ("uneven",),
-        *(
-            pytest.param(names, marks=[pytest.mark.slow, pytest.mark.once])
-            for names in (MORE, REST)
-        ),
+        pytest.param(tuple(CASES), marks=[pytest.mark.slow, pytest.mark.once]),
     ],
-    ids=["some", "more", "rest"],
+    ids=["some", "all"],
 )
 def test_weights_are_eagers(names: tuple[str, ...]) -> None:
     first, *others = run_ranks(_compared, 4, names, timeout_s=600)

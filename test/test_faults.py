@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -275,10 +276,7 @@ def out_of_order() -> fx.GraphModule:
     return gm
 
 
-pytestmark = [
-    pytest.mark.usefixtures("fake_world"),
-    pytest.mark.parametrize("fake_world", [2], indirect=True),
-]
+pytestmark = pytest.mark.usefixtures("two_ranks")
 KIND_NAMES = tuple(KINDS)
 
 
@@ -579,18 +577,29 @@ HARMLESS_KEYS: dict[str, Callable[[fx.Node], Any]] = {
 WANT = [["a", "a"], ["a", "a"], ["b", "b"], ["b", "b"]]
 
 
+def refused(
+    call: Callable[[fx.GraphModule], Any],
+    error: type[Exception],
+    match: str,
+    same_nodes: bool = True,
+) -> Exception:
+    """What a call raises, which leaves the graph as it was."""
+    gm = gathers_and_scatters()
+    before, nodes = described(gm), list(gm.graph.nodes)
+    with pytest.raises(error, match=match) as caught:
+        call(gm)
+    assert described(gm) == before
+    assert not same_nodes or list(gm.graph.nodes) == nodes
+    return caught.value
+
+
 @pytest.mark.parametrize("road", BUCKETERS)
 @pytest.mark.parametrize("bad", BAD_KEYS)
 def test_bad_payload_keys(road, bad):
-    gm = gathers_and_scatters()
-    before, nodes = described(gm), list(gm.graph.nodes)
     key, match = BAD_KEYS[bad]
-    with pytest.raises(RuntimeError, match=f"payload_order.*{match}") as caught:
-        BUCKETERS[road](gm, payload_order=key)
-    assert described(gm) == before
-    assert bad in CHANGES or list(gm.graph.nodes) == nodes
-    said = "called the collective" in str(caught.value.__cause__)
-    assert said == bad.startswith("communicates")
+    call = partial(BUCKETERS[road], payload_order=key)
+    found = refused(call, RuntimeError, f"payload_order.*{match}", bad not in CHANGES)
+    assert ("called the collective" in str(found.__cause__)) == bad.startswith("communicates")
 
 
 @pytest.mark.parametrize("road", BUCKETERS)
@@ -648,33 +657,28 @@ FILTER_ROADS = {name: f for name, f in BUCKETERS.items() if name != "BucketUnits
 @pytest.mark.parametrize("bad", BAD_FILTERS)
 def test_bad_group_filters(bad):
     group_filter, match = BAD_FILTERS[bad]
-    for road in FILTER_ROADS:
-        gm = gathers_and_scatters()
-        before, nodes = described(gm), list(gm.graph.nodes)
-        text = r"group_filter failed on groups \{'0': \{'all_gather': 4"
-        with pytest.raises(RuntimeError, match=text) as own:
-            FILTER_ROADS[road](gm, group_filter=group_filter)
-        assert match in str(own.value.__cause__), road
-        assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
+    text = r"group_filter failed on groups \{'0': \{'all_gather': 4"
+    for road in FILTER_ROADS.values():
+        own = refused(lambda gm, road=road: road(gm, group_filter=group_filter), RuntimeError, text)
+        assert match in str(own.__cause__)
 
 
 @pytest.mark.parametrize("road", FILTER_ROADS)
 def test_group_filters_that_communicate_or_change_the_graph(road):
+    def filtered(gm: fx.GraphModule, by: Callable[[Any], Any]) -> Any:
+        return FILTER_ROADS[road](gm, group_filter=by)
+
+    text = "group_filter failed on groups"
+    found = refused(lambda gm: filtered(gm, communicates), RuntimeError, text)
+    assert "called the collective c10d.barrier" in str(found.__cause__)
+
+    def changes(gm: fx.GraphModule) -> Any:
+        return filtered(gm, lambda counts: _erase(gm.graph) or list(counts))
+
+    refused(changes, RuntimeError, "group_filter changed the graph", same_nodes=False)
     gm = gathers_and_scatters()
     before = described(gm)
-    with pytest.raises(RuntimeError, match="group_filter failed on groups") as caught:
-        FILTER_ROADS[road](gm, group_filter=communicates)
-    assert "called the collective c10d.barrier" in str(caught.value.__cause__)
-    assert described(gm) == before
-
-    def changes(counts: Any) -> Any:
-        _erase(gm.graph)
-        return list(counts)
-
-    with pytest.raises(RuntimeError, match="group_filter changed the graph"):
-        FILTER_ROADS[road](gm, group_filter=changes)
-    assert described(gm) == before
-    assert FILTER_ROADS[road](gm, group_filter=lambda counts: ()).buckets == ()
+    assert filtered(gm, lambda counts: ()).buckets == ()
     assert described(gm) == before
 
 
@@ -698,13 +702,8 @@ BAD_CAPS: dict[str, tuple[Any, type[Exception], str]] = {
 @pytest.mark.parametrize("bad", BAD_CAPS)
 def test_bad_caps(bad):
     cap, error, match = BAD_CAPS[bad]
-    gm = gathers_and_scatters()
-    before, nodes = described(gm), list(gm.graph.nodes)
-    with pytest.raises(error, match=match):
-        by_cap(gm, cap)
-    with pytest.raises(error, match=match):
-        plan_by_cap(gm.graph, cap)
-    assert (described(gm), list(gm.graph.nodes)) == (before, nodes)
+    refused(lambda gm: by_cap(gm, cap), error, match)
+    refused(lambda gm: plan_by_cap(gm.graph, cap), error, match)
 
 
 @pytest.mark.parametrize("cap", [1e308, 10**400, 1e-300, {"unheard of": 1.0}, {}])
@@ -717,15 +716,15 @@ def test_caps_of_any_size(cap):
 
 @pytest.mark.parametrize("road", FILTER_ROADS)
 def test_eligibility_that_fails(road):
+    for eligible, text in (
+        (lambda n: {}[n], r"failed at .*all_gather_into_tensor"),
+        (lambda n: torch.ones(2), "failed at"),  # no truth value
+        (lambda n: _insert(n.graph) or True, "changed the graph"),
+    ):
+        call = partial(FILTER_ROADS[road], eligible=eligible)
+        refused(call, RuntimeError, f"eligible {text}", same_nodes=False)
     gm = gathers_and_scatters()
     before = described(gm)
-    with pytest.raises(RuntimeError, match=r"eligible failed at .*all_gather_into_tensor"):
-        FILTER_ROADS[road](gm, eligible=lambda n: {}[n])
-    with pytest.raises(RuntimeError, match="eligible failed at"):  # no truth value
-        FILTER_ROADS[road](gm, eligible=lambda n: torch.ones(2))
-    with pytest.raises(RuntimeError, match="eligible changed the graph"):
-        FILTER_ROADS[road](gm, eligible=lambda n: _insert(n.graph) or True)
-    assert described(gm) == before
     assert FILTER_ROADS[road](gm, eligible=lambda n: None).buckets == ()
     assert described(gm) == before
 

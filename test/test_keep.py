@@ -280,8 +280,7 @@ def test_what_is_kept_is_gathered_once(fake_world):
     assert "one GiB more would save" in text
 
 
-@pytest.mark.parametrize("fake_world", [2], indirect=True)
-def test_too_little_room_is_said_with_the_number(fake_world):
+def test_too_little_room_is_said_with_the_number(two_ranks):
     graph, machine = random_joint(0, 3)
     starts = [n for n in graph.nodes if kind_of(n) == "all_gather"]
     for memory, says in (
@@ -299,8 +298,7 @@ def test_too_little_room_is_said_with_the_number(fake_world):
         assert all(must_recompute(n) for n in starts)
 
 
-@pytest.mark.parametrize("fake_world", [2], indirect=True)
-def test_an_estimate_that_fails_keeps_nothing(fake_world, monkeypatch):
+def test_an_estimate_that_fails_keeps_nothing(two_ranks, monkeypatch):
     def broken(*_args, **_options):
         raise ZeroDivisionError("no times")
 
@@ -314,9 +312,8 @@ def test_an_estimate_that_fails_keeps_nothing(fake_world, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::torch_ext_bucketing.rewrites.resharding.NothingKeptWarning")
-@pytest.mark.parametrize("fake_world", [2], indirect=True)
 @pytest.mark.parametrize("trained", [True, False], ids=["no work in backward", "inference"])
-def test_what_a_graph_break_leaves_may_have_nothing_to_choose(fake_world, trained):
+def test_what_a_graph_break_leaves_may_have_nothing_to_choose(two_ranks, trained):
     reshard = auto(PeakMemory(gib=1))
     b = backend("aot_eager", [reshard, teb.Schedule(teb.Overlap())])
     x = torch.ones(8, requires_grad=trained)
@@ -493,9 +490,8 @@ def test_choices_are_near_the_best_of_all(fake_world, activations, to, most):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("fake_world", [2], indirect=True)
 @pytest.mark.parametrize("activations", [False, True])
-def test_more_memory_is_never_slower_and_never_exceeded(fake_world, activations):
+def test_more_memory_is_never_slower_and_never_exceeded(two_ranks, activations):
     shorter = 0
     for seed in range(5, 11):
         graph, machine = random_joint(seed, 5)

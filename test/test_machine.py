@@ -150,8 +150,7 @@ def test_products_are_timed_by_the_dtype_of_what_is_multiplied():
     assert Costs(Machine(flops=rates, bandwidth=1e18, kernel_ms=0.0))(node) == 1e3 * 16 * 32 * 48
 
 
-@pytest.mark.parametrize("fake_world", [2], indirect=True)
-def test_an_own_estimate_is_asked_first_and_may_leave_it_to_the_model(fake_world):
+def test_an_own_estimate_is_asked_first_and_may_leave_it_to_the_model(two_ranks):
     gm = forward_graph(1)
     (start,) = filter(is_collective, gm.graph.nodes)
     (product,) = filter(is_compute, gm.graph.nodes)

@@ -129,10 +129,8 @@ CASES = {
         },
     ),
     "the order of a list": (decoder, [["output", "norm"], ""], {0: ["output.weight", *NORM]}),
-    "a list with a nested module": (decoder, [["layers.0.attn", "layers.0", "norm"], ""], {}),
     "the root alone": (decoder, [""], {}),
     "a root with parameters": (vit, VIT_UNITS, {-1: ["cls_token", "pos_embed"]}),
-    "a root with parameters alone": (vit, [""], {}),
     # Packed where the head is visited, under FSDP2's name for it.
     "tied in one unit": (
         lambda: decoder(tied=True),
@@ -142,11 +140,6 @@ CASES = {
     "a shared module": (with_a_shared_mlp, [["layers.0", "layers.1"], ""], {}),
     "frozen parameters": (with_frozen_attention, DECODER_UNITS, {}),
     "experts as units": (moe_model, MOE_UNITS, {}),
-    "the order of calls": (
-        decoder,
-        ["layers.1", ["norm", "output"], "layers.0", "tok_embeddings", ""],
-        {},
-    ),
 }
 
 

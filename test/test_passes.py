@@ -535,10 +535,7 @@ def test_config_hooks_alone(fake_world):
         assert bucket_fqns(bucket) == list(order().units[bucket.unit])
 
 
-@pytest.mark.skipif(
-    not hasattr(inductor_config.aten_distributed_optimizations, "fsdp_group_filter"),
-    reason="this torch packs in graph order",
-)
+@pytest.mark.hooks
 def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world):
     """The field is written on the joint graph, and is there after the partitioner."""
     reverse = FSDPParamOrder.from_fqns([unit[::-1] for unit in order().units[::-1]])

@@ -34,10 +34,7 @@ from torch_ext_bucketing.scheduling.policy import Case, Options, Policy, PolicyR
 from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.scheduling.timeline import Timeline
 
-pytestmark = [
-    pytest.mark.usefixtures("fake_world"),
-    pytest.mark.parametrize("fake_world", [2], indirect=True),
-]
+pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
 def most_in_flight(model: Model, order: Sequence[int]) -> int:

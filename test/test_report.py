@@ -131,8 +131,7 @@ import torch.distributed as dist
 import test_report as t
 from sharded_models import TwoBlocks, step
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+dist.init_process_group("fake", rank=0, world_size=4)
 print(t.bucketed().summary())
 model = teb.data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)))
 backend = teb.backend("aot_eager", teb.recipe(model))

@@ -48,7 +48,6 @@ from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute, kind_of, started_by
 from torch_ext_bucketing.graph.dependencies import Dependencies
 from torch_ext_bucketing.graph.liveness import donated_by_autograd
-from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.scheduling import Schedule
 from torch_ext_bucketing.reports.text import sizes_text
@@ -67,24 +66,7 @@ from torch_ext_bucketing.scheduling.scheduler import BoundNotKeptWarning, schedu
 from torch_ext_bucketing.scheduling.timeline import Timeline, longest_compute_run
 
 _aten = torch.ops.aten
-pytestmark = [
-    pytest.mark.usefixtures("fake_world"),
-    pytest.mark.parametrize("fake_world", [2], indirect=True),
-]
-
-
-def short(gm: fx.GraphModule) -> str:
-    """The order, a word a node: products, and each collective's launch and wait, numbered by the
-    layer of its parameter."""
-    words = []
-    for node in gm.graph.nodes:
-        start = started_by(node) or node
-        if is_collective(start):
-            layer = tag_of(start).fqns[0].split(".")[1]
-            words.append(f"{'wait' if start is not node else kind_of(start)}{layer}")
-        elif node.op == "call_function":
-            words.append(node.target.__name__.partition(".")[0])
-    return " ".join(words)
+pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
 # --- snapshots -----------------------------------------------------------------------------------
@@ -103,30 +85,25 @@ def test_a_reduction_that_needs_no_kernel_is_ahead_of_no_gather():
         assert not schedule(gm, Overlap(), machine=machine()).warnings
 
 
-def test_gathers_launch_one_bucket_ahead():
-    gm = forward_graph()
-    report = schedule(gm, Overlap(), machine=machine())
-    assert short(gm) == ("all_gather0 all_gather1 wait0 mm all_gather2 wait1 mm wait2 mm")
-    assert report.step_ms == pytest.approx((6.0, 4.0), abs=0.01)
-    assert report.bound_ms == pytest.approx(4.0, abs=0.01)
-
-
-def test_reductions_are_waited_for_late():
-    b = Trainer()
-    x, w = b.matrix(), b.matrix()
-    gradients = []
-    for i in range(3):
-        x = b.mm(x, w)
-        gradients.append(b.start("reduce_scatter", x, f"layers.{i}.w"))
-    gm = b.finish(gradients)
-    report = schedule(gm, Overlap(), machine=machine())
-    assert short(gm) == (
-        "mm reduce_scatter0 mm reduce_scatter1 wait0 mm reduce_scatter2 wait1 wait2"
-    )
-    assert report.step_ms == pytest.approx((6.0, 4.0), abs=0.01)
-
-
 Drawn = tuple[list[fx.Node], Machine]
+
+
+def gathers_of_layers(b: Trainer) -> Drawn:
+    """Each is launched one layer ahead."""
+    x = b.matrix()
+    for shard in [b.matrix(DIM // 2) for _ in range(3)]:
+        x = b.mm(x, b.start("all_gather", shard))
+    return [x], machine()
+
+
+def reductions_of_layers(b: Trainer) -> Drawn:
+    """They are waited for late."""
+    x, w = b.matrix(), b.matrix()
+    reduced = []
+    for _ in range(3):
+        x = b.mm(x, w)
+        reduced.append(b.start("reduce_scatter", x))
+    return reduced, machine()
 
 
 def one_collective_of_anothers_result(b: Trainer) -> Drawn:
@@ -198,6 +175,8 @@ def a_deadline_within_a_kernel(b: Trainer) -> Drawn:
 @pytest.mark.parametrize(
     ("draw", "given_ms", "bound_ms", "step_ms"),
     [
+        (gathers_of_layers, 6, 4, 4),
+        (reductions_of_layers, 6, 4, 4),
         (one_collective_of_anothers_result, 5, 3, 3),
         (a_short_wait_for_a_long_one, 20.1, 11, 11.1),
         (chunks_of_tokens, 8, 5, 5),
@@ -277,17 +256,6 @@ def test_runs_between_reduce_scatters_are_capped(bucketed):
 
 
 # --- bounds that can't be kept -------------------------------------------------------------------
-
-
-def test_a_run_that_dependencies_force_is_said_once():
-    gm = backward_graph(layers=2, products=9)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        report = schedule(gm, CapComputeRun(8))
-    (warning,) = [w for w in caught if issubclass(w.category, BoundNotKeptWarning)]
-    assert "10 compute nodes in a row before reduce_scatter_tensor" in str(warning.message)
-    assert "dependencies force a run of at least 10" in str(warning.message)
-    assert report.longest_run == (20, 10)
 
 
 def test_a_memory_bound_below_the_inputs_is_said_with_the_number():
@@ -543,7 +511,7 @@ def real_tensor(fake: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -
 
 @pytest.mark.parametrize("bucketed", [False, True], ids=["unbucketed", "bucketed"])
 @pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_estimated_peak_equals_a_run_on_the_demo_model(fake_world, stage: str, bucketed: bool):
+def test_estimated_peak_equals_a_run_on_the_demo_model(stage: str, bucketed: bool):
     gm = demo_graphs()[stage]
     if bucketed:
         apply_plan(gm.graph, plan_by_cap(gm.graph, 0.2, kinds=("all_gather", "reduce_scatter")))
@@ -562,19 +530,15 @@ def test_aliases_count_once_and_in_flight_buffers_until_the_wait():
     b = Trainer()
     x, w = b.matrix(), b.matrix()
     y = b.mm(x, w)
-    view = b.graph.call_function(_aten.view.default, (y, [DIM * DIM]))
-    view.meta["val"] = y.meta["val"].view(-1)
+    view = b.op(_aten.view.default, y, [DIM * DIM])
     wait = b.start("reduce_scatter", y)
     z = b.mm(x, w)
-    gm = b.finish([wait, z])
-    dependencies = GraphAnalysis(gm.graph).dependencies
-    liveness = GraphAnalysis(gm.graph).liveness
+    analysis = GraphAnalysis(b.finish([wait, z]).graph)
+    nodes, liveness = analysis.dependencies.nodes, analysis.liveness
     matrix = DIM * DIM * 4
-    nodes = dependencies.nodes
     profile = dict(zip(nodes, liveness.profile(range(len(nodes))), strict=True))
     assert profile[y] == profile[view] == 3 * matrix
     assert profile[z] == 2 * matrix + matrix // 2 + matrix
-    late = [*range(3), nodes.index(z), nodes.index(wait)]
     late = [i for i in range(len(nodes)) if nodes[i] not in (z, wait)]
     late += [nodes.index(z), nodes.index(wait)]
     assert liveness.peak(late) == 2 * matrix + matrix + matrix // 2 + matrix
@@ -608,14 +572,16 @@ def test_a_timeline_is_what_one_would_draw():
 # --- caps chosen here ----------------------------------------------------------------------------
 
 
-def test_the_cap_is_chosen_on_the_cost_model_and_the_graph_is_only_read():
+SHARD = 1.5 * DIM * DIM * 4 / 2**20  # MiB, input and output of one gather
+RUNGS = tuple(n * SHARD for n in (1, 2, 4, 8))
+
+
+def test_of_equal_steps_that_of_the_fewest_collectives_is_taken():
     gm = forward_graph(8)
     before = order_of(gm)
-    shard = 1.5 * DIM * DIM * 4 / 2**20  # input and output of one gather
-    caps = [shard, 2 * shard, 8 * shard]
-    plan, report = choose_caps(
-        gm.graph, [Overlap(), PeakMemory(ratio=10)], caps_mb=caps, machine=machine(2.0)
-    )
+    caps = RUNGS[0], RUNGS[1], RUNGS[3]
+    bounds = [Overlap(), PeakMemory(ratio=10)]
+    plan, report = choose_caps(gm.graph, bounds, caps_mb=caps, machine=machine(2.0))
     assert order_of(gm) == before
     # Of 2 ms for each collective the fewest have the least bound; no others can be shorter.
     assert [dict(t.caps_mb)["0 all_gather"] for t in report.tried] == [caps[2]]
@@ -654,11 +620,8 @@ def test_caps_are_ranked_by_all_orders(seed):
 
 
 def test_a_search_in_words():
-    gm = forward_graph(8)
-    shard = 1.5 * DIM * DIM * 4 / 2**20
-    policies = [Overlap(), PeakMemory(ratio=1.6)]
-    caps = [shard, 2 * shard, 4 * shard, 8 * shard]
-    plan, report = choose_caps(gm.graph, policies, caps_mb=caps, machine=machine(2.0))
+    gm, bounds = forward_graph(8), [Overlap(), PeakMemory(ratio=1.6)]
+    plan, report = choose_caps(gm.graph, bounds, caps_mb=RUNGS, machine=machine(2.0))
     lines = [report.to_text(), *map(str, report.tried)]
     lines += [f"{len(b.members)} members, closed by {b.closed_by}" for b in plan.buckets]
     assert_expected_inline(
@@ -676,14 +639,11 @@ TriedCaps(caps_mb=(('0 all_gather', 0.046875),), step_ms=14.000013999999998, pea
 
 def test_caps_between_the_rungs_are_tried_where_none_were_given(monkeypatch):
     """With a third of the bytes more than fit, 4 and 4 members instead of 3, 3 and 2."""
-    gm = forward_graph(8)
-    shard = 1.5 * DIM * DIM * 4 / 2**20
-    caps = [shard, 2 * shard, 4 * shard, 8 * shard]
-    monkeypatch.setattr(cap_search, "CAPS_MB", tuple(caps))
+    gm, bounds = forward_graph(8), [Overlap(), PeakMemory(ratio=1.6)]
+    monkeypatch.setattr(cap_search, "CAPS_MB", RUNGS)
     steps = []
-    for tried in (caps, None):
-        policies = [Overlap(), PeakMemory(ratio=1.6)]
-        _, report = choose_caps(gm.graph, policies, caps_mb=tried, machine=machine(2.0))
+    for tried in (RUNGS, None):
+        _, report = choose_caps(gm.graph, bounds, caps_mb=tried, machine=machine(2.0))
         assert not report.chosen.misses
         steps.append(report.chosen.step_ms)
     assert steps == [pytest.approx(14, abs=1e-3), pytest.approx(12, abs=1e-3)]
@@ -703,28 +663,37 @@ def uneven_training(seed: int, layers: int = 8, rows: int = 512) -> fx.GraphModu
     return b.finish([x, *reductions])
 
 
+@pytest.fixture
+def few_caps(monkeypatch):
+    monkeypatch.setattr(cap_search, "CAPS_MB", (0.02, 0.0625, 0.2, 1.25))
+
+
+def on_network(level: Level) -> Machine:
+    return Machine(
+        flops={"float32": 2e9}, kernel_ms=0.01, ranks_per_node=1, intra=level, inter=level
+    )
+
+
+TIGHT = [Overlap(), PeakMemory(ratio=1.1)]
+
+
 @pytest.mark.once
+@pytest.mark.usefixtures("few_caps")
 @pytest.mark.parametrize("level", [Level(6e6, 2.0), Level(3e6, 4.0)], ids=["fast", "slow"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_no_times_that_are_off_beat_the_true_ones(monkeypatch, level, seed):
+def test_no_times_that_are_off_beat_the_true_ones(level, seed):
     """By more than 1%. With one cap per kind alone they did by 5%, on the slow network."""
-    monkeypatch.setattr(cap_search, "CAPS_MB", (0.02, 0.0625, 0.2, 1.25))
-    graph = uneven_training(seed).graph
-    on = Machine(flops={"float32": 2e9}, kernel_ms=0.01, ranks_per_node=1, intra=level, inter=level)
-    policies = [Overlap(), PeakMemory(ratio=1.1)]
-    step, _, off = steps_off(GraphAnalysis(graph), policies, 20, peak_bytes(graph), {}, machine=on)
+    graph, on = uneven_training(seed).graph, on_network(level)
+    step, _, off = steps_off(GraphAnalysis(graph), TIGHT, 20, peak_bytes(graph), {}, machine=on)
     assert min(off) >= 0.99 * step
 
 
-def test_members_move_between_buckets_and_the_report_says_what_each_holds(monkeypatch):
-    monkeypatch.setattr(cap_search, "CAPS_MB", (0.02, 0.0625, 0.2, 1.25))
-    graph, level = uneven_training(1).graph, Level(3e6, 4.0)
-    on = Machine(flops={"float32": 2e9}, kernel_ms=0.01, ranks_per_node=1, intra=level, inter=level)
-    analysis, policies = GraphAnalysis(graph), [Overlap(), PeakMemory(ratio=1.1)]
-    plan, report = choose_caps(analysis, policies, machine=on)
-    for (name, caps), (_, buckets) in zip(
-        report.caps_mb, CapPlanner(analysis)._sizes(plan).items(), strict=True
-    ):
+@pytest.mark.usefixtures("few_caps")
+def test_members_move_between_buckets_and_the_report_says_what_each_holds():
+    analysis = GraphAnalysis(uneven_training(1).graph)
+    plan, report = choose_caps(analysis, TIGHT, machine=on_network(Level(3e6, 4.0)))
+    sizes = CapPlanner(analysis)._sizes(plan)
+    for (name, caps), (_, buckets) in zip(report.caps_mb, sizes.items(), strict=True):
         assert caps == tuple(sum(b) / 2**20 for b in buckets), name
     one_cap = [t.step_ms for t in report.tried if all(isinstance(c, float) for _, c in t.caps_mb)]
     assert report.chosen.step_ms < 0.95 * min(one_cap)
@@ -762,17 +731,13 @@ CapComputeRun(8): 10 compute nodes in a row before reduce_scatter_tensor_default
 
 
 def test_the_collector_runs_again_after_an_error_and_only_if_it_did():
-    def fail():
+    seen = [gc.isenabled()]
+    with pytest.raises(LookupError), paused_gc():  # noqa: PT012
+        seen.append(gc.isenabled())
         with paused_gc():
             seen.append(gc.isenabled())
-            with paused_gc():
-                seen.append(gc.isenabled())
-            seen.append(gc.isenabled())
-            raise LookupError
-
-    seen = [gc.isenabled()]
-    with pytest.raises(LookupError):
-        fail()
+        seen.append(gc.isenabled())
+        raise LookupError
     assert [*seen, gc.isenabled()] == [True, False, False, False, True]
 
 

@@ -320,8 +320,7 @@ def _data_dependent_graph(seed: int) -> fx.GraphModule:
     return b.finish(outputs)
 
 
-@pytest.mark.parametrize("fake_world", [2], indirect=True)
-def test_random_graphs_with_sizes_that_depend_on_data(fake_world):
+def test_random_graphs_with_sizes_that_depend_on_data(two_ranks):
     """Nothing is lost, computed differently, or said to have gone wrong."""
     merged: list[int] = []
 

@@ -60,15 +60,10 @@ WAYS = [
     (shard_by_property, None, "min_cut"),
     (shard_by_property, torch.bfloat16, "default"),
 ]
-"""Each two values of two arguments once; the other half is ``slow``."""
-MORE = (pytest.mark.slow, pytest.mark.once)
-OTHERS = [(w, d, {"default": "min_cut", "min_cut": "default"}[p]) for w, d, p in WAYS]
+"""Each two values of two arguments once."""
 
 
-@pytest.mark.parametrize(
-    ("shard", "dtype", "partitioner"),
-    [*WAYS, *(pytest.param(*way, marks=MORE) for way in OTHERS)],
-)
+@pytest.mark.parametrize(("shard", "dtype", "partitioner"), WAYS)
 def test_compiled_dtensor_parameters(fake_world, shard, dtype, partitioner):
     # 12 and 10 rows over 4 ranks: one parameter is even, one is padded
     model = shard(TwoBlocks(), mesh_1d(), dtype)
