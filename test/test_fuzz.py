@@ -445,6 +445,7 @@ def run_example(name: str, seed: int) -> str:
     except RuntimeError:  # a copy to what it overlaps with
         e.runs = False
     before, nodes = described(graph), list(graph.nodes)
+    ended: Exception | None = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -454,8 +455,6 @@ def run_example(name: str, seed: int) -> str:
                 result = result(e.gm)
     except ERRORS as error:
         ended = error
-    else:
-        ended = None
     if ended is not None:
         assert described(graph) == before, "it raised and changed the graph"
         assert str(ended), "it raised without a word"

@@ -4,6 +4,7 @@ import functools
 import subprocess
 import sys
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -424,7 +425,7 @@ def functional(x, n, group):
     return [rs, *rss], [ar, *ars], ag
 
 
-def run_functional(t, wrap):
+def run_functional(t, wrap=lambda f: f):
     x = inputs_of(t.world, (t.world * 200,), torch.bfloat16)
     step = wrap(functional)
     scattered, reduced, gathered = step(x[t.rank], t.world, dist.group.WORLD.group_name)
@@ -434,7 +435,7 @@ def run_functional(t, wrap):
 
 
 def check_functional_collectives(t):
-    run_functional(t, lambda f: f)
+    run_functional(t)
     x = inputs_of(t.world, (t.world * 200,), torch.bfloat16)
     out = torch.empty(200, dtype=torch.bfloat16)
     work = torch.ops._c10d_functional.reduce_scatter_tensor_out(
@@ -444,12 +445,10 @@ def check_functional_collectives(t):
     assert same_bits(out, t.rs(x))
 
 
-def check_compiled_with_aot_eager(t):
-    run_functional(t, lambda f: torch.compile(f, backend="aot_eager", fullgraph=True))
-
-
-def check_compiled_with_inductor(t):
-    run_functional(t, lambda f: torch.compile(f, backend="inductor", fullgraph=True))
+def check_compiled(t):
+    # Four processes compiling C++ on two cores say nothing that two don't.
+    for backend in ("aot_eager", "inductor")[: 2 if t.world == 2 else 1]:
+        run_functional(t, partial(torch.compile, backend=backend, fullgraph=True))
 
 
 def check_dtensor_redistribute(t):
@@ -555,17 +554,14 @@ def check_ddp(t):
     assert same_bits(model.weight.grad, t.ar(grads))
 
 
-CHECKS = [name for name in list(globals()) if name.startswith("check_")]
-# Four processes compiling C++ on two cores say nothing that two don't.
-ONLY_WITH_TWO_RANKS = {"check_compiled_with_inductor"}
+CHECKS = [check for name, check in list(globals().items()) if name.startswith("check_")]
 
 
 def _all_checks(rank, topology):
     t = Ranks(rank.rank, rank.world_size, topology)
     with ring_rank(rank, topology):
-        for name in CHECKS:
-            if t.world == 2 or name not in ONLY_WITH_TWO_RANKS:
-                globals()[name](t)
+        for check in CHECKS:
+            check(t)
     assert not dist.is_initialized()
     # by name alone, as a launcher would
     register_ring_backend()
