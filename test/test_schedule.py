@@ -295,6 +295,8 @@ def test_what_is_no_policy_is_an_error():
         schedule(fx.Graph(), ["fast"])
     with pytest.raises(ValueError, match="two Overlap"):
         schedule(fx.Graph(), [Overlap(), Overlap(depth=2)])
+    with pytest.raises(ValueError, match="reference_bytes must be a number of bytes, got ''"):
+        schedule(fx.Graph(), Overlap(), reference_bytes="")
 
 
 # --- asking for a place --------------------------------------------------------------------------

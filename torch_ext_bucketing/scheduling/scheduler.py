@@ -102,7 +102,9 @@ def schedule(
     """
     policies = policies_of(policy)
     check_machine(machine)
-    given = {"reference_bytes": reference_bytes or 0, "external_live_bytes": external_live_bytes}
+    given = {"external_live_bytes": external_live_bytes}
+    if reference_bytes is not None:
+        given["reference_bytes"] = reference_bytes
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} must be a number of bytes, got {value!r}")
