@@ -130,8 +130,8 @@ def is_compute(node: fx.Node) -> bool:
 
 def is_grouped_product(node: fx.Node) -> bool:
     """Whether ``node`` is a mixture's products, ``_grouped_mm`` or one of its scaled forms."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and "_grouped_mm" in target.name()
+    name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
+    return name.startswith("aten::") and "_grouped_mm" in name
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

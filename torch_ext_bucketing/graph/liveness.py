@@ -59,7 +59,7 @@ def _storage_bytes(node: fx.Node, value: torch.Tensor, side: ShardSide, hints: S
     return hints(value.untyped_storage().nbytes())
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Storages:
     """The storages that nodes use.
 
