@@ -173,6 +173,7 @@ class _Rewritten:
         self._costs = costs
         self._rows: list[Row] = []
         self._at = [-1] * len(model)  # new place of what an old node gave
+        self._packs: dict[int, tuple[int, int]] = {}  # of an old start or wait: start, pack
         self._size = list(model.liveness.size)
         self._kept = dict(model.liveness.kept)
         self._instead: dict[int, int] = {}  # storages of reduced members, parts of a buffer now
@@ -240,11 +241,26 @@ class _Rewritten:
 
     def _keep(self, i: int) -> None:
         row = self._old.row(i, self._at)
+        needs = self._old.needed_values[i]
+        if not self._packs.keys().isdisjoint(needs):
+            row = row._replace(needs=[self._needed_by_write(i, j) for j in needs])
         if i in self._casts:
             row = Row(row.node, row.needs, (), self._casts[i], view=True)
         elif (touches := self._now(row.touches)) is not row.touches:
             row = row._replace(touches=touches)
         self._at[i] = self._add(row)
+
+    def _needed_by_write(self, i: int, j: int) -> int:
+        """The new place of ``j``, which node ``i`` needs; of a packed member whose result ``i``
+        does not touch, as a write to its input, the packing, which alone reads that now::
+
+            ag(p) -> wait -> copy_(p)        pack(p) -> AG -> wait
+                                                    `-> copy_(p)
+        """
+        start, pack = self._packs.get(j, (j, -1))
+        live = self._old.liveness
+        reads_it = pack < 0 or not set(live.allocates[start]).isdisjoint(live.touches[i])
+        return self._at[j] if reads_it else pack
 
     def _add_bucket(self, m: _Merged) -> None:
         results = [s for i in m.starts for s in self._old.liveness.allocates[i]]
@@ -269,6 +285,7 @@ class _Rewritten:
             mine, copy_ms = old.liveness.allocates[i], costs.kernel(2 * nbytes)
             copy = Row(old.dependencies.nodes[w], [wait], mine, (buffer, *mine), copy_ms)
             self._at[i], self._at[w] = start, self._add(copy)
+            self._packs[i] = self._packs[w] = (i, pack)
         return start
 
     def _add_reduction(self, m: _Merged, results: Sequence[int], inputs: tuple[int, ...]) -> int:
@@ -303,6 +320,8 @@ class _Rewritten:
             done = self._add(Row(wait, [gather], (), both, start_of=gather, view=True))
         for i, w in zip(m.starts, m.waits, strict=True):
             self._at[i], self._at[w] = start, done
+            if len(members) > 1:
+                self._packs[i] = self._packs[w] = (i, needs[0])
         return start
 
     def _add_wait(self, m: _Merged, start: int, touches: tuple[int, ...]) -> int:
