@@ -366,7 +366,7 @@ class _Search:
                 self._policies,
                 self._reference,
                 at_most_ms=best_ms,
-                priced=False,
+                final=False,
                 like=like or (self.tried[self.best()].chosen if self.tried else ""),
                 others=not like,
             )

@@ -163,7 +163,7 @@ def schedule_model(
     reference_bytes: int | None,
     quick: bool = False,
     at_most_ms: float = math.inf,
-    priced: bool = True,
+    final: bool = True,
     like: str = "",
     others: bool = True,
 ) -> tuple[ScheduleReport, Sequence[int]]:
@@ -175,7 +175,8 @@ def schedule_model(
         reference_bytes: as of :func:`schedule`.
         quick: few orders are tried.
         at_most_ms: orders that take longer are given up.
-        priced: what the bounds cost is found out, unless ``quick``.
+        final: of equal steps the one with the lowest peak is looked for, and what the bounds cost,
+            unless ``quick``.
         like: orders of the sort with this name, or one that it begins with, are made first.
         others: whether others are made, too.
     """
@@ -210,7 +211,10 @@ def schedule_model(
         least = min(tries, key=_rank)
         at_most = at_most_ms
         if wanted and not least.misses:
-            at_most = min(at_most, _WORTH * least.timeline.step_ms)
+            if least.timeline.step_ms <= bound * ROUNDING:
+                return None
+            # Of equal steps the one with the lower peak is taken in the end.
+            at_most = min(at_most, (1.0 if final else _WORTH) * least.timeline.step_ms)
         if at_most * ROUNDING < bound:
             return None
         if any(p.as_with(options) for p, _ in passes):
@@ -244,7 +248,7 @@ def schedule_model(
         best = min(tries, key=lambda t: t.misses)
     reached = best.timeline
     cost, dear = 0.0, list[str]()
-    if best.free is not None and wanted and priced and not quick:
+    if best.free is not None and wanted and final and not quick:
         cost = max(0.0, reached.step_ms - _made_with(model, best.free, passes).step_ms)
         for p in policies if cost > _DEAR * reached.step_ms else ():
             without = ask(best.free, but=p)
