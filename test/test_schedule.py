@@ -421,6 +421,15 @@ def test_no_pass_is_left_out_that_would_give_another_order(seed, limit, run, sho
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("seed", [6, 27, 42])
+def test_of_equal_steps_the_lowest_peak_is_taken_in_the_end(seed):
+    model = model_of(random_training(seed).graph, replace(machine(2.0), kernel_ms=0.5))
+    bounds = [Overlap(), PeakMemory(ratio=3.0)]
+    taken, first = (schedule_model(model, bounds, None, final=end)[0] for end in (True, False))
+    assert taken.step_ms == first.step_ms
+    assert taken.peak_bytes[1] < first.peak_bytes[1]
+
+
 @given(seed=SEEDS, size=st.integers(1, 14))
 @settings(max_examples=100)
 def test_no_order_has_shorter_runs_than_are_called_forced(seed: int, size: int):
