@@ -48,6 +48,7 @@ _DEFAULT_RATIO = 1.02
 worth speaking of. More is taken only for what ``Overlap.depth`` wants under way."""
 
 
+_GIVEN = "as given"
 _TIGHTER = 3
 _QUICK_TIGHTER = 1
 """How often an order that misses its bound is made again."""
@@ -120,7 +121,7 @@ def schedule(
             report, order = schedule_model(
                 model, policies, reference_bytes, like=like, others=not like
             )
-            if like and report.misses:
+            if like and (report.misses or report.chosen == _GIVEN):
                 report, order = schedule_model(model, policies, reference_bytes)
             price = _rank_order_ms(model, order, costs)
             notes = report.notes
@@ -227,7 +228,7 @@ def schedule_model(
             return None
         return replace(judged(name, timeline), options=options, free=free)
 
-    tries = [judged("as given", given)]
+    tries = [judged(_GIVEN, given)]
     # The widest first: what it has no use for needs no pass of its own.
     sorts = sorted(wanted or _FOR_MEMORY, key=lambda c: -c[1].window)
     alike = [c for c in sorts if like.startswith(c[0])]
