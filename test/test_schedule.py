@@ -421,6 +421,29 @@ def test_no_pass_is_left_out_that_would_give_another_order(seed, limit, run, sho
 
 
 @pytest.mark.once
+def test_on_one_level_no_order_is_given_up_for_what_runs_beside_the_rest():
+    """A long reduction that nothing waits for, and a gather of another group, ahead of products."""
+    b = Trainer()
+    w = b.matrix()
+    long = b.start("reduce_scatter", b.mm(b.matrix(), w))
+    y = b.start("all_gather", b.mm(b.matrix(DIM // 2), w))
+    for _ in range(12):
+        y = b.mm(y, w)
+    gm = b.finish([long, y])
+    starts = [n for n in gm.graph.nodes if kind_of(n)]
+    on = replace(machine(1.0), estimate=lambda n, _: 10.0 if n is starts[0] else None)
+    model = model_of(gm.graph, on)
+    groups = [
+        g and str(starts.index(n))
+        for g, n in zip(model.group, model.dependencies.nodes, strict=True)
+    ]
+    model = replace(model, group=groups, shared=dict.fromkeys("01", "between nodes"))
+    order = ListScheduler(model, Options()).run()
+    step = Timeline.of(model, order).step_ms
+    assert step < 20
+    assert ListScheduler(model, Options(), step).run() == order
+
+
 def test_a_sort_that_misses_a_bound_is_not_the_only_one_tried():
     graph, bounds = random_training(12).graph, [Overlap(), PeakMemory(ratio=1.0)]
     on, wide = machine(2.0), "window 100, depth 1, by deadline"
