@@ -49,6 +49,7 @@ worth speaking of. More is taken only for what ``Overlap.depth`` wants under way
 
 
 _GIVEN = "as given"
+"""The name of the order that a graph came with."""
 _TIGHTER = 3
 _QUICK_TIGHTER = 1
 """How often an order that misses its bound is made again."""

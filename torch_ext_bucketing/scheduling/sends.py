@@ -35,7 +35,7 @@ class Send(NamedTuple):
 
 
 def sends_of(model: Model, tail: Sequence[float]) -> list[Send]:
-    """For each node by place; ``tail`` is as of :class:`.ModelAnalysis`."""
+    """For each node by place; ``tail`` is as of :class:`.Paths`."""
     size, ms = len(model), model.ms
     ahead, start = [0.0] * size, [-1] * size
     for i in reversed(range(size)):
