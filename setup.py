@@ -69,7 +69,7 @@ setup(
         "models": ["transformers", "timm"],
         # For the rows `float8/*` of `benchmarks/parity.py`, on torch 2.15.
         "float8": ["torchao"],
-        # For test/test_torchtitan.py, on torch 2.15.
+        # For test/trainers/test_torchtitan.py, on torch 2.15.
         "torchtitan": ["torchtitan==0.3.0"],
     },
     entry_points={

@@ -40,7 +40,7 @@ from torch_ext_bucketing.graph.collectives import (
     wire_bytes,
 )
 from torch_ext_bucketing.graph.tags import tag_of
-from torch_ext_bucketing.scheduling.cost import Costs
+from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.testing.demo.table import columns
 
 WAYS = ("bfloat16", "float8", "float8, amax one by one")

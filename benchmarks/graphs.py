@@ -41,7 +41,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_ext_bucketing._source import source_digest
 from torch_ext_bucketing.graph.collectives import kind_of
-from torch_ext_bucketing.rewrites.resharding import ReshardAfterForward
+from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.testing.demo.table import columns
 
 from .command import matching, parser_of, sayer

@@ -31,10 +31,10 @@ import torch.fx as fx
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.passes.base import Compilation
-from torch_ext_bucketing.scheduling.keep import CURVE, KeepPlanner, Outcome
-from torch_ext_bucketing.scheduling.machine import H100
-from torch_ext_bucketing.scheduling.model import peak_bytes
-from torch_ext_bucketing.scheduling.scheduler import schedule_model
+from torch_ext_bucketing.planner.cost.machine import H100
+from torch_ext_bucketing.planner.keep.keep import CURVE, KeepPlanner, Outcome
+from torch_ext_bucketing.planner.schedule.model import peak_bytes
+from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
 from torch_ext_bucketing.testing.demo.table import columns
 
 from .command import add_json, add_number, matching, parser_of, write_json

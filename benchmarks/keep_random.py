@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_ext_bucketing._gc import paused_gc
 from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.planner.cost.machine import Level, Machine
+from torch_ext_bucketing.planner.keep.keep import KeepPlanner
 from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, what_fits
-from torch_ext_bucketing.scheduling.keep import KeepPlanner
-from torch_ext_bucketing.scheduling.machine import Level, Machine
 
 GROUP = "0"
 _MODE = FakeTensorMode()

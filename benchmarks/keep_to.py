@@ -24,7 +24,7 @@ import torch.fx as fx
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.graph.collectives import group_size, kind_of
 from torch_ext_bucketing.graph.tags import tag_of
-from torch_ext_bucketing.scheduling.machine import H100
+from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.testing.demo.table import columns
 
 from .command import add_json, add_names, parser_of, write_json

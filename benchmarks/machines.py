@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from torch_ext_bucketing.scheduling.machine import H100, Level, Machine
+from torch_ext_bucketing.planner.cost.machine import H100, Level, Machine
 
 
 def nodes(gb_per_s: float | None) -> Machine:

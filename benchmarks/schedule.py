@@ -43,8 +43,8 @@ from .command import add_json, add_number, parser_of, write_json
 from .graphs import Graph, chosen, load
 
 if TYPE_CHECKING:
-    from torch_ext_bucketing.scheduling.model import Model
-    from torch_ext_bucketing.scheduling.policy import Policy
+    from torch_ext_bucketing.planner.schedule.model import Model
+    from torch_ext_bucketing.planner.schedule.policy import Policy
 
     Options = dict[str, Any]
 
@@ -57,7 +57,7 @@ def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = No
     from torch._inductor.fx_passes import overlap_scheduling
 
     from torch_ext_bucketing.graph.size_hints import SizeHints
-    from torch_ext_bucketing.scheduling.cost import Costs
+    from torch_ext_bucketing.planner.cost.cost import Costs
 
     from .machines import nodes
 
@@ -80,8 +80,8 @@ def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = No
 
 def what_ours_plans(graph: Graph, reference: int) -> tuple[list[Policy], Options]:
     """The policies, and which collectives are bucketed."""
-    from torch_ext_bucketing.scheduling.memory import PeakMemory
-    from torch_ext_bucketing.scheduling.overlap import Overlap
+    from torch_ext_bucketing.planner.schedule.memory import PeakMemory
+    from torch_ext_bucketing.planner.schedule.overlap import Overlap
 
     keep = [*parameter_groups(graph)]
     keep += [name for name, group in graph.groups.items() if group.role == "replicate"]
@@ -102,8 +102,8 @@ def run_ours(
     from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
     from torch_ext_bucketing.bucketing.merge import apply_plan
     from torch_ext_bucketing.graph.analysis import GraphAnalysis
-    from torch_ext_bucketing.scheduling.cap_search import choose_caps
-    from torch_ext_bucketing.scheduling.scheduler import schedule
+    from torch_ext_bucketing.planner.schedule.scheduler import schedule
+    from torch_ext_bucketing.planner.search.cap_search import choose_caps
 
     from .machines import nodes
 
@@ -145,9 +145,9 @@ def child(
 ) -> None:
     """Measure one way on one graph and print the result as JSON."""
     from torch_ext_bucketing.graph.size_hints import SizeHints
-    from torch_ext_bucketing.scheduling.cost import Costs
-    from torch_ext_bucketing.scheduling.model import model_of
-    from torch_ext_bucketing.scheduling.timeline import Timeline
+    from torch_ext_bucketing.planner.cost.cost import Costs
+    from torch_ext_bucketing.planner.schedule.model import model_of
+    from torch_ext_bucketing.planner.schedule.timeline import Timeline
 
     from .machines import nodes
 
@@ -211,7 +211,7 @@ def off(name: str, draws: int, layers: int | None, between: float | None = None)
     """How much longer a step is, on average over the draws, where the times planned with are off:
     see :mod:`.schedule_off`."""
     from torch_ext_bucketing.graph.analysis import GraphAnalysis
-    from torch_ext_bucketing.scheduling.model import peak_bytes
+    from torch_ext_bucketing.planner.schedule.model import peak_bytes
 
     from .machines import nodes
     from .schedule_off import steps_off

@@ -17,14 +17,14 @@ from torch_ext_bucketing.bucketing.caps import CapPlanner
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import group_name, is_collective, tensors_in
 from torch_ext_bucketing.graph.size_hints import GivenHints, SizeHints
-from torch_ext_bucketing.scheduling.cap_search import choose_caps
-from torch_ext_bucketing.scheduling.cost import Costs
-from torch_ext_bucketing.scheduling.machine import H100, Machine
-from torch_ext_bucketing.scheduling.merged_model import merged_model
-from torch_ext_bucketing.scheduling.model import Model, model_of
-from torch_ext_bucketing.scheduling.policy import Policy
-from torch_ext_bucketing.scheduling.scheduler import schedule_model
-from torch_ext_bucketing.scheduling.timeline import Timeline
+from torch_ext_bucketing.planner.cost.cost import Costs
+from torch_ext_bucketing.planner.cost.machine import H100, Machine
+from torch_ext_bucketing.planner.schedule.model import Model, model_of
+from torch_ext_bucketing.planner.schedule.policy import Policy
+from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
+from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.planner.search.cap_search import choose_caps
+from torch_ext_bucketing.planner.search.merged_model import merged_model
 
 SIGMA = 0.3
 

@@ -222,7 +222,7 @@ def theirs() -> Any:
 def ours() -> Any:
     """The same with our pass pipeline."""
     titan = importlib.import_module("torch_ext_bucketing.trainers.torchtitan")
-    memory = importlib.import_module("torch_ext_bucketing.scheduling.memory").PeakMemory
+    memory = importlib.import_module("torch_ext_bucketing.planner.schedule.memory").PeakMemory
     bound = memory(gib=float(os.environ[MIB]) / 1024) if MIB in os.environ else None
     config = theirs()
     config.compile.pass_pipeline = titan.pass_pipeline(bound)

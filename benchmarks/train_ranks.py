@@ -30,9 +30,9 @@ from torch_ext_bucketing.graph.analysis import graph_of
 from torch_ext_bucketing.graph.collectives import Kind
 from torch_ext_bucketing.measure import measure
 from torch_ext_bucketing.passes.base import Compilation, GraphLike, Stage
-from torch_ext_bucketing.scheduling.machine import H100
-from torch_ext_bucketing.scheduling.model import model_of
-from torch_ext_bucketing.scheduling.timeline import Timeline
+from torch_ext_bucketing.planner.cost.machine import H100
+from torch_ext_bucketing.planner.schedule.model import model_of
+from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.demo.settings import Settings
 from torch_ext_bucketing.testing.demo.train import PARAM_DTYPE, REDUCE_DTYPES, make_model

@@ -20,9 +20,9 @@ from torch_ext_bucketing.bucketing.plan import MergePlan
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import KINDS, Kind, kind_of
 from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.planner.schedule.policy import Policy
+from torch_ext_bucketing.planner.search import cap_search
 from torch_ext_bucketing.reports.caps import CapsReport
-from torch_ext_bucketing.scheduling import cap_search
-from torch_ext_bucketing.scheduling.policy import Policy
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
 WORLD = 2

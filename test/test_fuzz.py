@@ -35,11 +35,11 @@ from torch_ext_bucketing.fsdp.units import UnitSpec
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
 from torch_ext_bucketing.graph.tags import Tag, set_tag, tag_of
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
+from torch_ext_bucketing.planner.cost.machine import Level
+from torch_ext_bucketing.planner.schedule.model import peak_bytes
+from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.reports.graph import GraphReport
 from torch_ext_bucketing.reports.schedule import ScheduleReport
-from torch_ext_bucketing.scheduling.machine import Level
-from torch_ext_bucketing.scheduling.model import peak_bytes
-from torch_ext_bucketing.scheduling.scheduler import schedule
 from torch_ext_bucketing.testing.ring import init_ring_process_group, register_ring_backend
 from torch_ext_bucketing.testing.sums import RingTopology
 

@@ -8,10 +8,10 @@ What most programs need is here; a module of its own has each of the rest:
 - ``passes.base``: the facts by which a ``GraphPass`` of your own says where it may stand;
 - ``passes.whole_step.whole_step_pass``: the passes on a trace of a whole step, without Dynamo;
 - ``trainers.torchtitan``: the passes in torchtitan's graph trainer;
-- ``passes.diagnostics`` and ``rewrites.resharding``: the other warnings of a compile;
+- ``passes.diagnostics`` and ``planner.passes.resharding``: the other warnings of a compile;
 - ``fsdp.simple_fsdp.ReduceOnce``: several backwards, one reduction;
-- ``scheduling.machine.Level``, ``H100``: networks and machines for the cost model;
-- ``scheduling.scheduler.schedule``, ``scheduling.model.peak_bytes``,
+- ``planner.cost.machine.Level``, ``H100``: networks and machines for the cost model;
+- ``planner.schedule.scheduler.schedule``, ``planner.schedule.model.peak_bytes``,
   ``bucketing.caps.plan_by_cap``, ``agreement.before_run.agree``, ``graph.tags``: what the passes
   do, as functions of one graph;
 - ``bucketing.groups.primary_group``: a filter of process groups;
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
     from .passes.bucketing import BucketByCap as BucketByCap
     from .passes.bucketing import BucketUnits as BucketUnits
     from .passes.diagnostics import NotBucketedWarning as NotBucketedWarning
-    from .passes.scheduling import BucketAndSchedule as BucketAndSchedule
-    from .passes.scheduling import Schedule as Schedule
     from .passes.tagging import TagParameters as TagParameters
+    from .planner.cost.machine import Machine as Machine
+    from .planner.passes.resharding import ReshardAfterForward as ReshardAfterForward
+    from .planner.passes.scheduling import BucketAndSchedule as BucketAndSchedule
+    from .planner.passes.scheduling import Schedule as Schedule
+    from .planner.schedule.memory import CapComputeRun as CapComputeRun
+    from .planner.schedule.memory import PeakMemory as PeakMemory
+    from .planner.schedule.overlap import Overlap as Overlap
+    from .planner.schedule.policy import Policy as Policy
+    from .planner.schedule.scheduler import BoundNotKeptWarning as BoundNotKeptWarning
     from .recipes import recipe as recipe
     from .reports.compile import CompileReport as CompileReport
     from .rewrites.add_by_unit import AddByUnit as AddByUnit
     from .rewrites.combine_uses import CombineUses as CombineUses
     from .rewrites.merge_amax import MergeAmax as MergeAmax
     from .rewrites.reduce_scatter_first import ReduceScatterFirst as ReduceScatterFirst
-    from .rewrites.resharding import ReshardAfterForward as ReshardAfterForward
     from .rewrites.separate_groups import SeparateGroups as SeparateGroups
-    from .scheduling.machine import Machine as Machine
-    from .scheduling.memory import CapComputeRun as CapComputeRun
-    from .scheduling.memory import PeakMemory as PeakMemory
-    from .scheduling.overlap import Overlap as Overlap
-    from .scheduling.policy import Policy as Policy
-    from .scheduling.scheduler import BoundNotKeptWarning as BoundNotKeptWarning
 
 __version__ = "0.1.0"
 
@@ -72,8 +72,8 @@ _HOME = {
     "passes.diagnostics": ("NotBucketedWarning",),
     "recipes": ("recipe",),
     "rewrites.reduce_scatter_first": ("ReduceScatterFirst",),
-    "rewrites.resharding": ("ReshardAfterForward",),
-    "passes.scheduling": ("BucketAndSchedule", "Schedule"),
+    "planner.passes.resharding": ("ReshardAfterForward",),
+    "planner.passes.scheduling": ("BucketAndSchedule", "Schedule"),
     "rewrites.separate_groups": ("SeparateGroups",),
     "passes.tagging": ("TagParameters",),
     "fsdp.all_to_all": ("AllToAllAllReduce", "AllToAllReduceScatter"),
@@ -82,11 +82,11 @@ _HOME = {
     "fsdp.order": ("FSDPParamOrder",),
     "fsdp.simple_fsdp": ("data_parallel",),
     "reports.compile": ("CompileReport",),
-    "scheduling.machine": ("Machine",),
-    "scheduling.memory": ("CapComputeRun", "PeakMemory"),
-    "scheduling.overlap": ("Overlap",),
-    "scheduling.policy": ("Policy",),
-    "scheduling.scheduler": ("BoundNotKeptWarning",),
+    "planner.cost.machine": ("Machine",),
+    "planner.schedule.memory": ("CapComputeRun", "PeakMemory"),
+    "planner.schedule.overlap": ("Overlap",),
+    "planner.schedule.policy": ("Policy",),
+    "planner.schedule.scheduler": ("BoundNotKeptWarning",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted(_MODULE_OF)

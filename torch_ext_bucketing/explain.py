@@ -19,15 +19,15 @@ from .graph.analysis import GraphLike, graph_of
 from .graph.size_hints import GivenHints
 from .passes.backends import backend
 from .passes.base import Baseline, Compilation, GraphPass
+from .planner.cost.devices import job_machine
+from .planner.cost.machine import Machine
+from .planner.passes.resharding import ReshardAfterForward
+from .planner.schedule.memory import PeakMemory
+from .planner.schedule.model import model_of
+from .planner.schedule.timeline import Timeline
+from .planner.schedule.trace import Drawn
 from .recipes import Goal, recipe
 from .reports.compile import CompileReport
-from .rewrites.resharding import ReshardAfterForward
-from .scheduling.devices import job_machine
-from .scheduling.machine import Machine
-from .scheduling.memory import PeakMemory
-from .scheduling.model import model_of
-from .scheduling.timeline import Timeline
-from .scheduling.trace import Drawn
 from .testing.model import ModelConfig, Transformer
 from .testing.target import TargetError, build, call, load_target
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ._torch.process_groups import ranks_of
-from .scheduling.machine import COLLECTIVES, Machine
+from .planner.cost.machine import COLLECTIVES, Machine
 
 _PRODUCT = {"cuda": 8192, "cpu": 512}
 # On CPU as much as malloc may keep and hand out again (M_MMAP_THRESHOLD is 32 MiB at most): what is

@@ -23,16 +23,16 @@ from .passes.all_to_all import ReduceByAllToAll
 from .passes.base import GraphPass
 from .passes.bucketing import BucketUnits
 from .passes.diagnostics import NotBucketedWarning
-from .passes.scheduling import BucketAndSchedule, Schedule
-from .passes.step_memory import check_bound, state_bytes
+from .planner.cost.machine import Machine
+from .planner.passes.resharding import ReshardAfterForward
+from .planner.passes.scheduling import BucketAndSchedule, Schedule
+from .planner.passes.step_memory import check_bound, state_bytes
+from .planner.schedule.memory import PeakMemory
+from .planner.schedule.overlap import Overlap
 from .rewrites.add_by_unit import AddByUnit
 from .rewrites.combine_uses import CombineUses
 from .rewrites.merge_amax import MergeAmax
 from .rewrites.reduce_scatter_first import ReduceScatterFirst
-from .rewrites.resharding import ReshardAfterForward
-from .scheduling.machine import Machine
-from .scheduling.memory import PeakMemory
-from .scheduling.overlap import Overlap
 
 Goal = Literal["parity", "speed"]
 

@@ -90,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from ..explain import explain
+    from ..planner.cost.machine import Machine
+    from ..planner.schedule.trace import write_trace
     from ..reports.keep import KeepReport
-    from ..scheduling.machine import Machine
-    from ..scheduling.trace import write_trace
 
     try:
         machine = None if args.machine is None else Machine.load(args.machine)
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     if args.trace is not None:
         write_trace(found.drawn, args.trace)
     if args.plot is not None:
-        from ..scheduling.plot import plot
+        from ..planner.schedule.plot import plot
 
         kept = (r for r in found.report.rewrites if isinstance(r, KeepReport))
         plot(found.drawn, args.plot, next(kept, None))

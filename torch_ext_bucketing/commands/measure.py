@@ -38,7 +38,7 @@ def _run(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from ..measure import measure
-    from ..scheduling.machine import Machine
+    from ..planner.cost.machine import Machine
 
     def say(text: str) -> None:
         if not dist.is_initialized() or dist.get_rank() == 0:

@@ -29,8 +29,8 @@ from ..agreement.before_run import as_fresh_frame, before_first_run
 from ..agreement.launches import GraphLaunches, launches_of
 from ..fsdp.simple_fsdp import attach
 from ..graph.size_hints import GivenHints, check_size_hints
+from ..planner.passes.step_memory import watch_peak
 from ..reports.compile import CompileReport
-from ..scheduling.pin_order import pin_order
 from .base import (
     Buckets,
     Compilation,
@@ -45,8 +45,8 @@ from .base import (
 from .cache_key import NoUuidError, describe, digest, log_no_uuid
 from .code import code_of
 from .diagnostics import RunWatch
+from .pin_order import pin_order
 from .pipeline import Pipeline
-from .step_memory import watch_peak
 
 log = logging.getLogger("torch_ext_bucketing")
 

@@ -30,9 +30,9 @@ from ..graph.analysis import GraphAnalysis, GraphLike, graph_of
 from ..graph.collectives import Kind
 from ..graph.liveness import kept_inputs
 from ..graph.size_hints import GivenHints, SizeHints
+from ..planner.cost.machine import Machine
+from ..planner.schedule.policy import Policy
 from ..reports.compile import CompileReport
-from ..scheduling.machine import Machine
-from ..scheduling.policy import Policy
 from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
 from .code import code_of_call
 from .diagnostics import warn_of_silence

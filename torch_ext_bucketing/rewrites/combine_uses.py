@@ -45,9 +45,9 @@ from ..graph.snapshot import Snapshot, unchanged_on_error
 from ..graph.tags import tag_of
 from ..graph.writes import Writes
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
+from ..planner.schedule.memory import PeakMemory
+from ..planner.schedule.model import peak_bytes
 from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
-from ..scheduling.memory import PeakMemory
-from ..scheduling.model import peak_bytes
 
 _aten = torch.ops.aten
 

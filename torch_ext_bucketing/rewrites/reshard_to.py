@@ -47,8 +47,8 @@ from ..graph.collectives import group_name, group_size, kind_of, nbytes_of, only
 from ..graph.regions import erase_unused
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import Tag, home_group, is_bucket, set_tag, tag_of
+from ..planner.keep.partitioned import Smaller
 from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
-from ..scheduling.partitioned import Smaller
 
 # A copy, so that the whole can be freed. Not slice and clone: Inductor takes such a clone for one
 # that does nothing.

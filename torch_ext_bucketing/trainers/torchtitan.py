@@ -44,15 +44,15 @@ from .._torch.pipelines import actions_of, replace_actions
 from ..agreement.before_run import agree_on_launches
 from ..agreement.launches import launches_of
 from ..passes.pipeline import Pipeline
-from ..passes.step_memory import check_bound, state_bytes
 from ..passes.whole_step import names_per_tensor, run_passes, whole_step_pass
+from ..planner.keep.stages import StageBytes, bytes_of, stage_reports, views_of, with_residency
+from ..planner.passes.step_memory import check_bound, state_bytes
+from ..planner.schedule.memory import PeakMemory
+from ..planner.schedule.scheduler import BoundNotKeptWarning
 from ..recipes import recipe
 from ..reports.compile import CompileReport
 from ..reports.stage import StageReport
 from ..reports.text import sizes_text
-from ..scheduling.memory import PeakMemory
-from ..scheduling.scheduler import BoundNotKeptWarning
-from ..scheduling.stages import StageBytes, bytes_of, stage_reports, views_of, with_residency
 
 _PIPELINE = "torch_ext_bucketing"
 _REPLACED = "joint_transformer_block_bucketing_reordering_pass"

@@ -20,7 +20,7 @@ from ...fsdp.order import FSDPParamOrder
 from ...passes.backends import BucketingBackend
 from ...passes.base import GraphPass
 from ...passes.bucketing import BucketUnits
-from ...rewrites.resharding import ReshardAfterForward
+from ...planner.passes.resharding import ReshardAfterForward
 from .. import text
 from ..comparison import Options
 from ..model import ModelConfig, Transformer

@@ -1,0 +1,398 @@
+"""Inductor's FX graph cache and the AOTAutograd cache, warm and cold, across processes.
+
+All processes share one cache directory, in which a first one finds nothing. Between them the files
+of a checkout of the package and of a user's passes are edited.
+"""
+
+import copy
+import dataclasses
+import inspect
+import logging
+import pickle
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from collective_graphs import fake_group
+from patching_trees import copy_package, run_python
+from test_pack import CONFIG
+from test_warm import BYPASS, CHILD, HIT, MISS, assert_state, run
+from torch._inductor import compile_fx
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing._source import _sources
+from torch_ext_bucketing._torch.caches import watched_caches
+from torch_ext_bucketing.bucketing.groups import primary_group
+from torch_ext_bucketing.passes import cache_key as _cache_key
+from torch_ext_bucketing.planner.cost.machine import Level
+
+HOOKS = """
+from torch_ext_bucketing import BucketUnits
+
+class OwnPass(BucketUnits):
+    def run(self, graph, compilation):
+        if 1 > 0:
+            super().run(graph, compilation)
+"""
+EDITED_HOOKS = HOOKS.replace("1 > 0", "-1 > 0")
+
+
+class Checkout:
+    """A copy of the package, a user's module and a cache directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = copy_package(folder / "checkout")
+        self.cache = folder / "cache"
+        self.hooks = self.folder / "hooks.py"
+        self.hooks.write_text(HOOKS)
+
+    def run(self, *names: str, seed: int = 0) -> dict[str, dict[str, Any]]:
+        """Results by name, of a new process, whose hashes of strings are by ``seed``."""
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(self.cache), "PYTHONHASHSEED": str(seed)}
+        results = run(
+            str(CHILD), "setups", *names, paths=(self.folder, CHILD.parent), **environment
+        )
+        assert [r["name"] for r in results] == list(names)
+        assert all(Path(r.get("file", self.folder)).is_relative_to(self.folder) for r in results)
+        return {r["name"]: r for r in results}
+
+    def edit(self, path: Path, old: str, new: str) -> None:
+        text = path.read_text(encoding="utf-8")
+        assert text.count(old) == 1, (path, text.count(old))
+        path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+CACHED = ("backend", "backend, own pass", "backend, pass of a script")
+OTHERS = ("backend, other order", "backend, by cap")  # every parameter counts: see below
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    return Checkout(tmp_path_factory.mktemp("caches"))
+
+
+@pytest.fixture(scope="module")
+def cold(checkout: Checkout) -> dict[str, dict[str, Any]]:
+    """The first process. What every later one is compared with."""
+    return checkout.run("uuids", *CACHED, seed=1)
+
+
+@pytest.fixture(scope="module")
+def warm(checkout: Checkout, cold: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A second process: the same settings again, then others."""
+    return checkout.run("uuids", *CACHED, *OTHERS, "backend, lambda", "backend, edited", seed=2)
+
+
+def test_uuids_differ_by_settings_and_not_by_process(warm, cold):
+    """And all passes can be switched off by name in a process that has imported none of them."""
+    assert warm["uuids"] == cold["uuids"]
+    assert cold["uuids"]["disabled"] == []  # of no pass, and no error
+    uuids = cold["uuids"]["uuids"]
+    assert len(set(uuids)) == len(uuids) == 8
+
+
+def test_the_same_settings_hit_in_a_new_process_and_others_miss(warm, cold):
+    for name in CACHED:
+        assert_state(cold[name], MISS)
+        assert len(cold[name]["codes"]) == 2, cold[name]
+        assert_state(warm[name], HIT)
+        assert warm[name]["codes"] == cold[name]["codes"]
+        assert not warm[name]["log"]
+    for name in OTHERS:
+        assert_state(warm[name], MISS)
+    codes = zip(warm["backend, other order"]["codes"], cold["backend"]["codes"], strict=True)
+    assert all(one != other for one, other in codes)
+
+
+def test_a_plain_function_bypasses_with_a_reason(warm):
+    name = "backend, lambda"
+    assert_state(warm[name], BYPASS)
+    reason = "torch_ext_bucketing.passes.bucketing.BucketUnits: <lambda>"
+    assert any(reason in line for line in warm[name]["log"]), warm[name]["log"]
+    # Torch says only that a pass is unsupported, and on a level that is not shown.
+    (line,) = (line for line in warm[name]["log"] if "torch_ext_bucketing" in line)
+    assert line.startswith("WARNING")
+    assert "cache_child.py:" in line
+    assert "give it a uuid() to be cached" in line
+
+
+def test_an_edited_pass_does_not_get_the_old_graph(checkout, cold):
+    checkout.hooks.write_text(EDITED_HOOKS)
+    try:
+        now = checkout.run("backend, own pass", "backend")
+    finally:
+        checkout.hooks.write_text(HOOKS)
+    assert_state(now["backend, own pass"], MISS)
+    for was, code in zip(
+        cold["backend, own pass"]["codes"], now["backend, own pass"]["codes"], strict=True
+    ):
+        assert was != code
+    assert_state(now["backend"], HIT)
+
+
+def test_an_edited_package_does_not_get_the_old_graph(warm, cold):
+    """That an edit of any module changes the digest, is shown below."""
+    assert_state(warm["backend, edited"], MISS)
+    assert warm["backend, edited"]["codes"] == cold["backend"]["codes"]
+
+
+def test_compiling_in_a_subprocess_is_refused(fake_world, monkeypatch):
+    """As with TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS."""
+    monkeypatch.setattr(compile_fx, "fx_compile_mode", compile_fx.FxCompileMode.SUBPROCESS)
+    model = teb.data_parallel(torch.nn.Linear(8, 8), init_device_mesh("cpu", (fake_world,)))
+    compiled = torch.compile(model, backend=teb.backend("inductor", [teb.BucketByCap()]))
+    said = "RuntimeError: TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS runs graph passes in"
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=said):
+        compiled(torch.ones(4, 8))
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+ORDER = teb.FSDPParamOrder.from_fqns([["a", "b"], ["c"]])
+OTHER = teb.FSDPParamOrder.from_fqns([["b", "a"], ["c"]])
+
+
+MACHINE = teb.Machine(flops={"bfloat16": 1e12})
+MADE = [
+    teb.TagParameters(torch.nn.Linear(1, 1), fqn_of={0: "a"}),
+    teb.CombineUses(),
+    teb.MergeAmax(),
+    teb.ReduceScatterFirst(),
+    teb.ReduceByAllToAll(),
+    teb.ReshardAfterForward(),
+    teb.BucketUnits(ORDER),
+    teb.BucketByCap({("g", "all_gather"): 1.0, "h": 2.0}, payload_order=ORDER),
+    teb.Schedule(teb.Overlap(), MACHINE),
+    teb.BucketAndSchedule(teb.Overlap(), caps_mb=(8.0,), machine=MACHINE),
+]
+
+
+def test_every_pass_is_listed():
+    passes = {getattr(teb, n) for n in teb.__all__ if inspect.isclass(getattr(teb, n))}
+    passes = {c for c in passes if issubclass(c, teb.GraphPass) and c is not teb.GraphPass}
+    # Those two have tests of their own.
+    assert passes == {*map(type, MADE), teb.SeparateGroups, teb.AddByUnit}
+
+
+@pytest.mark.parametrize("made", MADE, ids=lambda p: p.name)
+def test_every_argument_of_a_pass_counts(made):
+    assert set(made.arguments()) == set(inspect.signature(type(made)).parameters)
+    uuid = made.uuid()
+    assert uuid
+    assert uuid == type(made)(**made.arguments()).uuid()
+    for name in made.arguments():
+        other = copy.copy(made)
+        setattr(other, name, torch.nn.Linear(1, 1, bias=False) if name == "model" else "another")
+        assert other.uuid() not in (None, uuid), name
+
+
+@pytest.mark.parametrize(
+    ("make", "first", "second"),
+    [
+        (teb.BucketUnits, ORDER, OTHER),
+        (teb.BucketUnits, [["a", "b"]], [["a"], ["b"]]),
+        (teb.BucketByCap, {("g", "all_gather"): 1.0}, {("g", "all_gather"): 1.5}),
+        (teb.Schedule, teb.Overlap(), (teb.Overlap(), teb.CapComputeRun())),
+        (teb.Schedule, teb.Overlap(), teb.Overlap(depth=3)),
+        (teb.CombineUses, teb.PeakMemory(gib=1.0), teb.PeakMemory(gib=2.0)),
+        (teb.ReduceByAllToAll, torch.float32, torch.float64),
+        (teb.ReshardAfterForward, ["a"], ["b"]),
+        (lambda group_filter: teb.BucketByCap(group_filter=group_filter), None, primary_group),
+        (lambda reduce: teb.BucketAndSchedule((), reduce=reduce), None, teb.ReduceByAllToAll()),
+    ],
+)
+def test_other_values_of_an_argument_count(make, first, second):
+    uuids = [make(first).uuid(), make(second).uuid()]
+    assert None not in uuids
+    assert uuids[0] == make(first).uuid() != uuids[1]
+
+
+def test_the_groups_that_reductions_move_to_count(fake_world):
+    """Their names stand in the graph, and each object creates its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    made = [
+        teb.SeparateGroups(mesh),
+        teb.SeparateGroups(mesh),
+        teb.SeparateGroups(mesh, dims=["shard"]),
+    ]
+    made.append(teb.SeparateGroups(mesh, kinds=("all_gather",)))
+    made[-1].second = made[0].second
+    uuids = [m.uuid() for m in made]
+    assert None not in uuids
+    assert len(set(uuids)) == len(uuids)
+    assert uuids == [m.uuid() for m in made]
+
+
+class Estimate:
+    def __call__(self, node, nbytes):
+        return None
+
+    def uuid(self):
+        return "an estimate"
+
+
+NETWORK = {"ranks_per_node": 8, "intra": Level(1e9), "inter": Level(1e8)}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        teb.Overlap(),
+        teb.CapComputeRun(),
+        teb.PeakMemory(gib=1.0),
+        teb.Machine(**NETWORK, estimate=Estimate()),
+    ],
+    ids=lambda made: type(made).__name__,
+)
+def test_every_field_of_a_policy_counts(made):
+    names = [f.name for f in dataclasses.fields(made)]
+    assert set(names) == set(inspect.signature(type(made)).parameters)
+    for name in names:
+        other = copy.copy(made)
+        object.__setattr__(other, name, "another")
+        assert _cache_key.describe(other) != _cache_key.describe(made), name
+
+
+class Plain:
+    """An object that nothing is known of."""
+
+
+def test_what_has_no_uuid(caplog):
+    class NoUuid:
+        def __call__(self, start):
+            return 0
+
+        def uuid(self):
+            return None
+
+    class OfANotebook(teb.ReshardAfterForward):
+        __module__ = "no_such_module"
+
+    _cache_key._said.clear()
+    with caplog.at_level(logging.WARNING, "torch_ext_bucketing"):
+        assert teb.BucketUnits(ORDER, payload_order=NoUuid()).uuid() is None
+        assert "NoUuid.uuid() returned None" in caplog.messages[-1]
+        assert OfANotebook().uuid() is None
+        assert (
+            "the source of no_such_module, which defines it, can't be read" in caplog.messages[-1]
+        )
+        assert teb.BucketAndSchedule((), eligible=len).uuid() is None
+        assert "builtin_function_or_method is a plain callable" in caplog.messages[-1]
+        said = len(caplog.messages)
+        assert said == 3
+        assert teb.BucketUnits(ORDER, payload_order=NoUuid()).uuid() is None
+        assert len(caplog.messages) == said, "said once"
+    with pytest.raises(_cache_key.NoUuidError, match="is no plain value"):
+        _cache_key.describe({"a": [Plain()]})
+    with pytest.raises(_cache_key.NoUuidError, match="is a class"):
+        _cache_key.describe(Plain)
+
+
+def test_group_sizes_and_ranks_count():
+    def uuid(world: int, rank: int = 0) -> str | None:
+        with fake_group(world, rank):
+            return teb.BucketByCap(kinds=("all_reduce",)).uuid()
+
+    assert uuid(4) == uuid(4) != uuid(8)
+    assert uuid(4, rank=1) == uuid(4, rank=1) != uuid(4), "a bucketed gather has the rank inside"
+    with CONFIG.patch(compile_on_one_rank=True):
+        assert uuid(4, rank=1) == uuid(4) != uuid(8), "and as one rank compiles for all, none"
+
+
+def test_a_mesh_of_a_graph_for_all_ranks_is_pickled_without_a_rank_and_gets_the_one_it_comes_to():
+    import torch.distributed as dist
+
+    texts, states, groups = [], [], []
+    for rank in (0, 3):
+        dist.init_process_group("fake", rank=rank, world_size=4)
+        try:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            with CONFIG.patch(compile_on_one_rank=True), watched_caches():
+                states.append(repr(mesh.__getstate__()))
+                texts.append(pickle.dumps(mesh))
+                loaded = pickle.loads(texts[0])
+            assert loaded == mesh
+            assert loaded.get_coordinate() == mesh.get_coordinate() == (rank // 2, rank % 2)
+            groups.append([g.group_name for g in loaded.get_all_groups()])
+            assert groups[-1] == [g.group_name for g in mesh.get_all_groups()]
+            no_such = pytest.raises(RuntimeError, match="its graph here has none such")
+            with CONFIG.patch(compile_on_one_rank=True), watched_caches(), no_such:
+                pickle.loads(texts[0])
+        finally:
+            dist.destroy_process_group()
+    assert states[0] == states[1]
+    assert groups[0] != groups[1]
+
+
+def test_no_cache_keeps_a_graph_for_all_ranks_with_the_place_of_one(caplog, monkeypatch):
+    import torch.distributed as dist
+    from torch._inductor.output_code import CompiledFxGraph
+
+    def made(look: Callable[[Any], Any]) -> CompiledFxGraph:
+        with CONFIG.patch(compile_on_one_rank=True), watched_caches():
+            look(mesh)
+            return CompiledFxGraph()
+
+    def init(self: Any) -> None:
+        """The real one reads all that Inductor knows of a graph."""
+        self.compiled_fn_runner = None
+
+    monkeypatch.setattr(CompiledFxGraph, "__init__", init)
+    dist.init_process_group("fake", rank=3, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for look in (lambda m: m.get_coordinate() is None, lambda m: m.size(0)):
+            pickle.dumps(made(look))
+            assert not caplog.messages
+        for look in (lambda m: m.get_coordinate()[1], lambda m: m.get_local_rank(0)):
+            with pytest.raises(pickle.PicklingError, match="the place of this rank in DeviceMesh"):
+                pickle.dumps(made(look))
+            assert "No cache keeps a graph that is compiled for all ranks" in caplog.text
+            caplog.clear()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_every_module_of_the_package_counts(tmp_path: Path):
+    """In every folder, and also those of tomorrow: there is no list of them."""
+    package = copy_package(tmp_path) / "torch_ext_bucketing"
+    # Torch is not needed for it.
+    (package / "__init__.py").write_text("")
+    code = """
+    import importlib, pathlib, sys
+    from torch_ext_bucketing import _source
+    package = pathlib.Path(sys.argv[1])
+    apart = ("hooks", "testing")  # what they do to a graph: nothing
+    modules = sorted(
+        m for m in package.rglob("*.py") if m.relative_to(package).parts[0] not in apart
+    )
+    assert len(modules) > 60, len(modules)
+    assert len({m.parent for m in modules}) > 9
+    digests = [_source.package_digest()]
+    for module in modules:
+        text = module.read_text()
+        module.write_text(text + "# edited\\n")
+        assert _source.package_digest() == digests[0], "an edit changes what a process runs"
+        digests.append(importlib.reload(_source).package_digest())
+        module.write_text(text)
+        assert importlib.reload(_source).package_digest() == digests[0], module
+    assert len(set(digests)) == len(modules) + 1
+    assert "torch" not in sys.modules
+    """
+    run_python("", tmp_path, args=("-c", textwrap.dedent(code), str(package)))
+
+
+def test_the_packages_digest_is_of_its_sources_alone(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name in ("a.py", "folder/b.py"):
+        (tmp_path / name).write_text(f"# {name}\n")
+    found = list(_sources(tmp_path))
+    assert found == ["a.py", "# a.py\n", "folder/b.py", "# folder/b.py\n"]
+    for name in ("__pycache__", "folder/__pycache__"):  # as the first import of a module leaves
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "b.cpython-311.pyc").touch()
+    assert list(_sources(tmp_path)) == found

@@ -1,0 +1,702 @@
+"""Bucketing by units, the passes and the backends, on real traces."""
+
+import contextlib
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from collective_graphs import (
+    C10D,
+    all_gather,
+    assert_same,
+    reduce_scatter,
+    run_all_ranks,
+    show,
+    trace,
+)
+from expecttest import assert_expected_inline
+from sharded_models import TWO_BLOCKS_FQNS, Keep, TwoBlocks, checkpointed, collectives, step
+from torch._inductor import config as inductor_config
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.parity_ranks import aten_kernels
+from torch_ext_bucketing._torch.inductor import compile_inductor
+from torch_ext_bucketing.bucketing.merge import apply_plan
+from torch_ext_bucketing.bucketing.units import UncoveredParametersWarning, plan_units
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.units import Units
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
+from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
+from torch_ext_bucketing.passes import backends as backend_module
+from torch_ext_bucketing.passes.backends import backend
+from torch_ext_bucketing.passes.base import GraphPass, Order
+from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
+from torch_ext_bucketing.passes.diagnostics import NotBucketedWarning, PayloadOrderWarning
+from torch_ext_bucketing.passes.pipeline import Pipeline
+from torch_ext_bucketing.passes.tagging import PAYLOAD_FIELD, TagParameters
+from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.planner.passes.scheduling import BucketAndSchedule, Schedule
+from torch_ext_bucketing.planner.schedule.overlap import Overlap
+
+UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
+TOKENS = torch.zeros(2, 3, dtype=torch.long)
+
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def order(model=None):
+    return FSDPParamOrder.from_model(model or TwoBlocks(), ["layers.0", "layers.1", ""])
+
+
+def sharded(mode="fully_shard", **dtypes):
+    torch.manual_seed(0)
+    return data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)), mode, **dtypes)
+
+
+def group():
+    return dist.group.WORLD
+
+
+def tagged(gm, *names):
+    for node, name in zip(collectives(gm), names, strict=True):
+        set_tag(node, Tag(kind_of(node), (name,)))
+    return gm
+
+
+def fqns_of(start):
+    return [fqn for tag in member_tags(start) for fqn in tag.fqns]
+
+
+def bucket_fqns(bucket):
+    return [fqn for member in bucket.members for fqn in member.fqns]
+
+
+# -- planning and applying ------------------------------------------------------------------------
+
+
+def test_buckets_of_a_unit_in_payload_order(fake_world):
+    def grads(a, b, c, d):
+        return tuple(reduce_scatter(x, group()) for x in (a, b, c, d))
+
+    gm = tagged(trace(grads, *(torch.ones(8, n) for n in (1, 2, 3, 4))), *"abcd")
+    units = Units([("d", "a"), ("c", "b")])
+    plan = plan_units(gm.graph, units)
+    rank = {"d": 0, "a": 1, "c": 2, "b": 3}
+    reports = apply_plan(gm.graph, plan, lambda n: rank[tag_of(n).fqns[0]])
+    assert [bucket_fqns(r) for r in reports] == [["c", "b"], ["d", "a"]]
+    assert [[(m.offset, m.nbytes) for m in r.members] for r in reports] == [
+        [(0, 2 * 3 * 4), (2 * 3 * 4, 2 * 2 * 4)],
+        [(0, 2 * 4 * 4), (2 * 4 * 4, 2 * 1 * 4)],
+    ]
+    for start, report in zip(collectives(gm), reports, strict=True):
+        assert start.name == report.node
+        assert fqns_of(start) == bucket_fqns(report)
+    gm.recompile()
+    assert_expected_inline(
+        show(gm),
+        """\
+def forward(self, a_1, b_1, c_1, d_1):
+    cat_1 = aten.cat.default([_, _], 1)
+    reduce_scatter_tensor_5 = _c10d_functional.reduce_scatter_tensor.default(_, 'sum', 4, '0')
+    wait_tensor_5 = _c10d_functional.wait_tensor.default(reduce_scatter_tensor_5)
+    cat = aten.cat.default([_, _], 1)
+    reduce_scatter_tensor_4 = _c10d_functional.reduce_scatter_tensor.default(_, 'sum', 4, '0')
+    wait_tensor_4 = _c10d_functional.wait_tensor.default(reduce_scatter_tensor_4)
+    return (_, _, _, _)
+""",
+    )
+
+
+def test_two_buckets_that_make_a_cycle_together(fake_world):
+    """a1 -> b1 and b2 -> a2: one of {a1, a2} and {b1, b2} merges."""
+
+    def crossing(x, y):
+        a1 = reduce_scatter(x, group())
+        b1 = reduce_scatter(all_gather(a1, group()).clone(), group())
+        b2 = reduce_scatter(y, group())
+        a2 = reduce_scatter(all_gather(b2, group()).clone(), group())
+        return b1, a2
+
+    inputs = [[torch.randn(8), torch.randn(8)] for _ in range(4)]
+    gm = trace(crossing, *inputs[0])
+    reductions = [n for n in collectives(gm) if n.target is C10D.reduce_scatter_tensor.default]
+    for node, name in zip(reductions, ["a1", "b1", "b2", "a2"], strict=True):
+        set_tag(node, Tag("reduce_scatter", (name,)))
+    expected = run_all_ranks(gm, inputs)
+    plan = plan_units(gm.graph, Units([("a1", "a2"), ("b1", "b2")]), ("reduce_scatter",))
+    assert [[tag_of(m).fqns[0] for m in b.members] for b in plan.buckets] == [["a1", "a2"]]
+    assert len(plan.ineligible) == 2
+    apply_plan(gm.graph, plan)
+    assert_same(run_all_ranks(gm, inputs), expected)
+
+
+def test_dependent_member_starts_a_bucket_of_its_own(fake_world):
+    def chain(x, y, z):
+        first = reduce_scatter(x, group())
+        dependent = reduce_scatter(torch.cat([first] * 4), group())
+        return dependent, reduce_scatter(y, group()), reduce_scatter(z, group())
+
+    gm = tagged(trace(chain, *torch.ones(3, 8)), *"abcd")
+    plan = plan_units(gm.graph, Units([tuple("abcd")]))
+    (bucket,) = plan.buckets
+    assert [tag_of(m).fqns[0] for m in bucket.members] == ["a", "c", "d"]
+    assert plan.splits
+    apply_plan(gm.graph, plan)
+    assert GraphAnalysis(gm.graph).counts == {"reduce_scatter": 2}
+
+
+def test_same_gather_twice_is_one(fake_world):
+    def twice(a, b):
+        return all_gather(a, group()), all_gather(b, group()), all_gather(a, group())
+
+    inputs = [[torch.randn(2), torch.randn(3)] for _ in range(4)]
+    gm = tagged(trace(twice, *inputs[0]), "a", "b", "a")
+    expected = run_all_ranks(gm, inputs)
+    apply_plan(gm.graph, plan_units(gm.graph, Units([("a", "b")])))
+    (bucket,) = collectives(gm)
+    assert [t.fqns for t in member_tags(bucket)] == [("a",), ("b",)]
+    assert_same(run_all_ranks(gm, inputs), expected)
+
+
+def test_units_by_module_names_take_the_longest():
+    units = Units([("layers.0.mlp",), ("layers.0", "norm"), ("",)], aliases=[("tied", "norm.w")])
+    assert [
+        units.unit_of(f) for f in ("layers.0.mlp.w", "layers.0.wq", "norm.w", "head", "tied")
+    ] == [0, 1, 1, 2, 1]
+    assert Units([("layers.1",)]).unit_of("layers.10.w") is None
+    assert units.place_of("norm.w") == units.place_of("_orig_mod.norm.w") == (1, 1)
+    assert units.place_of("tied") == (1, 1)
+
+
+# -- compiled models ------------------------------------------------------------------------------
+
+
+def compiled_step(passes, model=None, backend_of="aot_eager", **options):
+    """The report of one step of a sharded model."""
+    torch._dynamo.reset()
+    b = backend(backend_of, passes, **options)
+    step(torch.compile(model or sharded(), backend=b), TOKENS)
+    return b.last_report()
+
+
+def test_bucketed_graphs(fake_world):
+    keep = Keep()
+    model = sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    passes = [BucketUnits(order()), ReshardAfterForward(keep=["head"])]
+    report = compiled_step(passes, model, keep)
+    forward, backward = keep.values()
+    for graph in keep.values():
+        graph.graph.lint()
+    assert_expected_inline(
+        summary(forward),
+        """\
+all_gather(embedding.weight head.weight)
+    embedding.default
+all_gather(layers.0.w1.weight layers.0.w1.bias layers.0.w2.weight layers.0.scale)
+    addmm.default
+    relu.default
+    mm.default
+all_gather(layers.1.w1.weight layers.1.w1.bias layers.1.w2.weight layers.1.scale)
+    addmm.default
+    relu.default
+    mm.default
+    mm.default
+""",
+    )
+    assert_expected_inline(
+        summary(backward),
+        """\
+    mm.default
+    mm.default
+all_gather(layers.1.w1.weight layers.1.w2.weight layers.1.scale)
+    mm.default
+    mm.default
+    threshold_backward.default
+    mm.default
+    mm.default
+reduce_scatter(layers.1.w1.weight layers.1.w1.bias layers.1.w2.weight layers.1.scale)
+all_gather(layers.0.w1.weight layers.0.w2.weight layers.0.scale)
+    mm.default
+    mm.default
+    threshold_backward.default
+    mm.default
+    mm.default
+reduce_scatter(layers.0.w1.weight layers.0.w1.bias layers.0.w2.weight layers.0.scale)
+    embedding_dense_backward.default
+reduce_scatter(embedding.weight head.weight)
+""",
+    )
+    assert report.collectives_before == {"all_gather": 10 + 6, "reduce_scatter": 10}
+    assert report.collectives_after == {"all_gather": 3 + 2, "reduce_scatter": 3}
+
+
+def summary(gm):
+    """Starts with their members, and what computes, in graph order."""
+    lines = []
+    for node in gm.graph.nodes:
+        if node in collectives(gm):
+            lines.append(f"{member_tags(node)[0].kind}({' '.join(fqns_of(node))})")
+        elif node.op == "call_function" and any(
+            w in node.name for w in ("mm", "embedding", "relu", "threshold")
+        ):
+            lines.append(f"    {node.target.__name__}")
+    return "\n".join(lines) + "\n"
+
+
+def packed_by(passes):
+    """What packed each bucket of a step, and the report."""
+    report = compiled_step(passes)
+    return {bucket.packed_by for bucket in report.buckets}, report
+
+
+class Shuffled:
+    """Packs by name, backwards."""
+
+    def __init__(self, uuid="shuffled"):
+        self._uuid = uuid
+
+    def __call__(self, start):
+        return [-ord(c) for c in tag_of(start).fqns[0]]
+
+    def uuid(self):
+        return self._uuid
+
+
+@pytest.mark.hooks
+def test_an_order_packs_by_itself_unless_told_otherwise(fake_world):
+    """That it has to be asked to is what a new user does not expect."""
+    o = order()
+    found, by_order = packed_by([BucketUnits(o)])
+    assert found == {"FSDPParamOrder"}
+    assert [bucket_fqns(b) for b in by_order.buckets if b.unit == 0] == [list(o.units[0])] * 2
+    assert packed_by([BucketUnits(o, payload_order=None)])[0] == {"graph order"}
+    assert packed_by([BucketUnits(UNITS)])[0] == {"graph order"}
+    assert packed_by([BucketUnits(o, payload_order=Shuffled())])[0] == {"Shuffled"}
+    assert packed_by([BucketByCap(1.0, payload_order=o)])[0] == {"FSDPParamOrder"}
+
+
+@pytest.mark.hooks
+def test_what_has_no_key_is_said_once_per_compile(fake_world):
+    """An order of another model: its units are found, its keys are not."""
+    other = FSDPParamOrder.from_fqns([["embedding.weight", "layers.0.w1.weight"]])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found, report = packed_by([BucketUnits(UNITS, payload_order=other)])
+    assert found == {"graph order: a member has no key"}
+    (said,) = [str(w.message) for w in caught if w.category is PayloadOrderWarning]
+    assert "3 of 3 buckets of the forward graph keep graph order" in said
+    assert "layers.1.w2.weight" in said
+    assert "backend(..., model=model)" in said
+    assert said in report.warnings
+    lost = next(b for b in report.buckets if b.unit == 0)
+    assert lost.no_key == ("layers.0.w1.bias", "layers.0.w2.weight", "layers.0.scale")
+    assert "no key: layers.0.w1.bias; " in report.to_text()
+
+
+def silence(passes, module=None):
+    """The warnings that say that nothing is bucketed."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = compiled_step(passes, module)
+    said = [str(w.message) for w in caught if w.category is NotBucketedWarning]
+    assert said == [t for t in report.warnings if t in said]
+    return said
+
+
+@pytest.mark.parametrize(
+    ("make", "because", "way_out"),
+    [
+        (lambda: [BucketByCap(1e-6)], "closed by bytes (9), closed by end (1)", "raise cap_mb"),
+        (lambda: [BucketUnits(order(), ["all_reduce"])], "asked for all_gather (10)", "kinds="),
+        (lambda: [BucketUnits([[f] for f in TWO_BLOCKS_FQNS])], "in their unit", "larger units"),
+        (lambda: [TagParameters(fqn_of={}), BucketByCap()], "no known parameter", "model=model"),
+    ],
+)
+def test_nothing_bucketed_is_said_once_per_compile(fake_world, make, because, way_out):
+    (said,) = silence(make())
+    assert said.startswith(
+        "nothing is bucketed in the forward graph, although it has 10 all_gather"
+    )
+    assert because in said
+    assert way_out in said
+
+
+def test_nothing_to_bucket_is_not_worth_a_word(fake_world):
+    assert silence([ReshardAfterForward()]) == []  # no pass was asked to
+    assert silence([BucketByCap(kinds=())]) == []
+    assert silence([BucketUnits(order())]) == []
+    # No collective in forward, and one for each parameter in backward.
+    replicated = data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)), "replicate")
+    assert silence([BucketUnits(order(), ["all_reduce"])], replicated) == []
+
+
+@pytest.mark.parametrize("mode", ["replicate", "hybrid_shard"])
+def test_all_reduces_only_when_asked_for(fake_world, mode):
+    mesh = init_device_mesh("cpu", (4,) if mode == "replicate" else (2, 2))
+    for kinds, left in ((("all_gather", "reduce_scatter"), 10), (("all_reduce",), 3)):
+        model = data_parallel(TwoBlocks(), mesh, mode)
+        report = compiled_step([BucketUnits(order(), kinds=kinds)], model)
+        assert report.collectives_after["all_reduce"] == left
+
+
+def test_activation_checkpointing_is_respected(fake_world):
+    model, keep = sharded(), Keep()
+    checkpointed(model.layers[0])
+    report = compiled_step([BucketUnits(UNITS), ReshardAfterForward()], model, keep)
+    relus = [sum("relu" in n.name for n in g.graph.nodes) for g in keep.values()]
+    assert relus == [2, 1]  # the checkpointed block's is computed again
+    assert report.graph("backward").collectives_after["all_gather"] <= 3
+
+
+def test_uncovered_parameters_are_named_once(fake_world):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = compiled_step([BucketUnits([["layers.0"], ["layers.1"]])])
+    texts = [str(w.message) for w in caught if w.category is UncoveredParametersWarning]
+    assert texts == [
+        "2 parameter(s) are in no unit; their collectives are not bucketed: embedding.weight, "
+        "head.weight. The units name 'layers.0', 'layers.1', ...: name these parameters' modules, "
+        "too, and where the units belong to another model than the compiled module, give that to "
+        "the backend: backend(..., model=model)"
+    ]
+    assert report.warnings == texts
+
+
+def by_cap(*args, mode="fully_shard", **options):
+    """The report of a step whose collectives are bucketed by size."""
+    model = data_parallel(
+        TwoBlocks(), init_device_mesh("cpu", (2, 2) if mode == "hybrid_shard" else (4,)), mode
+    )
+    return compiled_step([ReshardAfterForward(), BucketByCap(*args, **options)], model)
+
+
+def test_caps_hold_in_both_phases_and_for_all_kinds(fake_world):
+    report = by_cap(1.0, mode="hybrid_shard")
+    assert report.graph("forward").collectives_after == {"all_gather": 1}
+    after = report.graph("backward").collectives_after
+    assert after == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+    small = by_cap(1024 / 2**20).buckets
+    assert small
+    assert all(b.wire_bytes <= b.cap_bytes == 1024 for b in small)
+
+
+def test_buckets_by_cap_are_packed_in_the_callers_order(fake_world):
+    rank = {fqn: i for i, fqn in enumerate(f for unit in order().units for f in unit)}
+    report = by_cap(1.0, payload_order=order())
+    assert [b.kind for b in report.buckets] == ["all_gather", "all_gather", "reduce_scatter"]
+    for bucket in report.buckets:
+        packed = [rank[f] for f in bucket_fqns(bucket)]
+        assert packed == sorted(packed)
+
+
+def test_chunked_loss_stays_in_the_heads_unit(fake_world):
+    """The head's weight is used outside of the head, twice; by tag it is the head's."""
+
+    class Chunked(TwoBlocks):
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            weight = self.head.weight
+            return sum(
+                torch.nn.functional.linear(c, weight).logsumexp(-1).sum() for c in x.chunk(2)
+            )
+
+    model = data_parallel(Chunked(), init_device_mesh("cpu", (4,)))
+    last = [b for b in compiled_step([BucketUnits(order())], model).buckets if b.unit == 2]
+    assert [bucket_fqns(b) for b in last] == [["embedding.weight", "head.weight"]] * 2
+
+
+# -- Inductor -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def lowered():
+    """The graphs that Inductor makes code of, with the kernels of ATen."""
+    from torch._inductor.graph import GraphLowering
+
+    graphs, run = [], GraphLowering.run
+
+    def spy(self, *args):
+        graphs.append(fx.GraphModule(self.module, copy.deepcopy(self.graph)))
+        return run(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch, aten_kernels():
+        patch.setattr(GraphLowering, "run", spy)
+        yield graphs
+
+
+def test_inductor_config_is_left_as_it_was(fake_world):
+    """And its own bucketing does not merge our buckets, and the user's own pass runs, too."""
+    seen = []
+    set_by_the_user = {
+        "post_grad_custom_post_pass": lambda g: seen.append(inductor_config.allow_buffer_reuse),
+        **dict.fromkeys(("bucket_all_gathers_fx", "bucket_reduce_scatters_fx"), "all"),
+        "bucket_all_reduces_fx": "all",
+    }
+    copied = getattr(inductor_config, "get_config_copy", inductor_config.shallow_copy_dict)
+    before = copied()
+    with inductor_config.patch(set_by_the_user), lowered() as graphs:
+        report = compiled_step([BucketUnits(order())], backend_of="inductor")
+    assert copied() == before
+    assert seen == [False, False], "forward and backward"
+    found = [GraphAnalysis(gm.graph).counts for gm in graphs]
+    assert found == [{"all_gather": 3}, {"reduce_scatter": 3}]
+    assert report.collectives_after == {"all_gather": 3, "reduce_scatter": 3}
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "prefetch", "expected"),
+    [
+        ({}, 50, None),  # no overlap scheduling
+        ({"enable_overlap_scheduling": True}, 50, 50),
+        ({"enable_overlap_scheduling": True}, 7, 7),
+        ({"enable_overlap_scheduling": True}, None, None),
+        ({"enable_overlap_scheduling": True, "max_compute_pre_fetch": 9}, 50, None),
+    ],
+)
+@pytest.mark.parametrize("as_options", [False, True])
+def test_prefetch_depth_is_set_where_the_scheduler_takes_it(
+    monkeypatch, set_by_user, prefetch, expected, as_options
+):
+    import torch._inductor.compile_fx as inductor
+
+    seen = {}
+
+    def compile_fx(gm, inputs, config_patches, **_):
+        seen.update(config_patches)
+        with inductor_config.patch(config_patches):
+            depth = inductor_config.aten_distributed_optimizations.max_compute_pre_fetch
+        return lambda *args: depth
+
+    monkeypatch.setattr(inductor, "compile_fx", compile_fx)
+    prefix = "aten_distributed_optimizations."
+    given = {prefix + k: v for k, v in set_by_user.items()}
+    before = inductor_config.aten_distributed_optimizations.max_compute_pre_fetch
+    with inductor_config.patch({} if as_options else given):
+        compiled = compile_inductor(
+            None,
+            (),
+            joint=None,
+            post_grad=None,
+            options=given if as_options else None,
+            prefetch=prefetch,
+        )
+    user = set_by_user.get("max_compute_pre_fetch")
+    assert compiled() == (user if user is not None else expected)
+    assert (prefix + "max_compute_pre_fetch" in seen) == (
+        expected is not None or (as_options and user is not None)
+    )
+    assert inductor_config.aten_distributed_optimizations.max_compute_pre_fetch == before
+
+
+def test_backend_passes_its_prefetch_depth_on(monkeypatch):
+    seen = []
+
+    def compile_inductor(gm, inputs, **kwargs):
+        seen.append(kwargs["prefetch"])
+        return gm.forward
+
+    monkeypatch.setattr(backend_module, "compile_inductor", compile_inductor)
+    for compiler in (backend(), backend(prefetch=3), backend(prefetch=None)):
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(1))
+    assert seen == [50, 3, None]
+    with pytest.raises(ValueError, match="at least 0"):
+        backend(prefetch=-1)
+
+
+@pytest.mark.slow
+def test_config_hooks_alone(fake_world):
+    reports = []
+
+    class Kept(BucketUnits):
+        def run(self, graph, compilation):
+            super().run(graph, compilation)
+            reports.append(compilation.report.graphs[-1])
+
+    bucket = Kept(order())
+    hooks = {"joint_custom_post_pass": TagParameters(), "post_grad_custom_post_pass": bucket}
+    hooks["force_disable_caches"] = True  # a graph from a cache has no report
+    model = sharded()
+    slice_of_a_batch = torch.cat([TOKENS, TOKENS])[: len(TOKENS)]
+    with inductor_config.patch(hooks), aten_kernels():
+        step(torch.compile(model), slice_of_a_batch)
+    report = reports[-1]
+    assert report.stage == "backward"
+    assert report.collectives_after == {"reduce_scatter": 3}
+    for bucket in report.buckets:
+        assert bucket_fqns(bucket) == list(order().units[bucket.unit])
+
+
+@pytest.mark.hooks
+def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world):
+    """The field is written on the joint graph, and is there after the partitioner."""
+    reverse = FSDPParamOrder.from_fqns([unit[::-1] for unit in order().units[::-1]])
+    options = {
+        "joint_custom_post_pass": TagParameters(order=reverse),
+        "bucket_all_gathers_fx": "fsdp",
+        "bucket_reduce_scatters_fx": "fsdp",
+        "aten_distributed_optimizations.bucket_payload_order_key": PAYLOAD_FIELD,
+        "force_disable_caches": True,
+    }
+    with inductor_config.patch(options), lowered() as graphs:
+        step(torch.compile(sharded()), TOKENS)
+    packed = [fqns_of(n) for gm in graphs for n in collectives(gm)]
+    assert packed == [[fqn for unit in reverse.units for fqn in unit]] * 2
+
+
+# -- passes and their owner -----------------------------------------------------------------------
+
+
+def test_manager_orders_the_passes():
+    bucket, reshard = BucketUnits(UNITS), ReshardAfterForward()
+    manager = Pipeline([bucket, reshard])
+    assert [type(p) for p in manager.joint] == [TagParameters, ReshardAfterForward]
+    assert manager.forward_backward == (bucket,)
+    mine = TagParameters()
+    assert Pipeline([reshard, mine]).joint == (mine, reshard)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: backend("aot"), ValueError, "must be 'aot_eager', 'inductor' or a callable"),
+        (lambda: backend("aot_eager", [print]), TypeError, "is no pass"),
+        (lambda: BucketUnits(UNITS, kinds=("gather",)), ValueError, "kinds must be some of"),
+        (lambda: BucketUnits(UNITS, payload_order=True), TypeError, "payload_order must be"),
+        (lambda: backend("aot_eager").last_report(), RuntimeError, "nothing has been compiled"),
+    ],
+)
+def test_bad_arguments(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_passes_are_switched_off_by_name(fake_world, monkeypatch):
+    passes = [ReshardAfterForward(), BucketUnits(order()), BucketAndSchedule([Overlap()])]
+    key = Pipeline(passes).uuid()
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "")
+    assert Pipeline(passes).uuid() == key
+    # Schedule is a pass, but none of these; its subclass is another one.
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "Schedule, BucketUnits")
+    without = Pipeline(passes)
+    assert without.disabled == ("BucketUnits",)
+    assert without.uuid() not in (key, Pipeline([passes[0], passes[2]]).uuid(), None)
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "BucketAndSchedule,BucketUnits")
+    report = compiled_step(passes)
+    assert not report.graphs
+    assert report.disabled == ("BucketUnits", "BucketAndSchedule")
+    off = "switched off by TORCH_EXT_BUCKETING_DISABLE: BucketUnits, BucketAndSchedule\n"
+    assert off in report.to_text()
+    assert report.as_dict()["disabled"] == ["BucketUnits", "BucketAndSchedule"]
+    assert [p.name for p in report.passes] == ["TagParameters", "ReshardAfterForward"]
+
+
+@pytest.mark.parametrize("name", ["BucketUnit", "Schedule,bucketunits", "Own"])
+def test_an_unknown_name_to_switch_off_is_an_error(monkeypatch, name):
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", name)
+    unknown = name.rpartition(",")[2]
+    known = (
+        "AddByUnit, BucketAndSchedule, BucketByCap, BucketUnits, .*SeparateGroups, TagParameters"
+    )
+    with pytest.raises(ValueError, match=f"names {unknown}; the passes are {known}"):
+        backend("aot_eager", [BucketUnits(UNITS)])
+
+    class Own(BucketUnits):
+        """A user's."""
+
+    if name == "Own":
+        assert Pipeline([Own(UNITS)]).disabled == ("Own",)
+
+
+def test_every_passs_time_is_in_the_report(fake_world):
+    report = compiled_step([BucketUnits(order()), Schedule([Overlap()])])
+    assert [(p.stage, p.name) for p in report.passes] == [
+        ("joint", "TagParameters"),
+        ("forward", "BucketUnits"),
+        ("forward", "Schedule"),
+        ("backward", "BucketUnits"),
+        ("backward", "Schedule"),
+    ]
+    assert all(p.seconds > 0 for p in report.passes)
+    # What a pass notes of the graph before the first one counts as its own.
+    assert report.passes[2].seconds > report.schedules[0].seconds
+    (line,) = [x for x in report.to_text().splitlines() if x.startswith("joint")]
+    assert line.split() == ["joint", "TagParameters", f"{report.passes[0].seconds:.3f}"]
+    assert report.as_dict()["passes"][1]["name"] == "BucketUnits"
+
+
+def test_plain_functions_are_not_cached():
+    """All else is told apart by ``test_caches``."""
+    for one in (
+        BucketUnits(UNITS, payload_order=lambda n: 0),
+        Pipeline([BucketUnits(UNITS, payload_order=lambda n: 0)]),
+        TagParameters(fqn_of=lambda d: None),
+        BucketByCap({"a": lambda i: 1.0}),
+        BucketByCap(eligible=lambda n: True),
+    ):
+        assert one.uuid() is None
+    caps = [{"b": 2.0, "a": 1.0}, {"a": 1.0, "b": 2.0}]
+    assert len({BucketByCap(cap).uuid() for cap in caps}) == 1
+
+
+# -- what a list of passes may be -----------------------------------------------------------------
+
+
+REFUSED = {
+    r"BucketByCap comes after Schedule and would undo what that decides, the order of the "
+    r"nodes\. The right order: \[BucketByCap, BucketUnits, Schedule\]": (
+        lambda: [Schedule(Overlap()), BucketByCap(), BucketUnits(UNITS)]
+    ),
+    "Schedule and Schedule both decide the order of the nodes: give one of them": (
+        lambda: [Schedule(Overlap()), ReshardAfterForward(), Schedule([])]
+    ),
+    "BucketAndSchedule and Schedule both decide the order": (
+        lambda: [BucketAndSchedule(Overlap()), Schedule(Overlap())]
+    ),
+    "both decide which parameters backward gathers again": (
+        lambda: [ReshardAfterForward(), ReshardAfterForward(keep=["head"])]
+    ),
+    "both decide the tags of collectives": lambda: [TagParameters(), TagParameters()],
+}
+
+
+@pytest.mark.parametrize("match", REFUSED)
+def test_a_list_in_which_passes_undo_each_others_work_is_refused(match):
+    with pytest.raises(ValueError, match=match):
+        backend("aot_eager", REFUSED[match]())
+
+
+def test_the_right_order_is_taken():
+    passes = [BucketByCap(), BucketUnits(UNITS), Schedule(Overlap())]
+    assert Pipeline(passes).forward_backward == tuple(passes)
+
+
+def test_a_pass_that_misses_what_it_needs_is_refused():
+    class Needs(GraphPass):
+        stage = "forward_backward"
+        needs = (Order,)
+
+        def run(self, graph, compilation):
+            raise AssertionError("only looked at")
+
+    with pytest.raises(ValueError, match="Needs needs the order of the nodes: no pass before"):
+        Pipeline([Needs(), Schedule(Overlap())])
+    assert len(Pipeline([Schedule(Overlap()), Needs()]).forward_backward) == 2
+
+
+def test_a_backend_reads_as_code():
+    made = backend("aot_eager", [BucketUnits(UNITS, payload_order=None), Schedule(Overlap())])
+    assert repr(made) == (
+        "backend('aot_eager', [BucketUnits([['layers.0'], ['layers.1'], ['embedding', 'head']], "
+        "payload_order=None), Schedule([Overlap()])])"
+    )
+    off = backend("inductor", prefetch=None, agree=False, model=TwoBlocks())
+    assert repr(off) == "backend('inductor', [], model=TwoBlocks, prefetch=None, agree=False)"

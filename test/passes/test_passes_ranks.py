@@ -1,0 +1,181 @@
+"""Bucketed training on real ranks: the same bits as without buckets, and as eager FSDP2."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_models import TwoBlocks, eager_fsdp2
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from torch_ext_bucketing.fqns import canonical_fqn
+from torch_ext_bucketing.fsdp.order import FSDPParamOrder
+from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.passes.backends import backend
+from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
+from torch_ext_bucketing.rewrites.separate_groups import SeparateGroups
+from torch_ext_bucketing.testing.ring import on_ranks
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+# Beside other modes, which show most of it.
+MORE = (pytest.mark.slow, pytest.mark.once)
+
+
+def model(dim=9, vocabulary=13):
+    torch.manual_seed(0)
+    return TwoBlocks(dim, vocabulary)  # uneven over two ranks
+
+
+def tokens(rank):
+    return torch.arange(8).add(rank).remainder(13).view(2, 4)
+
+
+def gradients(run, module, rank):
+    loss = run(tokens(rank)).float().logsumexp(-1).mean()
+    loss.backward()
+    found = {
+        canonical_fqn(n): (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).clone()
+        for n, p in module.named_parameters()
+    }
+    module.zero_grad()
+    return loss.detach(), found
+
+
+def assert_equal(one, other):
+    assert torch.equal(one[0], other[0])
+    assert sorted(one[1]) == sorted(other[1])
+    for name, grad in one[1].items():
+        assert torch.equal(grad, other[1][name]), name
+
+
+def mesh(mode):
+    world = dist.get_world_size()
+    if mode == "hybrid_shard":
+        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (world,))
+
+
+def shard(mode, *sizes, **dtypes):
+    return data_parallel(model(*sizes), mesh(mode), mode, **dtypes)
+
+
+def bucketing_passes(reshard):
+    order = FSDPParamOrder.from_model(TwoBlocks(), ["layers.0", "layers.1", ""])
+    passes = [BucketUnits(order, KINDS)]
+    return [*passes, ReshardAfterForward()] if reshard else passes
+
+
+def _aot_eager_equals_uncompiled(rank, mode, reshard):
+    module = shard(mode, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    expected = gradients(module, module, rank)
+    b = backend("aot_eager", bucketing_passes(reshard))
+    compiled = torch.compile(module, backend=b)
+    for _ in range(2):
+        assert_equal(gradients(compiled, module, rank), expected)
+    assert max(b.last_report().collectives_before.values()) >= 10
+    # with resharding, the forward's three gathers and backward's: the head is alone in its unit
+    gathers = 6 if reshard else 3
+    for kind, number in b.last_report().collectives_after.items():
+        assert number == (gathers if kind == "all_gather" else 3), kind
+    with torch.no_grad():
+        assert torch.equal(compiled(tokens(rank)), module(tokens(rank)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "reshard"),
+    [
+        pytest.param("fully_shard", False, marks=MORE),
+        ("fully_shard", True),
+        ("hybrid_shard", True),
+        ("replicate", False),
+    ],
+)
+def test_aot_eager_equals_uncompiled(mode, reshard):
+    on_ranks(_aot_eager_equals_uncompiled, mode, reshard)
+
+
+def _inductor_equals_inductor_without_buckets(rank):
+    # Even over the ranks, which so share their kernels.
+    module = shard("fully_shard", 8, 14, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    expected = gradients(torch.compile(module), module, rank)
+    torch._dynamo.reset()
+    b = backend("inductor", bucketing_passes(False))
+    compiled = torch.compile(module, backend=b)
+    for _ in range(2):
+        assert_equal(gradients(compiled, module, rank), expected)
+    assert b.last_report().collectives_after == {"all_gather": 3, "reduce_scatter": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_inductor_equals_inductor_without_buckets():
+    on_ranks(_inductor_equals_inductor_without_buckets)
+
+
+def _reductions_on_their_own_groups(rank, mode):
+    where = mesh(mode)
+    module = data_parallel(model(), where, mode, reduce_dtype=torch.float32)
+    expected = gradients(module, module, rank)
+    separate = SeparateGroups(where, ["reduce_scatter", "all_reduce"])
+    assert len(separate.second) == where.ndim
+    for dim in range(where.ndim):
+        second = separate.second[where.get_group(dim).group_name]
+        group = torch.distributed.distributed_c10d._resolve_process_group(second)
+        assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(
+            where.get_group(dim)
+        )
+    b = backend("aot_eager", [separate, *bucketing_passes(True)])
+    compiled = torch.compile(module, backend=b)
+    for _ in range(2):
+        assert_equal(gradients(compiled, module, rank), expected)
+    groups = {kind: set() for kind in KINDS}
+    for graph in b.last_report().graphs:
+        for bucket in graph.buckets:
+            groups[bucket.kind].add(bucket.group)
+    shard_group = where.get_group(where.ndim - 1).group_name
+    assert groups["all_gather"] == {shard_group}
+    assert groups["reduce_scatter"] == {separate.second[shard_group]}
+    if mode == "hybrid_shard":
+        assert groups["all_reduce"] == {separate.second[where.get_group(0).group_name]}
+
+
+@pytest.mark.parametrize(
+    ("mode", "world"),
+    [("fully_shard", 2), pytest.param("hybrid_shard", 4, marks=MORE)],
+)
+def test_reductions_on_their_own_groups(mode, world):
+    on_ranks(_reductions_on_their_own_groups, mode, world=world)
+
+
+def test_separate_groups_names_what_is_wrong(fake_world):
+    flat = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    for options, match in (
+        ({"dims": ["tp"]}, r"1 dimension\(s\) and none 'tp'; its names are dp"),
+        ({"dims": [1]}, "none 1"),
+        ({"kinds": ["broadcast"]}, "kinds must be some of"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            SeparateGroups(flat, **options)
+
+
+def _uncompiled_equals_fsdp2(rank, mode, param_dtype, reduce_dtype):
+    eager = eager_fsdp2(
+        model(), ["layers.0", "layers.1", ""], mesh(mode), param_dtype, reduce_dtype
+    )
+    expected = gradients(eager, eager, rank)
+    module = shard(mode, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    assert_equal(gradients(module, module, rank), expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "world", "param_dtype", "reduce_dtype"),
+    [
+        ("fully_shard", 2, torch.bfloat16, torch.float32),
+        ("fully_shard", 2, torch.bfloat16, None),
+        ("fully_shard", 2, None, None),
+        ("hybrid_shard", 4, torch.bfloat16, torch.float32),
+        ("hybrid_shard", 4, torch.bfloat16, None),
+    ],
+)
+def test_uncompiled_equals_fsdp2(mode, world, param_dtype, reduce_dtype):
+    on_ranks(_uncompiled_equals_fsdp2, mode, param_dtype, reduce_dtype, world=world)

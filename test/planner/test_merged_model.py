@@ -1,0 +1,205 @@
+"""The model of a plan against the model of a graph in which the plan was carried out."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.fx as fx
+from collective_graphs import fake_group
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from random_graphs import WORLD, Builder, choose_caps, demo_graphs, layered_graph, random_graph
+
+from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.merge import merge_buckets
+from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
+from torch_ext_bucketing.graph.collectives import kind_of
+from torch_ext_bucketing.graph.liveness import LiveBytes
+from torch_ext_bucketing.graph.tags import tag_of
+from torch_ext_bucketing.planner.cost.cost import Costs, Machine
+from torch_ext_bucketing.planner.schedule.memory import CapComputeRun, PeakMemory
+from torch_ext_bucketing.planner.schedule.model import Model, model_of
+from torch_ext_bucketing.planner.schedule.overlap import Overlap
+from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
+from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.planner.search import cap_search as auto_cap
+from torch_ext_bucketing.planner.search.merged_model import merged_model
+
+# Kernels that take longer the more they move, however little that is.
+SLOW = Machine(bandwidth=1e6, kernel_ms=1e-9)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    with fake_group(WORLD):
+        yield
+
+
+def both(graph: fx.Graph, plan: MergePlan) -> tuple[Model, Model]:
+    """The planned model, and that of the merged graph, which this leaves behind."""
+    costs = Costs(SLOW)
+    planned = merged_model(model_of(graph, costs), plan.buckets, costs)
+    assert planned is not None
+    merge_buckets(graph, plan)
+    return planned, model_of(graph, costs)
+
+
+def check_is_model(model: Model) -> None:
+    """Each node stands behind what it needs, starts of one group and kind behind each other, and
+    every storage is there when it is touched."""
+    assert model.dependencies.is_order(range(len(model)))
+    last: dict[object, int] = {}
+    for i, (group, needs) in enumerate(zip(model.group, model.dependencies.needs, strict=True)):
+        if group is not None:
+            key = (group, kind_of(model.dependencies.nodes[i]))
+            assert key not in last or last[key] in needs
+            last[key] = i
+    live = set(range(len(model.liveness.size)))
+    live -= {s for new in model.liveness.allocates for s in new}
+    for new, touched in zip(model.liveness.allocates, model.liveness.touches, strict=True):
+        assert live.isdisjoint(new)
+        live.update(new)
+        assert live.issuperset(touched)
+
+
+def bytes_left(model: Model) -> int:
+    live = LiveBytes(model.liveness)
+    for i in range(len(model)):
+        live.run(i)
+    return live.now
+
+
+@pytest.mark.once
+@given(seed=st.integers(0, 10**6), size=st.integers(2, 16), cap=st.integers(50, 3000))
+@example(598, 4, 64)  # a write to what a bucket packs does not wait for the bucket
+@settings(max_examples=200)
+def test_times_are_those_of_the_merged_graph(seed, size, cap):
+    gm = random_graph(seed, size, ["0"], share=False)
+    plan = plan_by_cap(gm.graph, cap / 2**20, eligible=lambda start: True)
+    planned, merged = both(gm.graph, plan)
+    check_is_model(planned)
+    ours, theirs = Timeline.of(planned), Timeline.of(merged)
+    assert ours.step_ms == pytest.approx(theirs.step_ms)
+    assert ours.compute_ms == pytest.approx(theirs.compute_ms)
+    assert ours.longest_run == theirs.longest_run
+    assert planned.paths.bound_ms == pytest.approx(merged.paths.bound_ms)
+    assert planned.paths.bound_ms <= ours.step_ms * (1 + 1e-9)
+    launched = [
+        [(g, kind_of(n)) for g, n in zip(m.group, m.dependencies.nodes, strict=True) if g]
+        for m in (planned, merged)
+    ]
+    assert launched[0] == launched[1]
+
+
+@pytest.mark.parametrize("cap", [300, 900, 10**6])
+def test_live_bytes_are_those_of_the_merged_graph(cap):
+    gm = layered_graph(600, 60, ["0", "0"], share=False)
+    planned, merged = both(gm.graph, plan_by_cap(gm.graph, cap / 2**20))
+    check_is_model(planned)
+    assert Timeline.of(planned).peak_bytes == Timeline.of(merged).peak_bytes
+    assert planned.liveness.at_start == merged.liveness.at_start
+    assert bytes_left(planned) == bytes_left(merged)
+
+
+@pytest.fixture(scope="module")
+def traced(world):
+    return demo_graphs()
+
+
+POLICIES = [Overlap(), PeakMemory(ratio=1.1), CapComputeRun(3)]
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize("cap", [0.05, 0.3, 100.0])
+def test_schedules_of_a_traced_model(traced, stage, cap):
+    graph = copy.deepcopy(traced[stage]).graph
+    plan = plan_by_cap(graph, cap, kinds=("all_gather", "reduce_scatter"))
+    assert plan.buckets
+    planned, merged = both(graph, plan)
+    check_is_model(planned)
+    assert Timeline.of(planned).peak_bytes == Timeline.of(merged).peak_bytes
+    assert bytes_left(planned) == bytes_left(merged)
+    ours, theirs = (schedule_model(m, POLICIES, None, quick=True)[0] for m in (planned, merged))
+    assert ours.step_ms == pytest.approx(theirs.step_ms)
+    assert ours.longest_run == theirs.longest_run
+    assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.filterwarnings(
+    "ignore::torch_ext_bucketing.planner.schedule.scheduler.BoundNotKeptWarning"
+)
+def test_the_search_chooses_as_it_would_by_merging(traced, stage, monkeypatch):
+    search = {"caps_mb": (0.05, 0.3, 1.0, 4.0), "machine": SLOW}
+    plan, report = choose_caps(traced[stage].graph, POLICIES, **search)
+    monkeypatch.setattr(auto_cap, "merged_model", lambda *args: None)
+    by_merging, theirs = choose_caps(traced[stage].graph, POLICIES, **search)
+    assert plan.buckets == by_merging.buckets
+    assert report.caps_mb == theirs.caps_mb
+    assert [t.caps_mb for t in report.tried] == [t.caps_mb for t in theirs.tried]
+
+
+def test_a_bucket_is_found_by_the_parameters_of_all_its_members(traced):
+    graph = traced["forward"].graph
+    plan = plan_by_cap(graph, 0.3, kinds=("all_gather",))
+    costs = Costs()
+    model = merged_model(model_of(graph, costs), plan.buckets, costs)
+    assert model is not None
+    assert set(model.members.values()) == {b.members for b in plan.buckets}
+    uses = model.analysis.first_uses()
+    assert all(start in uses for start in model.members)
+    late, early = (tag_of(b.members[-1]).fqns[0] for b in (plan.buckets[-1], plan.buckets[0]))
+    overlap = Overlap(prefetch_under={late: early})
+    assert schedule_model(model, overlap, None, quick=True)[0].notes == ()
+
+
+def test_a_cycle_is_no_model():
+    b = Builder(share=False)
+    p, q = b.leaf(WORLD * 8, torch.float32), b.leaf(WORLD * 8, torch.float32)
+    a1 = b.collective("all_reduce", p, "0")
+    b1 = b.collective("reduce_scatter", b.add(a1, p), "0")
+    b2 = b.collective("reduce_scatter", q, "0")
+    a2 = b.collective("all_reduce", b.add(b2, b2), "0")
+    gm = b.finish([b1, a2])
+    starts: dict[str, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        starts.setdefault(kind_of(node) or "", []).append(node)
+    buckets = [
+        Bucket(kind, None, tuple(starts[kind]))  # type: ignore[arg-type]
+        for kind in ("all_reduce", "reduce_scatter")
+    ]
+    costs = Costs()
+    model = model_of(gm.graph, costs)
+    for n in (1, 2):
+        for some in itertools.combinations(buckets, n):
+            assert (merged_model(model, some, costs) is None) == (n == 2)
+
+
+def test_a_collective_without_a_wait_is_not_modelled():
+    b = Builder(share=False)
+    p = b.leaf(WORLD * 8, torch.float32)
+    gm = b.finish([b.collective("all_reduce", p, "0"), b.collective("all_reduce", p, "0")])
+    starts = tuple(n for n in gm.graph.nodes if kind_of(n))
+    (wait,) = starts[1].users
+    wait.replace_all_uses_with(starts[1])
+    gm.graph.erase_node(wait)
+    costs = Costs()
+    bucket = Bucket("all_reduce", None, starts)
+    assert merged_model(model_of(gm.graph, costs), [bucket], costs) is None
+
+
+def test_members_on_both_sides_of_a_side_effect_are_tried_by_merging():
+    b = Builder(share=False)
+    p, q = b.leaf(WORLD * 8, torch.float32), b.leaf(WORLD * 8, torch.float32)
+    first = b.collective("reduce_scatter", p, "0")
+    b.graph.call_function(torch.manual_seed, (0,))
+    gm = b.finish([first, b.collective("reduce_scatter", q, "0")])
+    options = {"eligible": lambda start: True}
+    plan = plan_by_cap(gm.graph, 1.0, **options)
+    costs = Costs()
+    assert [len(bucket.members) for bucket in plan.buckets] == [2]
+    assert merged_model(model_of(gm.graph, costs), plan.buckets, costs) is None
+    chosen, report = choose_caps(gm.graph, Overlap(), caps_mb=(1.0,), **options)
+    assert chosen.buckets == plan.buckets
+    assert report.tried

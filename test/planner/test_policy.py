@@ -1,0 +1,230 @@
+"""A scheduling policy that is written here and nowhere else: it bounds orders, reports what was
+reached, warns where it can't be kept, is part of cache keys, and goes with the others."""
+
+import importlib
+import itertools
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.fx as fx
+from collective_graphs import assert_same, run_all_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import (
+    Trainer,
+    backward_graph,
+    choose_caps,
+    forward_graph,
+    machine,
+    order_of,
+    random_graph,
+    real_inputs,
+)
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing import _source
+from torch_ext_bucketing.planner.schedule.model import Model, model_of
+from torch_ext_bucketing.planner.schedule.policy import Case, Options, Policy, PolicyReport
+from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.reports.compile import CompileReport
+
+pytestmark = pytest.mark.usefixtures("two_ranks")
+
+
+def most_in_flight(model: Model, order: Sequence[int]) -> int:
+    """Collectives between launch and wait, at the place where they are most."""
+    now = most = 0
+    for i in order:
+        now += model.group[i] is not None
+        most = max(most, now)
+        now -= model.start_of[i] >= 0
+    return most
+
+
+@dataclass(frozen=True)
+class InFlight(Policy):
+    """At most so many collectives between launch and wait."""
+
+    most: int = 2
+
+    def ask(self, case: Case, options: Options) -> Options:
+        return replace(options, depth=min(options.depth, self.most), deadlines=False)
+
+    def misses(self, case: Case, timeline: Timeline) -> float:
+        return max(0, most_in_flight(case.model, timeline.order) - self.most) / self.most
+
+    def report(self, case: Case, timeline: Timeline) -> PolicyReport:
+        before = most_in_flight(case.model, case.given.order)
+        after = most_in_flight(case.model, timeline.order)
+        missed = f"InFlight: {after} collectives are under way at once, above {self.most}"
+        return PolicyReport(
+            repr(self),
+            {"most_in_flight": self.most, "in_flight": (before, after)},
+            f"{before} -> {after} under way, bound {self.most}",
+            missed if after > self.most else "",
+        )
+
+
+def all_at_once(layers: int = 5) -> fx.GraphModule:
+    """Gathers that are all launched first, products, reduce-scatters that are waited for last."""
+    gm = forward_graph(layers)
+    nodes = list(gm.graph.nodes)
+    gathers = [
+        n for n in nodes if n.target is torch.ops._c10d_functional.all_gather_into_tensor.default
+    ]
+    for other, gather in itertools.pairwise(gathers):
+        other.append(gather)
+    gm.recompile()
+    return gm
+
+
+def reached(gm: fx.GraphModule) -> int:
+    model = model_of(gm.graph)
+    return most_in_flight(model, range(len(model)))
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_it_bounds_and_reports(most: int):
+    gm = all_at_once()
+    assert reached(gm) == 5
+    report = schedule(gm, [teb.Overlap(depth=4), InFlight(most)], machine=machine(2.0))
+    assert reached(gm) == most
+    assert report.misses == 0
+    assert not report.warnings
+    assert report.figure("in_flight") == (5, most)
+    assert report.bounds[1].figures["most_in_flight"] == most
+    assert f"InFlight(most={most})" in report.to_text()
+    assert f"5 -> {most} under way, bound {most}" in report.to_text()
+    whole = json.loads(CompileReport(schedules=[report]).to_json())
+    assert whole["schedules"][0]["bounds"][1]["figures"]["in_flight"] == [5, most]
+
+
+def test_alone_it_changes_only_what_misses_it():
+    gm = all_at_once()
+    before = order_of(gm)
+    assert schedule(gm, InFlight(5)).chosen == "as given"
+    assert order_of(gm) == before
+    assert schedule(gm, InFlight(2)).chosen.startswith("gathers at their use")
+    assert reached(gm) <= 2
+
+
+def test_a_bound_that_cannot_be_kept_is_a_warning():
+    """The wait of the first one stands behind an operator of unknown effect, and the second before
+    it."""
+    b = Trainer()
+    x, w = b.matrix(), b.matrix()
+    waits = [b.start("reduce_scatter", b.mm(x, w)) for _ in range(3)]
+    unknown = b.graph.call_function(torch.manual_seed, (0,))
+    gm = b.finish(waits)
+    for wait in waits:
+        unknown.append(wait)
+    assert reached(gm) == 3
+    with pytest.warns(teb.BoundNotKeptWarning, match="InFlight: 3 collectives .* above 2"):
+        report = schedule(gm, [teb.Overlap(), InFlight(2)], machine=machine())
+    assert report.misses == 0.5
+    assert report.warnings == ("InFlight: 3 collectives are under way at once, above 2",)
+
+
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 12), most=st.integers(1, 3))
+@settings(max_examples=60)
+def test_it_goes_with_the_others(seed: int, size: int, most: int):
+    """Same values, and each bound is kept or said to be missed."""
+    gm = random_graph(seed, size, ["0"], share=False)
+    inputs = real_inputs(gm)
+    expected = run_all_ranks(gm, inputs)
+    policies = [teb.Overlap(depth=3), InFlight(most), teb.CapComputeRun(1), teb.PeakMemory(ratio=1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", teb.BoundNotKeptWarning)
+        report = schedule(gm, policies)
+    assert report.order, report.warnings
+    figures = report.figure("in_flight")
+    assert figures[1] == reached(gm)
+    for name, kept in (
+        ("InFlight", figures[1] <= most),
+        ("CapComputeRun", report.longest_run[1] <= 1),
+        ("PeakMemory", report.peak_bytes[1] <= (report.limit_bytes or 0)),
+    ):
+        assert kept != any(w.startswith(name) for w in report.warnings)
+    assert (report.misses > 0) == bool(report.warnings)
+    assert_same(run_all_ranks(gm, inputs), expected)
+
+
+def test_caps_are_chosen_under_it():
+    gm = forward_graph(8)
+    caps = [0.02, 0.05, 1.0]
+    policies = [teb.Overlap(depth=4), InFlight(1), teb.PeakMemory(ratio=10)]
+    _, free = choose_caps(gm.graph, policies[::2], caps_mb=caps, machine=machine(2.0))
+    _, report = choose_caps(gm.graph, policies, caps_mb=caps, machine=machine(2.0))
+    assert report.chosen.misses == 0
+    assert report.chosen.step_ms >= free.chosen.step_ms
+
+
+@dataclass(frozen=True)
+class ShortRuns(Policy):
+    """Bounds buckets alone."""
+
+    def max_bucket_run(self) -> int:
+        return 4
+
+
+def test_of_several_bounds_on_buckets_the_smallest_holds():
+    gm = backward_graph(layers=6, products=1)
+    policies = [teb.CapComputeRun(8), ShortRuns()]
+    found = []
+    for bounds in (policies, policies[::-1], policies[:1]):
+        plan, _ = choose_caps(gm.graph, bounds, caps_mb=[100.0], eligible=lambda start: True)
+        found.append([(len(b.members), b.closed_by) for b in plan.buckets])
+    assert found[0] == found[1]
+    assert {closed for _, closed in found[0]} <= {"run", "end"}
+    assert all(members <= 2 for members, _ in found[0])
+    assert any(members > 2 for members, _ in found[2])
+
+
+POLICY = """
+from dataclasses import dataclass
+from torch_ext_bucketing import Policy
+
+@dataclass(frozen=True)
+class Mine(Policy):
+    most: int = 2
+
+    def misses(self, case, timeline):
+        return {result}
+"""
+
+
+def test_settings_and_source_are_part_of_the_cache_key(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def uuid(result: str, **fields: int) -> str | None:
+        """As in a process that finds this source."""
+        (tmp_path / "policy_of_mine.py").write_text(POLICY.format(result=result))
+        monkeypatch.setattr(_source, "_noted", {})
+        sys.modules.pop("policy_of_mine", None)
+        importlib.invalidate_caches()
+        _source.source_digest.cache_clear()
+        module = importlib.import_module("policy_of_mine")
+        return teb.Schedule([teb.Overlap(), module.Mine(**fields)]).uuid()
+
+    first = uuid("0.0")
+    found = [first, uuid("0.0", most=3), uuid("1.0"), teb.Schedule(teb.Overlap()).uuid()]
+    assert None not in found
+    assert len(set(found)) == 4
+    assert uuid("0.0") == first
+    sys.modules.pop("policy_of_mine")
+
+
+def test_a_policy_without_known_fields_has_no_key(caplog):
+    class Opaque(Policy):
+        def __init__(self) -> None:
+            self.ask_somebody = object()
+
+    assert teb.Schedule([Opaque()]).uuid() is None
+    assert "no plain value; give it a uuid()" in caplog.text

@@ -1,0 +1,188 @@
+"""The demo, from its parts to whole runs as a user starts them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.parity_ranks import aten_kernels
+from torch_ext_bucketing.__main__ import main
+from torch_ext_bucketing.testing import text
+from torch_ext_bucketing.testing.demo import cli
+from torch_ext_bucketing.testing.demo.results import RankReport, RunRecord, combine
+from torch_ext_bucketing.testing.demo.settings import Settings
+from torch_ext_bucketing.testing.demo.table import render
+from torch_ext_bucketing.testing.model import ModelConfig, Transformer
+from torch_ext_bucketing.testing.payloads import Member, Payload, layout_differences
+from torch_ext_bucketing.testing.ranks import Rank
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# --- text and model ------------------------------------------------------------------
+
+
+def test_batches_are_real_text_and_repeat():
+    tokens, targets = text.batch(3, 1, size=2, seq=32)
+    again, _ = text.batch(3, 1, size=2, seq=32)
+    other, _ = text.batch(3, 0, size=2, seq=32)
+    assert torch.equal(tokens, again)
+    assert not torch.equal(tokens, other)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert bytes(tokens[0].tolist()) in text.corpus()
+
+
+def test_the_model_is_a_function_of_its_seed_and_owns_parameters_next_to_children():
+    config = ModelConfig(dim=64, layers=1, heads=2, kv_heads=1, hidden=96)
+    one, two, three = (Transformer(config, seed=seed) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not torch.equal(one.embed.weight, three.embed.weight)
+    owners = [
+        name
+        for name, module in one.named_modules()
+        if list(module.children()) and list(module.parameters(recurse=False))
+    ]
+    assert owners == ["blocks.0", "blocks.0.attention"]
+
+
+# --- results -------------------------------------------------------------------------
+
+
+def _payload(*members: tuple[str, int, int]) -> Payload:
+    return Payload("reduce_scatter", tuple(Member(*member) for member in members))
+
+
+def test_layout_differences_name_what_lies_elsewhere():
+    rest = _payload(("c", 0, 4), ("d", 4, 4))
+    eager = [_payload(("a", 0, 8), ("b", 8, 4)), rest]
+    same = list(reversed(eager))
+    assert layout_differences(eager, same) == []
+    assert layout_differences([*eager, _payload(("e", 0, 4))], same) == []  # no bucket of one
+    swapped = [_payload(("b", 0, 4), ("a", 4, 8)), rest]
+    (text_,) = layout_differences(eager, swapped)
+    assert "byte 0 is b (4 bytes), eager has a at byte 0 (8 bytes)" in text_
+    other = [_payload(("a", 0, 8), ("b", 8, 4), ("c", 12, 4))]
+    texts = layout_differences(eager, other)
+    assert any("no unit of eager FSDP2 has these members" in t for t in texts)
+    assert sum("the compiled graphs do not" in t for t in texts) == 2
+
+
+MODEL = {"parameters": 10, "tensors": 3, "units": 2}
+
+
+def _reports(settings: Settings, *, ours: list[str], control: list[str]) -> list[RankReport]:
+    def record(digests: list[str]) -> RunRecord:
+        steps = settings.steps
+        return RunRecord(list(digests), [1.0] * steps, [5.0] * steps, before=9, after=3)
+
+    eager = [str(step) for step in range(settings.steps)]
+    runs = {"eager": eager, "fsdp_order": ours, "graph_order": control}
+    return [
+        RankReport({name: record(d) for name, d in runs.items()}, MODEL, "2")
+        for _ in range(settings.ranks)
+    ]
+
+
+def test_a_run_that_differs_from_eager_fails_and_says_where():
+    settings = Settings(steps=4)
+    ranks = _reports(settings, ours=["0", "1", "x", "3"], control=["x"] * 4)
+    ranks[0].runs["fsdp_order"].digests[2] = "2"  # equal on rank 0: the others must count
+    result = combine(settings, ranks)
+    assert not result["passed"]
+    assert result["runs"]["fsdp_order"]["steps_equal_to_eager"] == 3
+    assert result["runs"]["fsdp_order"]["first_different_step"] == 3
+    assert "FAIL" in render(result)
+    assert "first differ at step 3" in render(result)
+
+
+@pytest.mark.parametrize(("ranks", "nodes", "says"), [(4, 1, "one node"), (2, 2, "a + b is b + a")])
+def test_a_control_that_can_not_differ_is_explained(ranks, nodes, says):
+    settings = Settings(steps=2, ranks=ranks, nodes=nodes)
+    result = combine(settings, _reports(settings, ours=["0", "1"], control=["0", "1"]))
+    assert result["passed"]
+    assert says in render(result)
+
+
+# --- the command ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--ranks", "1"], "--ranks must be at least 2"),
+        (["--ranks", "4", "--nodes", "3"], "--nodes must divide --ranks"),
+        (["--nodes", "0"], "--nodes must divide --ranks"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--layers", "-1"], "--layers must be at least 1"),
+        (["--dim", "100"], "--dim must be a positive multiple of 64"),
+        (["--dim", "wide"], "invalid int value"),
+        (["--backend", "eager"], "invalid choice"),
+        (["--timeout", "0"], "--timeout must be positive"),
+        (["--json", "/no/such/folder/x.json"], "does not exist"),
+        (["--json", "."], "is a folder"),
+    ],
+)
+def test_bad_options_are_usage_errors_before_any_rank_starts(options, says, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "run_ranks", None)
+    with pytest.raises(SystemExit) as caught:
+        main(["demo", *options])
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.once
+def test_a_bad_option_costs_no_import_of_torch():
+    command = ["-X", "importtime", "-m", "torch_ext_bucketing", "demo", "--dim", "100"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "torch_ext_bucketing.testing.demo.cli" in imported
+    assert "torch" not in imported
+
+
+def check_demo(result: dict, ranks: int, steps: int) -> None:
+    runs = result["runs"]
+    for name in ("eager", "fsdp_order", "graph_order"):
+        assert len(runs[name]["loss"]) == steps
+        assert runs[name]["step_ms"] > 0
+        assert len(result["hashes"][name]) == steps
+    # 1 block and the root: gathers forward, the block's again backward, and reductions.
+    assert runs["eager"]["collectives_after"] == 5
+    for name in ("fsdp_order", "graph_order"):
+        assert runs[name]["collectives_before"] == 42
+        assert runs[name]["collectives_after"] == 5
+    assert result["layout_differences"]["fsdp_order"] == []
+    assert result["layout_differences"]["graph_order"]
+    assert result["settings"]["ranks"] == ranks
+    assert result["passed"]
+
+
+def on_aten_kernels(rank: Rank, function: Callable[..., Any], *args: Any) -> Any:
+    with aten_kernels():
+        return function(rank, *args)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_the_demo_under_inductor_proves_layout_and_reproducibility(tmp_path, monkeypatch, capsys):
+    """On ATen's kernels, which need no compiling; ``test_parity`` has a cell on Inductor's own.
+    Where order matters, ``test_smoke`` has the demo."""
+    run = cli.run_ranks
+    started = lambda fn, world, *args, **more: run(on_aten_kernels, world, fn, *args, **more)  # noqa: E731
+    monkeypatch.setattr(cli, "run_ranks", started)
+    path = tmp_path / "demo.json"
+    small = "--ranks 2 --nodes 2 --steps 2 --dim 64 --layers 1 --backend inductor --json"
+    status = main(["demo", *small.split(), str(path)])
+    printed = capsys.readouterr()
+    assert status == 0, printed
+    result = json.loads(path.read_text())
+    check_demo(result, 2, 2)
+    assert len(result["runs"]) == 5
+    assert all(hashes == result["hashes"]["eager"] for hashes in result["hashes"].values())
+    assert "Reproducible" in printed.out
+    assert "emulate_precision_casts" in printed.out

@@ -1,0 +1,1 @@
+"""Estimate the time of kernels and collectives on a machine."""

@@ -1,0 +1,1 @@
+"""Choose what stays in memory from forward to backward."""

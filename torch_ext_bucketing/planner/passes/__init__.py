@@ -1,0 +1,1 @@
+"""Graph passes that estimate and search."""

@@ -1,0 +1,131 @@
+"""Bytes of a training step that no compiled graph sees, and what the device counts of all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ..._torch.sharded import shard_of
+from ...passes.base import Compilation
+from ...reports.keep import KeepReport
+from ...reports.text import size_text
+from ..schedule.memory import PeakMemory
+from ..schedule.scheduler import BoundNotKeptWarning
+
+_OFF = 1.03
+"""A device's peak above so many times the predicted one is a warning."""
+
+
+def state_bytes(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    per_parameter: float | None = None,
+) -> int:
+    """Bytes of the optimizer's state on this rank for a model, sharded or not.
+
+    Args:
+        optimizer: whose state it is. Before its first step, which makes the state, one like it
+            takes a step on a small parameter of each of its groups.
+        per_parameter: or bytes per element of a parameter. With neither 8, two numbers in fp32 as
+            of AdamW.
+
+    Raises:
+        ValueError: both are given, or ``per_parameter`` is negative.
+    """
+    if optimizer is not None and per_parameter is not None:
+        raise ValueError("give optimizer= or state_bytes_per_parameter=, not both")
+    if per_parameter is not None and not 0 <= per_parameter < float("inf"):
+        raise ValueError(f"state_bytes_per_parameter must not be negative, got {per_parameter!r}")
+    if optimizer is None:
+        each = 8.0 if per_parameter is None else per_parameter
+        return int(each * sum(shard_of(p).numel() for p in model.parameters() if p.requires_grad))
+    if optimizer.state:
+        return sum(map(_tensor_bytes, optimizer.state.values()))
+    found = 0.0
+    for group in optimizer.param_groups:
+        for dtype in dict.fromkeys(p.dtype for p in group["params"]):
+            shape = (64, 64)
+            probe = nn.Parameter(torch.zeros(shape, dtype=dtype))
+            probe.grad = torch.zeros(shape, dtype=dtype)
+            like = type(optimizer)([probe])
+            like.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
+            like.step()
+            each = sum(map(_tensor_bytes, like.state.values())) / probe.numel()
+            shards = (shard_of(p) for p in group["params"] if p.dtype == dtype)
+            found += each * sum(s.numel() for s in shards)
+    return int(found)
+
+
+def _tensor_bytes(state: dict[str, object]) -> int:
+    tensors = [shard_of(v) for v in state.values() if isinstance(v, torch.Tensor)]
+    return sum(t.nbytes for t in tensors if t.dim())  # a number counts steps
+
+
+def check_bound(model: nn.Module, memory: PeakMemory, state: int) -> int:
+    """Bytes that a bound leaves beside shards, their gradients and ``state`` bytes of the
+    optimizer's; 0 where it is a ratio.
+
+    Raises:
+        ValueError: it leaves none.
+    """
+    if memory.gib is None:
+        return 0
+    bound = memory.limit_bytes(0)
+    parameters = sum(shard_of(p).nbytes for p in model.parameters())
+    gradients = sum(shard_of(p).nbytes for p in model.parameters() if p.requires_grad)
+    buffers = sum(shard_of(b).nbytes for b in model.buffers())
+    least = parameters + gradients + buffers + state
+    if least > bound:
+        raise ValueError(
+            f"memory={memory!r} is less than this rank needs before any activation, "
+            f"{size_text(least)}: {size_text(parameters)} of parameters, {size_text(gradients)} of "
+            f"gradients, {size_text(state)} of optimizer state, {size_text(buffers)} of buffers. "
+            "Shard over more ranks, or give a larger bound"
+        )
+    return bound - least
+
+
+def requested_peak() -> int | None:
+    """The most bytes that CUDA's allocator was asked for at a time; None: there is none."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"])
+
+
+def watch_peak(compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+    """``compiled``, wrapped to compare the first step's peak on the device with the one that what
+    stays was chosen by, and to warn (``BoundNotKeptWarning``) where it is 3% above. The step ends
+    where the second one begins; a peak from before it that is higher hides it."""
+    peaks: list[int] = []
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if len(peaks) < 2 and torch.is_grad_enabled():
+            peaks.append(requested_peak() or 0)
+            if len(peaks) == 2 and 0 < peaks[0] < peaks[1]:
+                _compare(peaks[1], compilation)
+        return compiled(*args, **kwargs)
+
+    is_kept = any(isinstance(r, KeepReport) for r in compilation.report.rewrites)
+    return run if is_kept else compiled
+
+
+def _compare(measured: int, compilation: Compilation) -> None:
+    rewrites = compilation.report.rewrites
+    for i, made in enumerate(rewrites):
+        if isinstance(made, KeepReport):
+            rewrites[i] = replace(made, measured_bytes=measured)
+            expected = made.peak_bytes[1] + made.state_bytes
+            if measured > _OFF * expected:
+                compilation.warn(
+                    f"the first step's peak on the device is {size_text(measured)}, "
+                    f"{measured / expected - 1:.0%} above the {size_text(expected)} that what "
+                    "stays in memory was chosen by: lower the bound by as much, or find what else "
+                    "the step holds",
+                    BoundNotKeptWarning,
+                )

@@ -1,0 +1,1 @@
+"""Order the nodes of a graph under bounds on memory."""

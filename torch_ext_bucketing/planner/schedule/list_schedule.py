@@ -1,0 +1,593 @@
+"""One pass over a graph that gives an order: communication early, waits late, memory in bounds.
+
+Nodes are of three sorts:
+
+- *starts* of collectives. One whose input comes out of computation (a reduction, a collective of
+  tensor or expert parallelism) launches as soon as that is there; where it takes up the result of
+  another one, that is not waited for as long as there is something to compute, unless what follows
+  would end later than all computation that is left. One that needs no computation (a
+  parameter's gather) is prefetched: a number of buckets ahead, or earlier when its stream would
+  not be done in time, as far as memory allows.
+- *lazy* nodes: waits, views, and what needs no computation, such as the unpacking of a gathered
+  bucket. They come right before the first node that uses them; with a window, also where kernels
+  would have to wait for communication, if they need none themselves. One that nothing uses comes
+  as soon as what it needs is there.
+- *kernels*, all others. They follow the order of the graph, except that one which would have to
+  wait for communication lets others go first, and that within ``window`` compute nodes of two
+  kernels that one goes first with which all that follows both ends earlier: the one with the longer
+  path behind its next collective, or the one that keeps the stream busy which both send on. Where
+  a path would be the last to end, it is not delayed: only what fits into the wait goes first.
+
+::
+
+    in      rs(a) wait(a) mm1 gather(w) wait(w) mm2 mm3
+    out     rs(a) gather(w) mm1 wait(w) mm2 wait(a) mm3
+
+Under a limit on memory, gathers and overtaking kernels must leave room for what the graph's order
+has before them, and where a kernel would go above it, collectives under way are waited for first.
+
+Time is that of :mod:`.timeline`. Nothing depends on hash order: the same graph gives the same order
+in every process and on every rank.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+
+from ...graph.liveness import LiveBytes
+from .model import Model
+from .options import Options
+from .paths import Remaining
+from .sends import Send, sooner_ms
+from .streams import Streams
+
+_NO_STALL_MS = 1e-3
+_NOTHING = Send(0.0, None, 0.0, 0.0)
+ROUNDING = 1 + 1e-9
+"""By so much sums of the same times, added in another order, may differ."""
+
+
+def list_schedule(model: Model, options: Options) -> list[int]:
+    """An order of the model's nodes: topological, every node once."""
+    order = ListScheduler(model, options).run()
+    assert order is not None
+    return order
+
+
+def _at_least(bound: int | None, other: int | None) -> bool:
+    return bound is None or (other is not None and bound >= other)
+
+
+class ListScheduler:
+    """One pass over a model.
+
+    Args:
+        model: what is to be ordered.
+        options: what bounds and guides the order.
+        at_most_ms: the order is given up once its step is known to take longer.
+    """
+
+    def __init__(self, model: Model, options: Options, at_most_ms: float = math.inf) -> None:
+        self.model = model
+        self.options = options
+        self.at_most_ms = at_most_ms * ROUNDING
+        self.lost = False  # it will take longer
+        # What of the options made a difference.
+        self.farthest = 0  # compute nodes ahead of the oldest one: where a long path won
+        self.filled = False
+        self.too_deep = False  # a gather was held back for those ahead of it,
+        self.hurried = False  # or was not, for its deadline
+        self.short = False  # memory was
+        self.capped = False  # a run was as long as it may be
+        self.analysis = analysis = model.analysis
+        self.needs = model.dependencies.needs
+        self.needed_by = model.dependencies.needed_by
+        size = len(model)
+        self.order: list[int] = []
+        self.done = [False] * size
+        self.missing = list(analysis.missing)  # needs that are neither done nor available
+        self.available = list(analysis.available)
+        self.ready = list(analysis.ready)  # kernels whose needs are done or available, by number
+        self.pending: dict[int, list[int]] = {}  # of a ready kernel: starts that it waits for
+        self.to_launch = list(analysis.produced)
+        self.held: list[int] = []  # starts whose inputs would have to be waited for
+        self.in_flight: list[int] = []  # reductions whose wait is still to come
+        self.unwaited: list[int] = []  # all collectives that have one to come, and some others
+        self.wait_of = analysis.wait_of
+        self.live = LiveBytes(model.liveness)
+        self.freed_by_waits = 0  # live bytes that waits alone keep
+        self.freed: dict[int, int] = {}
+        self.now = 0.0
+        self.kernels_ms = 0.0  # of the kernels that were run
+        self.streams = Streams(model.group, model.ms, model.shared)
+        self.end = self.streams.end
+        self.last: dict[str | None, int] = {}  # launched, by group
+        self.tail = model.paths.tail
+        self.left = Remaining(model)
+        self.next_gather = dict.fromkeys(self.analysis.gathers, 0)
+        self.next_filler = 0
+        self.head = 0
+        self.run_length = 0
+        self.reductions = {group: list(starts) for group, starts in analysis.reductions.items()}
+        self.wanted: dict[int, None] = {}  # compute nodes that the next reduction needs
+        self.reducing = False  # whether there is a next one
+        self.under: dict[int, list[int]] = {}
+        for gather, kernel in options.under.items():
+            self.under.setdefault(kernel, []).append(gather)
+
+    def run(self) -> list[int] | None:
+        """The order; None if it was given up."""
+        self._want_next_reduction()
+        for i in range(len(self.model)):
+            if self.analysis.ends[i] and not self.needs[i]:
+                self._emit(i)
+        kernels = self.analysis.kernels
+        while True:
+            while self.head < len(kernels) and self.done[kernels[self.head]]:
+                self.head += 1
+            self._launch_produced()
+            if self.head == len(kernels):
+                break
+            self._prefetch()
+            self._retire()
+            chosen = self._choose()
+            if self._launch_held(kernels[chosen]) or self._fill(kernels[chosen]):
+                continue
+            for gather in self.under.pop(kernels[chosen], ()):
+                if self._fits(gather):
+                    self._emit(gather)
+            self._make_room(kernels[chosen])
+            self._emit(kernels[chosen])
+            if self.lost or self.left.least_end(None, self.now) > self.at_most_ms:
+                return None
+        while self.held:
+            self._emit(min(self.held, key=lambda i: (self._stall(i), i)))
+            self._launch_produced()
+        for i, done in enumerate(self.done):
+            if not done:
+                self._emit(i)
+        return None if self.lost else self.order
+
+    def as_with(self, options: Options) -> bool:
+        """Whether the order would be the same with ``options``, because what is different in them
+        never mattered."""
+        mine, other = self.options, options
+        if mine == other:
+            return True
+        reach = max(mine.window, mine.fill) == max(other.window, other.fill)
+        roomier = not self.short and _at_least(other.limit_bytes, mine.limit_bytes)
+        longer = not self.capped and _at_least(other.max_run, mine.max_run)
+        narrower = other.window < mine.window and reach and self.farthest <= other.window
+        deeper = other.depth > mine.depth and not self.too_deep
+        return (
+            (mine.window == other.window or (narrower and (other.window > 0 or not self.filled)))
+            and (mine.depth == other.depth or deeper)
+            and (mine.deadlines == other.deadlines or (mine.deadlines and not self.hurried))
+            and (mine.limit_bytes == other.limit_bytes or roomier)
+            and (mine.max_run == other.max_run or longer)
+            and (mine.max_prefetch, mine.under) == (other.max_prefetch, other.under)
+        )
+
+    # --- emission --------------------------------------------------------------------------------
+
+    def _emit(self, i: int) -> None:
+        """Put node ``i``, and first what it needs, into the order."""
+        done, needs = self.done, self.needs
+        stack = [] if done[i] else [i]
+        while stack:
+            node = stack[-1]
+            if done[node]:
+                stack.pop()
+                continue
+            size = len(stack)
+            for j in reversed(needs[node]):
+                if not done[j]:
+                    stack.append(j)
+            if len(stack) > size:
+                continue
+            stack.pop()
+            self._place(node)
+
+    def _place(self, i: int) -> None:
+        model, analysis = self.model, self.analysis
+        self.order.append(i)
+        self.done[i] = True
+        self.live.run(i)
+        if model.group[i] is not None:
+            self._launch(i)
+        else:
+            start, ms = model.start_of[i], model.ms[i]
+            if start >= 0:
+                self.now = max(self.now, self.end[start])
+                self.freed_by_waits -= self.freed.pop(start, 0)
+            if ms:
+                self.now += ms
+                self.left.begin(i, None)
+            self.end[i] = self.now
+        if model.compute[i]:
+            self.run_length += 1
+            self.wanted.pop(i, None)
+        number = analysis.at.get(i)
+        if number is not None:
+            at = bisect.bisect_left(self.ready, number)
+            if at < len(self.ready) and self.ready[at] == number:
+                self.ready.pop(at)
+            self.pending.pop(i, None)
+            self.kernels_ms += model.ms[i]
+        if not self.available[i]:
+            self.available[i] = True
+            self._satisfied(i)
+        for j in analysis.ends_behind[i]:
+            # Here it keeps nothing alive that others are done with.
+            if all(self.done[k] for k in self.needs[j]):
+                self._emit(j)
+
+    def _launch(self, i: int) -> None:
+        self.streams.launch(i, self.now)
+        group = str(self.model.group[i])
+        self.last[group] = i
+        end = self.end[i]
+        self.lost |= end + self.tail[i] - self.model.ms[i] > self.at_most_ms
+        for stream in self.model.streams_of(group):
+            self.left.begin(i, stream)
+            # What is under way on a level may be done before ``i``.
+            free = end if stream == group else self.now
+            self.lost |= self.left.least_end(stream, free) > self.at_most_ms
+        if not self.analysis.source[i]:
+            self.in_flight.append(i)
+        if i in self.wait_of:
+            self.unwaited.append(i)
+            self.freed[i] = self.live.last_use(self.model.liveness.touches[i])
+            self.freed_by_waits += self.freed[i]
+        if self.model.reduces[i]:
+            self.run_length = 0
+            self._want_next_reduction()
+
+    def _satisfied(self, i: int) -> None:
+        """All that waits for ``i`` can be placed, as far as it needs nothing else."""
+        missing, available, needed_by = self.missing, self.available, self.needed_by
+        stack = [i]
+        while stack:
+            for j in needed_by[stack.pop()]:
+                missing[j] -= 1
+                if missing[j] or self.done[j] or available[j]:
+                    continue
+                number = self.analysis.at.get(j)
+                if number is not None:
+                    bisect.insort(self.ready, number)
+                    continue
+                available[j] = True
+                if self.model.group[j] is not None and not self.analysis.source[j]:
+                    self.to_launch.append(j)
+                stack.append(j)
+
+    def _launch_produced(self) -> None:
+        """Launch what is there, unless it would have to be waited for: a reduction between nodes,
+        say, of what another one within the nodes has not made yet."""
+        while self.to_launch or self.held:
+            starts = sorted({*self.to_launch, *self.held})
+            self.to_launch, self.held = [], []
+            for i in starts:
+                if self.done[i]:
+                    continue
+                if self._stall(i) <= _NO_STALL_MS:
+                    self._emit(i)
+                else:
+                    self.held.append(i)
+            if not self.to_launch:
+                break
+
+    def _launch_held(self, kernel: int) -> bool:
+        """Whether a start was launched that has to be waited for: no longer than ``kernel`` would
+        have to wait itself, or because what follows it would end later behind ``kernel`` than what
+        is left to compute, and what follows ``kernel``, would after the wait."""
+        tail, ms = self.tail, self.model.ms
+        for start in self.held:
+            stall = self._stall(start)
+            late = ms[kernel] + tail[start] > stall + max(tail[kernel], self.left.kernels_ms)
+            if late or stall <= self._stall(kernel):
+                self._emit(start)
+                return True
+        return False
+
+    def _retire(self) -> None:
+        """Place the waits of reductions that are through: what they read and wrote is free then."""
+        limit = self.options.limit_bytes
+        while self.in_flight:
+            start = self.in_flight[0]
+            over = limit is not None and self.live.now > limit
+            self.short |= over
+            if self.end[start] > self.now and not over:
+                break
+            self.in_flight.pop(0)
+            wait = self.wait_of.get(start)
+            if wait is not None and not self.done[wait] and self._is_reduction(start):
+                self._emit(wait)
+
+    def _make_room(self, kernel: int) -> None:
+        """Wait for collectives under way, the first to end first, until ``kernel`` fits."""
+        if self._affordable(kernel):
+            return
+        self.unwaited = [s for s in self.unwaited if not self.done[self.wait_of[s]]]
+        for start in sorted(self.unwaited, key=self.end.__getitem__):
+            self._emit(self.wait_of[start])
+            if self._affordable(kernel):
+                break
+
+    def _is_reduction(self, start: int) -> bool:
+        # What leads to no kernel is waited for for its memory's sake alone.
+        return self.analysis.first_use[start] == len(self.analysis.kernels)
+
+    # --- prefetching -----------------------------------------------------------------------------
+
+    def _prefetch(self) -> None:
+        analysis, options = self.analysis, self.options
+        for group, gathers in analysis.gathers.items():
+            at = self.next_gather[group]
+            while at < len(gathers):
+                gather = gathers[at]
+                if self.done[gather]:
+                    at += 1
+                    continue
+                if gather in options.under or not self._may_launch(gather, gathers, at):
+                    break
+                self._emit(gather)
+                at += 1
+            self.next_gather[group] = at
+
+    def _may_launch(self, gather: int, gathers: Sequence[int], at: int) -> bool:
+        analysis, options = self.analysis, self.options
+        use = analysis.first_use[gather]
+        if self.missing[gather]:
+            return False
+        head = self.head
+        distance = analysis.compute_before[use] - analysis.compute_before[head]
+        if distance > options.max_prefetch:
+            return False
+        ahead = 0
+        for other in reversed(gathers[max(0, at - options.depth) : at]):
+            by = analysis.first_use[other]  # by no kernel if it is a result of the graph
+            unused = by < len(analysis.kernels) and not self.done[analysis.kernels[by]]
+            ahead += self.done[other] and unused
+        # Counted in what was run, wherever it stands; behind the next kernel it would be too late.
+        reached = self.kernels_ms + self.model.ms[analysis.kernels[head]]
+        late = options.deadlines and analysis.latest[gather] < reached
+        if ahead >= options.depth:
+            self.hurried |= late
+            if not late:
+                self.too_deep = True
+                return False
+        return use <= head or self._fits(gather)
+
+    def _fits(self, node: int) -> bool:
+        """Whether there is room for what a gather or another early node makes, until the order of
+        the graph has it, too."""
+        limit = self.options.limit_bytes
+        if limit is None:
+            return True
+        liveness, analysis = self.model.liveness, self.analysis
+        added = sum(liveness.size[s] for s in liveness.allocates[node])
+        for need in self.needs[node]:
+            if not self.done[need]:
+                added += sum(liveness.size[s] for s in liveness.allocates[need])
+        most = self.live.now + added
+        if most <= limit:
+            there = bisect.bisect_left(analysis.kernels, node)  # kernels before it in the graph
+            most += self._growth(there)
+        self.short |= most > limit
+        return most <= limit
+
+    def _growth(self, number: int) -> int:
+        """By how much live bytes grow at most until the kernel of that number, in the order of the
+        graph."""
+        analysis, here = self.analysis, self.analysis.live[self.head]
+        return max(analysis.most[self.head : number], default=here) - here
+
+    # --- the next kernel -------------------------------------------------------------------------
+
+    def _choose(self) -> int:
+        """Number of the kernel to run next."""
+        analysis, options, model = self.analysis, self.options, self.model
+        before, kernels = analysis.compute_before, analysis.kernels
+        reach = before[self.head] + max(options.window, options.fill)
+        near = before[self.head] + options.window
+        capped = self._run_is_full()
+        best = fallback = -1
+        best_tail, by_tail, best_send, best_busy = -1.0, False, _NOTHING, 0.0
+        soonest = (float("inf"), 0.0)
+        waiting, waits_ms, waiting_tail = -1, 0.0, 0.0
+        compute, tails, pending, now = model.compute, self.tail, self.pending, self.now
+        sends, last, end = analysis.sends, self.last, self.end
+        for number in self.ready:
+            if before[number] > (reach if best < 0 else near):
+                break
+            kernel = kernels[number]
+            tail = tails[kernel]
+            if now + tail > self.at_most_ms:
+                self.lost = True
+            send = sends[kernel]
+            busy = end[last[send.group]] - now if send.group in last else 0.0
+            if best >= 0:  # without a window the first one that need not wait goes
+                sooner = sooner_ms(send, best_send, busy, best_busy)
+                if sooner < -_NO_STALL_MS or (sooner <= _NO_STALL_MS and tail <= best_tail):
+                    continue
+            if capped and compute[kernel] and kernel not in self.wanted:
+                continue
+            stall = self._stall(kernel) if pending.get(kernel, True) else 0.0
+            if stall > _NO_STALL_MS:
+                if best < 0 and (stall, -tail) < soonest:
+                    soonest, fallback = (stall, -tail), number
+                if tail > waiting_tail:
+                    waiting, waits_ms, waiting_tail = number, stall, tail
+                continue
+            if number != self.head and not self._may_overtake(number):
+                continue
+            by_tail = best >= 0
+            best, best_tail, best_send, best_busy = number, tail, send, busy
+        if best >= 0:
+            if waiting >= 0 and self._delays(kernels[best], waiting_tail, waits_ms, best_tail):
+                return self._fitting(waiting, waits_ms, near, capped)
+            if by_tail:
+                self.farthest = max(self.farthest, before[best] - before[self.head])
+            return best
+        if fallback >= 0:
+            return fallback
+        # What is near is held back by the run bound; what the reduction needs lies further ahead.
+        allowed = (
+            n for n in self.ready if not model.compute[kernels[n]] or kernels[n] in self.wanted
+        )
+        return next(allowed, self.ready[0])
+
+    def _delays(self, kernel: int, path_ms: float, stall: float, tail: float) -> bool:
+        """Whether all would end later with ``kernel``, whose path takes ``tail``, than with a wait
+        of ``stall`` for a path of ``path_ms``."""
+        return self.model.ms[kernel] + path_ms > stall + max(path_ms, tail, self.left.kernels_ms)
+
+    def _fitting(self, waiting: int, stall: float, near: int, capped: bool) -> int:
+        """The kernel of the longest path that is done within ``stall``, else ``waiting``."""
+        analysis, model = self.analysis, self.model
+        best, best_tail = waiting, -1.0
+        for number in self.ready:
+            if analysis.compute_before[number] > near:
+                break
+            kernel = analysis.kernels[number]
+            if model.ms[kernel] > stall or self.tail[kernel] <= best_tail:
+                continue
+            if capped and model.compute[kernel] and kernel not in self.wanted:
+                continue
+            if self._stall(kernel) <= _NO_STALL_MS and self._may_overtake(number):
+                best, best_tail = number, self.tail[kernel]
+        before = analysis.compute_before
+        self.farthest = max(self.farthest, before[max(best, waiting)] - before[self.head])
+        return best
+
+    def _fill(self, kernel: int) -> bool:
+        """Whether there was a lazy node to place in the time that ``kernel`` would have to wait."""
+        if not self.options.window:  # the graph's order, which holds the least memory
+            return False
+        stall, analysis, ms = self._stall(kernel), self.analysis, self.model.ms
+        if stall <= _NO_STALL_MS:
+            return False
+        fillers, before = analysis.fillers, analysis.compute_before
+        while self.next_filler < len(fillers) and self.done[fillers[self.next_filler]]:
+            self.next_filler += 1
+        reach = before[self.head] + max(self.options.window, self.options.fill)
+        for at in range(self.next_filler, len(fillers)):
+            i = fillers[at]
+            if before[analysis.first_use[i]] > reach:
+                break
+            if not self.done[i] and ms[i] <= stall and self._fits(i):
+                self.filled = True
+                self._emit(i)
+                return True
+        return False
+
+    def _stall(self, kernel: int) -> float:
+        """How long the compute stream would have to wait before ``kernel``."""
+        waits = self.pending.get(kernel)
+        if waits is None:
+            waits = self.pending[kernel] = self._waits_behind(kernel)
+        latest, over = 0.0, False
+        for wait in waits:
+            if self.done[wait]:  # since it was looked for
+                over = True
+                continue
+            start = self.model.start_of[wait]
+            end = self.end[start] if self.done[start] else self.streams.would_end(start, self.now)
+            if end > latest:
+                latest = end
+        if over:
+            self.pending[kernel] = [wait for wait in waits if not self.done[wait]]
+        return latest - self.now
+
+    def _waits_behind(self, node: int) -> list[int]:
+        """The waits still to come before ``node``."""
+        done, needs, start_of = self.done, self.needs, self.model.start_of
+        found, seen, stack = [], {node}, [node]
+        while stack:
+            for j in needs[stack.pop()]:
+                if done[j] or j in seen:
+                    continue
+                seen.add(j)
+                if start_of[j] >= 0:
+                    found.append(j)
+                stack.append(j)
+        return found
+
+    def _affordable(self, kernel: int) -> bool:
+        limit = self.options.limit_bytes
+        if limit is None or self.live.now + self.analysis.adds[kernel] <= limit:
+            return True
+        most, _ = self.live.after(self._open_needs(kernel))
+        self.short |= most > limit
+        return most <= limit
+
+    def _may_overtake(self, number: int) -> bool:
+        """Whether there is room for a kernel now, and for those before it afterwards."""
+        limit = self.options.limit_bytes
+        if limit is None:
+            return True
+        kernel, growth = self.analysis.kernels[number], self._growth(number)
+        if self.live.now + self.analysis.adds[kernel] + growth <= limit:
+            return True
+        most, then = self.live.after(self._open_needs(kernel))
+        most = max(most, then - self.freed_by_waits + growth)
+        self.short |= most > limit
+        return most <= limit
+
+    def _open_needs(self, i: int) -> list[int]:
+        """Node ``i`` behind what it needs and is still to come, as they would be placed."""
+        found: dict[int, None] = {}
+        stack = [i]
+        while stack:
+            node = stack[-1]
+            size = len(stack)
+            for j in reversed(self.needs[node]):
+                if not self.done[j] and j not in found:
+                    stack.append(j)
+            if len(stack) == size:
+                found[stack.pop()] = None
+        return list(found)
+
+    # --- runs between reduce-scatters ------------------------------------------------------------
+
+    def _run_is_full(self) -> bool:
+        """Whether only what the next reduce-scatter needs may still be computed before it."""
+        most = self.options.max_run
+        if most is None or not self.reducing or self.run_length + len(self.wanted) < most:
+            return False
+        self.capped = True
+        return True
+
+    def _want_next_reduction(self) -> None:
+        """Find the reduce-scatter that needs the fewest compute nodes, among each group's next."""
+        if self.options.max_run is None:
+            return
+        best: dict[int, None] | None = None
+        for starts in self.reductions.values():
+            while starts and self.done[starts[-1]]:
+                starts.pop()
+            if not starts:
+                continue
+            wanted = self._compute_behind(starts[-1], None if best is None else len(best))
+            if wanted is not None:
+                best = wanted
+        self.wanted, self.reducing = best or {}, best is not None
+
+    def _compute_behind(self, start: int, fewer_than: int | None) -> dict[int, None] | None:
+        """The compute nodes still to come before ``start``; None if there are too many."""
+        found: dict[int, None] = {}
+        seen, stack = {start}, [start]
+        while stack:
+            for j in self.needs[stack.pop()]:
+                if self.done[j] or j in seen:
+                    continue
+                seen.add(j)
+                stack.append(j)
+                if self.model.compute[j]:
+                    found[j] = None
+                    if fewer_than is not None and len(found) >= fewer_than:
+                        return None
+        return found

@@ -1,0 +1,190 @@
+"""Policies that bound what an order may do to memory.
+
+A bound that can't be kept is never silent: the report and one warning say by how much it is missed
+and what stands in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...reports.text import sizes_text
+from .model import Model
+from .policy import Case, Options, Policy, PolicyReport
+from .timeline import Timeline
+
+_GIB = 2**30
+_ALL = 2**63  # bytes: more than any graph needs
+
+
+@dataclass(frozen=True)
+class CapComputeRun(Policy):
+    """No more than so many compute nodes between two reduce-scatters.
+
+    Buckets tie far-apart nodes together, and the sort that follows may run the recomputation of
+    many layers before the first reduce-scatter, with all their gradients alive. (AutoParallel saw
+    runs of 40; at most 8 saved 4.3 GB for 5.9 ms of a step of LLaMA-3 8B on 128 GPUs, AutoParallel
+    PR 481.) Reduce-scatters that stood between such nodes are pulled forward. Compute nodes after
+    the last reduce-scatter are not bounded.
+
+    Args:
+        max_consecutive: compute nodes (matrix products, attention, convolutions), at least 1.
+
+    Raises:
+        ValueError: another number.
+    """
+
+    max_consecutive: int = 8
+
+    def __post_init__(self) -> None:
+        n = self.max_consecutive
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"max_consecutive must be a whole number of at least 1, got {n!r}")
+
+    def ask(self, case: Case, options: Options) -> Options:
+        """Runs of that length. One that dependencies force anyway is no reason to hold others
+        back."""
+        return options.tightened(max_run=max(self.max_consecutive, case.fact(forced_run)))
+
+    def misses(self, case: Case, timeline: Timeline) -> float:
+        """Compute nodes of the longest run above the bound, over the bound."""
+        return max(0, timeline.longest_run - self.max_consecutive) / self.max_consecutive
+
+    def report(self, case: Case, timeline: Timeline) -> PolicyReport:
+        """The bound, what dependencies force, and where the longest run ends."""
+        most, forced = self.max_consecutive, case.fact(forced_run)
+        figures = {"max_run": most, "forced_run": forced}
+        if timeline.longest_run <= most:
+            return PolicyReport(repr(self), figures)
+        why = (
+            f"dependencies force a run of at least {forced}"
+            if forced > most
+            else "no order was found that keeps it within the memory bound"
+        )
+        warning = (
+            f"CapComputeRun({most}): {timeline.longest_run} compute nodes in a row "
+            f"before {_run_end(case.model, timeline)}; {why}. Smaller reduce-scatter buckets make "
+            "shorter runs."
+        )
+        return PolicyReport(repr(self), figures, warning=warning)
+
+    def max_bucket_run(self) -> int:
+        """Buckets of reduce-scatters that leave no longer run."""
+        return self.max_consecutive
+
+
+@dataclass(frozen=True)
+class PeakMemory(Policy):
+    """The estimated peak of live bytes stays under a bound.
+
+    Args:
+        gib: the bound in GiB; inputs, saved values and constants of the graph count, and in
+            backward the parameters that only forward reads.
+        ratio: or the bound as a multiple of the peak that the graph has before any bucketing and
+            reordering.
+
+    Raises:
+        ValueError: not exactly one of them, or one that is no positive number.
+    """
+
+    gib: float | None = None
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [v for v in (self.gib, self.ratio) if v is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"give either gib or ratio, got gib={self.gib!r} and ratio={self.ratio!r}"
+            )
+        bound = given[0]
+        number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
+        if not number or not 0 < bound < float("inf"):
+            raise ValueError(f"the bound must be a positive number, got {given[0]!r}")
+
+    def limit_bytes(self, reference: int) -> int:
+        """The bound in bytes, for a graph whose peak was ``reference`` bytes."""
+        if self.gib is not None:
+            return int(min(self.gib * _GIB, _ALL))
+        assert self.ratio is not None
+        return int(min(self.ratio * reference, _ALL))
+
+    def ask(self, case: Case, options: Options) -> Options:
+        """Prefetching and overtaking that stay under the bound."""
+        return options.tightened(limit_bytes=self.limit_bytes(case.reference_bytes))
+
+    def misses(self, case: Case, timeline: Timeline) -> float:
+        """Bytes of the peak above the bound, over the bound."""
+        limit = self.limit_bytes(case.reference_bytes)
+        return max(0, timeline.peak_bytes - limit) / max(1, limit)
+
+    def report(self, case: Case, timeline: Timeline) -> PolicyReport:
+        """The bound in bytes, and what is live where the peak is above it."""
+        limit = self.limit_bytes(case.reference_bytes)
+        figures = {"limit_bytes": limit}
+        if timeline.peak_bytes <= limit:
+            return PolicyReport(repr(self), figures)
+        nodes = case.model.dependencies.nodes
+        at = timeline.live.index(timeline.peak_bytes) if timeline.live else 0
+        where = nodes[timeline.order[at]].name if timeline.live else "the inputs"
+        reached, bound, given = sizes_text(timeline.peak_bytes, limit, case.model.liveness.at_start)
+        warning = (
+            f"PeakMemory: {reached} live at {where}, above the bound of {bound}; inputs, saved "
+            f"values and constants are {given} of it, and no order tried needs less. Smaller "
+            "buckets and more recomputation need less."
+        )
+        return PolicyReport(repr(self), figures, warning=warning)
+
+
+def within(policies: Sequence[Policy], limit_bytes: int, reference: int) -> tuple[Policy, ...]:
+    """``policies`` with a bound on memory of so many bytes, or the tighter one that they have.
+
+    Args:
+        policies: at most one of each class.
+        limit_bytes: the bound.
+        reference: the peak that a ratio among ``policies`` refers to.
+    """
+    own = [p.limit_bytes(reference) for p in policies if isinstance(p, PeakMemory)]
+    bound = PeakMemory(gib=max(1, min([limit_bytes, *own])) / _GIB)
+    return (*(p for p in policies if not isinstance(p, PeakMemory)), bound)
+
+
+def forced_run(model: Model) -> int:
+    """A number of compute nodes that no order can keep every run between reduce-scatters under.
+
+    The reduce-scatters of one group keep their order. By its k-th, all compute nodes that the first
+    k need have run, and at most k of the group's and all of the other groups' reduce-scatters have
+    cut them into runs: one of the runs is at least the quotient.
+    """
+    needs = model.dependencies.needs
+    groups: dict[str, list[int]] = {}
+    for i, reduces in enumerate(model.reduces):
+        if reduces:
+            groups.setdefault(str(model.group[i]), []).append(i)
+    total = sum(map(len, groups.values()))
+    forced = 0
+    for starts in groups.values():
+        seen: set[int] = set()
+        compute = 0
+        for k, start in enumerate(starts, 1):
+            stack = [start]
+            while stack:
+                node = stack.pop()
+                for j in needs[node]:
+                    if j not in seen:
+                        seen.add(j)
+                        compute += model.compute[j]
+                        stack.append(j)
+            forced = max(forced, -(-compute // (k + total - len(starts))))
+    return forced
+
+
+def _run_end(model: Model, timeline: Timeline) -> str:
+    run = 0
+    for i in timeline.order:
+        run += model.compute[i]
+        if model.reduces[i]:
+            if run == timeline.longest_run:
+                return model.dependencies.nodes[i].name
+            run = 0
+    return "the end"

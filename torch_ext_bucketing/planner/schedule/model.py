@@ -1,0 +1,218 @@
+"""A graph as the scheduler sees it: nodes by place, with costs, dependencies and live bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch.fx as fx
+
+from ...graph.analysis import GraphAnalysis, GraphLike, graph_of
+from ...graph.collectives import Kind, is_compute, is_view, kind_of, started_by
+from ...graph.dependencies import Precedence, unused
+from ...graph.liveness import Storages
+from ...graph.size_hints import GivenHints, SizeHints
+from ...graph.tags import replaced_kind
+from ..cost.cost import Costs
+from ..cost.machine import H100, Machine
+from .model_analysis import ModelAnalysis
+from .paths import Paths
+
+
+def model_of(graph: GraphLike | GraphAnalysis, machine: Machine | Costs = H100) -> Model:
+    """The model of a graph, in its own order.
+
+    Args:
+        graph: a graph, or what is known of it already.
+        machine: what nodes are timed for, or the costs of one, so that several models share them.
+            They take sizes that depend on data as ``graph`` does where that is an analysis.
+
+    Raises:
+        ValueError: the graph is not in topological order.
+    """
+    if isinstance(machine, Costs):
+        costs = machine
+        if not isinstance(graph, GraphAnalysis):
+            graph = GraphAnalysis(graph_of(graph), costs.hints)
+    else:
+        graph = GraphAnalysis.of(graph)
+        costs = Costs(machine, graph.hints)
+    dependencies = graph.dependencies
+    free = {*graph.shard_side.nodes, *unused(dependencies.nodes)}
+    nodes, index = dependencies.nodes, dependencies.index
+    return Model(
+        dependencies=dependencies,
+        liveness=graph.liveness,
+        ms=[0.0 if n in free else costs(n) for n in nodes],
+        group=[dependencies.group.get(i) for i in range(len(nodes))],
+        start_of=[-1 if (s := started_by(n)) is None else index[s] for n in nodes],
+        compute=[is_compute(n) for n in nodes],
+        reduces=[replaced_kind(n) == "reduce_scatter" for n in nodes],
+        view=[is_view(n) for n in nodes],
+        graph=graph,
+        shared=costs.shared_levels(dependencies.group.values()),
+    )
+
+
+def peak_bytes(
+    gm: GraphLike,
+    donated: Callable[[fx.Node], bool] | None = None,
+    size_hints: SizeHints | GivenHints = None,
+    external_live_bytes: int = 0,
+) -> int:
+    """The estimated peak of live bytes of a graph in its own order; see :mod:`.graph.liveness`.
+
+    Args:
+        gm: a graph with fake tensors in ``meta["val"]``.
+        donated: see :class:`.GraphAnalysis`.
+        size_hints: as of :func:`.backend`.
+        external_live_bytes: see :class:`.GraphAnalysis`.
+
+    Raises:
+        TypeError: ``size_hints`` is no whole number and no callable.
+        ValueError: the graph is not in topological order, or ``size_hints`` is negative.
+    """
+    return GraphAnalysis(
+        graph_of(gm), size_hints, donated=donated, external_live_bytes=external_live_bytes
+    ).peak_bytes
+
+
+class Row(NamedTuple):
+    """A node of a model in the making; fields as of :class:`Model` and of :class:`.Storages`.
+
+    Args:
+        node: what stands for it in the graph.
+        needs: places in the new model, those of the launch order left out.
+    """
+
+    node: fx.Node
+    needs: Iterable[int]
+    allocates: tuple[int, ...]
+    touches: tuple[int, ...]
+    ms: float = 0.0
+    group: str | None = None
+    start_of: int = -1
+    compute: bool = False
+    reduces: bool = False
+    view: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The movable nodes of a graph, by place, as the scheduler sees them; see :func:`.model_of`.
+
+    Args:
+        dependencies: the nodes, and what each one needs.
+        liveness: what each one allocates and touches.
+        ms: time on the node's stream; 0 for what :mod:`.graph.uneven` leaves out, and for what
+            nothing reads.
+        group: process group of a collective, or None.
+        start_of: for a wait, the place of its collective, or -1.
+        compute: whether it is a compute node.
+        reduces: whether it is a reduce-scatter.
+        view: whether it runs no kernel.
+        graph: that the model is of, or was made from.
+        members: of a bucket that is only planned, by the place of its start: the starts in it.
+        shared: the network level of each group that is not alone on its level.
+    """
+
+    dependencies: Precedence
+    liveness: Storages
+    ms: list[float]
+    group: list[str | None]
+    start_of: list[int]
+    compute: list[bool]
+    reduces: list[bool]
+    view: list[bool]
+    graph: GraphAnalysis
+    members: dict[int, tuple[fx.Node, ...]] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.ms)
+
+    @cached_property
+    def paths(self) -> Paths:
+        """The longest paths, and what no order can be shorter than, computed once."""
+        return Paths(self)
+
+    @cached_property
+    def analysis(self) -> ModelAnalysis:
+        """Facts that every order of the model has in common, computed once."""
+        return ModelAnalysis(self)
+
+    @cached_property
+    def needed_values(self) -> list[list[int]]:
+        """By place, what the node needs but for the launch order."""
+        return [
+            mine if self.group[i] is None else [j for j in mine if self.group[j] is None]
+            for i, mine in enumerate(self.dependencies.needs)
+        ]
+
+    def row(self, i: int, at: Sequence[int]) -> Row:
+        """Node ``i`` as it is in a model in the making, in which old places are ``at``; below 0:
+        not in it."""
+        start = self.start_of[i]
+        return Row(
+            self.dependencies.nodes[i],
+            [at[j] for j in self.needed_values[i] if at[j] >= 0],
+            self.liveness.allocates[i],
+            self.liveness.touches[i],
+            self.ms[i],
+            self.group[i],
+            at[start] if start >= 0 else -1,
+            self.compute[i],
+            self.reduces[i],
+            self.view[i],
+        )
+
+    def rebuilt(
+        self,
+        rows: Sequence[Row],
+        members: dict[int, tuple[fx.Node, ...]],
+        size: list[int],
+        kept: dict[int, None],
+        at_start: int,
+    ) -> Model:
+        """The model of other nodes on the same machine. Collectives of one group and kind are
+        launched in the order of ``rows``; the rest is as of :class:`Model` and :class:`.Storages`.
+        """
+        columns_of = zip(*rows, strict=True) if rows else [()] * len(Row._fields)
+        nodes, given, allocates, touches, *rest = map(list, columns_of)
+        columns: dict[str, Any] = dict(zip(Row._fields[4:], rest, strict=True))
+        needs = list(map(set, given))
+        last: dict[tuple[str, Kind], int] = {}
+        for i, row in enumerate(rows):
+            kind = None if row.group is None else kind_of(row.node)
+            if row.group is not None and kind is not None:
+                key = row.group, kind
+                needs[i].update((last[key],) if key in last else ())
+                last[key] = i
+        return replace(
+            self,
+            dependencies=Precedence(nodes, needs),
+            liveness=Storages(size, allocates, touches, kept, at_start),
+            members=members,
+            **columns,
+        )
+
+    def streams_of(self, group: str | None) -> tuple[str | None, ...]:
+        """What has to take one after the other, with a collective of that group, or with a kernel
+        where it is None: its stream, and the network level if others share that."""
+        level = None if group is None else self.shared.get(group)
+        return (group,) if level is None else (group, level)
+
+    def only_ordered(self, before: int, after: int) -> bool:
+        """Whether the two are starts: then ``after`` needs ``before`` for the launch order alone,
+        and not its end."""
+        return self.group[before] is not None and self.group[after] is not None
+
+    def needs_end(self, before: int, after: int) -> bool:
+        """Whether ``after``, which needs ``before``, can't begin before it has ended: not where
+        ``before`` is a start that ``after`` does not wait for, such as a write to its input."""
+        if self.group[before] is None:
+            return True
+        start = self.start_of[after]
+        return start == before if start >= 0 else self.view[after]

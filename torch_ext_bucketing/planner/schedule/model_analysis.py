@@ -1,0 +1,223 @@
+"""Facts that all orders of a model have in common; :mod:`.list_schedule` has the sorts of nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...graph.liveness import LiveBytes
+from .sends import sends_of
+
+if TYPE_CHECKING:
+    from .model import Model
+
+_LARGE = 2**62  # bytes
+
+
+class ModelAnalysis:
+    """Facts that all orders of a model have in common: :attr:`.Model.analysis`.
+
+    Places are those of the model's nodes; kernels are also numbered, in the order of the graph.
+
+    Attributes:
+        lazy: by place, whether the node is a wait, a view or the like, and comes right before the
+            first node that uses it.
+        source: by place, whether no kernel comes before it.
+        kernels: places of the kernels, by number.
+        at: number of each kernel, by place.
+        compute_before: by number, compute nodes before the kernel.
+        ms_before: by number, milliseconds of the kernels before it.
+        total_ms: of all kernels; ``all_ms`` of all that is no collective.
+        sends: by place, what the node is on the way to.
+        first_use: by place, number of the first kernel that needs the node.
+        gathers: by process group, the starts that need no computation and are used by some.
+        wait_of: by place of a start, the place of its wait.
+        latest: by place of a gather, when it must begin; see :func:`latest_starts`.
+        live: by number, bytes live before the kernel; ``most``: the most until the next one.
+    """
+
+    def __init__(self, model: Model) -> None:
+        needs = model.dependencies.needs
+        size = len(model)
+        self.lazy = [False] * size
+        self.source = [False] * size  # needs no kernel
+        for i, mine in enumerate(needs):
+            group, wait = model.group[i], model.start_of[i] >= 0
+            free = all(self.source[j] for j in mine if not model.only_ordered(j, i))
+            plain = group is None and not model.compute[i]
+            self.source[i] = free and not model.compute[i]
+            self.lazy[i] = plain and (wait or model.view[i] or free)
+            if plain and not self.lazy[i]:
+                self.source[i] = False
+        self.kernels = [i for i in range(size) if not self.lazy[i] and model.group[i] is None]
+        self.at = {i: k for k, i in enumerate(self.kernels)}
+        # Compute nodes, and milliseconds, before each kernel in the order of the graph.
+        self.compute_before, self.ms_before = [], []
+        count, ms = 0, 0.0
+        for i in self.kernels:
+            self.compute_before.append(count)
+            self.ms_before.append(ms)
+            count += model.compute[i]
+            ms += model.ms[i]
+        self.total_ms = ms
+        self.all_ms = sum(ms for ms, group in zip(model.ms, model.group, strict=True) if not group)
+        self.first_use = [len(self.kernels)] * size
+        for i in reversed(range(size)):
+            for j in model.dependencies.needed_by[i]:
+                if not model.only_ordered(i, j):
+                    self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
+        self.sends = sends_of(model, model.paths.tail)
+        # Lazy nodes that lead to no kernel and no collective, and add nothing that stays live, or
+        # less than what they read, such as a part of a gathered parameter that is kept.
+        self.ends = [False] * size
+        for i in reversed(range(size)):
+            self.ends[i] = (
+                self.lazy[i]
+                and model.start_of[i] < 0
+                and all(self.ends[j] for j in model.dependencies.needed_by[i])
+                and _adds_less(model, i)
+            )
+        # With them one of several results: the others are in memory until it is taken.
+        nodes = model.dependencies.nodes
+        self.ends_behind = [
+            [j for j in users if self.ends[j] or nodes[j].target is operator.getitem]
+            for users in model.dependencies.needed_by
+        ]
+        # Bytes that a node allocates at most, with all that is placed right before it.
+        self.adds = [0] * size
+        for i, mine in enumerate(needs):
+            self.adds[i] = sum(model.liveness.size[s] for s in model.liveness.allocates[i])
+            self.adds[i] += sum(self.adds[j] for j in mine if j not in self.at)
+            self.adds[i] = min(self.adds[i], _LARGE)
+        # No gather is what leads to no kernel: a reduction of what a graph is given, say.
+        self.gathers: dict[str, list[int]] = {}
+        for i in range(size):
+            group = model.group[i]
+            if group is not None and self.source[i] and self.first_use[i] < len(self.kernels):
+                self.gathers.setdefault(group, []).append(i)
+        self.wait_of = {s: i for i, s in enumerate(model.start_of) if s >= 0}
+        self.reductions: dict[str, list[int]] = {}  # reduce-scatters by group, the first one last
+        for i in reversed(range(size)):
+            if model.reduces[i]:
+                self.reductions.setdefault(str(model.group[i]), []).append(i)
+        self._find_available(model)
+        # Lazy nodes that take time and need no collective, in the order of their use.
+        given = [False] * size
+        for i, mine in enumerate(needs):
+            given[i] = self.source[i] and model.group[i] is None and all(given[j] for j in mine)
+        self.fillers = sorted(
+            (
+                i
+                for i in range(size)
+                if given[i]
+                and self.lazy[i]
+                and model.ms[i]
+                and self.first_use[i] < len(self.kernels)
+            ),
+            key=lambda i: (self.first_use[i], i),
+        )
+        self.latest = self._latest_starts(model)
+        self.live, self.most = self._live_at_kernels(model)
+
+    def _find_available(self, model: Model) -> None:
+        """Find what is there before anything was run: lazy nodes and starts that need no kernel,
+        those of them that are no gathers, and the kernels that need only such."""
+        self.missing = [len(n) for n in model.dependencies.needs]
+        self.available = [False] * len(model)
+        self.ready: list[int] = []
+        self.produced: list[int] = []
+        for i in range(len(model)):
+            if self.missing[i]:
+                continue
+            if i in self.at:
+                self.ready.append(self.at[i])
+                continue
+            self.available[i] = True
+            if model.group[i] is not None and not self.source[i]:
+                self.produced.append(i)
+            for j in model.dependencies.needed_by[i]:
+                self.missing[j] -= 1
+
+    def _latest_starts(self, model: Model) -> dict[int, float]:
+        """When each gather must begin for its stream to be done in time, in kernels' time."""
+        load: dict[str, list[tuple[float, float]]] = {}
+        for i, group in enumerate(model.group):
+            if group is not None and not self.source[i]:
+                produced = max(
+                    (self.ms_before[self.at[j]] for j in self._kernels_behind(model, i)),
+                    default=0.0,
+                )
+                level = model.shared.get(group, group)
+                load.setdefault(level, []).append((produced, model.ms[i]))
+        latest: dict[int, float] = {}
+        for group, gathers in self.gathers.items():
+            others = sorted(load.get(model.shared.get(group, group), []))
+            uses = [(self.ms_before[self.first_use[i]], model.ms[i]) for i in gathers]
+            latest.update(zip(gathers, latest_starts(uses, others, self.total_ms), strict=True))
+        return latest
+
+    def first_uses(self) -> dict[int, int]:
+        """For each start that needs no computation, the place of the first kernel that uses it."""
+        return {i: self.kernels[self.first_use[i]] for mine in self.gathers.values() for i in mine}
+
+    def _kernels_behind(self, model: Model, i: int) -> list[int]:
+        found, seen, stack = [], {i}, [i]
+        while stack:
+            node = stack.pop()
+            for j in model.dependencies.needs[node]:
+                if j in seen or model.only_ordered(j, node):
+                    continue
+                seen.add(j)
+                if j in self.at:
+                    found.append(j)
+                elif self.lazy[j] and not self.source[j]:
+                    stack.append(j)
+        return found
+
+    def _live_at_kernels(self, model: Model) -> tuple[list[int], list[int]]:
+        """In the order of the graph, what is live before each kernel, and the most from then until
+        the next one."""
+        live, before, most = LiveBytes(model.liveness), list[int](), list[int]()
+        for i in range(len(model)):
+            if i in self.at:
+                before.append(live.now)
+                most.append(0)
+            during = live.run(i)
+            if most:
+                most[-1] = max(most[-1], during)
+        return before, most
+
+
+def _adds_less(model: Model, i: int) -> bool:
+    """Whether a node adds nothing that stays live, or less than what it reads and others free."""
+    live = model.liveness
+    added = sum(live.size[s] for s in live.allocates[i] if s in live.kept)
+    own = live.allocates[i]
+    read = sum(live.size[s] for s in live.touches[i] if s not in live.kept and s not in own)
+    return not added or added < read
+
+
+def latest_starts(
+    gathers: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]], end_ms: float
+) -> list[float]:
+    """When each gather of a stream must begin for all of them to be done in time, in milliseconds
+    of the kernels' time. What else runs on the stream after that pushes it further ahead.
+
+    Args:
+        gathers: in the order of launch: when each one is used, and how long it takes.
+        others: when each other collective of the stream can begin, ascending, and what it takes.
+        end_ms: when all kernels are done.
+    """
+    found, bound, left = [0.0] * len(gathers), end_ms, len(others)
+    for i in reversed(range(len(gathers))):
+        use_ms, ms = gathers[i]
+        bound = min(bound, use_ms)
+        while left and others[left - 1][0] >= bound:
+            left -= 1
+        bound -= ms
+        while left and others[left - 1][0] >= bound:
+            left -= 1
+            bound -= others[left][1]
+        found[i] = bound
+    return found

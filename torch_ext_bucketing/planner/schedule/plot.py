@@ -1,0 +1,136 @@
+"""Timelines as a picture: before and after, their memory below, and at the bottom what spare memory
+buys. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...graph.collectives import kind_of
+from ...reports.keep import KeepReport
+from .trace import Drawn
+
+_COMPUTE, _MEMORY = "#4c72b0", {"before": "#999999", "after": "#c44e52"}
+_KIND = {"all_gather": "#55a868", "reduce_scatter": "#dd8452", "all_reduce": "#8172b3"}
+
+
+def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> None:
+    """Draw one column per graph: its timeline before, after, and the live bytes of both.
+
+    Args:
+        drawn: for each stage one order named ``"before"`` and one named ``"after"``.
+        path: of the picture; its suffix says the format.
+        keep: what was chosen to stay gathered; its curve is drawn below.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: the file can't be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    stages = list(dict.fromkeys(d.stage for d in drawn))
+    curve = keep is not None and bool(keep.curve)
+    figure, axes = pyplot.subplots(
+        4 if curve else 3,
+        len(stages),
+        figsize=(8 * len(stages), 9.5 if curve else 7),
+        squeeze=False,
+        gridspec_kw={"height_ratios": (1, 1, 1.3, 1.3) if curve else (1, 1, 1.3)},
+    )
+    if keep is not None and curve:
+        _draw_curve(axes[3][0], keep)
+        for axis in axes[3][1:]:
+            axis.set_visible(False)
+    for column, stage in enumerate(stages):
+        mine = {d.version: d for d in drawn if d.stage == stage}
+        longest = max(d.timeline.step_ms for d in mine.values())
+        unit, size = _unit(max(d.timeline.peak_bytes for d in mine.values()))
+        axis = axes[2][column]
+        for row, version in enumerate(("before", "after")):
+            if version in mine:
+                _draw_timeline(axes[row][column], mine[version])
+                _draw_memory(axis, mine[version], unit, size)
+        for row in range(3):
+            axes[row][column].set_xlim(0, longest * 1.01)
+        axis.set_xlabel("ms")
+        axis.set_ylabel(f"live, {unit}")
+        axis.legend(loc="best")
+    kinds = [Patch(color=_COMPUTE, label="compute")]
+    kinds += [Patch(color=c, label=k.replace("_", "-")) for k, c in _KIND.items()]
+    figure.legend(handles=kinds, loc="upper center", ncol=4, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _unit(most: int) -> tuple[str, int]:
+    return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+
+
+def _draw_curve(axis: Any, keep: KeepReport) -> None:
+    """Step and peak of forward and backward over the bound."""
+    unit, size = _unit(keep.bound_bytes)
+    points = sorted(keep.curve)
+    bounds = [bound / size for bound, *_ in points]
+    axis.plot(bounds, [step for _, step, *_ in points], "o-", color=_COMPUTE)
+    axis.set_xlabel(f"bound on the peak, {unit}")
+    axis.set_ylabel("forward and backward, ms", color=_COMPUTE)
+    for bound, step, _, count in points:
+        axis.annotate(f"{count} kept", (bound / size, step), fontsize=8)
+    memory = axis.twinx()
+    memory.plot(bounds, [p / size for *_, p, _ in points], "s--", color=_MEMORY["after"])
+    memory.set_ylabel(f"peak, {unit}", color=_MEMORY["after"])
+    axis.set_title(
+        f"{len(keep.kept)} of {len(keep.units)} units kept under {keep.bound_bytes / size:.2f} "
+        f"{unit}: {keep.step_ms[0]:.2f} -> {keep.step_ms[1]:.2f} ms",
+        loc="left",
+        fontsize=10,
+    )
+
+
+def _draw_timeline(axis: Any, d: Drawn) -> None:
+    model, timeline = d.model, d.timeline
+    groups = list(dict.fromkeys(g for g in model.group if g is not None))
+    rows = {group: row for row, group in enumerate([None, *groups])}
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for i in timeline.order:
+        if model.ms[i] <= 0:
+            continue
+        group = model.group[i]
+        kind = kind_of(model.dependencies.nodes[i])
+        color = _COMPUTE if group is None else _KIND.get(str(kind), "#937860")
+        bars.setdefault((rows[group], color), []).append((timeline.begin[i], model.ms[i]))
+    for (row, color), spans in bars.items():
+        axis.broken_barh(
+            spans, (row - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.3
+        )
+    axis.set_yticks(list(rows.values()), ["compute", *(f"group {g}" for g in groups)])
+    axis.invert_yaxis()
+    count = sum(g is not None for g in model.group)
+    axis.set_title(
+        f"{d.stage}, {d.version}: {timeline.step_ms:.2f} ms, {timeline.exposed_ms:.2f} ms of it "
+        f"exposed; {count} collectives",
+        loc="left",
+        fontsize=10,
+    )
+
+
+def _draw_memory(axis: Any, d: Drawn, unit: str, size: int) -> None:
+    timeline = d.timeline
+    kept = [
+        (timeline.begin[i], live)
+        for i, live in zip(timeline.order, timeline.live, strict=True)
+        if d.model.group[i] is None
+    ]
+    axis.step(
+        [t for t, _ in kept],
+        [live / size for _, live in kept],
+        where="post",
+        color=_MEMORY[d.version],
+        label=f"{d.version}: peak {timeline.peak_bytes / size:.2f} {unit}",
+    )

@@ -1,0 +1,357 @@
+"""Reorder a graph under policies (:mod:`.policy`), and report what was reached.
+
+    report = schedule(gm, [Overlap(), CapComputeRun(8), PeakMemory(ratio=1.02)])
+
+Several orders are made, each in one pass (:mod:`.list_schedule`), and looked at on the cost model
+(:mod:`.timeline`). One that is faster than all that keep the bounds, and misses them, is made again
+with a tighter limit on memory until it keeps them. Taken is the fastest that keeps the bounds;
+where none does, the one that misses them least, with a warning. The order that the graph came with
+is always among them, so nothing gets worse by the model. Whatever goes wrong inside leaves the
+graph as it was, with a warning.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch.fx as fx
+
+from ..._gc import paused_gc
+from ...fsdp.all_to_all import SUM
+from ...graph.analysis import GraphAnalysis, GraphLike, graph_of
+from ...graph.dependencies import Precedence
+from ...graph.size_hints import GivenHints, SizeHints
+from ...reports.schedule import ScheduleReport
+from ...reports.text import sizes_text
+from ..cost.cost import Costs
+from ..cost.machine import H100, Machine, check_machine
+from .list_schedule import ROUNDING, ListScheduler, list_schedule
+from .model import Model, model_of
+from .options import Options
+from .policy import Case, Policy, policies_of
+from .timeline import Timeline
+
+_FOR_MEMORY = tuple(
+    (
+        f"gathers at their use, window {window}",
+        Options(window=window, fill=window, depth=0, deadlines=False),
+    )
+    for window in (0, 8)
+)
+"""Gathers at their use, reductions at once: the least memory, and the shortest runs."""
+_DEFAULT_RATIO = 1.02
+"""Of the reference's peak, where no policy bounds memory: reordering alone must not cost memory
+worth speaking of. More is taken only for what ``Overlap.depth`` wants under way."""
+
+
+_GIVEN = "as given"
+"""The name of the order that a graph came with."""
+_TIGHTER = 3
+_QUICK_TIGHTER = 1
+"""How often an order that misses its bound is made again."""
+_DEAR = 0.05
+"""A bound that makes the step longer by more than so much of it is worth a note."""
+_WORTH = 0.998
+"""A step must be shorter than so much of the best one for that."""
+_UPPER_GUESS = (
+    "what sums in rank order take is an upper guess: the machine has neither levels nor a table of "
+    "all-to-alls, and torch counts one as about 4 reduce-scatters (measure gives a table)"
+)
+
+
+class BoundNotKeptWarning(UserWarning):
+    """A bound on memory could not be kept, or a graph could not be scheduled."""
+
+
+def schedule(
+    gm: GraphLike,
+    policy: Policy | Iterable[Policy],
+    *,
+    machine: Machine = H100,
+    reference_bytes: int | None = None,
+    donated: Callable[[fx.Node], bool] | None = None,
+    size_hints: SizeHints | GivenHints = None,
+    external_live_bytes: int = 0,
+    like: str = "",
+) -> ScheduleReport:
+    """Reorder a graph's nodes, in place. A ``GraphModule`` is recompiled.
+
+    Args:
+        gm: a forward, backward, joint or inference graph with fake tensors in ``meta["val"]``.
+        policy: one policy or several, at most one of each class.
+        machine: what the cost model times nodes for.
+        reference_bytes: the peak that ``PeakMemory(ratio=...)`` refers to, such as the unbucketed
+            graph's (see :func:`peak_bytes`); None: the peak of ``gm`` as it is.
+        donated: see :class:`.GraphAnalysis`.
+        size_hints: as of :func:`.backend`.
+        external_live_bytes: what is in memory all the time beside the graph's own inputs, such as
+            the parameters that a backward graph does not read. It counts in every peak.
+        like: :attr:`.ScheduleReport.chosen` of a model of the same graph, by :func:`.choose_caps`:
+            where an order of this sort keeps the bounds, no others are made.
+
+    Returns:
+        What was reached. A bound that is missed is also a ``BoundNotKeptWarning``.
+
+    Raises:
+        TypeError: something in ``policy`` is no policy, or ``machine`` is none;
+            ``size_hints`` is no whole number and no callable.
+        ValueError: two policies of one class, ``reference_bytes`` or ``external_live_bytes`` is no
+            number of bytes, or ``size_hints`` is negative.
+    """
+    policies = policies_of(policy)
+    check_machine(machine)
+    given = {"external_live_bytes": external_live_bytes}
+    if reference_bytes is not None:
+        given["reference_bytes"] = reference_bytes
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be a number of bytes, got {value!r}")
+    graph = graph_of(gm)
+    hints = SizeHints.of(size_hints)
+    try:
+        with paused_gc():
+            analysis = GraphAnalysis(
+                graph, hints, donated=donated, external_live_bytes=external_live_bytes
+            )
+            costs = Costs(machine, analysis.hints)
+            model = model_of(analysis, costs)
+            report, order = schedule_model(
+                model, policies, reference_bytes, like=like, others=not like
+            )
+            if like and (report.misses or report.chosen == _GIVEN):
+                report, order = schedule_model(model, policies, reference_bytes)
+            price = _rank_order_ms(model, order, costs)
+            notes = report.notes
+            if price is not None and "all_to_all" in costs.by_torch:
+                notes += (_UPPER_GUESS,)
+            report = replace(report, machine=machine.describe(), rank_order_ms=price, notes=notes)
+        if not model.dependencies.is_order(order):
+            raise AssertionError("the order breaks a dependency")
+        _reorder(graph, model.dependencies, order)
+        if isinstance(gm, fx.GraphModule):
+            gm.recompile()
+    except Exception as error:  # losing a compile over its order would be worse than any order
+        text = f"the graph keeps its order: {type(error).__name__}: {error}"
+        warnings.warn(text, BoundNotKeptWarning, stacklevel=2)
+        return ScheduleReport(policies=tuple(map(repr, policies)), warnings=(text,))
+    for text in report.warnings:
+        warnings.warn(text, BoundNotKeptWarning, stacklevel=2)
+    return report
+
+
+@dataclass
+class _Try:
+    """An order that was made, and by how much it misses each policy's bound."""
+
+    name: str
+    timeline: Timeline
+    misses: float
+    options: Options | None = None
+    free: Options | None = None  # without the bounds
+
+
+def _rank(tried: _Try) -> tuple[float, float, int]:
+    """The smallest is the best."""
+    return tried.misses, tried.timeline.step_ms, tried.timeline.peak_bytes
+
+
+def schedule_model(
+    model: Model,
+    policy: Policy | Iterable[Policy],
+    reference_bytes: int | None,
+    quick: bool = False,
+    at_most_ms: float = math.inf,
+    final: bool = True,
+    like: str = "",
+    others: bool = True,
+) -> tuple[ScheduleReport, Sequence[int]]:
+    """The report and the order of a model, as places of its nodes; no graph is touched.
+
+    Args:
+        model: is only read.
+        policy: as of :func:`schedule`.
+        reference_bytes: as of :func:`schedule`.
+        quick: few orders are tried.
+        at_most_ms: orders that take longer are given up.
+        final: of equal steps the one with the lowest peak is looked for, and what the bounds cost,
+            unless ``quick``.
+        like: orders of the sort with this name, or one that it begins with, are made first.
+        others: whether others are made, too.
+    """
+    policies = policies_of(policy)
+    clock = time.perf_counter()
+    given = Timeline.of(model)
+    reference = given.peak_bytes if reference_bytes is None else reference_bytes
+    case = Case(model, given, reference)
+
+    def ask(options: Options, but: Policy | None = None) -> Options:
+        for p in policies:
+            options = options if p is but else p.ask(case, options)
+        return options
+
+    # Memory that nobody asked to bound is weighed, too, but no bound is missed by it.
+    unbounded = ask(Options()).limit_bytes is None
+    spare = max((p.spare_bytes(case) for p in policies), default=0)
+    limit = max(int(_DEFAULT_RATIO * reference), reference + spare)
+
+    def judged(name: str, timeline: Timeline) -> _Try:
+        misses = sum(p.misses(case, timeline) for p in policies)
+        if unbounded:
+            misses += max(0, timeline.peak_bytes - limit) / max(1, limit)
+        return _Try(name, timeline, misses)
+
+    wanted = [c for p in policies for c in p.candidates(case, quick)]
+    passes = list[tuple[ListScheduler, Timeline | None]]()
+    bound = model.paths.bound_ms
+
+    def tried(name: str, options: Options, free: Options) -> _Try | None:
+        """The order that a pass makes, unless it is known to be no better than what was tried."""
+        least = min(tries, key=_rank)
+        at_most = at_most_ms
+        if wanted and not least.misses:
+            if least.timeline.step_ms <= bound * ROUNDING:
+                return None
+            # Of equal steps the one with the lower peak is taken in the end.
+            at_most = min(at_most, (1.0 if final else _WORTH) * least.timeline.step_ms)
+        if at_most * ROUNDING < bound:
+            return None
+        if any(p.as_with(options) for p, _ in passes):
+            return None
+        made = ListScheduler(model, options, at_most)
+        order = made.run()
+        timeline = None if order is None else Timeline.of(model, order)
+        passes.append((made, timeline))
+        if timeline is None:
+            return None
+        return replace(judged(name, timeline), options=options, free=free)
+
+    tries = [judged(_GIVEN, given)]
+    # The widest first: what it has no use for needs no pass of its own.
+    sorts = sorted(wanted or _FOR_MEMORY, key=lambda c: -c[1].window)
+    alike = [c for c in sorts if like.startswith(c[0])]
+    for name, free in [*alike, *(c for c in sorts if (others or not alike) and c not in alike)]:
+        options = ask(free)
+        if unbounded:
+            options = replace(options, limit_bytes=limit)
+        found = tried(name, options, free)
+        if found is not None:
+            tries.append(found)
+    if wanted:
+        tries += _tightened(tries, tried, _QUICK_TIGHTER if quick else _TIGHTER)
+        best = min(tries, key=_rank)
+        if best.free is not None and not best.misses:  # which may keep the bounds all the same
+            found = tried(f"{best.name}, no bounds", best.free, best.free)
+            best = best if found is None else min(best, found, key=_rank)
+    else:  # nobody asked for speed: an order is changed only where it misses a bound
+        best = min(tries, key=lambda t: t.misses)
+    reached = best.timeline
+    cost, dear = 0.0, list[str]()
+    if best.free is not None and wanted and final and not quick:
+        cost = max(0.0, reached.step_ms - _made_with(model, best.free, passes).step_ms)
+        for p in policies if cost > _DEAR * reached.step_ms else ():
+            without = ask(best.free, but=p)
+            if without != ask(best.free):
+                shorter = _made_with(model, without, passes)
+                if reached.step_ms - shorter.step_ms > _DEAR * reached.step_ms:
+                    dear.append(_price(p, reached, shorter))
+    bounds = tuple(p.report(case, reached) for p in policies)
+    report = ScheduleReport(
+        policies=tuple(map(repr, policies)),
+        step_ms=(given.step_ms, reached.step_ms),
+        bound_ms=bound,
+        compute_ms=reached.compute_ms,
+        exposed_ms=(given.exposed_ms, reached.exposed_ms),
+        peak_bytes=(given.peak_bytes, reached.peak_bytes),
+        reference_bytes=reference,
+        longest_run=(given.longest_run, reached.longest_run),
+        bounds=bounds,
+        misses=best.misses,
+        chosen=best.name,
+        alternatives=tuple((t.name, t.timeline.step_ms, t.timeline.peak_bytes) for t in tries),
+        bounds_cost_ms=cost,
+        notes=(*(note for p in policies for note in p.notes(case)), *dear),
+        warnings=(*model.graph.hints.problems, *(b.warning for b in bounds if b.warning)),
+        order=tuple(model.dependencies.nodes[i].name for i in reached.order),
+        size_hints=model.graph.hints.to_text(),
+        seconds=time.perf_counter() - clock,
+    )
+    return report, reached.order
+
+
+def _tightened(
+    tries: Sequence[_Try], tried: Callable[[str, Options, Options], _Try | None], times: int
+) -> list[_Try]:
+    """The fastest of the orders that miss a bound, made again with tighter limits on memory.
+
+    The limit keeps prefetching and overtaking in check, and has collectives waited for earlier, but
+    what follows may still go above it. So it is lowered by as much as the peak is above the bound,
+    by twice as much, and so on, until the bound holds; by four times as much where the one before
+    made no difference.
+    """
+    kept = min((t.timeline.step_ms for t in tries if not t.misses), default=float("inf"))
+    missing = [t for t in tries if t.misses and t.options is not None]
+    fast = min(missing, key=lambda t: t.timeline.step_ms, default=None)
+    if fast is None or fast.timeline.step_ms >= _WORTH * kept:
+        return []
+    assert fast.options is not None
+    assert fast.free is not None
+    bound, found = fast.options.limit_bytes, list[_Try]()
+    if bound is None or fast.timeline.peak_bytes <= bound:
+        return []  # it is no bound on memory that is missed
+    peak = fast.timeline.peak_bytes
+    lower = peak - bound
+    for _ in range(times):
+        options = replace(fast.options, limit_bytes=bound - lower)
+        name = f"{fast.name}, limit {lower / 2**20:.4g} MiB lower"
+        made = tried(name, options, fast.free)
+        lower *= 2
+        if made is None:
+            continue
+        found.append(made)
+        if made.timeline.peak_bytes == peak:
+            lower *= 2
+        peak = made.timeline.peak_bytes
+        if not made.misses or made.timeline.step_ms >= _WORTH * kept or lower >= bound:
+            break
+    return found
+
+
+def _made_with(
+    model: Model, options: Options, passes: Sequence[tuple[ListScheduler, Timeline | None]]
+) -> Timeline:
+    """The timeline of the order that options lead to, where ``passes`` may have made it already."""
+    found = next((timeline for made, timeline in passes if made.as_with(options)), None)
+    return found or Timeline.of(model, list_schedule(model, options))
+
+
+def _price(policy: Policy, reached: Timeline, free: Timeline) -> str:
+    """What a bound costs, in words."""
+    peaks = sizes_text(reached.peak_bytes, free.peak_bytes)
+    return (
+        f"{policy!r} costs {reached.step_ms - free.step_ms:.1f} of {reached.step_ms:.1f} ms: in an "
+        f"order without it these buckets take {free.step_ms:.1f} ms, with a peak of {peaks[1]} "
+        f"instead of {peaks[0]}"
+    )
+
+
+def _rank_order_ms(model: Model, order: Sequence[int], costs: Costs) -> float | None:
+    """See :class:`.ScheduleReport`."""
+    nodes = model.dependencies.nodes
+    if not any(n.target is SUM for n in nodes):
+        return None
+    rings = replace(model, ms=costs.with_rings(nodes, model.ms))
+    return Timeline.of(model, order).step_ms - Timeline.of(rings, order).step_ms
+
+
+def _reorder(graph: fx.Graph, dependencies: Precedence, order: Sequence[int]) -> None:
+    for i in order:
+        node = dependencies.nodes[i]
+        last = next(iter(reversed(graph.nodes)))
+        if last.op == "output":
+            last.prepend(node)
+        else:  # a graph in the making
+            last.append(node)

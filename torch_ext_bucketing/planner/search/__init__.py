@@ -1,0 +1,1 @@
+"""Search byte caps on a model of the merged graph."""
