@@ -49,7 +49,7 @@ from ..reports.buckets import NO_KEY, Unmerged
 from ..reports.graph import GraphReport
 
 if TYPE_CHECKING:
-    from .base import Compilation
+    from .compilation import Compilation
 
 # ---------------------------------------------------------------- after the passes
 

@@ -22,9 +22,10 @@ import torch.fx as fx
 
 from ..._gc import paused_gc
 from ...fsdp.all_to_all import SUM
-from ...graph.analysis import GraphAnalysis, GraphLike, graph_of
+from ...graph.analysis import GraphAnalysis
 from ...graph.dependencies import Precedence
 from ...graph.size_hints import GivenHints, SizeHints
+from ...graph.unwrap import GraphLike, graph_of
 from ...reports.schedule import ScheduleReport
 from ...reports.text import sizes_text
 from ..cost.cost import Costs
