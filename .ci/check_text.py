@@ -36,11 +36,12 @@ PHRASES = {
 }
 """Regular expressions, each with what to write instead."""
 
-NOT_IMPERATIVE = frozenset(
+_NOT_VERBS = (
     "a an the this that these those its it each every all any some one two no none both either "
     "what which who whose why how when where whether while if of by from for in on at as per to "
-    "with without between among through number bytes milliseconds names units".split()
+    "with without between among through number bytes milliseconds names units"
 )
+NOT_IMPERATIVE = frozenset(_NOT_VERBS.split())
 """First words of docstrings that describe a value; a function's headline describes an action."""
 
 
