@@ -23,7 +23,7 @@ from .._source import note_sources, package_digest
 from .._torch.aot import stage_of
 from .._torch.inductor import CustomGraphPass
 from .._torch.process_groups import group_places
-from ..bucketing.units import UncoveredParametersWarning
+from ..errors import UncoveredParametersWarning
 from ..fsdp.tag_graph import FqnOf
 from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis, GraphLike, graph_of

@@ -16,16 +16,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import descriptors
 from .._torch.dynamo_inputs import module_path
+from ..errors import AddedByGraphWarning
 from ..fqns import format_names
 from ..fsdp.unit_inputs import give_nodes, is_unit_input, modules_with_nodes
 from ..fsdp.units import UnitSpec
 from ..graph.moves import keeps_values
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
 from ..reports.rewrites import AddedByUnit, AddReport
-
-
-class AddedByGraphWarning(UserWarning):
-    """Gradients of one activation are added graph by graph, in another order than eager's."""
 
 
 class AddByUnit(GraphPass):
