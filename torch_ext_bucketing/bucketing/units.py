@@ -17,10 +17,6 @@ from .contraction import Contraction
 from .plan import Bucket, MergePlan, left_alone
 
 
-class UncoveredParametersWarning(UserWarning):
-    """Some parameters' collectives are in no unit and stay one collective each."""
-
-
 def plan_units(
     graph: fx.Graph | GraphAnalysis,
     units: Units,

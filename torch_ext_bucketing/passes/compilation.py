@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 
 from .._torch.aot import stage_of
-from ..bucketing.units import UncoveredParametersWarning
+from ..errors import UncoveredParametersWarning
 from ..fsdp.tag_graph import FqnOf
 from ..graph.analysis import GraphAnalysis
 from ..graph.liveness import kept_inputs

@@ -39,6 +39,7 @@ from .._torch.aot import current_backward
 from .._torch.dynamo_inputs import model_of
 from .._torch.process_groups import default_group
 from .._torch.sharded import is_distributed
+from ..errors import DividedUnitWarning, NotBucketedWarning, PayloadOrderWarning
 from ..fqns import format_names, parameter_names
 from ..fsdp.units import Units
 from ..graph.collectives import Kind
@@ -67,15 +68,6 @@ _WAYS_OUT = {
     _NO_UNIT: "name the parameters' modules in the units, as they are called in the compiled model",
     "bytes": "raise cap_mb",
 }
-
-
-class NotBucketedWarning(UserWarning):
-    """Nothing in a compiled graph was bucketed, although it has collectives, or nothing of one
-    kind of reduction, or there is nothing to bucket as parameters are not sharded."""
-
-
-class PayloadOrderWarning(UserWarning):
-    """Buckets are not packed in the order that was asked for."""
 
 
 def warn_of_silence(
@@ -160,10 +152,6 @@ def _kind_left_out(graph: fx.Graph, reports: Sequence[GraphReport]) -> str:
 
 
 # ---------------------------------------------------------------- across graphs
-
-
-class DividedUnitWarning(UserWarning):
-    """One unit's gradients are not reduced in one payload, as eager FSDP2 reduces them."""
 
 
 class DividedUnits:

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import descriptors
 from .._torch.dynamo_inputs import module_path
+from ..errors import AddedByGraphWarning
 from ..fqns import format_names
 from ..fsdp.unit_inputs import give_nodes, is_unit_input, modules_with_nodes
 from ..fsdp.units import UnitSpec
@@ -25,10 +26,6 @@ from ..graph.unwrap import GraphLike, graph_of
 from ..passes.base import GraphPass, Stage
 from ..passes.compilation import Compilation
 from ..reports.rewrites import AddedByUnit, AddReport
-
-
-class AddedByGraphWarning(UserWarning):
-    """Gradients of one activation are added graph by graph, in another order than eager's."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

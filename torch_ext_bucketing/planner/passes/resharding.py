@@ -12,6 +12,7 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._torch import aot as _aot
+from ...errors import BoundNotKeptWarning, NothingKeptWarning
 from ...fsdp.chains import Chains, parameter_chains, read_in_forward
 from ...fsdp.units import Units
 from ...graph.tags import Tag, tag_of
@@ -33,11 +34,6 @@ from ..keep.keep import KeepPlanner, block_units
 from ..keep.partitioned import PartitionedModel, UnitOf
 from ..schedule.memory import PeakMemory
 from ..schedule.overlap import Overlap
-from ..schedule.scheduler import BoundNotKeptWarning
-
-
-class NothingKeptWarning(UserWarning):
-    """No unit's gathered parameters could stay from forward to backward."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
