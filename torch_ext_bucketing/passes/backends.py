@@ -27,12 +27,13 @@ from .._torch.process_groups import compiles_for_all_ranks, default_group
 from ..agreement import op as _agree_op
 from ..agreement.before_run import as_fresh_frame, before_first_run
 from ..agreement.launches import GraphLaunches, launches_of
+from ..errors import NoUuidError
 from ..fsdp.simple_fsdp import attach
 from ..graph.size_hints import GivenHints, check_size_hints
 from ..graph.unwrap import GraphLike, graph_of
 from ..reports.compile import CompileReport
 from .base import GraphPass, Stage
-from .cache_key import NoUuidError, describe, digest, log_no_uuid
+from .cache_key import describe, digest, log_no_uuid
 from .code import code_of
 from .compilation import Compilation
 from .facts import Order, last_fact

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch.fx as fx
 
-from .._source import note_sources, package_digest
+from .._source import note_sources
 from .._torch.graph_pass import CustomGraphPass
-from .._torch.process_groups import group_places
+from ..errors import NoUuidError
 from ..graph.unwrap import GraphLike, graph_of
-from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
-from .code import code_of_fields
 from .facts import Baseline, Fact
 
 if TYPE_CHECKING:
@@ -66,6 +64,11 @@ class GraphPass(CustomGraphPass):
         """The name of the class, in reports and in ``TORCH_EXT_BUCKETING_DISABLE``."""
         return type(self).__name__
 
+    def with_part(self, other: GraphPass) -> GraphPass | None:
+        """Return this pass with ``other`` as one of its :attr:`parts`, for a list in which neither
+        order of the two works; None where it can't be one."""
+        return None
+
     def install(self) -> None:
         """Prepare what is to be traced. A backend does so as it is made."""
 
@@ -112,20 +115,9 @@ class GraphPass(CustomGraphPass):
         logged as a warning. The code is this package and the modules of the pass's own classes;
         what those import from elsewhere is not looked at.
         """
-        name = f"{type(self).__module__}.{type(self).__qualname__}"
-        try:
-            settings = repr(describe(self.settings()))
-            sources = sources_of(type(self))
-        except NoUuidError as error:
-            log_no_uuid(name, error)
-            return None
-        # Byte caps and costs depend on sizes of groups, and an all-reduce's is not in the graph.
-        # A merged gather writes this rank's shards to its own place in the buffer, a constant.
-        # A place known at run time would take as long in a step (benchmarks/README.md), but where
-        # a mesh is an input torch's own keys have the rank, too, and no entry would be shared.
-        # What one rank compiles for all has none.
-        groups = repr(group_places())
-        return digest(name, package_digest(), *sources, settings, groups)
+        from .cache_key import key_of
+
+        return key_of(type(self), self.settings)
 
     def settings(self) -> tuple[Any, ...]:
         """The settings that decide the pass's result: plain values, containers and dataclasses of
@@ -142,4 +134,6 @@ class GraphPass(CustomGraphPass):
 
     def __repr__(self) -> str:
         """The code that makes one, with the fields that differ from their defaults."""
+        from .code import code_of_fields
+
         return code_of_fields(self)

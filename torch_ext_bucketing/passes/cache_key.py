@@ -11,21 +11,19 @@ import dataclasses
 import enum
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 
-from .._source import note_sources
+from .._source import note_sources, package_digest
+from .._torch.process_groups import group_places
+from ..errors import NoUuidError
 
 log = logging.getLogger(__name__)
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
-
-
-class NoUuidError(Exception):
-    """No text can stand for an object; the message says which and why."""
 
 
 def digest(*parts: str) -> str:
@@ -91,6 +89,24 @@ def _name(value: Any) -> str:
     if code is not None:
         return f"{value.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def key_of(cls: type, settings: Callable[[], tuple[Any, ...]]) -> str | None:
+    """The key of a pass of a class with these settings; None, which is logged, where there is
+    none."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    try:
+        described = repr(describe(settings()))
+        sources = sources_of(cls)
+    except NoUuidError as error:
+        log_no_uuid(name, error)
+        return None
+    # Byte caps and costs depend on sizes of groups, and an all-reduce's is not in the graph.
+    # A merged gather writes this rank's shards to its own place in the buffer, a constant.
+    # A place known at run time would take as long in a step (benchmarks/README.md), but where
+    # a mesh is an input torch's own keys have the rank, too, and no entry would be shared.
+    # What one rank compiles for all has none.
+    return digest(name, package_digest(), *sources, described, repr(group_places()))
 
 
 _said: dict[str, None] = {}

@@ -58,14 +58,7 @@ _SHOWN = 8
 
 _REDUCTIONS: frozenset[Kind] = frozenset(("reduce_scatter", "all_reduce"))
 _NAME_KIND = "name the kind in kinds= of the pass"
-_WAYS_OUT = {
-    Cause.UNTAGGED: (
-        "give the backend the model whose parameters they serve: backend(..., model=model)"
-    ),
-    Cause.NO_UNIT: (
-        "name the parameters' modules in the units, as they are called in the compiled model"
-    ),
-}
+_GIVE_MODEL = "give the backend the model whose parameters they serve: backend(..., model=model)"
 
 
 def warn_of_silence(
@@ -116,7 +109,7 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
             why = f"closed by {alone.closed_by}"
             way = "raise cap_mb" if alone.closed_by == "bytes" else ""
         elif alone is not None:
-            why, way = alone.reason, _WAYS_OUT.get(alone.cause, "")
+            why, way = alone.reason, _GIVE_MODEL if alone.cause is Cause.UNTAGGED else ""
         elif kind in asked:
             why = "nothing else in their unit has the same kind, group and dtype"
             way = "make larger units"

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch.fx as fx
@@ -14,6 +15,7 @@ import torch.nn as nn
 
 from .._torch import aot as _aot
 from .._torch.trace import readable, trace_artifact
+from ..errors import PassOrderError
 from ..graph.unwrap import GraphLike, graph_of
 from ..reports.compile import PassTime
 from .base import GraphPass, Stage
@@ -50,8 +52,9 @@ class Pipeline:
 
     Raises:
         TypeError: something is no pass.
-        ValueError: a pass with an unknown stage, one that comes after a pass whose work it undoes,
-            two passes that decide the same; ``TORCH_EXT_BUCKETING_DISABLE`` has an unknown name.
+        PassOrderError: a pass comes after one whose work it undoes, two passes decide the same, or
+            a pass does not find what it requires.
+        ValueError: a pass has an unknown stage, or ``TORCH_EXT_BUCKETING_DISABLE`` an unknown name.
     """
 
     def __init__(self, passes: Iterable[GraphPass] = (), model: nn.Module | None = None) -> None:
@@ -128,44 +131,68 @@ class Pipeline:
 
 
 def _check(passes: Sequence[GraphPass]) -> None:
-    """See that every pass finds what it needs and that none undoes what another has given."""
+    """Check that every pass finds what it requires and undoes nothing.
+
+    Raises:
+        ValueError: a pass has an unknown stage.
+        PassOrderError: the list can't run.
+    """
     for p in passes:
         if p.stage not in ("joint", "forward_backward"):
             raise ValueError(
                 f"{p.name}.stage must be 'joint' or 'forward_backward', got {p.stage!r}"
             )
-    given: dict[type[Fact], GraphPass] = {}
-    for p in sorted(passes, key=lambda p: p.stage != "joint"):
-        for fact in p.requires:
-            if fact is not Baseline and fact not in given:
-                raise ValueError(f"{p.name} needs {fact.text}: no pass before it gives that")
-        decides = {type(fact) for fact in p.provides if fact.once}
-        for fact in given.keys() & decides:
-            raise ValueError(
-                f"{given[fact].name} and {p.name} both decide {fact.text}: give one of them"
-            )
-        for fact in given.keys() & p.conflicts_with:
-            right = ", ".join(_right_order([q for q in passes if q.stage == p.stage]))
-            raise ValueError(
-                f"{p.name} comes after {given[fact].name} and would undo what that decides, "
-                f"{fact.text}. The right order: [{right}]"
-            )
-        given.update((type(fact), p) for fact in p.provides)
+    passes = sorted(passes, key=lambda p: p.stage != "joint")
+    conflict = _first_conflict(passes)
+    if conflict is None:
+        return
+    text, working = conflict
+    for _ in range(len(passes) ** 2):  # a move may lead to another conflict
+        following = _first_conflict(working)
+        if following is None:
+            break
+        working = following[1]
+    if len(working) == len(passes) and all(any(p is q for q in passes) for p in working):
+        text += f". The right order: [{', '.join(p.name for p in working)}]"
+    raise PassOrderError(text, working)
 
 
-def _right_order(passes: list[GraphPass]) -> list[str]:
-    """Names of the passes in an order in which none undoes what another has given."""
+def _first_conflict(passes: list[GraphPass]) -> tuple[str, list[GraphPass]] | None:
+    """Find the first pass that can't run where it stands: why, and the list without that conflict,
+    empty where none is known."""
+    provided: list[tuple[Fact, GraphPass]] = []
+    for p in passes:
+        for wanted in p.requires:
+            if wanted is not Baseline and not any(isinstance(f, wanted) for f, _ in provided):
+                return f"{p.name} requires {wanted.text}, which no pass before it provides", []
+        for fact, early in provided:
+            if fact.once and any(isinstance(mine, type(fact)) for mine in p.provides):
+                # The one that decides more stays.
+                less = p if len(p.provides) <= len(early.provides) else early
+                text = f"{early.name} and {p.name} both decide {fact.text}: give one of them"
+                return text, [q for q in passes if q is not less]
+        for fact, early in provided:
+            if isinstance(fact, p.conflicts_with):
+                text = f"{p.name} comes after {early.name} and would undo what that decides"
+                return _without_conflict(f"{text}, {fact.text}", early, p, passes)
+        provided += [(fact, p) for fact in p.provides]
+    return None
 
-    def undoes(p: GraphPass, other: GraphPass) -> bool:
-        return any(isinstance(fact, p.conflicts_with) for fact in other.provides)
 
-    names = []
-    while passes:
-        free = (p for p in passes if not any(undoes(q, p) for q in passes if q is not p))
-        first = next(free, passes[0])
-        names.append(first.name)
-        passes = [p for p in passes if p is not first]
-    return names
+def _without_conflict(
+    text: str, early: GraphPass, late: GraphPass, passes: list[GraphPass]
+) -> tuple[str, list[GraphPass]]:
+    """Put ``late`` before ``early``, or make one of them a part of the other."""
+    if not any(isinstance(fact, early.conflicts_with) for fact in late.provides):
+        rest = [p for p in passes if p is not late]
+        return text, [q for p in rest for q in ((late, p) if p is early else (p,))]
+    for whole, part in ((early, late), (late, early)):
+        both = whole.with_part(part)
+        if both is not None:
+            option = next(f.name for f in fields(both) if getattr(both, f.name) is part)
+            text = f"{text}. Give {both.name}(..., {option}={part!r})"
+            return text, [both if p is whole else p for p in passes if p is not part]
+    return text, []
 
 
 def _switched_off(passes: Iterable[GraphPass]) -> tuple[str, ...]:

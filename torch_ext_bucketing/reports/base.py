@@ -50,7 +50,6 @@ class Cause(enum.Enum):
     """Why something was left alone, as far as a program decides by it."""
 
     UNTAGGED = "untagged"
-    NO_UNIT = "no unit"
     WRITTEN = "written"
     OTHER = "other"
 

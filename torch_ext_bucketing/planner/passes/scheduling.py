@@ -150,6 +150,11 @@ class BucketAndSchedule(Schedule):
         reduced = () if self.reduce is None else self.reduce.provides
         return (Buckets(tuple(self.kinds)), *reduced, *super().provides)
 
+    def with_part(self, other: GraphPass) -> GraphPass | None:
+        if self.reduce is None and isinstance(other, ReduceByAllToAll):
+            return replace(self, reduce=other)
+        return None
+
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis, reduce = compilation.analysis(graph), self.reduce
         if reduce is not None and reduce.name in compilation.report.disabled:
