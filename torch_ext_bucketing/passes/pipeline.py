@@ -160,38 +160,39 @@ def _check(passes: Sequence[GraphPass]) -> None:
 def _first_conflict(passes: list[GraphPass]) -> tuple[str, list[GraphPass]] | None:
     """Find the first pass that can't run where it stands: why, and the list without that conflict,
     empty where none is known."""
-    provided: list[tuple[Fact, GraphPass]] = []
-    for p in passes:
+    provided: list[tuple[Fact, int]] = []
+    for late, p in enumerate(passes):
         for wanted in p.requires:
             if wanted is not Baseline and not any(isinstance(f, wanted) for f, _ in provided):
                 return f"{p.name} requires {wanted.text}, which no pass before it provides", []
         for fact, early in provided:
             if fact.once and any(isinstance(mine, type(fact)) for mine in p.provides):
+                text = f"{passes[early].name} and {p.name} both decide {fact.text}: give one"
                 # The one that decides more stays.
-                less = p if len(p.provides) <= len(early.provides) else early
-                text = f"{early.name} and {p.name} both decide {fact.text}: give one of them"
-                return text, [q for q in passes if q is not less]
+                less = late if len(p.provides) <= len(passes[early].provides) else early
+                return f"{text} of them", [*passes[:less], *passes[less + 1 :]]
         for fact, early in provided:
             if isinstance(fact, p.conflicts_with):
-                text = f"{p.name} comes after {early.name} and would undo what that decides"
-                return _without_conflict(f"{text}, {fact.text}", early, p, passes)
-        provided += [(fact, p) for fact in p.provides]
+                text = f"{p.name} comes after {passes[early].name} and would undo what that decides"
+                return _without_conflict(f"{text}, {fact.text}", passes, early, late)
+        provided += [(fact, late) for fact in p.provides]
     return None
 
 
 def _without_conflict(
-    text: str, early: GraphPass, late: GraphPass, passes: list[GraphPass]
+    text: str, passes: list[GraphPass], early: int, late: int
 ) -> tuple[str, list[GraphPass]]:
-    """Put ``late`` before ``early``, or make one of them a part of the other."""
-    if not any(isinstance(fact, early.conflicts_with) for fact in late.provides):
-        rest = [p for p in passes if p is not late]
-        return text, [q for p in rest for q in ((late, p) if p is early else (p,))]
-    for whole, part in ((early, late), (late, early)):
+    """Put the late pass before the early one, or make one of them a part of the other."""
+    first, second = passes[early], passes[late]
+    before, rest = passes[:early], [*passes[early + 1 : late], *passes[late + 1 :]]
+    if not any(isinstance(fact, first.conflicts_with) for fact in second.provides):
+        return text, [*before, second, first, *rest]
+    for whole, part in ((first, second), (second, first)):
         both = whole.with_part(part)
         if both is not None:
             option = next(f.name for f in fields(both) if getattr(both, f.name) is part)
             text = f"{text}. Give {both.name}(..., {option}={part!r})"
-            return text, [both if p is whole else p for p in passes if p is not part]
+            return text, [*before, both, *rest]
     return text, []
 
 
