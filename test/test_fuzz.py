@@ -349,7 +349,7 @@ def _backend(e: Example) -> Any:
     passes = e.junk(lambda: [some() for _ in range(e.rng.randint(0, 3))])
     prefetch = e.pick(None, 0, 1, 50)
     made = teb.backend(e.pick("inductor", "aot_eager", "eager"), passes, prefetch=prefetch)
-    return made.last_report() if e.rng.random() < 0.1 else made.passes.uuid()
+    return made.last_report() if e.rng.random() < 0.1 else made.pipeline.uuid()
 
 
 def _groups(e: Example) -> Any:

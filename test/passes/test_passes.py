@@ -318,16 +318,22 @@ def silence(passes, module=None):
     ("make", "because", "way_out"),
     [
         (lambda: [BucketByCap(1e-6)], "closed by bytes (9), closed by end (1)", "raise cap_mb"),
-        (lambda: [BucketUnits(order(), ["all_reduce"])], "asked for all_gather (10)", "kinds="),
-        (lambda: [BucketUnits([[f] for f in TWO_BLOCKS_FQNS])], "in their unit", "larger units"),
+        (
+            lambda: [BucketUnits(order(), ["all_reduce"])],
+            "no pass buckets all_gather (10)",
+            "kinds=",
+        ),
+        (
+            lambda: [BucketUnits([[f] for f in TWO_BLOCKS_FQNS])],
+            "same kind, group and dtype",
+            "larger units",
+        ),
         (lambda: [TagParameters(fqn_of={}), BucketByCap()], "no known parameter", "model=model"),
     ],
 )
 def test_nothing_bucketed_is_said_once_per_compile(fake_world, make, because, way_out):
     (said,) = silence(make())
-    assert said.startswith(
-        "nothing is bucketed in the forward graph, although it has 10 all_gather"
-    )
+    assert said.startswith("nothing is bucketed in the forward graph, which has 10 all_gather")
     assert because in said
     assert way_out in said
 
@@ -399,9 +405,9 @@ def test_uncovered_parameters_are_named_once(fake_world):
     texts = [str(w.message) for w in caught if w.category is UncoveredParametersWarning]
     assert texts == [
         "2 parameter(s) are in no unit; their collectives are not bucketed: embedding.weight, "
-        "head.weight. The units name 'layers.0', 'layers.1', ...: name these parameters' modules, "
-        "too, and where the units belong to another model than the compiled module, give that to "
-        "the backend: backend(..., model=model)"
+        "head.weight. The units name 'layers.0', 'layers.1', ...: add these parameters' modules. "
+        "If the units belong to another module than the compiled one, give that to the backend: "
+        "backend(..., model=model)"
     ]
     assert report.warnings == texts
 
@@ -688,8 +694,8 @@ def test_plain_functions_are_not_cached():
 def test_a_backend_reads_as_code():
     made = backend("aot_eager", [BucketUnits(UNITS, payload_order=None), Schedule(Overlap())])
     assert repr(made) == (
-        "backend('aot_eager', [BucketUnits([['layers.0'], ['layers.1'], ['embedding', 'head']], "
-        "payload_order=None), Schedule([Overlap()])])"
+        "backend(compiler='aot_eager', passes=[BucketUnits([['layers.0'], ['layers.1'], "
+        "['embedding', 'head']], payload_order=None), Schedule([Overlap()])])"
     )
     off = backend("inductor", prefetch=None, agree=False, model=TwoBlocks())
-    assert repr(off) == "backend('inductor', [], model=TwoBlocks, prefetch=None, agree=False)"
+    assert repr(off) == "backend(model=TwoBlocks, prefetch=None, agree=False)"
