@@ -61,8 +61,8 @@ class BucketingBackend:
         passes: see :class:`.Pipeline` for their order.
         model: the module that FQNs are relative to. None takes the module that the latest order or
             plan with the parameter was made from, else the compiled one.
-        prefetch: with ``"inductor"`` and torch's overlap scheduling: compute nodes (matrix
-            products, attention) by which a gather may start before its use
+        prefetch: with ``"inductor"`` and torch's overlap scheduling: how many compute
+            nodes (matrix products, attention) ahead of its use a gather may start
             (``aten_distributed_optimizations.max_compute_pre_fetch``). None keeps torch's 200.
         agree: compare what the ranks of each process group launch before a graph's first
             collective runs for the first time (:mod:`.agreement.exchange`).
