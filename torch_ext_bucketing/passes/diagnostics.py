@@ -217,7 +217,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 
 
 class RunWatch:
-    """Watch the first runs of a compiled function, and warn if ``units`` are not reduced as planned."""
+    """Watch the first runs of a compiled function for ``units`` that are not reduced as planned."""
 
     def __init__(self, units: Units, compilation: Compilation) -> None:
         self._units = units
