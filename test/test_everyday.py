@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from benchmarks.parity import run_rows
 from benchmarks.parity_results import combine
-from benchmarks.parity_rows import ROWS
+from eager_parity.rows import ROWS
 from torch_ext_bucketing._torch import inductor
 from torch_ext_bucketing.fsdp import simple_fsdp
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder

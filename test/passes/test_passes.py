@@ -22,7 +22,7 @@ from sharded_models import TWO_BLOCKS_FQNS, Keep, TwoBlocks, checkpointed, colle
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.parity_ranks import aten_kernels
+from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import UncoveredParametersWarning, plan_units

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.parity_ranks import aten_kernels
+from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.demo import cli
