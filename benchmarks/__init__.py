@@ -3,5 +3,5 @@
 import sys
 from pathlib import Path
 
-# eager_parity, the models and ranks of parity, lies where the tests are.
-sys.path.append(str(Path(__file__).resolve().parent.parent / "test"))
+# eager_parity, the models and ranks of parity, is among the helpers of the tests.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "test" / "helpers"))

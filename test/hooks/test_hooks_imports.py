@@ -29,15 +29,8 @@ from patching_trees import (
     write_small_series,
 )
 
-from torch_ext_bucketing.hooks import (
-    HOOK_ENTRIES,
-    HooksError,
-    ImportedTooEarlyError,
-    imports,
-    install,
-    series,
-    status,
-)
+from torch_ext_bucketing.errors import HooksError, ImportedTooEarlyError
+from torch_ext_bucketing.hooks import HOOK_ENTRIES, imports, install, series, status
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
 pytestmark = needs_unpatched_torch

@@ -6,8 +6,8 @@ This folder imports nothing from the rest of the package, and the rest imports n
 
 from __future__ import annotations
 
+from ..errors import HooksError, ImportedTooEarlyError, PatchDoesNotApplyError
 from .imports import Status, install, status
-from .patches import HooksError, ImportedTooEarlyError, PatchDoesNotApplyError
 from .series import HOOK_ENTRIES
 
 __all__ = [

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any, Literal
 
-from .patches import HooksError, ImportedTooEarlyError, apply_patches, split_lines
+from ..errors import HooksError, ImportedTooEarlyError
+from .patches import apply_patches, split_lines
 from .series import CONFIG_PATH, TorchTree, choose_series, find_torch
 
 CONFIG_MODULE = "torch._inductor.config"

@@ -9,33 +9,14 @@ beginning or the end of a file fits only there. Everything is bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from ..errors import HooksError, PatchDoesNotApplyError
 
 _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _FILE = re.compile(rb"diff --git a/([^\n]+) b/\1\n?")
 _NOT_TEXT = re.compile(rb"(new|deleted) file|(old|new) mode|rename|copy|GIT binary|Binary files")
-
-
-class HooksError(RuntimeError):
-    """The hooks could not be installed. Nothing was changed."""
-
-
-class PatchDoesNotApplyError(HooksError):
-    """Hunks of the series do not fit the torch source.
-
-    Attributes:
-        failures: a line per hunk, with its file, its header and the first line that differs.
-    """
-
-    def __init__(self, failures: Sequence[str]) -> None:
-        message = f"{len(failures)} hunk(s) of the torch patch do not fit this torch:"
-        super().__init__("\n  ".join([message, *failures]))
-        self.failures = tuple(failures)
-
-
-class ImportedTooEarlyError(HooksError):
-    """A module that the series changes was imported before ``hooks.install()``."""
 
 
 @dataclass
