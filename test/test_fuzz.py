@@ -43,6 +43,8 @@ from torch_ext_bucketing.reports.schedule import ScheduleReport
 from torch_ext_bucketing.testing.ring import init_ring_process_group, register_ring_backend
 from torch_ext_bucketing.testing.sums import RingTopology
 
+pytestmark = pytest.mark.once
+
 GROUPS = ("0", "1")
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.int64)
 _aten = torch.ops.aten

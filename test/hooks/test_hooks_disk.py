@@ -35,6 +35,8 @@ from patching_trees import (
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.hooks import HooksError, PatchDoesNotApplyError, disk, series
 
+pytestmark = [pytest.mark.hooks, pytest.mark.once]
+
 COMMANDS = {"apply": disk.apply, "revert": disk.revert}
 ORDER = [CONFIG, BUCKETING, FSDP]  # bucketing before fsdp, which imports it
 

@@ -41,7 +41,7 @@ from torch_ext_bucketing.hooks import (
 )
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
-pytestmark = needs_unpatched_torch
+pytestmark = [pytest.mark.hooks, needs_unpatched_torch]
 
 MODULES = "torch._inductor.fx_passes"
 PREFIX = "aten_distributed_optimizations."

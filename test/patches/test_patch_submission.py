@@ -33,6 +33,8 @@ from patching_trees import (
 from torch_ext_bucketing.hooks import disk, series
 from torch_ext_bucketing.hooks.patches import apply_patches
 
+pytestmark = [pytest.mark.hooks, pytest.mark.long]
+
 TEST_FILE = "test/distributed/test_fx_bucketing.py"
 ENTRIES = ("bucket_payload_order_key", "fsdp_group_filter", "bucket_non_adjacent")
 

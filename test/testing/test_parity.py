@@ -16,6 +16,8 @@ from benchmarks.parity_results import KERNELS, RowResult, combine, render
 from benchmarks.parity_rows import Row, matrix
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
+pytestmark = pytest.mark.long
+
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 
 
