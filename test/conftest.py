@@ -34,6 +34,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("here")
 
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--hooks", action="store_true", help="only what is about the hooks, with them")
 
