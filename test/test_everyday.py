@@ -27,6 +27,8 @@ from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 STEPS = 3
 
 

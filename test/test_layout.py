@@ -3,7 +3,11 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 import torch_ext_bucketing
+
+pytestmark = pytest.mark.once
 
 ROOT = Path(torch_ext_bucketing.__file__).parent
 MODULES = sorted(p for p in ROOT.rglob("*.py"))

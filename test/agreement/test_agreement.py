@@ -33,6 +33,8 @@ from torch_ext_bucketing.agreement.launches import (
 from torch_ext_bucketing.testing.ranks import run_ranks
 from torch_ext_bucketing.testing.ring import on_ranks
 
+pytestmark = pytest.mark.long
+
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 SOON = timedelta(seconds=60)
 

@@ -30,6 +30,8 @@ from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.passes import cache_key as _cache_key
 from torch_ext_bucketing.planner.cost.machine import Level
 
+pytestmark = pytest.mark.long
+
 CACHED = ("backend", "backend, own pass", "backend, pass of a script")
 OTHERS = ("backend, other order", "backend, by cap")  # every parameter counts: see below
 

@@ -55,7 +55,7 @@ STAGES = ("forward", "backward")
 MODULES = block_units(f"{n}.w" for n in NAMES)
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 class Look(teb.GraphPass):

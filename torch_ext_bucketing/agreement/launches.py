@@ -155,7 +155,7 @@ def _op_name(node: fx.Node) -> str:
 
 
 def _sent(node: fx.Node) -> Any:
-    value = node.args[0]
+    value = next(iter((*node.args, *node.kwargs.values())))
     if isinstance(value, list | tuple):
         value = next(iter(value), None)
     return value.meta.get("val") if isinstance(value, fx.Node) else None

@@ -207,7 +207,7 @@ def wire_bytes(start: fx.Node) -> int:
 
 def sent_as_bytes(start: fx.Node) -> torch.dtype | None:
     """The dtype of values of a byte each that a collective sends as ``uint8``; None: of none."""
-    node: Any = start.args[0]
+    node: Any = start.all_input_nodes[0]
     while isinstance(node, fx.Node) and (
         is_view(node) or node.target is torch.ops.aten.clone.default
     ):
