@@ -238,7 +238,7 @@ ROOTED = ("layers.0", "layers.1", "")
     [
         (ROOTED, "blocks", "embedding.weight, head.weight are in no compiled"),
         (APART, "blocks", ""),
-        (NESTED, "blocks", "made up otherwise"),
+        (NESTED, "blocks", "their units differ"),
         (NESTED, "backends", ""),
         (("embedding", "layers.0", "head"), "one block", "reduced their gradients twice"),
         (("embedding", "layers.0", "head"), "one block, whole", ""),

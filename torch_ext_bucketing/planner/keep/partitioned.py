@@ -45,7 +45,7 @@ from ...graph.collectives import (
     kind_of,
 )
 from ...graph.liveness import Liveness, Storages
-from ...graph.records import unmergeable
+from ...graph.mergeable import unmergeable
 from ...graph.tags import tag_of
 from ..cost.cost import Costs
 from ..schedule.model import Model, Row, model_of
