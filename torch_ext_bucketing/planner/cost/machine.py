@@ -15,48 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.fx as fx
 
+from ...graph.collectives import COLLECTIVES
 from .kineto import RankTrace, collective_times, rates, read_trace
 
 GroupLayout = tuple[int, int]
 """The number of ranks of a process group, and the number of nodes that they are on."""
 Table = Mapping[tuple[str, int | GroupLayout], Sequence[tuple[int, float]]]
 _FORMAT = 1
-_c10d = torch.ops._c10d_functional
-
-
-class Collective(NamedTuple):
-    """How one kind of collective is called, and what rings move for it.
-
-    Args:
-        target: torch's operator.
-        arguments: of it, between the input and the group, in a group of so many ranks.
-        buffer: the bytes around which a ring goes, by those of input and output together and the
-            number of ranks; None: every rank sends to every other one, without a ring.
-        rounds: how often.
-    """
-
-    target: Any
-    arguments: Callable[[int], tuple[Any, ...]]
-    buffer: Callable[[int, int], float] | None
-    rounds: int = 1
-
-
-COLLECTIVES = {
-    "all_gather": Collective(
-        _c10d.all_gather_into_tensor.default, lambda n: (n,), lambda b, n: b * n / (n + 1)
-    ),
-    "reduce_scatter": Collective(
-        _c10d.reduce_scatter_tensor.default, lambda n: ("sum", n), lambda b, n: b * n / (n + 1)
-    ),
-    "all_reduce": Collective(_c10d.all_reduce.default, lambda n: ("sum",), lambda b, n: b / 2, 2),
-    "all_to_all": Collective(_c10d.all_to_all_single.default, lambda n: ([], []), None),
-}
-"""What the cost of a collective depends on, by kind: the one place to name another kind."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +172,8 @@ class Machine:
             return 0.0
         members = Counter(rank // self.ranks_per_node for rank in ranks)
         fewest, most = min(members.values()), max(members.values())
-        collective = COLLECTIVES[kind]
-        if collective.buffer is None:
+        kind_row = COLLECTIVES[kind]
+        if not kind_row.rounds:
             sent = (((most - 1) / n, self.intra), ((n - fewest) / n, self.inter))
             times = (
                 part * (nbytes / 2) / level.bandwidth * 1e3 + level.latency_ms
@@ -215,8 +184,9 @@ class Machine:
         speeds = [self.intra.bandwidth] if most > 1 else []
         speeds += [fewest * self.inter.bandwidth] if nodes > 1 else []
         steps = (n - nodes) * self.intra.latency_ms + (nodes - 1) * self.inter.latency_ms
-        buffer = collective.buffer(nbytes, n)
-        return collective.rounds * (buffer * (n - 1) / n / min(speeds) * 1e3 + steps)
+        parts = (n if kind_row.whole_input else 1) + (n if kind_row.whole_output else 1)
+        buffer = nbytes * n / parts
+        return kind_row.rounds * (buffer * (n - 1) / n / min(speeds) * 1e3 + steps)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, for :meth:`load`.
