@@ -37,6 +37,7 @@ from ...bucketing.all_to_all import reduce_by_all_to_all
 from ...bucketing.caps import CapPlanner, check_cap
 from ...bucketing.merge import merge_buckets
 from ...bucketing.plan import MergePlan
+from ...errors import BoundNotKeptWarning
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import group_name
 from ...reports.caps import CapsReport, TriedCaps
@@ -45,7 +46,7 @@ from ..cost.cost import Costs
 from ..cost.machine import H100, Machine
 from ..schedule.model import Model, model_of
 from ..schedule.policy import Policy, policies_of
-from ..schedule.scheduler import BoundNotKeptWarning, schedule_model
+from ..schedule.scheduler import schedule_model
 from .merged_model import merged_model
 
 CAPS_MB = (8.0, 25.0, 80.0, 500.0)
