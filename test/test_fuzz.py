@@ -395,11 +395,6 @@ def _separate_groups(e: Example) -> Any:
     return teb.SeparateGroups(mesh, e.kinds(), dims)
 
 
-def _combine_uses(e: Example) -> Any:
-    bound = e.junk(lambda: teb.PeakMemory(ratio=e.pick(0.5, 1.0, 3)))
-    return teb.CombineUses(e.rng.choice((None, bound)))
-
-
 WIDE = (torch.float32, torch.float64, torch.int8, "fp32")
 CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
     "BucketAndSchedule": (40, _bucket_and_schedule),
@@ -410,7 +405,7 @@ CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
     "Schedule": (20, lambda e: teb.Schedule(e.policies(), e.machine())),
     "peak_bytes": (20, lambda e: peak_bytes(e.gm, e.rng.choice((None, lambda n: True)))),
     "AddByUnit": (15, lambda e: teb.AddByUnit(e.model, e.rng.choice((e.names(), UNITS)))),
-    "CombineUses": (20, _combine_uses),
+    "CombineUses": (20, lambda e: teb.CombineUses()),
     "MergeAmax": (10, lambda e: teb.MergeAmax()),
     "ReduceScatterFirst": (20, lambda e: teb.ReduceScatterFirst()),
     "ReduceByAllToAll": (10, lambda e: teb.ReduceByAllToAll(e.pick(*WIDE))),

@@ -40,13 +40,10 @@ from ..graph.calls import call, contiguous_copy
 from ..graph.collectives import group_name, group_size, is_view, kind_of, only_wait, wire_bytes
 from ..graph.moves import is_linear, keeps_values
 from ..graph.regions import Cut, Structures, cuts_behind, erase_unused, nodes_behind, outside_reader
-from ..graph.size_hints import GivenHints, SizeHints
-from ..graph.snapshot import Snapshot, unchanged_on_error
+from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
 from ..graph.writes import Writes
 from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
-from ..planner.schedule.memory import PeakMemory
-from ..planner.schedule.model import peak_bytes
 from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
 
 _aten = torch.ops.aten
@@ -59,63 +56,28 @@ class CombineUses(GraphPass):
     A parameter is left alone where something writes to it, or to what is gathered or reduced of it,
     between its uses; where its uses are reduced in different ways; and where something else reads
     what is to be replaced. The report names it and says why.
-
-    Args:
-        peak: bounds what that may cost in memory, as gathered parameters and gradients stay alive
-            from their first use to the last: a parameter whose uses would bring the estimated peak
-            above it keeps one gather and one reduction per use. The estimate is of the joint graph
-            in its own order, with everything that forward computes kept until its last use in
-            backward. A ratio refers to the graph as given. None: no bound.
-
-    Raises:
-        TypeError: ``peak`` is no ``PeakMemory``.
     """
 
     stage: Stage = "joint"
     needs = (Tags,)
 
-    def __init__(self, peak: PeakMemory | None = None) -> None:
-        if peak is not None and not isinstance(peak, PeakMemory):
-            raise TypeError(f"peak must be a PeakMemory or None, got {peak!r}")
-        self.peak = peak
-
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        report = combine_uses(graph_of(graph), self.peak, compilation.size_hints)
-        compilation.report.rewrites.append(report)
+        compilation.report.rewrites.append(combine_uses(graph_of(graph)))
 
 
-def combine_uses(
-    graph: fx.Graph, peak: PeakMemory | None = None, size_hints: SizeHints | GivenHints = None
-) -> CombineReport:
+def combine_uses(graph: fx.Graph) -> CombineReport:
     """:class:`CombineUses` on a tagged joint or inference graph in topological order."""
-    hints = SizeHints.of(size_hints)
     combined: list[CombinedUses] = []
     left: list[LeftAlone] = []
-    before = now = limit = 0
     with unchanged_on_error(graph):
-        if peak is not None:
-            before = now = peak_bytes(graph, size_hints=hints)
-            limit = peak.limit_bytes(before)
         for fqns in _repeated(graph):
-            snapshot = None if peak is None else Snapshot(graph)
             found, reasons = _combine(graph, fqns)
-            if snapshot is not None and found is not None:
-                after = peak_bytes(graph, size_hints=hints)
-                if after > max(limit, now):
-                    snapshot.restore()
-                    found = None
-                    reasons = [
-                        f"with its uses combined the estimated peak is {after} bytes, above the "
-                        f"bound of {limit}"
-                    ]
-                else:
-                    now = after
             if found is not None:
                 combined.append(found)
             left += [LeftAlone(fqns, reason) for reason in reasons]
         if combined:
             graph.lint()
-    return CombineReport(tuple(combined), tuple(left), None if peak is None else (before, now))
+    return CombineReport(tuple(combined), tuple(left))
 
 
 def _repeated(graph: fx.Graph) -> list[tuple[str, ...]]:
