@@ -17,10 +17,12 @@ PAYLOAD_FIELD = "fsdp_payload_order"
 
 class TagParameters(GraphPass):
     """Tag every collective with the parameters that it serves (see :func:`.tag_joint_graph`, also
-    for ``model`` and ``fqn_of``). A backend runs it by itself. On its own it is a value for
+    for ``fqn_of``). A backend runs it by itself. On its own it is a value for
     ``torch._inductor.config.joint_custom_post_pass``.
 
     Args:
+        model: the one that a backend was given: the names of its parameters decide tags, and so are
+            a part of cache keys.
         order: write each collective's place in this order into ``node.meta[PAYLOAD_FIELD]``: a pair
             of ints, payload and position in it. For torch's own bucketing, which packs by it where
             ``aten_distributed_optimizations.bucket_payload_order_key`` is ``PAYLOAD_FIELD``. What
@@ -47,7 +49,7 @@ class TagParameters(GraphPass):
         fqn_of = compilation.input_fqns if self.fqn_of is None else self.fqn_of
         if fqn_of is None:
             fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))
-        tags = tag_joint_graph(graph, fqn_of, model=self.model)
+        tags = tag_joint_graph(graph, fqn_of)
         if self.order is not None:
             for start in tags:
                 if (place := self.order(start)) is not None:
