@@ -27,7 +27,7 @@ from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_assertion, kind_of, started_by
 from torch_ext_bucketing.graph.size_hints import SizeHints
 from torch_ext_bucketing.graph.tags import tag_of
-from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.passes.scheduling import BucketAndSchedule
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.overlap import Overlap

@@ -39,8 +39,9 @@ from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.base import GraphPass, Order
+from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
+from torch_ext_bucketing.passes.facts import Order
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.tagging import PAYLOAD_FIELD, TagParameters
 from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
@@ -688,7 +689,7 @@ def test_the_right_order_is_taken():
 def test_a_pass_that_misses_what_it_needs_is_refused():
     class Needs(GraphPass):
         stage = "forward_backward"
-        needs = (Order,)
+        requires = (Order,)
 
         def run(self, graph, compilation):
             raise AssertionError("only looked at")

@@ -19,11 +19,11 @@ from torch_ext_bucketing._torch.aot import must_recompute
 from torch_ext_bucketing.errors import BoundNotKeptWarning, NothingKeptWarning
 from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
-from torch_ext_bucketing.graph.analysis import graph_of
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.tags import member_tags, tag_of
+from torch_ext_bucketing.graph.unwrap import graph_of
 from torch_ext_bucketing.passes.backends import _run_each, backend
-from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.keep.held import HeldBytes

@@ -21,7 +21,7 @@ from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.graph.collectives import group_name, group_size, kind_of
-from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.rewrites.reshard_to import (
     SmallerGroup,

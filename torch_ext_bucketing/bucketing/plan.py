@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from ..graph.collectives import Kind
 from ..graph.records import Collective
-from ..reports.base import LeftAlone
+from ..reports.base import Cause, LeftAlone
 from ..reports.buckets import ClosedBy, NotMerged
 
 
@@ -48,6 +48,6 @@ class MergePlan(NotMerged):
     buckets: tuple[Bucket, ...] = ()
 
 
-def left_alone(c: Collective, reason: str) -> LeftAlone:
+def left_alone(c: Collective, reason: str, cause: Cause = Cause.OTHER) -> LeftAlone:
     """The record of a collective that is in no bucket."""
-    return LeftAlone(c.fqns, reason, c.start.name)
+    return LeftAlone(c.fqns, reason, c.start.name, cause=cause)

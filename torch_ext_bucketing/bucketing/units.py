@@ -11,7 +11,7 @@ from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
 from ..graph.records import UNTAGGED, Collective
-from ..reports.base import LeftAlone
+from ..reports.base import Cause, LeftAlone
 from ..reports.buckets import ClosedBy
 from .contraction import Contraction
 from .plan import Bucket, MergePlan, left_alone
@@ -31,9 +31,9 @@ def plan_units(
     for c in analysis.collectives.values():
         if c.kind not in kinds:
             continue
-        unit, why = _unit_of(c.fqns, units)
+        unit, why, cause = _unit_of(c.fqns, units)
         if unit is None or c.why_not:
-            left.append(left_alone(c, why or c.why_not))
+            left.append(left_alone(c, why or c.why_not, cause))
             uncovered.update(dict.fromkeys(f for f in c.fqns if units.unit_of(f) is None))
             continue
         # In a trace of a whole step, a gather in backward is there to free memory in between.
@@ -86,12 +86,14 @@ def _fill(
     return members, rest, detail
 
 
-def _unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str]:
+def _unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str, Cause]:
     """The unit of a collective that serves these parameters, or else why it is in none."""
+    if not fqns:
+        return None, UNTAGGED, Cause.UNTAGGED
     found = {fqn: units.unit_of(fqn) for fqn in fqns}
     missing = [fqn for fqn, unit in found.items() if unit is None]
     if missing:
-        return None, f"no unit has {', '.join(missing)}"
+        return None, f"no unit has {', '.join(missing)}", Cause.NO_UNIT
     if len(set(found.values())) > 1:
-        return None, f"its parameters {', '.join(fqns)} are in several units"
-    return (found[fqns[0]], "") if fqns else (None, UNTAGGED)
+        return None, f"its parameters {', '.join(fqns)} are in several units", Cause.OTHER
+    return found[fqns[0]], "", Cause.OTHER

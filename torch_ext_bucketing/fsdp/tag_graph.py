@@ -24,10 +24,10 @@ import torch.utils._pytree as pytree
 
 from .._torch import descriptors as _descriptors
 from ..fqns import canonical_fqn
-from ..graph.analysis import graph_of
 from ..graph.collectives import kind_of
 from ..graph.moves import CONSTANTS, SCALES, is_move
 from ..graph.tags import Tag, is_bucket, set_tag, tag_of
+from ..graph.unwrap import graph_of
 from .chains import union
 
 _aten = torch.ops.aten

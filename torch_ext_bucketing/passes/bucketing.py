@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar, Literal
 
 from ..bucketing.caps import CapMb, Eligible, check_options, plan_by_cap
 from ..bucketing.groups import GroupFilter
@@ -11,10 +12,14 @@ from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ..bucketing.units import plan_units
 from ..fsdp.units import Units
 from ..graph.collectives import KINDS, Kind, check_kinds
-from .base import Buckets, Compilation, GraphLike, GraphPass, Order, RankOrder, Stage, Tags
+from ..graph.unwrap import GraphLike
+from .base import GraphPass, Stage
+from .compilation import Compilation
 from .diagnostics import DividedUnits
+from .facts import Buckets, Fact, Order, RankOrder, Tags
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class BucketUnits(GraphPass):
     """Merge into one collective per unit, kind, group and dtype.
 
@@ -31,35 +36,42 @@ class BucketUnits(GraphPass):
         ValueError: an unknown kind, or one name in two units.
     """
 
-    stage: Stage = "forward_backward"
-    needs = (Tags,)
-    undoes = (RankOrder, Order)
+    stage: ClassVar[Stage] = "forward_backward"
+    requires = (Tags,)
+    conflicts_with = (RankOrder, Order)
+    units: Units | Iterable[Sequence[str]]
+    kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+    payload_order: PayloadKey | Literal["units"] | None = "units"
+    _units: Units = field(init=False)
+    _divided: DividedUnits = field(init=False)
 
-    def __init__(
-        self,
-        units: Units | Iterable[Sequence[str]],
-        kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
-        payload_order: PayloadKey | Literal["units"] | None = "units",
-    ) -> None:
-        self.units = Units.of(units)
-        self.kinds = check_kinds(kinds)
-        self.payload_order = payload_order
-        if payload_order == "units":
-            payload_order = self.units if callable(self.units) else None
-        self._payload_key = check_payload_order(payload_order)
-        self.gives = (Buckets(self.kinds, self.units),)
-        self._divided = DividedUnits(self.units)
+    def __post_init__(self) -> None:
+        units = Units.of(self.units)
+        self._set(units=units, _units=units, kinds=check_kinds(self.kinds))
+        self._set(_divided=DividedUnits(units))
+        check_payload_order(self._payload_key)
+
+    @property
+    def _payload_key(self) -> PayloadKey | None:
+        if self.payload_order == "units":
+            return self._units if callable(self._units) else None
+        return self.payload_order
+
+    @property
+    def provides(self) -> tuple[Fact, ...]:
+        return (Buckets(tuple(self.kinds), self._units),)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
-        plan = plan_units(analysis, self.units, self.kinds)
+        plan = plan_units(analysis, self._units, self.kinds)
         report = merge_and_report(analysis, plan, self._payload_key, self.kinds)
         compilation.report.graphs.append(report)
         if plan.uncovered:
-            compilation.warn_uncovered(plan.uncovered, self.units)
+            compilation.warn_uncovered(plan.uncovered, self._units)
         self._divided.look(analysis.graph, compilation)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class BucketByCap(GraphPass):
     """Merge into as few collectives as a byte cap allows; see :func:`.plan_by_cap` for the rules,
     the arguments and what they may not be.
@@ -71,33 +83,38 @@ class BucketByCap(GraphPass):
             this gives for a start node, such as an ``FSDPParamOrder``; None: graph order.
     """
 
-    stage: Stage = "forward_backward"
-    needs = (Tags,)
-    undoes = (RankOrder, Order)
+    stage: ClassVar[Stage] = "forward_backward"
+    requires = (Tags,)
+    conflicts_with = (RankOrder, Order)
+    cap_mb: CapMb = None
+    _: KW_ONLY
+    kinds: Collection[Kind] = KINDS
+    eligible: Eligible = "tag"
+    group_filter: GroupFilter | None = None
+    non_adjacent: bool = True
+    payload_order: PayloadKey | None = None
 
-    def __init__(
-        self,
-        cap_mb: CapMb = None,
-        *,
-        kinds: Collection[Kind] = KINDS,
-        eligible: Eligible = "tag",
-        group_filter: GroupFilter | None = None,
-        non_adjacent: bool = True,
-        payload_order: PayloadKey | None = None,
-    ) -> None:
-        check_options(cap_mb, kinds=kinds, eligible=eligible, group_filter=group_filter)
-        self.cap_mb = dict(cap_mb) if isinstance(cap_mb, Mapping) else cap_mb
-        self.kinds = check_kinds(kinds)
-        self.eligible = eligible
-        self.group_filter = group_filter
-        self.non_adjacent = non_adjacent
-        self.payload_order = check_payload_order(payload_order)
-        self.gives = (Buckets(self.kinds),)
+    def __post_init__(self) -> None:
+        check_payload_order(self.payload_order)
+        check_options(
+            self.cap_mb, kinds=self.kinds, eligible=self.eligible, group_filter=self.group_filter
+        )
+        cap_mb = dict(self.cap_mb) if isinstance(self.cap_mb, Mapping) else self.cap_mb
+        self._set(cap_mb=cap_mb, kinds=check_kinds(self.kinds))
+
+    @property
+    def provides(self) -> tuple[Fact, ...]:
+        return (Buckets(tuple(self.kinds)),)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
-        options = self.arguments()
-        del options["payload_order"]
-        plan = plan_by_cap(analysis, **options)
+        plan = plan_by_cap(
+            analysis,
+            self.cap_mb,
+            kinds=self.kinds,
+            eligible=self.eligible,
+            group_filter=self.group_filter,
+            non_adjacent=self.non_adjacent,
+        )
         report = merge_and_report(analysis, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)

@@ -25,7 +25,8 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -42,13 +43,17 @@ from ..graph.moves import is_linear, keeps_values
 from ..graph.regions import Cut, Structures, cuts_behind, erase_unused, nodes_behind, outside_reader
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
+from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
-from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
+from ..passes.base import GraphPass, Stage
+from ..passes.compilation import Compilation
+from ..passes.facts import Tags
 from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
 
 _aten = torch.ops.aten
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class CombineUses(GraphPass):
     """One gather and one reduction per parameter and step, as eager FSDP2 has them, with its bits
     and fewer bytes on the network; see :mod:`.rewrites.combine_uses`.
@@ -58,8 +63,8 @@ class CombineUses(GraphPass):
     what is to be replaced. The report names it and says why.
     """
 
-    stage: Stage = "joint"
-    needs = (Tags,)
+    stage: ClassVar[Stage] = "joint"
+    requires = (Tags,)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         compilation.report.rewrites.append(combine_uses(graph_of(graph)))

@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from ..._torch.sharded import shard_of
 from ...errors import BoundNotKeptWarning
-from ...passes.base import Compilation
+from ...passes.compilation import Compilation
 from ...reports.keep import KeepReport
 from ...reports.text import size_text
 from ..schedule.memory import PeakMemory

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch.fx as fx
 
-from ...graph.analysis import GraphAnalysis, GraphLike, graph_of
+from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import Kind, is_compute, is_view, kind_of, started_by
 from ...graph.dependencies import Precedence, unused
 from ...graph.liveness import Storages
 from ...graph.size_hints import GivenHints, SizeHints
 from ...graph.tags import replaced_kind
+from ...graph.unwrap import GraphLike, graph_of
 from ..cost.cost import Costs
 from ..cost.machine import H100, Machine
 from .model_analysis import ModelAnalysis

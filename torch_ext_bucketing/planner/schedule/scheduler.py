@@ -23,9 +23,10 @@ import torch.fx as fx
 from ..._gc import paused_gc
 from ...errors import BoundNotKeptWarning
 from ...fsdp.all_to_all import SUM
-from ...graph.analysis import GraphAnalysis, GraphLike, graph_of
+from ...graph.analysis import GraphAnalysis
 from ...graph.dependencies import Precedence
 from ...graph.size_hints import GivenHints, SizeHints
+from ...graph.unwrap import GraphLike, graph_of
 from ...reports.schedule import ScheduleReport
 from ...reports.text import sizes_text
 from ..cost.cost import Costs
