@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from joint_graphs import Joint, collectives, mark_accumulations
 
 from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.reports.base import LeftAlone
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses, combine_uses
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -174,6 +175,25 @@ def test_refusals(joint):
     for step, part in refusals(joint).items():
         inputs = torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)
         refused(joint.trace(step, *inputs), part)
+
+
+def test_no_decision_reads_a_message(joint, monkeypatch):
+    def results():
+        graphs = [two_uses(joint, write=True), two_uses(joint, second_dtype=F32)]
+        shapes = torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)
+        graphs += [joint.trace(step, *shapes) for step in refusals(joint)]
+        found = [len(combine_uses(gm.graph).left) for gm in graphs]
+        for gm in graphs:
+            gm.recompile()
+        return found, [show(gm) for gm in graphs]
+
+    expected = results()
+
+    def silent(fqns, reason, **rest):
+        return LeftAlone(fqns, "", **rest)
+
+    monkeypatch.setattr("torch_ext_bucketing.rewrites.combine_uses.LeftAlone", silent)
+    assert results() == expected
 
 
 def test_what_is_added_besides_stays(joint):
