@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from collective_graphs import fake_group
+from collective_graphs import described, fake_group
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import default_partition
@@ -301,20 +301,6 @@ def test_the_graphs_are_those_of_torch_compile(cache, build, layout):
         ]
         assert len(calls[0]) > 150
         assert calls[0] == calls[1]
-
-
-def described(gm):
-    """Nodes, with what is kept of them, and which of them share memory."""
-    storages = {}
-    found = []
-    for n in gm.graph.nodes:
-        value = getattr(n.meta.get("val"), "script_class_name", n.meta.get("val"))
-        if isinstance(value, torch.Tensor):
-            storage = storages.setdefault(value.untyped_storage()._cdata, len(storages))
-            value = (value, value.stride(), value.storage_offset(), storage)
-        rest = [n.meta.get(k) for k in ("custom", "desc", "partitioner_tag")]
-        found.append(repr([n.op, n.target, n.name, n.args, n.kwargs, value, rest]))
-    return found
 
 
 def test_second_load_reads_the_disk(loaded, monkeypatch):

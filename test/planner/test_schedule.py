@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import (
     DIM,
+    OPTIONS,
     Builder,
     Trainer,
     backward_graph,
@@ -317,16 +318,6 @@ def test_a_gather_runs_under_the_computation_that_was_named():
 # --- properties ----------------------------------------------------------------------------------
 
 SEEDS = st.integers(0, 10**6)
-OPTIONS = st.builds(
-    Options,
-    limit_bytes=st.one_of(st.none(), st.integers(0, 5000)),
-    window=st.integers(0, 30),
-    fill=st.integers(0, 30),
-    depth=st.integers(0, 3),
-    max_prefetch=st.integers(0, 50),
-    deadlines=st.booleans(),
-    max_run=st.one_of(st.none(), st.integers(1, 9)),
-)
 
 
 @pytest.mark.once

@@ -26,7 +26,7 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -46,10 +46,12 @@ from ..graph.tags import tag_of
 from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
 from ..passes.base import GraphPass, Stage
-from ..passes.compilation import Compilation
 from ..passes.facts import Tags
 from ..reports.base import Cause, LeftAlone
 from ..reports.rewrites import CombinedUses, CombineReport
+
+if TYPE_CHECKING:
+    from ..passes.compilation import Compilation
 
 _aten = torch.ops.aten
 
