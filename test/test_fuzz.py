@@ -391,8 +391,7 @@ def _recipe(e: Example) -> Any:
 
 def _separate_groups(e: Example) -> Any:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    dims = e.pick(None, ["dp"], [0], [1], ["tp"], [])
-    return teb.SeparateGroups(mesh, e.kinds(), dims)
+    return teb.SeparateGroups(mesh, e.kinds())
 
 
 WIDE = (torch.float32, torch.float64, torch.int8, "fp32")

@@ -182,7 +182,7 @@ def test_the_groups_that_reductions_move_to_count(fake_world):
     made = [
         teb.SeparateGroups(mesh),
         teb.SeparateGroups(mesh),
-        teb.SeparateGroups(mesh, dims=["shard"]),
+        teb.SeparateGroups(mesh["shard"]),
     ]
     made.append(teb.SeparateGroups(mesh, kinds=("all_gather",)))
     object.__setattr__(made[-1], "second", made[0].second)
