@@ -34,6 +34,7 @@ from ...graph.collectives import KINDS, Kind
 from ...graph.size_hints import GivenHints, SizeHints
 from ...reports.keep import KeepReport, KeptUnit
 from ...reports.text import size_text
+from ...rewrites.reshard_to import Smaller
 from ..cost.cost import Costs
 from ..cost.machine import H100, Machine
 from ..schedule.memory import within
@@ -43,7 +44,7 @@ from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import schedule_model
 from ..schedule.timeline import step_ms
 from .held import HeldUnits
-from .partitioned import PartitionedModel, Smaller, UnitOf
+from .partitioned import PartitionedModel, UnitOf
 
 _Set: TypeAlias = frozenset[int]
 _GIB = 2**30

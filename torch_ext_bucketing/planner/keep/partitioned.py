@@ -47,6 +47,7 @@ from ...graph.collectives import (
 from ...graph.liveness import Storages
 from ...graph.mergeable import unmergeable
 from ...graph.tags import tag_of
+from ...rewrites.reshard_to import Smaller
 from ..cost.cost import Costs
 from ..schedule.model import Model, Row, model_of
 from ..search.merged_model import merged_model
@@ -79,21 +80,6 @@ class Unit:
     nbytes: int = 0
     held: tuple[int, ...] = ()
     whole: int = -1
-
-
-@dataclass(frozen=True)
-class Smaller:
-    """A smaller group that backward may gather in.
-
-    Args:
-        group: its name.
-        ranks: in it.
-        starts: the gathers of which it can.
-    """
-
-    group: str
-    ranks: int
-    starts: Collection[fx.Node]
 
 
 @dataclass(frozen=True)
