@@ -6,9 +6,15 @@ of them: nothing of the package imports this folder, and it imports nothing of t
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from .._exports import lazy_exports
 from ..errors import HooksError, ImportedTooEarlyError, PatchDoesNotApplyError
 from .imports import Status, install, status
 from .series import HOOK_ENTRIES
+
+if TYPE_CHECKING:
+    from ..passes.tagging import TagParameters as TagParameters
 
 __all__ = [
     "HOOK_ENTRIES",
@@ -16,6 +22,9 @@ __all__ = [
     "ImportedTooEarlyError",
     "PatchDoesNotApplyError",
     "Status",
+    "TagParameters",
     "install",
     "status",
 ]
+# The one pass that torch's own passes need; without it this package imports nothing but errors.
+__getattr__ = lazy_exports(__name__, {"TagParameters": ".passes.tagging"})

@@ -54,6 +54,10 @@ class GraphPass(CustomGraphPass):
         """Passes that it runs itself. Where one is switched off, its facts are not provided."""
         return ()
 
+    def expanded(self) -> tuple[GraphPass, ...]:
+        """Return the passes that a pipeline runs in this one's place."""
+        return (self,)
+
     def _set(self, **values: Any) -> None:
         """Set fields, or what is made of them, in ``__post_init__``."""
         for name, value in values.items():

@@ -26,7 +26,7 @@ class BucketUnits(GraphPass):
     Args:
         units: an ``FSDPParamOrder``, a ``UnitSpec``, or a sequence of units, each a sequence of
             FQNs of parameters or modules.
-        kinds: the kinds to bucket. All-reduces (HSDP, DDP) only when asked for.
+        kinds: the kinds to bucket.
         payload_order: the order of a bucket's members in its payload: ascending by the key that
             this gives for a start node; None: graph order. ``"units"``: the order that was given as
             ``units``, and graph order for units that are no order.
@@ -40,7 +40,7 @@ class BucketUnits(GraphPass):
     requires = (Tags,)
     conflicts_with = (RankOrder, Order)
     units: Units | Iterable[Sequence[str]]
-    kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+    kinds: Collection[Kind] = KINDS
     payload_order: PayloadKey | Literal["units"] | None = "units"
     _units: Units = field(init=False)
     _divided: DividedUnits = field(init=False)
