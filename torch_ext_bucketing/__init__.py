@@ -96,4 +96,4 @@ __getattr__ = lazy_exports(__name__, _HOME, _MODULES, _RENAMED)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted([*__all__, *_MODULES])

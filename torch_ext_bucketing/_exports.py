@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 
 def lazy_exports(
@@ -12,7 +13,7 @@ def lazy_exports(
     home: Mapping[str, str],
     modules: Collection[str] = (),
     renamed: Mapping[str, str] | None = None,
-) -> Callable[[str], object]:
+) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a package.
 
     Args:
@@ -24,7 +25,7 @@ def lazy_exports(
     """
     renamed = renamed or {}
 
-    def get(name: str) -> object:
+    def get(name: str) -> Any:
         if name in modules:
             return importlib.import_module(f".{name}", package)
         module = home.get(name)

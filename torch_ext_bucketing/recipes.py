@@ -18,6 +18,7 @@ from .fsdp.blocks import transformer_block_plan
 from .fsdp.order import FSDPParamOrder
 from .fsdp.simple_fsdp import ignored_extensions
 from .fsdp.units import UnitSpec
+from .graph.collectives import KINDS, Kind
 from .passes.all_to_all import ReduceByAllToAll
 from .passes.base import GraphPass
 from .passes.bucketing import BucketUnits
@@ -96,7 +97,8 @@ def recipe(
         raise ValueError(f"reduce must be 'all_to_all' or None, got {reduce!r}")
     if not isinstance(model, nn.Module) or not isinstance(reference, nn.Module | None):
         raise TypeError(f"give a torch.nn.Module, got {model!r} and reference={reference!r}")
-    gathers = _is_sharded(model)
+    kinds = _kinds(model)
+    gathers = "all_gather" in kinds
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     plain = [name for name, p in trained if not is_distributed(p)]
     if plain:
@@ -137,20 +139,20 @@ def recipe(
             raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
         # The bound on the step holds for schedules, too.
         policies = [Overlap(), *([PeakMemory(ratio=1.02)] if memory is None else [])]
-        both = BucketAndSchedule(policies, machine=machine, reduce=sums)
+        both = BucketAndSchedule(policies, kinds=kinds, machine=machine, reduce=sums)
         return [MatchFSDP2(), *reshard, both]
     if units is not None and reference is not None:
         raise ValueError("give units= or reference=, not both: a reference has units of its own")
     order, keep, named = _order(model, units, reference)
     if memory is None and gathers:
         reshard = [ReshardAfterForward(keep=keep)]
-    buckets = [BucketUnits(order), *([sums] if sums is not None else [])]
+    buckets = [BucketUnits(order, kinds=kinds), *([sums] if sums is not None else [])]
     last = Schedule([Overlap()], machine)
     return [MatchFSDP2(model, named), *reshard, *buckets, last]
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    """Return whether any parameter is sharded, rather than only replicated."""
+def _kinds(model: nn.Module) -> tuple[Kind, ...]:
+    """Return the kinds of collectives that the parameters' placements make."""
     name = type(model).__name__
     if is_wrapped(model):
         raise ValueError(
@@ -164,7 +166,9 @@ def _is_sharded(model: nn.Module) -> bool:
             f"{name} is not sharded: none of its parameters is a DTensor, so its graphs have no "
             "collectives to bucket. Shard it first: data_parallel(model, mesh)"
         )
-    return any(sharded for sharded, _ in placements)
+    sharded, replicated = map(any, zip(*placements, strict=True))
+    has = {"all_gather": sharded, "reduce_scatter": sharded, "all_reduce": replicated}
+    return tuple(kind for kind in KINDS if has[kind])
 
 
 def _order(

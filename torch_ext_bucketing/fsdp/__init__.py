@@ -6,13 +6,7 @@ gradients in the order of :class:`.ReduceByAllToAll`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .._exports import lazy_exports
-
-if TYPE_CHECKING:
-    from .all_to_all import AllToAllAllReduce as AllToAllAllReduce
-    from .all_to_all import AllToAllReduceScatter as AllToAllReduceScatter
 
 __all__ = ["AllToAllAllReduce", "AllToAllReduceScatter"]
 __getattr__ = lazy_exports(__name__, dict.fromkeys(__all__, "all_to_all"))

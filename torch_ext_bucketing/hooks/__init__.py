@@ -6,15 +6,10 @@ of them: nothing of the package imports this folder, and it imports nothing of t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .._exports import lazy_exports
 from ..errors import HooksError, ImportedTooEarlyError, PatchDoesNotApplyError
 from .imports import Status, install, status
 from .series import HOOK_ENTRIES
-
-if TYPE_CHECKING:
-    from ..passes.tagging import TagParameters as TagParameters
 
 __all__ = [
     "HOOK_ENTRIES",
