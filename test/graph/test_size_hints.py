@@ -86,7 +86,7 @@ def whole_graph():
 
 PASSES = {
     "peak": lambda model: [
-        teb.CombineUses(teb.PeakMemory(gib=1)),
+        teb.CombineUses(),
         teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(gib=1), teb.CapComputeRun(100)]),
     ],
     "parity": lambda model: teb.recipe(model, "parity"),

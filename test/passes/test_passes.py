@@ -22,7 +22,7 @@ from sharded_models import TWO_BLOCKS_FQNS, Keep, TwoBlocks, checkpointed, colle
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.parity_ranks import aten_kernels
+from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import plan_units
@@ -47,12 +47,13 @@ from torch_ext_bucketing.planner.passes.scheduling import BucketAndSchedule, Sch
 from torch_ext_bucketing.planner.schedule.overlap import Overlap
 from torch_ext_bucketing.reports.base import LeftAlone
 from torch_ext_bucketing.reports.buckets import Unmerged
+from torch_ext_bucketing.rewrites.combine_uses import combine_uses
 
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def order(model=None):
@@ -163,6 +164,7 @@ def test_same_gather_twice_is_one(fake_world):
     inputs = [[torch.randn(2), torch.randn(3)] for _ in range(4)]
     gm = tagged(trace(twice, *inputs[0]), "a", "b", "a")
     expected = run_all_ranks(gm, inputs)
+    combine_uses(gm.graph)
     apply_plan(gm.graph, plan_units(gm.graph, Units([("a", "b")])))
     (bucket,) = collectives(gm)
     assert [t.fqns for t in member_tags(bucket)] == [("a",), ("b",)]

@@ -122,7 +122,10 @@ def _adds_gradients(c: Collective) -> bool:
         c.start.target in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
         and c.tag is not None
         and c.reduce_op in ("sum", "avg")
-        and c.start.meta["val"].dtype in _ADDED
+        and isinstance(value := c.start.meta.get("val"), torch.Tensor)
+        and "val" in c.start.all_input_nodes[0].meta
+        and value.dtype in _ADDED
+        and not c.start.kwargs
         and c.ranks > 1
         and only_wait(c.start) is not None
     )

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import get_args
 
 from .._torch.trace import trace_artifact
+from ..graph.collectives import COLLECTIVES, KINDS
 from .base import Report
 from .buckets import BucketReport, ClosedBy, NotMerged, PayloadMember, Unmerged
-from .text import KIND_NAMES, change, size_text, table
+from .text import change, size_text, table
 
 ARTIFACT = "torch_ext_bucketing_report"
 """Name of the artifact in ``TORCH_TRACE`` logs: JSON, one per graph."""
@@ -35,7 +36,7 @@ class GraphReport(NotMerged, Report):
     collectives_before: Mapping[str, int]
     collectives_after: Mapping[str, int]
     buckets: tuple[BucketReport, ...] = ()
-    kinds: tuple[str, ...] = tuple(KIND_NAMES)
+    kinds: tuple[str, ...] = KINDS
     from_cache: bool = False
 
     def to_text(self, members: bool = True) -> str:
@@ -106,7 +107,7 @@ def _share_of_cap(bucket: BucketReport) -> str:
 
 
 _BUCKET: dict[str, Callable[[BucketReport], object]] = {
-    "kind": lambda b: KIND_NAMES[b.kind] + (f" {b.reduce_op}" if b.reduce_op else ""),
+    "kind": lambda b: COLLECTIVES[b.kind].short + (f" {b.reduce_op}" if b.reduce_op else ""),
     "group": lambda b: b.group,
     "ranks": lambda b: b.group_size,
     "members": lambda b: len(b.members),
@@ -124,7 +125,7 @@ _MEMBER: dict[str, Callable[[PayloadMember], object]] = {
     "parameters": lambda m: ", ".join(m.fqns) or "-",
 }
 _UNMERGED: dict[str, Callable[[Unmerged], object]] = {
-    "kind": lambda x: KIND_NAMES[x.kind],
+    "kind": lambda x: COLLECTIVES[x.kind].short,
     "group": lambda x: x.group,
     "bytes": lambda x: size_text(x.wire_bytes),
     "closed by": lambda x: x.closed_by,

@@ -8,7 +8,7 @@ from typing import Any
 
 from .base import Report
 from .caps import CapsReport
-from .text import aligned
+from .text import aligned, sizes_text
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,15 @@ class ScheduleReport(Report):
         def two(pair: Sequence[float]) -> list[str]:
             return [f"{value:.2f}" for value in pair]
 
-        gib = 2**30
-        peak = f"{self.reference_bytes / gib:.2f}"
-        limit = "" if self.limit_bytes is None else f", bound {self.limit_bytes / gib:.2f}"
+        bounds = [] if self.limit_bytes is None else [self.limit_bytes]
+        before, after, peak, *limit = sizes_text(*self.peak_bytes, self.reference_bytes, *bounds)
         most, forced = self.figure("max_run"), self.figure("forced_run")
         run = "" if most is None else f"bound {most}, dependencies force {forced}"
         rows: list[tuple[str, ...]] = [
             ("", "before", "after", ""),
             ("step, ms", *two(self.step_ms), f"lower bound {self.bound_ms:.2f}, {self.chosen}"),
             ("exposed, ms", *two(self.exposed_ms), ""),
-            ("peak, GiB", *two([n / gib for n in self.peak_bytes]), f"unreordered {peak}{limit}"),
+            ("peak", before, after, ", bound ".join([f"unreordered {peak}", *limit])),
             ("longest compute run", *map(str, self.longest_run), run),
         ]
         if self.bounds_cost_ms:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-KIND_NAMES = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
+from ..graph.collectives import COLLECTIVES
 
 
 def change(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    kinds = [k for k in KIND_NAMES if before.get(k) or after.get(k)]
+    kinds = [k for k in COLLECTIVES if before.get(k) or after.get(k)]
     if not kinds:
         return "no collectives"
     return ", ".join(f"{k} {before.get(k, 0)} -> {after.get(k, 0)}" for k in kinds)
