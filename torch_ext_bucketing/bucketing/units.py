@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import Kind
+from ..graph.collectives import FSDP_KINDS, Kind
 from ..graph.records import UNTAGGED, Collective
 from ..reports.base import Cause, LeftAlone
 from ..reports.buckets import ClosedBy
@@ -20,7 +20,7 @@ from .plan import Bucket, MergePlan, left_alone
 def plan_units(
     graph: fx.Graph | GraphAnalysis,
     units: Units,
-    kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
+    kinds: Collection[Kind] = FSDP_KINDS,
 ) -> MergePlan:
     """One bucket per unit and bucket key of these kinds, in a graph in topological order."""
     uncovered: dict[str, None] = {}
@@ -93,7 +93,7 @@ def _unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str, Cause]
     found = {fqn: units.unit_of(fqn) for fqn in fqns}
     missing = [fqn for fqn, unit in found.items() if unit is None]
     if missing:
-        return None, f"no unit has {', '.join(missing)}", Cause.NO_UNIT
+        return None, f"no unit has {', '.join(missing)}", Cause.OTHER
     if len(set(found.values())) > 1:
         return None, f"its parameters {', '.join(fqns)} are in several units", Cause.OTHER
     return found[fqns[0]], "", Cause.OTHER

@@ -1,7 +1,8 @@
-"""Insert calls into a graph, each with its fake value."""
+"""Find calls in a graph, and insert calls with their fake values."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,3 +34,15 @@ def evaluate(node: fx.Node, mode: Any = None) -> Any:
     target: Any = node.target
     with mode or next(modes, None) or torch.no_grad():
         return target(*args, **kwargs)
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """Return all calls that lead to ``nodes``, without these nodes themselves."""
+    found: dict[fx.Node, None] = {}
+    stack = [arg for node in nodes for arg in node.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node not in found and node.op == "call_function":
+            found[node] = None
+            stack += node.all_input_nodes
+    return found

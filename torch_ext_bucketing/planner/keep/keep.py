@@ -30,7 +30,7 @@ from typing import TypeAlias
 import torch.fx as fx
 
 from ..._gc import paused_gc
-from ...graph.collectives import KINDS, Kind
+from ...graph.collectives import FSDP_KINDS, Kind
 from ...graph.size_hints import GivenHints, SizeHints
 from ...reports.keep import KeepReport, KeptUnit
 from ...reports.text import size_text
@@ -43,7 +43,7 @@ from ..schedule.overlap import Overlap
 from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import schedule_model
 from ..schedule.timeline import step_ms
-from .held import HeldBytes
+from .held import HeldUnits
 from .partitioned import PartitionedModel, UnitOf
 
 _Set: TypeAlias = frozenset[int]
@@ -121,7 +121,7 @@ class KeepPlanner:
         policies: Policy | Iterable[Policy] = DEFAULT_POLICIES,
         machine: Machine = H100,
         size_hints: SizeHints | GivenHints = None,
-        kinds: Collection[Kind] = KINDS[:2],
+        kinds: Collection[Kind] = FSDP_KINDS,
         rank_order: bool = False,
         activations: bool = False,
         smaller: Smaller | None = None,
@@ -135,7 +135,7 @@ class KeepPlanner:
             self.partitioned = PartitionedModel(
                 graph, costs, unit_of, kinds, rank_order, activations, smaller
             )
-            self._held = HeldBytes(self.partitioned)
+            self._held = HeldUnits(self.partitioned)
         self.candidates = [k for k, unit in enumerate(self.partitioned.units) if unit.held]
         gathers = [k for k in self.candidates if self.partitioned.units[k].starts]
         others = [k for k in self.candidates if not self.partitioned.units[k].starts]
