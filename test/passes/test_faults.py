@@ -388,7 +388,7 @@ def why_left(name: str) -> set[str]:
 
 def test_odd_collectives_are_left_alone_with_a_reason():
     assert why_left("two_waits_on_a_start") == {
-        "its result is used by other nodes than one wait",
+        "nodes other than one wait read its result",
     }
     assert why_left("no_wait") == why_left("two_waits_on_a_start")
     assert why_left("scalars_gathered") == {"its input has no dimension"}
@@ -567,7 +567,7 @@ BAD_KEYS: dict[str, tuple[Callable[[fx.Node], Any], str]] = {
     "no order": (lambda n: object(), "(can't be sorted|with keys)"),
     "communicates": (collective, "failed at"),
     "communicates in a graph": (functional, "failed at"),
-    **{name: (once(name), r"changed the graph \(.*was put back") for name in CHANGES},
+    **{name: (once(name), r"changed the graph \(.*was restored") for name in CHANGES},
 }
 HARMLESS_KEYS: dict[str, Callable[[fx.Node], Any]] = {
     "None": lambda n: None,
