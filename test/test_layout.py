@@ -119,7 +119,7 @@ import importlib, pathlib, sys
 import torch_ext_bucketing
 importlib.import_module(sys.argv[1])
 for name, module in sys.modules.items():
-    if name.startswith("torch_ext_bucketing."):
+    if name.partition(".")[0] == "torch_ext_bucketing":
         text = pathlib.Path(module.__file__).read_text(encoding="utf-8")
         print(len(text.splitlines()), name)
 """

@@ -24,10 +24,44 @@ from ..fsdp.units import UnitSpec
 from ..graph.moves import keeps_values
 from ..graph.unwrap import GraphLike, graph_of
 from ..passes.base import GraphPass, Stage
-from ..reports.rewrites import AddedByUnit, AddReport
+from ..reports.base import LeftAlone
+from ..reports.rewrites import RewriteReport
 
 if TYPE_CHECKING:
     from ..passes.compilation import Compilation
+
+
+@dataclass(frozen=True)
+class AddedByUnit:
+    """An activation whose gradients are added unit by unit.
+
+    Args:
+        node: name of the node that computes it.
+        module: FQN of the module of that node, if known.
+        sums: number of units whose sum is added where autograd would add use by use.
+    """
+
+    node: str
+    module: str | None
+    sums: int
+
+
+@dataclass(frozen=True)
+class AddReport(RewriteReport):
+    """The result of :class:`.AddByUnit` on one graph.
+
+    ``added`` has the activations whose gradients are added in another order now, in backward order.
+    """
+
+    rewrite = heading = "added by unit"
+    added: tuple[AddedByUnit, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        return [
+            f"gradients of {a.node}{f', made in {a.module}' if a.module else ''}: {a.sums} sums"
+            for a in self.added
+        ]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -49,12 +49,60 @@ from ..graph.writes import Writes
 from ..passes.base import GraphPass, Stage
 from ..passes.facts import Tags
 from ..reports.base import Cause, LeftAlone
-from ..reports.rewrites import CombinedUses, CombineReport
+from ..reports.rewrites import RewriteReport
+from ..reports.text import size_text
 
 if TYPE_CHECKING:
     from ..passes.compilation import Compilation
 
 _aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class CombinedUses:
+    """A parameter, or several that are gathered as one, with fewer collectives.
+
+    Args:
+        gathers: number of all-gathers, before and after.
+        reductions: number of reductions, before and after.
+        added_dtype: dtype of the sum of the gradients; None if there was nothing to add.
+        saved_bytes: larger side of each collective that is gone.
+    """
+
+    fqns: tuple[str, ...]
+    gathers: tuple[int, int]
+    reductions: tuple[int, int]
+    added_dtype: str | None
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class CombineReport(RewriteReport):
+    """The result of :class:`.CombineUses` on one graph.
+
+    Args:
+        left: parameters whose uses are gathered or reduced one by one. Gradients that are reduced
+            one by one do not match eager FSDP2's bit for bit.
+    """
+
+    rewrite = "combine uses"
+    heading = "uses combined"
+    combined: tuple[CombinedUses, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        lines = []
+        for c in self.combined:
+            parts = []
+            if c.gathers[0] != c.gathers[1]:
+                parts.append(f"{c.gathers[0]} gathers -> {c.gathers[1]}")
+            if c.reductions[0] != c.reductions[1]:
+                parts.append(
+                    f"{c.reductions[0]} reductions -> {c.reductions[1]}, added in {c.added_dtype}"
+                )
+            parts.append(f"saves {size_text(c.saved_bytes)}")
+            lines.append(f"{', '.join(c.fqns)}: {'; '.join(parts)}")
+        return lines
 
 
 @dataclass(frozen=True, eq=False, repr=False)

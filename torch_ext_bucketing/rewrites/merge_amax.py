@@ -29,10 +29,28 @@ from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
 from ..passes.base import GraphPass, Stage
 from ..passes.facts import Tags
-from ..reports.rewrites import AmaxReport, LeftAlone
+from ..reports.base import LeftAlone
+from ..reports.rewrites import RewriteReport
 
 if TYPE_CHECKING:
     from ..passes.compilation import Compilation
+
+
+@dataclass(frozen=True)
+class AmaxReport(RewriteReport):
+    """The result of :class:`.MergeAmax` on one graph.
+
+    Args:
+        merged: number of all-reduces in each merged one.
+        left: other all-reduces, with the parameters whose gathers wait for them.
+    """
+
+    rewrite = heading = "largest values merged"
+    merged: tuple[int, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        return [f"{number} all-reduces -> 1" for number in self.merged]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

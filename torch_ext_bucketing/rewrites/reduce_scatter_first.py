@@ -35,12 +35,51 @@ from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
 from ..passes.base import GraphPass, Stage
 from ..passes.facts import Tags
-from ..reports.rewrites import LeftAlone, ReducedShard, ScatterReport
+from ..reports.base import LeftAlone
+from ..reports.rewrites import RewriteReport
+from ..reports.text import size_text
 
 if TYPE_CHECKING:
     from ..passes.compilation import Compilation
 
 _c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class ReducedShard:
+    """A gradient that is scattered over the shards before it is reduced over the replicas.
+
+    ``replica_bytes`` is the size of the all-reduce's input, before and after.
+    """
+
+    fqns: tuple[str, ...]
+    replica_bytes: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ScatterReport(RewriteReport):
+    """The result of :class:`.ReduceScatterFirst` on one graph.
+
+    Args:
+        swapped: in graph order.
+        left: all-reduces that a reduce-scatter still follows.
+    """
+
+    derived = ("rewrite", "replica_bytes")
+    rewrite = heading = "reduce-scatter first"
+    swapped: tuple[ReducedShard, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    @property
+    def replica_bytes(self) -> tuple[int, int]:
+        """Sum over the swapped gradients, before and after."""
+        each = [s.replica_bytes for s in self.swapped]
+        return sum(before for before, _ in each), sum(after for _, after in each)
+
+    def _lines(self) -> list[str]:
+        before, after = map(size_text, self.replica_bytes)
+        line = f"{len(self.swapped)} gradients; all-reduced over the replicas: {before} -> {after}"
+        return [line] if self.swapped else []
 
 
 @dataclass(frozen=True, eq=False, repr=False)

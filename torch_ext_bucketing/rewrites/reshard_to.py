@@ -47,10 +47,46 @@ from ..graph.collectives import group_name, group_size, kind_of, nbytes_of, only
 from ..graph.regions import erase_unused
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import Tag, home_group, is_bucket, set_tag, tag_of
-from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
+from ..reports.base import LeftAlone
+from ..reports.rewrites import RewriteReport
+from ..reports.text import size_text
 
 # A copy, so that the whole can be freed. Inductor would remove a clone of a slice as redundant.
 _slice_copy = torch.ops.aten.slice_copy.Tensor
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """Parameters that are sharded over a smaller group after forward.
+
+    Args:
+        ranks: number of ranks that forward gathers from.
+        saved_bytes: bytes that this rank keeps from forward to backward.
+    """
+
+    fqns: tuple[str, ...]
+    ranks: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class ReshardReport(RewriteReport):
+    """The result of ``ReshardAfterForward(to=...)`` on one graph.
+
+    Args:
+        ranks: size of the smaller group.
+        left: parameters that backward gathers over their own group.
+    """
+
+    rewrite = heading = "reshard after forward"
+    ranks: int
+    resharded: tuple[Resharded, ...] = ()
+    left: tuple[LeftAlone, ...] = ()
+
+    def _lines(self) -> list[str]:
+        nbytes = sum(r.saved_bytes for r in self.resharded)
+        line = f"{len(self.resharded)} gathers of backward among {self.ranks} ranks; kept for them:"
+        return [f"{line} {size_text(nbytes)}"] if self.resharded else []
 
 
 @dataclass(frozen=True)
