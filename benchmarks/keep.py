@@ -5,7 +5,7 @@
     python -m benchmarks.keep --layers 8 --between 12.5     a slower network
 
 For each model of :mod:`.graphs` the joint graph is put together again from its forward and
-backward graphs, and ``ReshardAfterForward(keep="auto")`` chooses for bounds of 1.0 to 2.0 times the
+backward graphs, and ``ReshardAfterForward("auto")`` chooses for bounds of 1.0 to 2.0 times the
 peak with everything gathered again. Each choice is then carried out, and measured on what comes of
 it:
 

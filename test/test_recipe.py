@@ -175,7 +175,7 @@ def test_one_bound_for_the_memory_of_a_step(fake_world, goal):
     ):
         passes = teb.recipe(model, goal, memory=memory, **given)
         (reshard,) = (p for p in passes if isinstance(p, teb.ReshardAfterForward))
-        assert (reshard.keep, reshard.memory, reshard.activations) == ("auto", memory, True)
+        assert (reshard.auto, reshard.memory, reshard.activations) == (True, memory, True)
         assert reshard.state_bytes == each * elements
         assert "PeakMemory(ratio=1.02)" not in repr(passes)
     for p in model.parameters():

@@ -751,8 +751,8 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("'b' is in two units, 0 and 1", lambda: teb.BucketUnits([["a", "b"], ["b"]])),
         ("needs a bound: memory=PeakMemory", lambda: teb.ReshardAfterForward("auto")),
         (
-            "memory= belongs to keep='auto'",
-            lambda: teb.ReshardAfterForward(["a"], memory=teb.PeakMemory(gib=1)),
+            "memory= belongs to 'auto', got True",
+            lambda: teb.ReshardAfterForward(keep=["a"], memory=teb.PeakMemory(gib=1)),
         ),
         (
             "'a' is in two units, 0 and 1",
@@ -786,8 +786,10 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     TypeError: [
         ("got the string", lambda: teb.BucketUnits("layers.0")),
         ("must be a string, got 3", lambda: teb.BucketUnits([["a", 3]])),
-        ("got the string 'head'", lambda: teb.ReshardAfterForward("head")),
-        ("must be a string, got 1", lambda: teb.ReshardAfterForward([1])),
+        ("or 'auto', got 'head'", lambda: teb.ReshardAfterForward("head")),
+        (r"keep=\[\.\.\.\]", lambda: teb.ReshardAfterForward(["head"])),
+        ("got the string 'head'", lambda: teb.ReshardAfterForward(keep="head")),
+        ("must be a string, got 1", lambda: teb.ReshardAfterForward(keep=[1])),
         (
             "memory must be a PeakMemory or None, got 70",
             lambda: teb.ReshardAfterForward("auto", memory=70),

@@ -92,7 +92,7 @@ def gathered(gm):
 
 
 def auto(memory, **options):
-    return ReshardAfterForward(keep="auto", memory=memory, **options)
+    return ReshardAfterForward("auto", memory=memory, **options)
 
 
 # --- estimates against the partitioner -----------------------------------------------------------
@@ -341,7 +341,7 @@ def test_the_choice_is_part_of_what_ranks_compare(fake_world):
 def test_it_reads_as_code():
     """That each setting counts for the caches is shown by ``test_caches``."""
     made = auto(PeakMemory(gib=1), units=[["a"]])
-    code = "ReshardAfterForward(keep='auto', memory=PeakMemory(gib=1), units=[['a']])"
+    code = "ReshardAfterForward('auto', memory=PeakMemory(gib=1), units=[['a']])"
     assert repr(made) == code
 
 
