@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.agreement.before_run import agree
-from torch_ext_bucketing.bucketing.caps import plan_by_cap
-from torch_ext_bucketing.bucketing.groups import primary_group
+from torch_ext_bucketing.bucketing.caps import ByCap
+from torch_ext_bucketing.bucketing.groups import chosen_groups
 from torch_ext_bucketing.bucketing.plan import MergePlan
 from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce
 from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
@@ -172,15 +172,7 @@ KEYS: tuple[Any, ...] = (
     lambda n: setattr(n, "args", ()),
     lambda n: dist.all_reduce(torch.ones(1)),
 )
-FILTERS: tuple[Any, ...] = (
-    None,
-    primary_group,
-    list,
-    lambda c: c.clear(),
-    lambda c: ["7"],
-    lambda c: [],
-    lambda c: dist.barrier() or list(c),
-)
+CHOSEN_GROUPS: tuple[Any, ...] = (None, "primary", ["0"], ("0", "1"), ["7"], [])
 ELIGIBLE = ("tag", "structure", "structure", lambda n: True, lambda n: n.args[9])
 CAPS = (1e-6, 1e-5, 1e-4, 1.0, 25, 500.0, 1e308, 10**400)
 TABLES: tuple[Any, ...] = (
@@ -265,7 +257,7 @@ class Example:
         every: dict[str, Callable[[], Any]] = {
             "kinds": self.kinds,
             "eligible": partial(self.pick, *ELIGIBLE),
-            "group_filter": partial(self.pick, *FILTERS),
+            "groups": partial(self.pick, *CHOSEN_GROUPS),
             "non_adjacent": partial(self.pick, True, False),
             "payload_order": partial(self.pick, *KEYS),
         }
@@ -276,7 +268,7 @@ class Example:
 
 
 def _bucket_and_schedule(e: Example) -> Any:
-    options = e.options("kinds", "eligible", "group_filter", "payload_order")
+    options = e.options("kinds", "eligible", "groups", "payload_order")
     caps = e.pick((1e-5, 1.0), (25.0,), (1e-6, 1e-5, 1e-4), (1e308,))
     return teb.BucketAndSchedule(e.policies(), caps_mb=caps, machine=e.machine(), **options)
 
@@ -287,9 +279,9 @@ def _bucket_units(e: Example) -> Any:
     return teb.BucketUnits(units, e.kinds(), e.rng.choice((None, "units", e.pick(*KEYS))))
 
 
-def _plan_by_cap(e: Example) -> Any:
-    options = e.options("kinds", "eligible", "group_filter", "non_adjacent")
-    return plan_by_cap(e.gm.graph, e.cap(), **options)
+def _by_cap(e: Example) -> Any:
+    options = e.options("kinds", "eligible", "groups", "non_adjacent")
+    return ByCap(e.cap(), **options).plan(e.gm.graph)
 
 
 def _schedule(e: Example) -> Any:
@@ -354,7 +346,7 @@ def _backend(e: Example) -> Any:
 
 def _groups(e: Example) -> Any:
     counts = {g: {kind: e.rng.randrange(5) for kind in KINDS} for g in e.some(GROUPS, 2)}
-    assert len(primary_group(counts)) == bool(counts)
+    assert len(chosen_groups("primary", counts)) == bool(counts)
     wait = timedelta(seconds=1)
     return e.call(register_ring_backend, lambda: init_ring_process_group(0, 2, timeout=wait))
 
@@ -405,7 +397,7 @@ CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
     "BucketAndSchedule": (40, _bucket_and_schedule),
     "BucketByCap": (100, lambda e: teb.BucketByCap(e.cap(), **e.options())),
     "BucketUnits": (60, _bucket_units),
-    "plan_by_cap": (40, _plan_by_cap),
+    "ByCap": (40, _by_cap),
     "schedule": (60, _schedule),
     "Schedule": (20, lambda e: teb.Schedule(e.policies(), e.machine())),
     "peak_bytes": (20, lambda e: peak_bytes(e.gm, e.rng.choice((None, lambda n: True)))),
@@ -430,7 +422,7 @@ CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
 }
 """How many examples of each, and what makes one; a pass that it returns runs on the graph."""
 
-READS_ONLY = ("plan_by_cap", "peak_bytes")
+READS_ONLY = ("ByCap", "peak_bytes")
 """All others may leave an order or tags behind: what they do is told by the graph's values."""
 
 

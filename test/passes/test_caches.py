@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._source import _sources
 from torch_ext_bucketing._torch.caches import watched_caches
-from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.passes import cache_key as _cache_key
 from torch_ext_bucketing.planner.cost.machine import Level
 
@@ -201,7 +200,8 @@ def test_every_argument_of_a_pass_counts(made):
         (teb.CombineUses, teb.PeakMemory(gib=1.0), teb.PeakMemory(gib=2.0)),
         (teb.ReduceByAllToAll, torch.float32, torch.float64),
         (teb.ReshardAfterForward, ["a"], ["b"]),
-        (lambda group_filter: teb.BucketByCap(group_filter=group_filter), None, primary_group),
+        (lambda groups: teb.BucketByCap(groups=groups), None, "primary"),
+        (lambda groups: teb.BucketByCap(groups=groups), ["0"], ["1"]),
         (lambda reduce: teb.BucketAndSchedule((), reduce=reduce), None, teb.ReduceByAllToAll()),
     ],
 )

@@ -23,6 +23,7 @@ from .._source import note_sources, package_digest
 from .._torch.aot import stage_of
 from .._torch.inductor import CustomGraphPass
 from .._torch.process_groups import group_places
+from ..bucketing.plan import BucketPlanner
 from ..bucketing.units import UncoveredParametersWarning
 from ..fsdp.tag_graph import FqnOf
 from ..fsdp.units import Units
@@ -70,12 +71,13 @@ class Regathers(Fact):
 @dataclass(frozen=True)
 class Buckets(Fact):
     """Collectives of ``kinds`` are merged: one bucket per unit; or, where ``units`` is None, by
-    size."""
+    size. ``planner`` is what plans them; None: a search, which is no part of other searches."""
 
     text = "which collectives are merged"
     once = False
     kinds: tuple[Kind, ...] = ()
     units: Units | None = None
+    planner: BucketPlanner | None = None
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
-from ..bucketing.caps import CapMb, Eligible, check_options, plan_by_cap
-from ..bucketing.groups import GroupFilter
+from ..bucketing.caps import ByCap, CapMb, Eligible
+from ..bucketing.groups import Groups, check_groups
 from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
-from ..bucketing.units import plan_units
+from ..bucketing.units import ByUnit
 from ..fsdp.units import Units
 from ..graph.collectives import KINDS, Kind, check_kinds
 from .base import Buckets, Compilation, GraphLike, GraphPass, Order, RankOrder, Stage, Tags
@@ -47,12 +47,13 @@ class BucketUnits(GraphPass):
         if payload_order == "units":
             payload_order = self.units if callable(self.units) else None
         self._payload_key = check_payload_order(payload_order)
-        self.gives = (Buckets(self.kinds, self.units),)
+        self._planner = ByUnit(self.units, self.kinds)
+        self.gives = (Buckets(self.kinds, self.units, self._planner),)
         self._divided = DividedUnits(self.units)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
-        plan = plan_units(analysis, self.units, self.kinds)
+        plan = self._planner.plan(analysis)
         report = merge_and_report(analysis, plan, self._payload_key, self.kinds)
         compilation.report.graphs.append(report)
         if plan.uncovered:
@@ -61,12 +62,11 @@ class BucketUnits(GraphPass):
 
 
 class BucketByCap(GraphPass):
-    """Merge into as few collectives as a byte cap allows; see :func:`.plan_by_cap` for the rules,
-    the arguments and what they may not be.
+    """Merge into as few collectives as a byte cap allows; see :class:`.ByCap` for the rules, the
+    arguments and what they may not be.
 
     Args:
         cap_mb: in MiB; None takes torch's estimate for each group.
-        group_filter: :data:`.primary_group` is one.
         payload_order: the order of a bucket's members in its payload: ascending by the key that
             this gives for a start node, such as an ``FSDPParamOrder``; None: graph order.
     """
@@ -81,23 +81,27 @@ class BucketByCap(GraphPass):
         *,
         kinds: Collection[Kind] = KINDS,
         eligible: Eligible = "tag",
-        group_filter: GroupFilter | None = None,
+        groups: Groups = None,
         non_adjacent: bool = True,
         payload_order: PayloadKey | None = None,
     ) -> None:
-        check_options(cap_mb, kinds=kinds, eligible=eligible, group_filter=group_filter)
         self.cap_mb = dict(cap_mb) if isinstance(cap_mb, Mapping) else cap_mb
         self.kinds = check_kinds(kinds)
         self.eligible = eligible
-        self.group_filter = group_filter
+        self.groups = check_groups(groups)
         self.non_adjacent = non_adjacent
         self.payload_order = check_payload_order(payload_order)
-        self.gives = (Buckets(self.kinds),)
+        self._planner = ByCap(
+            self.cap_mb,
+            kinds=kinds,
+            eligible=eligible,
+            groups=groups,
+            non_adjacent=non_adjacent,
+        )
+        self.gives = (Buckets(self.kinds, planner=self._planner),)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
-        options = self.arguments()
-        del options["payload_order"]
-        plan = plan_by_cap(analysis, **options)
+        plan = self._planner.plan(analysis)
         report = merge_and_report(analysis, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)

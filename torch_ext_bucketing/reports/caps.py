@@ -20,6 +20,7 @@ class TriedCaps:
         longest_run: most compute nodes between two reduce-scatters.
         misses: by how much bounds are missed, as parts of them added up; 0: all are kept.
         order: the name of that order, as :attr:`.ScheduleReport.chosen`.
+        planner: the planner, by its ``repr``, where the plan is not by caps.
     """
 
     caps_mb: NamedCaps
@@ -28,11 +29,12 @@ class TriedCaps:
     longest_run: int
     misses: float
     order: str = ""
+    planner: str = ""
 
 
 @dataclass(frozen=True)
 class CapsReport(Report):
-    """What :func:`.choose_caps` tried, in that order, and what it chose: the caps that miss the
+    """What :class:`.BySearch` tried, in that order, and what it chose: the caps that miss the
     bounds least, then the fastest. Caps that can't be faster than others were passed over and are
     not among those ``tried``. A ``warning`` says why nothing was tried and the caps are torch's
     own."""
@@ -48,8 +50,10 @@ class CapsReport(Report):
         return self.chosen.caps_mb
 
     def to_text(self) -> str:
-        """The caps that were chosen, and of how many, in one line."""
-        caps = ", ".join(f"{_cap_text(cap)} for {name}" for name, cap in self.caps_mb)
+        """The caps or the planner that was chosen, and of how many, in one line."""
+        caps = self.chosen.planner or ", ".join(
+            f"{_cap_text(cap)} for {name}" for name, cap in self.caps_mb
+        )
         return f"{caps}, of {len(self.tried)} tried"
 
 

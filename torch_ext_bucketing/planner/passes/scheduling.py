@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from ...bucketing.caps import CapPlanner, Eligible, check_options
-from ...bucketing.groups import GroupFilter
+from ...bucketing.caps import ByCap, Eligible
+from ...bucketing.groups import Groups, check_groups
 from ...bucketing.merge import PayloadKey, check_payload_order, merge_and_report
+from ...bucketing.plan import BucketPlanner
 from ...graph.analysis import graph_of
 from ...graph.collectives import Kind, check_kinds
-from ...graph.snapshot import reading_only
 from ...passes.all_to_all import ReduceByAllToAll
 from ...passes.base import (
     Baseline,
@@ -30,13 +30,12 @@ from ...passes.base import (
     Stage,
     Tags,
 )
-from ...reports.caps import CapsReport
 from ..cost.devices import job_machine
 from ..cost.machine import Machine, check_machine
 from ..schedule.memory import within
 from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import schedule
-from ..search.cap_search import check_caps, choose_caps
+from ..search.cap_search import BySearch, Searched
 
 
 class Schedule(GraphPass):
@@ -70,7 +69,7 @@ class Schedule(GraphPass):
         self,
         graph: GraphLike,
         compilation: Compilation,
-        caps: CapsReport | None = None,
+        searched: Searched | None = None,
     ) -> None:
         report = schedule(
             graph_of(graph),  # its code is made once, behind all passes
@@ -79,9 +78,9 @@ class Schedule(GraphPass):
             reference_bytes=compilation.baseline.peak_bytes,
             size_hints=compilation.size_hints,
             external_live_bytes=compilation.baseline.external_live_bytes,
-            like="" if caps is None else caps.chosen.order,
+            like=searched and searched.sort,
         )
-        compilation.report.schedules.append(replace(report, caps=caps))
+        compilation.report.schedules.append(replace(report, caps=searched and searched.report))
 
     def _bounded(self, compilation: Compilation) -> tuple[Policy, ...]:
         """The policies, and the bound that a pass before chose under."""
@@ -102,22 +101,24 @@ class Schedule(GraphPass):
 
 class BucketAndSchedule(Schedule):
     """Bucket by size with the caps that make the fastest schedule, and schedule; see
-    :func:`.choose_caps`. Takes the place of ``BucketByCap`` and :class:`Schedule`.
+    :class:`.BySearch`. Takes the place of ``BucketByCap`` and :class:`Schedule`.
 
     Args:
         policies: as of :class:`Schedule`.
-        caps_mb: the caps to try, in MiB; see :func:`.choose_caps`.
+        caps_mb: the caps to try, in MiB; see :class:`.BySearch`.
         kinds: what is bucketed.
         payload_order: as of ``BucketByCap``.
         machine: as of :class:`Schedule`.
-        eligible: see :func:`.plan_by_cap`.
-        group_filter: see :func:`.plan_by_cap`.
+        eligible: see :class:`.ByCap`.
+        groups: see :class:`.ByCap`.
+        planners: others whose plans are tried, too. What stays gathered
+            (``ReshardAfterForward(keep="auto")``) is chosen with the buckets of the first one.
         reduce: a :class:`.ReduceByAllToAll`, which replaces the merged reductions before they are
             scheduled. The caps are chosen for what it makes of them.
 
     Raises:
         TypeError: as of :class:`Schedule`; ``payload_order`` is no callable; ``reduce`` is no such
-            pass.
+            pass; ``groups`` is no list of names.
         ValueError: as of :class:`Schedule`; no cap, or one that is no positive number; or what an
             option may not be.
     """
@@ -132,7 +133,8 @@ class BucketAndSchedule(Schedule):
         caps_mb: Collection[float] | None = None,
         kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
         eligible: Eligible = "tag",
-        group_filter: GroupFilter | None = None,
+        groups: Groups = None,
+        planners: Iterable[BucketPlanner] = (),
         payload_order: PayloadKey | None = None,
         machine: Machine | None = None,
         reduce: ReduceByAllToAll | None = None,
@@ -140,38 +142,38 @@ class BucketAndSchedule(Schedule):
         super().__init__(policies, machine)
         if reduce is not None and not isinstance(reduce, ReduceByAllToAll):
             raise TypeError(f"reduce must be a ReduceByAllToAll or None, got {reduce!r}")
-        check_options(kinds=kinds, eligible=eligible, group_filter=group_filter)
         self.caps_mb = None if caps_mb is None else tuple(caps_mb)
-        if self.caps_mb is not None:
-            check_caps(self.caps_mb)
         self.kinds = check_kinds(kinds)
         self.eligible = eligible
-        self.group_filter = group_filter
+        self.groups = check_groups(groups)
+        self.planners = tuple(planners)
         self.payload_order = check_payload_order(payload_order)
         self.reduce = reduce
         self.parts = () if reduce is None else (reduce,)
         self.gives = (
-            Buckets(self.kinds),
+            Buckets(self.kinds, planner=next(iter(self.planners), None)),
             *(() if reduce is None else reduce.gives),
             *self.gives,
+        )
+        self._search = BySearch(
+            self.policies,
+            ByCap(kinds=kinds, eligible=eligible, groups=groups),
+            caps_mb=self.caps_mb,
+            machine=self.machine,
+            planners=self.planners,
         )
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis, reduce = compilation.analysis(graph), self.reduce
         if reduce is not None and reduce.name in compilation.report.disabled:
             reduce = None
-        hooks: dict[str, Any] = {"eligible": self.eligible, "group_filter": self.group_filter}
-        with reading_only(analysis.graph, **hooks):
-            planner = CapPlanner(analysis, kinds=self.kinds, **hooks)
-        plan, found = choose_caps(
-            planner,
-            self._bounded(compilation),
-            caps_mb=self.caps_mb,
-            machine=self.machine,
+        found = replace(
+            self._search,
+            policies=self._bounded(compilation),
             reference_bytes=compilation.baseline.peak_bytes,
             accumulate=None if reduce is None else reduce.accumulate,
-        )
-        report = merge_and_report(analysis, plan, self.payload_order, self.kinds)
+        ).search(analysis)
+        report = merge_and_report(analysis, found.plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)
         if reduce is not None:
             reduce.run(graph, compilation)
