@@ -30,7 +30,7 @@ import torch.fx as fx
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.fsdp.units import Units
-from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.keep import CURVE, KeepPlanner, Outcome
 from torch_ext_bucketing.planner.schedule.model import peak_bytes

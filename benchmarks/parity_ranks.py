@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch._inductor.config as inductor_config
@@ -39,8 +39,10 @@ from torch_ext_bucketing.fqns import parameter_names
 from torch_ext_bucketing.fsdp.simple_fsdp import ReduceOnce
 from torch_ext_bucketing.graph.collectives import group_name, kind_of, wire_bytes
 from torch_ext_bucketing.graph.tags import tag_of
+from torch_ext_bucketing.graph.unwrap import GraphLike, graph_of
 from torch_ext_bucketing.passes.backends import BucketingBackend
-from torch_ext_bucketing.passes.base import Compilation, GraphLike, Stage, graph_of
+from torch_ext_bucketing.passes.base import Stage
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.testing.payloads import (
     Payload,
     bucket_payloads,
@@ -175,7 +177,7 @@ class Tally(teb.GraphPass):
     each time that one of them runs, and what they would send as traced: as the first pass of the
     joint graph."""
 
-    stage: Stage = "joint"
+    stage: ClassVar[Stage] = "joint"
 
     def __init__(self, per_node: int) -> None:
         self.before: Traffic = {}

@@ -35,8 +35,9 @@ from benchmarks.parity_ranks import (
 )
 from benchmarks.parity_titan import TitanRuns, spmd_collectives
 from torch_ext_bucketing._torch.aot import in_backward
-from torch_ext_bucketing.passes.base import Compilation, GraphPass
+from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
 
 BUCKETING = "joint_transformer_block_bucketing_reordering_pass"

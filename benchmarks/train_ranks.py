@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import torch_ext_bucketing as teb
 from benchmarks.devices import start, synchronize
-from torch_ext_bucketing.graph.analysis import graph_of
 from torch_ext_bucketing.graph.collectives import Kind
+from torch_ext_bucketing.graph.unwrap import GraphLike, graph_of
 from torch_ext_bucketing.measure import measure
-from torch_ext_bucketing.passes.base import Compilation, GraphLike, Stage
+from torch_ext_bucketing.passes.base import Stage
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
@@ -115,7 +116,7 @@ class TorchBuckets(teb.GraphPass):
     """torch's own bucketing of FSDP's collectives with torch's defaults and no hook set, as
     Inductor does it with :data:`TORCH_BUCKETS`, for graphs that Inductor does not see."""
 
-    stage: Stage = "forward_backward"
+    stage: ClassVar[Stage] = "forward_backward"
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         """Bucket ``graph``, a ``GraphModule``."""
@@ -134,7 +135,7 @@ class TorchBuckets(teb.GraphPass):
 class Predict(teb.GraphPass):
     """What the cost model says of a way's graphs, as they are compiled."""
 
-    stage: Stage = "forward_backward"
+    stage: ClassVar[Stage] = "forward_backward"
 
     def __init__(self) -> None:
         self.graphs: list[fx.Graph] = []

@@ -16,12 +16,12 @@ from benchmarks.parity import run_rows
 from benchmarks.parity_results import combine
 from benchmarks.parity_rows import ROWS
 from torch_ext_bucketing._torch import inductor
+from torch_ext_bucketing.errors import DividedUnitWarning, NotBucketedWarning
 from torch_ext_bucketing.fsdp import simple_fsdp
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
-from torch_ext_bucketing.passes.diagnostics import DividedUnitWarning, NotBucketedWarning
 from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses

@@ -1,13 +1,12 @@
 """The README's examples run as they stand."""
 
-import re
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from collective_graphs import NON_ADJACENT, PAYLOAD_ORDER
+from readme_examples import EXAMPLES
 from torch._inductor import config
 from torch._inductor.fx_passes import bucketing
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,10 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_ext_bucketing as teb
 from benchmarks.parity_ranks import aten_kernels
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
-
-EXAMPLES = re.findall(
-    r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL
-)
 
 
 @pytest.fixture

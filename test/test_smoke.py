@@ -7,8 +7,8 @@ import textwrap
 
 import pytest
 import torch
-from test_demo import check_demo
-from test_passes_ranks import assert_equal, gradients, mesh, shard
+from blocks_on_ranks import assert_equal, gradients, mesh, shard
+from demo_checks import check_demo
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb

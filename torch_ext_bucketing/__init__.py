@@ -26,8 +26,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import hooks as hooks
     from . import testing as testing
-    from .agreement.exchange import PlanMismatchError as PlanMismatchError
-    from .agreement.exchange import RankMissingError as RankMissingError
+    from .errors import BoundNotKeptWarning as BoundNotKeptWarning
+    from .errors import NotBucketedWarning as NotBucketedWarning
+    from .errors import PlanMismatchError as PlanMismatchError
+    from .errors import RankMissingError as RankMissingError
     from .fsdp.all_to_all import AllToAllAllReduce as AllToAllAllReduce
     from .fsdp.all_to_all import AllToAllReduceScatter as AllToAllReduceScatter
     from .fsdp.blocks import transformer_block_plan as transformer_block_plan
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from .passes.base import GraphPass as GraphPass
     from .passes.bucketing import BucketByCap as BucketByCap
     from .passes.bucketing import BucketUnits as BucketUnits
-    from .passes.diagnostics import NotBucketedWarning as NotBucketedWarning
     from .passes.tagging import TagParameters as TagParameters
     from .planner.cost.machine import Machine as Machine
     from .planner.passes.resharding import ReshardAfterForward as ReshardAfterForward
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from .planner.schedule.memory import PeakMemory as PeakMemory
     from .planner.schedule.overlap import Overlap as Overlap
     from .planner.schedule.policy import Policy as Policy
-    from .planner.schedule.scheduler import BoundNotKeptWarning as BoundNotKeptWarning
     from .recipes import recipe as recipe
     from .reports.compile import CompileReport as CompileReport
     from .rewrites.add_by_unit import AddByUnit as AddByUnit
@@ -61,7 +61,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "agreement.exchange": ("PlanMismatchError", "RankMissingError"),
+    "errors": (
+        "BoundNotKeptWarning",
+        "NotBucketedWarning",
+        "PlanMismatchError",
+        "RankMissingError",
+    ),
     "passes.all_to_all": ("ReduceByAllToAll",),
     "passes.backends": ("backend",),
     "passes.base": ("GraphPass",),
@@ -69,7 +74,6 @@ _HOME = {
     "rewrites.add_by_unit": ("AddByUnit",),
     "rewrites.combine_uses": ("CombineUses",),
     "rewrites.merge_amax": ("MergeAmax",),
-    "passes.diagnostics": ("NotBucketedWarning",),
     "recipes": ("recipe",),
     "rewrites.reduce_scatter_first": ("ReduceScatterFirst",),
     "planner.passes.resharding": ("ReshardAfterForward",),
@@ -86,7 +90,6 @@ _HOME = {
     "planner.schedule.memory": ("CapComputeRun", "PeakMemory"),
     "planner.schedule.overlap": ("Overlap",),
     "planner.schedule.policy": ("Policy",),
-    "planner.schedule.scheduler": ("BoundNotKeptWarning",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted(_MODULE_OF)

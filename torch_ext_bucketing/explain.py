@@ -3,7 +3,7 @@ of ranks: the model is compiled, forward and backward, and the report is that of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,10 +15,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ._torch.aot import stage_of
 from .fsdp.simple_fsdp import data_parallel
-from .graph.analysis import GraphLike, graph_of
 from .graph.size_hints import GivenHints
+from .graph.unwrap import GraphLike, graph_of
 from .passes.backends import backend
-from .passes.base import Baseline, Compilation, GraphPass
+from .passes.base import GraphPass
+from .passes.compilation import Compilation
+from .passes.facts import Baseline
 from .planner.cost.devices import job_machine
 from .planner.cost.machine import Machine
 from .planner.passes.resharding import ReshardAfterForward
@@ -82,13 +84,11 @@ def explain(
         try:
             memory = None if memory_gib is None else PeakMemory(gib=memory_gib)
             passes = recipe(model, goal, machine=machine, reduce=reduce, memory=memory)
+            passes = [_with_curve(p) for p in passes]
             all_passes = [*before, *passes, *after]
             compiler = backend("aot_eager", all_passes, model, size_hints=size_hints)
         except (ValueError, TypeError) as error:
             raise TargetError(f"recipe(model, {goal!r}): {error}") from error
-        for p in passes:
-            if isinstance(p, ReshardAfterForward):
-                p.curve = p.auto
         try:
             results = pytree.tree_leaves(call(torch.compile(model, backend=compiler), inputs))
             losses = [r.sum() for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
@@ -116,14 +116,19 @@ def _demo_model() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.zeros(1, config.max_seq, dtype=torch.long)
 
 
+def _with_curve(p: GraphPass) -> GraphPass:
+    return replace(p, curve=p.auto) if isinstance(p, ReshardAfterForward) else p
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class _Draw(GraphPass):
     """Keeps the timeline of each graph as it is."""
 
     stage = "forward_backward"
-    needs = (Baseline,)
-
-    def __init__(self, drawn: list[Drawn], version: str, machine: Machine) -> None:
-        self.drawn, self.version, self.machine = drawn, version, machine
+    requires = (Baseline,)
+    drawn: list[Drawn]
+    version: str
+    machine: Machine
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         graph = graph_of(graph)

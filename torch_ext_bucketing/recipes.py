@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch.fsdp2 import is_wrapped, read_param_groups
 from ._torch.sharded import is_distributed, placed, shard_of
+from .errors import NotBucketedWarning
 from .fqns import format_names, parameter_names
 from .fsdp.blocks import transformer_block_plan
 from .fsdp.extensions import extends_gather
@@ -22,7 +23,6 @@ from .graph.collectives import KINDS, Kind
 from .passes.all_to_all import ReduceByAllToAll
 from .passes.base import GraphPass
 from .passes.bucketing import BucketUnits
-from .passes.diagnostics import NotBucketedWarning
 from .planner.cost.machine import Machine
 from .planner.passes.resharding import ReshardAfterForward
 from .planner.passes.scheduling import BucketAndSchedule, Schedule

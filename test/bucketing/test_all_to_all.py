@@ -34,7 +34,7 @@ from torch_ext_bucketing.bucketing.merge import merge_buckets
 from torch_ext_bucketing.graph.collectives import KINDS, group_name, kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag
 from torch_ext_bucketing.passes.backends import _run_each
-from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner

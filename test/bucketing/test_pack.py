@@ -4,9 +4,7 @@ import random
 
 import pytest
 import torch
-import torch.compiler.config
 import torch.distributed as dist
-import torch.distributed.config
 import torch.fx as fx
 import torch.nn as nn
 from collective_graphs import (
@@ -21,6 +19,7 @@ from collective_graphs import (
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch_features import CONFIG
 
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
@@ -31,7 +30,6 @@ from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.passes.bucketing import BucketUnits
 
 WORLD = 4
-CONFIG = torch.compiler.config if torch.__version__ >= "2.14" else torch.distributed.config
 MUL = torch.ops.aten.mul.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 

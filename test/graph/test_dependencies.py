@@ -8,8 +8,7 @@ import torch
 import torch.fx as fx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import Builder
-from test_schedule import OPTIONS
+from random_graphs import OPTIONS, Builder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from collective_graphs import fake_group
+from collective_graphs import described, fake_group
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import default_partition
@@ -27,7 +27,7 @@ from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_assertion, kind_of, started_by
 from torch_ext_bucketing.graph.size_hints import SizeHints
 from torch_ext_bucketing.graph.tags import tag_of
-from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.passes.scheduling import BucketAndSchedule
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.overlap import Overlap
@@ -301,20 +301,6 @@ def test_the_graphs_are_those_of_torch_compile(cache, build, layout):
         ]
         assert len(calls[0]) > 150
         assert calls[0] == calls[1]
-
-
-def described(gm):
-    """Nodes, with what is kept of them, and which of them share memory."""
-    storages = {}
-    found = []
-    for n in gm.graph.nodes:
-        value = getattr(n.meta.get("val"), "script_class_name", n.meta.get("val"))
-        if isinstance(value, torch.Tensor):
-            storage = storages.setdefault(value.untyped_storage()._cdata, len(storages))
-            value = (value, value.stride(), value.storage_offset(), storage)
-        rest = [n.meta.get(k) for k in ("custom", "desc", "partitioner_tag")]
-        found.append(repr([n.op, n.target, n.name, n.args, n.kwargs, value, rest]))
-    return found
 
 
 def test_second_load_reads_the_disk(loaded, monkeypatch):

@@ -5,8 +5,8 @@ import shutil
 from typing import Any
 
 import pytest
+from cache_runs import HIT, MISS, Checkout, assert_state
 from patching_trees import MINOR, ROOT, needs_unpatched_torch
-from test_caches import HIT, MISS, Checkout, assert_state
 
 ORDER = """
 from torch_ext_bucketing import TagParameters

@@ -33,7 +33,8 @@ from patching_trees import (
 )
 
 from torch_ext_bucketing.__main__ import main
-from torch_ext_bucketing.hooks import HooksError, PatchDoesNotApplyError, disk, series
+from torch_ext_bucketing.errors import HooksError, PatchDoesNotApplyError
+from torch_ext_bucketing.hooks import disk, series
 
 COMMANDS = {"apply": disk.apply, "revert": disk.revert}
 ORDER = [CONFIG, BUCKETING, FSDP]  # bucketing before fsdp, which imports it

@@ -30,15 +30,8 @@ from patching_trees import (
     write_tiny,
 )
 
-from torch_ext_bucketing.hooks import (
-    HOOK_ENTRIES,
-    HooksError,
-    ImportedTooEarlyError,
-    disk,
-    install,
-    series,
-    status,
-)
+from torch_ext_bucketing.errors import HooksError, ImportedTooEarlyError
+from torch_ext_bucketing.hooks import HOOK_ENTRIES, disk, install, series, status
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
 pytestmark = needs_unpatched_torch

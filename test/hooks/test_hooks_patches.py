@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_ext_bucketing.hooks import HooksError, PatchDoesNotApplyError
+from torch_ext_bucketing.errors import HooksError, PatchDoesNotApplyError
 from torch_ext_bucketing.hooks.patches import apply_patches, parse_patch, split_lines
 from torch_ext_bucketing.hooks.series import list_series
 

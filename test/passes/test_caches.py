@@ -16,54 +16,18 @@ from typing import Any
 
 import pytest
 import torch
+from cache_runs import BYPASS, EDITED_HOOKS, HIT, HOOKS, MISS, Checkout, assert_state
 from collective_graphs import fake_group
 from patching_trees import copy_package, run_python
-from test_pack import CONFIG
-from test_warm import BYPASS, CHILD, HIT, MISS, assert_state, run
 from torch._inductor import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
+from torch_features import CONFIG
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._source import _sources
 from torch_ext_bucketing._torch.caches import watched_caches
 from torch_ext_bucketing.passes import cache_key as _cache_key
 from torch_ext_bucketing.planner.cost.machine import Level
-
-HOOKS = """
-from torch_ext_bucketing import BucketUnits
-
-class OwnPass(BucketUnits):
-    def run(self, graph, compilation):
-        if 1 > 0:
-            super().run(graph, compilation)
-"""
-EDITED_HOOKS = HOOKS.replace("1 > 0", "-1 > 0")
-
-
-class Checkout:
-    """A copy of the package, a user's module and a cache directory."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = copy_package(folder / "checkout")
-        self.cache = folder / "cache"
-        self.hooks = self.folder / "hooks.py"
-        self.hooks.write_text(HOOKS)
-
-    def run(self, *names: str, seed: int = 0) -> dict[str, dict[str, Any]]:
-        """Results by name, of a new process, whose hashes of strings are by ``seed``."""
-        environment = {"TORCHINDUCTOR_CACHE_DIR": str(self.cache), "PYTHONHASHSEED": str(seed)}
-        results = run(
-            str(CHILD), "setups", *names, paths=(self.folder, CHILD.parent), **environment
-        )
-        assert [r["name"] for r in results] == list(names)
-        assert all(Path(r.get("file", self.folder)).is_relative_to(self.folder) for r in results)
-        return {r["name"]: r for r in results}
-
-    def edit(self, path: Path, old: str, new: str) -> None:
-        text = path.read_text(encoding="utf-8")
-        assert text.count(old) == 1, (path, text.count(old))
-        path.write_text(text.replace(old, new), encoding="utf-8")
-
 
 CACHED = ("backend", "backend, own pass", "backend, pass of a script")
 OTHERS = ("backend, other order", "backend, by cap")  # every parameter counts: see below
@@ -179,13 +143,15 @@ def test_every_pass_is_listed():
 
 @pytest.mark.parametrize("made", MADE, ids=lambda p: p.name)
 def test_every_argument_of_a_pass_counts(made):
-    assert set(made.arguments()) == set(inspect.signature(type(made)).parameters)
+    names = [f.name for f in dataclasses.fields(made) if f.init]
+    assert names == list(inspect.signature(type(made)).parameters)
     uuid = made.uuid()
     assert uuid
-    assert uuid == type(made)(**made.arguments()).uuid()
-    for name in made.arguments():
+    assert uuid == dataclasses.replace(made).uuid()
+    for name in names:
         other = copy.copy(made)
-        setattr(other, name, torch.nn.Linear(1, 1, bias=False) if name == "model" else "another")
+        value = torch.nn.Linear(1, 1, bias=False) if name == "model" else "another"
+        object.__setattr__(other, name, value)
         assert other.uuid() not in (None, uuid), name
 
 
@@ -220,7 +186,7 @@ def test_the_groups_that_reductions_move_to_count(fake_world):
         teb.SeparateGroups(mesh, dims=["shard"]),
     ]
     made.append(teb.SeparateGroups(mesh, kinds=("all_gather",)))
-    made[-1].second = made[0].second
+    object.__setattr__(made[-1], "second", made[0].second)
     uuids = [m.uuid() for m in made]
     assert None not in uuids
     assert len(set(uuids)) == len(uuids)

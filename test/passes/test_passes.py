@@ -25,7 +25,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.parity_ranks import aten_kernels
 from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.units import ByUnit, UncoveredParametersWarning
+from torch_ext_bucketing.bucketing.units import ByUnit
+from torch_ext_bucketing.errors import (
+    NotBucketedWarning,
+    PayloadOrderWarning,
+    UncoveredParametersWarning,
+)
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.fsdp.units import Units
@@ -34,9 +39,9 @@ from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.base import GraphPass, Order
+from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
-from torch_ext_bucketing.passes.diagnostics import NotBucketedWarning, PayloadOrderWarning
+from torch_ext_bucketing.passes.facts import Order
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.tagging import PAYLOAD_FIELD, TagParameters
 from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
@@ -682,7 +687,7 @@ def test_the_right_order_is_taken():
 def test_a_pass_that_misses_what_it_needs_is_refused():
     class Needs(GraphPass):
         stage = "forward_backward"
-        needs = (Order,)
+        requires = (Order,)
 
         def run(self, graph, compilation):
             raise AssertionError("only looked at")

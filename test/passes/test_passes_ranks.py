@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from blocks_on_ranks import assert_equal, gradients, mesh, model, shard, tokens
 from sharded_models import TwoBlocks, eager_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
-from torch_ext_bucketing.fqns import canonical_fqn
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import backend
@@ -19,44 +18,6 @@ from torch_ext_bucketing.testing.ring import on_ranks
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 # Beside other modes, which show most of it.
 MORE = (pytest.mark.slow, pytest.mark.once)
-
-
-def model(dim=9, vocabulary=13):
-    torch.manual_seed(0)
-    return TwoBlocks(dim, vocabulary)  # uneven over two ranks
-
-
-def tokens(rank):
-    return torch.arange(8).add(rank).remainder(13).view(2, 4)
-
-
-def gradients(run, module, rank):
-    loss = run(tokens(rank)).float().logsumexp(-1).mean()
-    loss.backward()
-    found = {
-        canonical_fqn(n): (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).clone()
-        for n, p in module.named_parameters()
-    }
-    module.zero_grad()
-    return loss.detach(), found
-
-
-def assert_equal(one, other):
-    assert torch.equal(one[0], other[0])
-    assert sorted(one[1]) == sorted(other[1])
-    for name, grad in one[1].items():
-        assert torch.equal(grad, other[1][name]), name
-
-
-def mesh(mode):
-    world = dist.get_world_size()
-    if mode == "hybrid_shard":
-        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh("cpu", (world,))
-
-
-def shard(mode, *sizes, **dtypes):
-    return data_parallel(model(*sizes), mesh(mode), mode, **dtypes)
 
 
 def bucketing_passes(reshard):

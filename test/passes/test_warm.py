@@ -1,45 +1,16 @@
 """Warm starts: a rank finds what it compiled before, and never what another rank did."""
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cache_runs import CHILD, HIT, MISS, assert_state, run
 
-HERE = Path(__file__).parents[1]
-CHILD = HERE / "cache_child.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-LIMIT_S = 400
-
-HIT, MISS, BYPASS = [1, 0, 0], [0, 1, 0], [0, 0, 1]
 
 # That the rank is in the key is shown by test_caches.
 pytestmark = pytest.mark.slow
-
-
-def run(
-    *arguments: str, paths: Sequence[Path] = (HERE.parent, HERE), **environment: str
-) -> list[dict[str, Any]]:
-    """The lines of JSON that a process prints, which finds the first of ``paths`` first."""
-    ours = ("TORCH_", "TORCHINDUCTOR")
-    env = {k: v for k, v in os.environ.items() if not k.startswith(ours) or "VEC_ISA" in k}
-    env |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(
-        command, env=env, cwd=paths[0], capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def assert_state(result: dict[str, Any], state: list[int]) -> None:
-    """Of forward and backward; the whole step is one entry of AOTAutograd's cache."""
-    assert (result["graphs"], result["aot"]) == ([2 * n for n in state], state), result
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from test_warm import CHILD, HIT, MISS, assert_state, run
+from cache_runs import CHILD, HIT, MISS, assert_state, run
 
 from torch_ext_bucketing._torch import caches
 from torch_ext_bucketing.testing.untouched import touched_torch

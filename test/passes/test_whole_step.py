@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.graph.collectives import kind_of
-from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
 
 UNITS = ["blocks.0", "blocks.1", ""]

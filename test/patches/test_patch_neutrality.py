@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from collective_graphs import HELPERS
 from patching_trees import LinkedTorch, make_repository, needs_unpatched_torch, run_python
 from torch_features import HAS_PRE_BUCKETING
 
-HERE = Path(__file__).parents[1]
-SCRIPT = str(HERE / "neutrality_graphs.py")
+SCRIPT = str(HELPERS / "neutrality_graphs.py")
 # What the unpatched torch can't do with these graphs, and so the patched one can't either.
 _TIMES = "No module named 'triton'|active drivers|Roofline estimation needs"
 FAILS = {
@@ -46,13 +46,13 @@ def without_plumbing(nodes: list[Any]) -> list[Any]:
 @needs_unpatched_torch
 def test_unset_entries_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    before = graphs(run_python("", HERE, args=(SCRIPT,)).stdout)
+    before = graphs(run_python("", HELPERS, args=(SCRIPT,)).stdout)
     assert not before["set"]
     (tmp_path / "repository").mkdir()
     repository = make_repository(tmp_path / "repository")
     torch = LinkedTorch(tmp_path / "torch", repository, "HEAD")
     monkeypatch.setenv("PYTHONHASHSEED", "1")  # sets are in another order than for ``before``
-    after = graphs(torch.run(SCRIPT, paths=(HERE,)))
+    after = graphs(torch.run(SCRIPT, paths=(HELPERS,)))
     plain, patched = before["unset"], after["unset"]
     assert plain.keys() == patched.keys()
     assert len(plain) >= 11 * 9
@@ -73,5 +73,5 @@ def test_unset_entries_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     # The entries do something, and the same under any hash seed.
     assert len([name for name in after["set"] if after["set"][name] != patched[name]]) > 40
     monkeypatch.setenv("PYTHONHASHSEED", "4711")
-    again = graphs(torch.run(SCRIPT, "--set", paths=(HERE,)))
+    again = graphs(torch.run(SCRIPT, "--set", paths=(HELPERS,)))
     assert after["set"] == again["set"]

@@ -17,14 +17,15 @@ import torch_ext_bucketing as teb
 from benchmarks.keep_random import BLOCKS, random_joint, random_planner
 from torch_ext_bucketing._torch.aot import must_recompute
 from torch_ext_bucketing.bucketing.units import ByUnit
+from torch_ext_bucketing.errors import BoundNotKeptWarning, NothingKeptWarning
 from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.fsdp.units import Units
-from torch_ext_bucketing.graph.analysis import graph_of
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.tags import member_tags, tag_of
+from torch_ext_bucketing.graph.unwrap import graph_of
 from torch_ext_bucketing.passes.backends import _run_each, backend
-from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.keep.held import HeldBytes
@@ -32,14 +33,12 @@ from torch_ext_bucketing.planner.keep.keep import KeepPlanner, block_units
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel, unit_name
 from torch_ext_bucketing.planner.passes import step_memory
 from torch_ext_bucketing.planner.passes.resharding import (
-    NothingKeptWarning,
     ReshardAfterForward,
     _choice,
     _mark,
 )
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import model_of
-from torch_ext_bucketing.planner.schedule.scheduler import BoundNotKeptWarning
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.rewrites.reshard_to import (
     make_smaller_group,

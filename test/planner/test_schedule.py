@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import (
     DIM,
+    OPTIONS,
     Builder,
     Trainer,
     backward_graph,
@@ -43,6 +44,7 @@ from torch_ext_bucketing._gc import paused_gc
 from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.caps import ByCap, CapPlanner
 from torch_ext_bucketing.bucketing.merge import apply_plan
+from torch_ext_bucketing.errors import BoundNotKeptWarning
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute, kind_of, started_by
@@ -58,11 +60,7 @@ from torch_ext_bucketing.planner.schedule.memory import CapComputeRun, PeakMemor
 from torch_ext_bucketing.planner.schedule.model import model_of, peak_bytes
 from torch_ext_bucketing.planner.schedule.options import Options
 from torch_ext_bucketing.planner.schedule.overlap import Overlap
-from torch_ext_bucketing.planner.schedule.scheduler import (
-    BoundNotKeptWarning,
-    schedule,
-    schedule_model,
-)
+from torch_ext_bucketing.planner.schedule.scheduler import schedule, schedule_model
 from torch_ext_bucketing.planner.schedule.timeline import Timeline, longest_compute_run
 from torch_ext_bucketing.planner.search import cap_search
 from torch_ext_bucketing.planner.search.cap_search import BySearch, _Search
@@ -320,16 +318,6 @@ def test_a_gather_runs_under_the_computation_that_was_named():
 # --- properties ----------------------------------------------------------------------------------
 
 SEEDS = st.integers(0, 10**6)
-OPTIONS = st.builds(
-    Options,
-    limit_bytes=st.one_of(st.none(), st.integers(0, 5000)),
-    window=st.integers(0, 30),
-    fill=st.integers(0, 30),
-    depth=st.integers(0, 3),
-    max_prefetch=st.integers(0, 50),
-    deadlines=st.booleans(),
-    max_run=st.one_of(st.none(), st.integers(1, 9)),
-)
 
 
 @pytest.mark.once

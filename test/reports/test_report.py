@@ -13,6 +13,7 @@ from typing import get_args
 
 import pytest
 import torch
+from collective_graphs import PATHS
 from expecttest import assert_expected_inline
 from random_graphs import Builder
 
@@ -153,9 +154,8 @@ PASSES = [
 def traced(tmp_path_factory):
     """A process with a log, and the folder of its trace."""
     trace = tmp_path_factory.mktemp("trace")
-    here = Path(__file__).parents[1]
     env = os.environ | {"TORCH_TRACE": str(trace), "TORCH_LOGS": "+torch_ext_bucketing"}
-    env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *PATHS])
     run = subprocess.run(
         [sys.executable, "-c", CHILD], env=env, capture_output=True, text=True, timeout=300
     )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint_graphs import Joint, collectives, mark_accumulations
 
-from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses, combine_uses
 

@@ -20,7 +20,7 @@ from benchmarks.machines import nodes
 from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.graph.collectives import group_name, group_size, kind_of
-from torch_ext_bucketing.passes.base import Compilation
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.rewrites.reshard_to import (
     SmallerGroup,

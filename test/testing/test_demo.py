@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from demo_checks import check_demo
 
 from benchmarks.parity_ranks import aten_kernels
 from torch_ext_bucketing.__main__ import main
@@ -143,23 +144,6 @@ def test_a_bad_option_costs_no_import_of_torch():
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "torch_ext_bucketing.testing.demo.cli" in imported
     assert "torch" not in imported
-
-
-def check_demo(result: dict, ranks: int, steps: int) -> None:
-    runs = result["runs"]
-    for name in ("eager", "fsdp_order", "graph_order"):
-        assert len(runs[name]["loss"]) == steps
-        assert runs[name]["step_ms"] > 0
-        assert len(result["hashes"][name]) == steps
-    # 1 block and the root: gathers forward, the block's again backward, and reductions.
-    assert runs["eager"]["collectives_after"] == 5
-    for name in ("fsdp_order", "graph_order"):
-        assert runs[name]["collectives_before"] == 42
-        assert runs[name]["collectives_after"] == 5
-    assert result["layout_differences"]["fsdp_order"] == []
-    assert result["layout_differences"]["graph_order"]
-    assert result["settings"]["ranks"] == ranks
-    assert result["passed"]
 
 
 def on_aten_kernels(rank: Rank, function: Callable[..., Any], *args: Any) -> Any:

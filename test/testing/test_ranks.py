@@ -150,7 +150,7 @@ def test_ranks_end_with_their_parent(tmp_path, how, hang):
         textwrap.dedent(
             f"""
             import sys
-            sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "test")!r}]
+            sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
             from torch_ext_bucketing.testing.ranks import run_ranks
             from test_ranks import {hang.__name__} as hang
 
@@ -210,7 +210,7 @@ def test_an_import_that_fails_in_the_server_is_named(tmp_path):
         textwrap.dedent(
             f"""
             import sys
-            sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "test")!r}]
+            sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
             from torch_ext_bucketing.testing.ranks import preload, run_ranks
             from test_ranks import square
 

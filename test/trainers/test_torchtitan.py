@@ -36,7 +36,7 @@ if found != TORCHTITAN or not torch.__version__.startswith("2.15."):
     )
 
 import torch.nn.functional as F  # noqa: E402
-from test_readme import EXAMPLES  # noqa: E402
+from readme_examples import EXAMPLES  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402

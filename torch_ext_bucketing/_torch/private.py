@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-
-class UnknownTorchError(RuntimeError):
-    """This torch lacks something private that the package calls."""
+from ..errors import UnknownTorchError
 
 
 @contextlib.contextmanager

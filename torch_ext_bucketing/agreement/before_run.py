@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from .._torch import process_groups as groups
 from .._torch.aot import stage_of
-from ..graph.analysis import graph_of
+from ..graph.unwrap import graph_of
 from .differences import Version
 from .exchange import Exchange, run_all, this_environment
 from .launches import GraphLaunches, launches_of

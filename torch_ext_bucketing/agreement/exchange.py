@@ -36,6 +36,7 @@ import torch
 
 from .._source import package_digest
 from .._torch import process_groups as groups
+from ..errors import AgreementError, PlanMismatchError, RankMissingError
 from .differences import Version, mismatch_text, ranks_text
 
 _PREFIX = "torch_ext_bucketing/agreement"
@@ -45,19 +46,6 @@ _LINGER_S = 5.0
 """After a failure, how long to wait for the others to have read it: the process that ends first may
 be the one that hosts the store."""
 _MAX_SLEEP_S = 0.25
-
-
-class AgreementError(RuntimeError):
-    """The ranks could not make sure that they launch the same collectives."""
-
-
-class PlanMismatchError(AgreementError):
-    """Ranks launch different collectives; the message shows the first that differs, in each
-    version, and which ranks have which."""
-
-
-class RankMissingError(AgreementError):
-    """Ranks did not come in time to compare what they launch; the message names them."""
 
 
 def this_environment() -> str:

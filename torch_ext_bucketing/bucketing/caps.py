@@ -32,7 +32,7 @@ from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import KINDS, Kind, check_kinds, is_wait
 from ..graph.records import UNTAGGED, Collective
 from ..graph.snapshot import reading_only
-from ..reports.base import LeftAlone
+from ..reports.base import Cause, LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 from .contraction import Contraction
 from .groups import Groups, check_groups, chosen_groups
@@ -206,8 +206,9 @@ def _candidates(
     left: list[LeftAlone] = []
     counts: dict[str, dict[str, int]] = {}
     is_eligible: Callable[[Collective], Any]
+    cause = Cause.OTHER
     if eligible == "tag":
-        is_eligible, otherwise = (lambda c: c.tag), UNTAGGED
+        is_eligible, otherwise, cause = (lambda c: c.tag), UNTAGGED, Cause.UNTAGGED
     elif eligible == "structure":
         ours = fsdp_starts(analysis)
         is_eligible = lambda c: c.start in ours or c.merged  # noqa: E731
@@ -227,9 +228,10 @@ def _candidates(
             counts.setdefault(c.home, dict.fromkeys(KINDS, 0))[c.kind] += c.count
         if c.kind not in kinds:
             continue
-        why = c.why_not or ("" if wanted else otherwise)
-        if why:
-            left.append(left_alone(c, why))
+        if c.why_not:
+            left.append(left_alone(c, c.why_not))
+        elif not wanted:
+            left.append(left_alone(c, otherwise, cause))
         else:
             mergeable.append(c)
     return mergeable, left, counts

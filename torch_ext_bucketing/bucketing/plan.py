@@ -17,7 +17,7 @@ from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
 from ..graph.records import Collective
 from ..graph.snapshot import reading_only
-from ..reports.base import LeftAlone
+from ..reports.base import Cause, LeftAlone
 from ..reports.buckets import ClosedBy, NotMerged
 from .contraction import Contraction
 
@@ -149,6 +149,6 @@ def planned(planner: BucketPlanner, analysis: GraphAnalysis) -> MergePlan:
     return plan
 
 
-def left_alone(c: Collective, reason: str) -> LeftAlone:
+def left_alone(c: Collective, reason: str, cause: Cause = Cause.OTHER) -> LeftAlone:
     """The record of a collective that is in no bucket."""
-    return LeftAlone(c.fqns, reason, c.start.name)
+    return LeftAlone(c.fqns, reason, c.start.name, cause=cause)

@@ -12,13 +12,9 @@ from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
 from ..graph.records import UNTAGGED, Collective
-from ..reports.base import LeftAlone
+from ..reports.base import Cause, LeftAlone
 from .contraction import Contraction
 from .plan import MergePlan, left_alone, merge_groups
-
-
-class UncoveredParametersWarning(UserWarning):
-    """Some parameters' collectives are in no unit and stay one collective each."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +40,9 @@ class ByUnit:
         for c in analysis.collectives.values():
             if c.kind not in self.kinds:
                 continue
-            unit, why = unit_of(c.fqns, self.units)
+            unit, why, cause = unit_of(c.fqns, self.units)
             if unit is None or c.why_not:
-                left.append(left_alone(c, why or c.why_not))
+                left.append(left_alone(c, why or c.why_not, cause))
                 uncovered.update(dict.fromkeys(f for f in c.fqns if self.units.unit_of(f) is None))
                 continue
             # In a trace of a whole step, a gather in backward is there to free memory in between.
@@ -72,12 +68,14 @@ class ByUnit:
         )
 
 
-def unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str]:
+def unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str, Cause]:
     """The unit of a collective that serves these parameters, or else why it is in none."""
+    if not fqns:
+        return None, UNTAGGED, Cause.UNTAGGED
     found = {fqn: units.unit_of(fqn) for fqn in fqns}
     missing = [fqn for fqn, unit in found.items() if unit is None]
     if missing:
-        return None, f"no unit has {', '.join(missing)}"
+        return None, f"no unit has {', '.join(missing)}", Cause.NO_UNIT
     if len(set(found.values())) > 1:
-        return None, f"its parameters {', '.join(fqns)} are in several units"
-    return (found[fqns[0]], "") if fqns else (None, UNTAGGED)
+        return None, f"its parameters {', '.join(fqns)} are in several units", Cause.OTHER
+    return found[fqns[0]], "", Cause.OTHER

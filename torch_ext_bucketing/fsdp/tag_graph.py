@@ -27,10 +27,10 @@ from .._torch import descriptors as _descriptors
 from .._torch.dynamo_inputs import module_path
 from .._torch.sharded import shard_of
 from ..fqns import canonical_fqn, parameters_by_name
-from ..graph.analysis import graph_of
 from ..graph.collectives import Kind, kind_of
 from ..graph.moves import CONSTANTS, SCALES, is_move
 from ..graph.tags import Tag, is_bucket, set_tag, tag_of
+from ..graph.unwrap import graph_of
 from .chains import union
 
 _aten = torch.ops.aten

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
-from typing import TypeAlias
 
 import torch.fx as fx
 
@@ -27,14 +26,8 @@ from .records import Collective, gradient_sums
 from .regions import Structures, positions
 from .size_hints import GivenHints, SizeHints
 from .uneven import ShardSide, shard_side
+from .unwrap import GraphLike, graph_of
 from .writes import Writes
-
-GraphLike: TypeAlias = fx.GraphModule | fx.Graph
-
-
-def graph_of(gm: GraphLike) -> fx.Graph:
-    """The graph of a module, or the graph itself."""
-    return gm.graph if isinstance(gm, fx.GraphModule) else gm
 
 
 class GraphAnalysis:

@@ -6,8 +6,8 @@ of them: nothing of the package imports this folder, and it imports nothing of t
 
 from __future__ import annotations
 
+from ..errors import HooksError, ImportedTooEarlyError, PatchDoesNotApplyError
 from .imports import Status, install, status
-from .patches import HooksError, ImportedTooEarlyError, PatchDoesNotApplyError
 from .series import HOOK_ENTRIES
 
 __all__ = [

@@ -35,7 +35,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from .patches import FileChange, HooksError, apply_patches, digest_of
+from ..errors import HooksError
+from .patches import FileChange, apply_patches, digest_of
 from .series import CONFIG_PATH, TorchTree, choose_series, find_torch
 
 STATE_DIR = ".torch_ext_bucketing"

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal
 
+from ..errors import HooksError, ImportedTooEarlyError
 from .disk import check_compiles, look
-from .patches import HooksError, ImportedTooEarlyError, apply_patches, digest_of, split_lines
+from .patches import apply_patches, digest_of, split_lines
 from .series import CONFIG_PATH, TorchTree, choose_series, find_torch
 
 CONFIG_MODULE = "torch._inductor.config"

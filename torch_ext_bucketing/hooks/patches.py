@@ -10,31 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from ..errors import HooksError, PatchDoesNotApplyError
 
 _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _FILE = re.compile(rb"diff --git a/([^\n]+) b/\1\n?")
 _NOT_TEXT = re.compile(rb"(new|deleted) file|(old|new) mode|rename|copy|GIT binary|Binary files")
-
-
-class HooksError(RuntimeError):
-    """The hooks could not be put into torch, or taken out; the message says what was changed,
-    which is nothing unless it says otherwise."""
-
-
-class PatchDoesNotApplyError(HooksError):
-    """Hunks of the series do not fit the torch source: ``failures`` has a line for each, with its
-    file, header, and first line that differs."""
-
-    def __init__(self, failures: Sequence[str]) -> None:
-        message = f"{len(failures)} hunk(s) of the torch patch do not fit this torch:"
-        super().__init__("\n  ".join([message, *failures]))
-        self.failures = tuple(failures)
-
-
-class ImportedTooEarlyError(HooksError):
-    """A module that the patch changes was imported before ``hooks.install()``."""
 
 
 @dataclass

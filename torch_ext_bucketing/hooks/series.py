@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from .patches import FileDiff, HooksError, parse_patch
+from ..errors import HooksError
+from .patches import FileDiff, parse_patch
 
 PACKAGE_DIR = Path(__file__).resolve().parent.parent
 CONFIG_PATH = "torch/_inductor/config.py"

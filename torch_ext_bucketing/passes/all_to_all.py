@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 
 from .._torch.lowering import lower_sum
 from ..bucketing.all_to_all import reduce_by_all_to_all
 from ..fsdp.all_to_all import SUM, check_accumulate
 from ..graph.snapshot import unchanged_on_error
-from .base import Compilation, GraphLike, GraphPass, Order, RankOrder, Stage, Tags, graph_of
+from ..graph.unwrap import GraphLike, graph_of
+from .base import GraphPass, Stage
+from .compilation import Compilation
+from .facts import Fact, Order, RankOrder, Tags
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class ReduceByAllToAll(GraphPass):
     """Let gradients be reduced by all-to-alls and local sums in the order of the ranks; see
     :mod:`.bucketing.all_to_all` for the graphs.
@@ -30,13 +37,17 @@ class ReduceByAllToAll(GraphPass):
             ``ValueError``); that of the gradients where this is wider.
     """
 
-    stage: Stage = "forward_backward"
-    needs = (Tags,)
-    undoes = (Order,)
+    stage: ClassVar[Stage] = "forward_backward"
+    requires = (Tags,)
+    conflicts_with = (Order,)
+    accumulate: torch.dtype = torch.float32
 
-    def __init__(self, accumulate: torch.dtype = torch.float32) -> None:
-        self.accumulate = check_accumulate(accumulate)
-        self.gives = (RankOrder(accumulate),)
+    def __post_init__(self) -> None:
+        check_accumulate(self.accumulate)
+
+    @property
+    def provides(self) -> tuple[Fact, ...]:
+        return (RankOrder(self.accumulate),)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)

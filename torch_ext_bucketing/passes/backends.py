@@ -29,22 +29,15 @@ from ..agreement.before_run import as_fresh_frame, before_first_run
 from ..agreement.launches import GraphLaunches, launches_of
 from ..fsdp.simple_fsdp import attach
 from ..graph.size_hints import GivenHints, check_size_hints
+from ..graph.unwrap import GraphLike, graph_of
 from ..planner.passes.step_memory import watch_peak
 from ..reports.compile import CompileReport
-from .base import (
-    Buckets,
-    Compilation,
-    GraphLike,
-    GraphPass,
-    Order,
-    RankOrder,
-    Stage,
-    graph_of,
-    last_fact,
-)
+from .base import GraphPass, Stage
 from .cache_key import NoUuidError, describe, digest, log_no_uuid
 from .code import code_of
+from .compilation import Compilation
 from .diagnostics import RunWatch
+from .facts import Buckets, Order, RankOrder, last_fact
 from .pin_order import pin_order
 from .pipeline import Pipeline
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar, Literal
 
 from ..bucketing.caps import ByCap, CapMb, Eligible
 from ..bucketing.groups import Groups, check_groups
@@ -11,10 +12,14 @@ from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ..bucketing.units import ByUnit
 from ..fsdp.units import Units
 from ..graph.collectives import KINDS, Kind, check_kinds
-from .base import Buckets, Compilation, GraphLike, GraphPass, Order, RankOrder, Stage, Tags
+from ..graph.unwrap import GraphLike
+from .base import GraphPass, Stage
+from .compilation import Compilation
 from .diagnostics import DividedUnits
+from .facts import Buckets, Fact, Order, RankOrder, Tags
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class BucketUnits(GraphPass):
     """Merge into one collective per unit, kind, group and dtype.
 
@@ -31,25 +36,34 @@ class BucketUnits(GraphPass):
         ValueError: an unknown kind, or one name in two units.
     """
 
-    stage: Stage = "forward_backward"
-    needs = (Tags,)
-    undoes = (RankOrder, Order)
+    stage: ClassVar[Stage] = "forward_backward"
+    requires = (Tags,)
+    conflicts_with = (RankOrder, Order)
+    units: Units | Iterable[Sequence[str]]
+    kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+    payload_order: PayloadKey | Literal["units"] | None = "units"
+    _units: Units = field(init=False)
+    _divided: DividedUnits = field(init=False)
 
-    def __init__(
-        self,
-        units: Units | Iterable[Sequence[str]],
-        kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
-        payload_order: PayloadKey | Literal["units"] | None = "units",
-    ) -> None:
-        self.units = Units.of(units)
-        self.kinds = check_kinds(kinds)
-        self.payload_order = payload_order
-        if payload_order == "units":
-            payload_order = self.units if callable(self.units) else None
-        self._payload_key = check_payload_order(payload_order)
-        self._planner = ByUnit(self.units, self.kinds)
-        self.gives = (Buckets(self.kinds, self.units, self._planner),)
-        self._divided = DividedUnits(self.units)
+    def __post_init__(self) -> None:
+        units = Units.of(self.units)
+        self._set(units=units, _units=units, kinds=check_kinds(self.kinds))
+        self._set(_divided=DividedUnits(units))
+        check_payload_order(self._payload_key)
+
+    @property
+    def _payload_key(self) -> PayloadKey | None:
+        if self.payload_order == "units":
+            return self._units if callable(self._units) else None
+        return self.payload_order
+
+    @property
+    def provides(self) -> tuple[Fact, ...]:
+        return (Buckets(tuple(self.kinds), self._units, self._planner),)
+
+    @property
+    def _planner(self) -> ByUnit:
+        return ByUnit(self._units, self.kinds)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
@@ -57,10 +71,11 @@ class BucketUnits(GraphPass):
         report = merge_and_report(analysis, plan, self._payload_key, self.kinds)
         compilation.report.graphs.append(report)
         if plan.uncovered:
-            compilation.warn_uncovered(plan.uncovered, self.units)
+            compilation.warn_uncovered(plan.uncovered, self._units)
         self._divided.look(analysis.graph, compilation)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class BucketByCap(GraphPass):
     """Merge into as few collectives as a byte cap allows; see :class:`.ByCap` for the rules, the
     arguments and what they may not be.
@@ -71,34 +86,35 @@ class BucketByCap(GraphPass):
             this gives for a start node, such as an ``FSDPParamOrder``; None: graph order.
     """
 
-    stage: Stage = "forward_backward"
-    needs = (Tags,)
-    undoes = (RankOrder, Order)
+    stage: ClassVar[Stage] = "forward_backward"
+    requires = (Tags,)
+    conflicts_with = (RankOrder, Order)
+    cap_mb: CapMb = None
+    _: KW_ONLY
+    kinds: Collection[Kind] = KINDS
+    eligible: Eligible = "tag"
+    groups: Groups = None
+    non_adjacent: bool = True
+    payload_order: PayloadKey | None = None
+    _planner: ByCap = field(init=False)
 
-    def __init__(
-        self,
-        cap_mb: CapMb = None,
-        *,
-        kinds: Collection[Kind] = KINDS,
-        eligible: Eligible = "tag",
-        groups: Groups = None,
-        non_adjacent: bool = True,
-        payload_order: PayloadKey | None = None,
-    ) -> None:
-        self.cap_mb = dict(cap_mb) if isinstance(cap_mb, Mapping) else cap_mb
-        self.kinds = check_kinds(kinds)
-        self.eligible = eligible
-        self.groups = check_groups(groups)
-        self.non_adjacent = non_adjacent
-        self.payload_order = check_payload_order(payload_order)
-        self._planner = ByCap(
-            self.cap_mb,
-            kinds=kinds,
-            eligible=eligible,
-            groups=groups,
-            non_adjacent=non_adjacent,
+    def __post_init__(self) -> None:
+        check_payload_order(self.payload_order)
+        cap_mb = dict(self.cap_mb) if isinstance(self.cap_mb, Mapping) else self.cap_mb
+        self._set(cap_mb=cap_mb, kinds=check_kinds(self.kinds), groups=check_groups(self.groups))
+        self._set(
+            _planner=ByCap(
+                cap_mb,
+                kinds=self.kinds,
+                eligible=self.eligible,
+                groups=self.groups,
+                non_adjacent=self.non_adjacent,
+            )
         )
-        self.gives = (Buckets(self.kinds, planner=self._planner),)
+
+    @property
+    def provides(self) -> tuple[Fact, ...]:
+        return (Buckets(tuple(self.kinds), planner=self._planner),)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)

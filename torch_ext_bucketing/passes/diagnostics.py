@@ -39,43 +39,33 @@ from .._torch.aot import current_backward
 from .._torch.dynamo_inputs import model_of
 from .._torch.process_groups import default_group
 from .._torch.sharded import is_distributed
+from ..errors import DividedUnitWarning, NotBucketedWarning, PayloadOrderWarning
 from ..fqns import format_names, parameter_names
 from ..fsdp.units import Units
 from ..graph.collectives import Kind
-from ..graph.records import UNTAGGED
 from ..graph.tags import member_tags, replaced_kind, tag_of
-from ..reports.base import LeftAlone
-from ..reports.buckets import NO_KEY, Unmerged
+from ..reports.base import Cause, LeftAlone
+from ..reports.buckets import Unmerged
 from ..reports.graph import GraphReport
 
 if TYPE_CHECKING:
-    from .base import Compilation
+    from .compilation import Compilation
 
 # ---------------------------------------------------------------- after the passes
 
 _SHOWN = 8
 """How many names one warning shows; the report has all."""
 
-_NOT_ASKED = "no pass was asked for"
-_NO_PARTNER = "nothing else in their unit has the same kind, group and dtype"
-_NO_UNIT = "no unit has "
 _REDUCTIONS: frozenset[Kind] = frozenset(("reduce_scatter", "all_reduce"))
+_NAME_KIND = "name the kind in kinds= of the pass"
 _WAYS_OUT = {
-    UNTAGGED: "give the backend the model whose parameters they serve: backend(..., model=model)",
-    _NOT_ASKED: "name the kind in kinds= of the pass",
-    _NO_PARTNER: "make larger units",
-    _NO_UNIT: "name the parameters' modules in the units, as they are called in the compiled model",
-    "bytes": "raise cap_mb",
+    Cause.UNTAGGED: (
+        "give the backend the model whose parameters they serve: backend(..., model=model)"
+    ),
+    Cause.NO_UNIT: (
+        "name the parameters' modules in the units, as they are called in the compiled model"
+    ),
 }
-
-
-class NotBucketedWarning(UserWarning):
-    """Nothing in a compiled graph was bucketed, although it has collectives, or nothing of one
-    kind of reduction, or there is nothing to bucket as parameters are not sharded."""
-
-
-class PayloadOrderWarning(UserWarning):
-    """Buckets are not packed in the order that was asked for."""
 
 
 def warn_of_silence(
@@ -94,7 +84,7 @@ def warn_of_silence(
     if text:
         compilation.warn(text, NotBucketedWarning)
     buckets = [bucket for report in reports for bucket in report.buckets]
-    lost = [bucket for bucket in buckets if bucket.packed_by == NO_KEY]
+    lost = [bucket for bucket in buckets if bucket.no_key]
     if lost:
         keyless = dict.fromkeys(name for bucket in lost for name in bucket.no_key)
         compilation.warn(
@@ -120,19 +110,21 @@ def _nothing_bucketed(graph: fx.Graph, reports: Sequence[GraphReport], has_tags:
     asked = {kind for report in reports for kind in report.kinds}
     whys: Counter[str] = Counter()
     ways: dict[str, None] = {}
-    cause: str
     for node in starts:
-        kind, alone = replaced_kind(node), left.get(node.name)
+        kind, alone, way = replaced_kind(node), left.get(node.name), ""
         if isinstance(alone, Unmerged):
-            cause, why = alone.closed_by, f"closed by {alone.closed_by}"
+            why = f"closed by {alone.closed_by}"
+            way = "raise cap_mb" if alone.closed_by == "bytes" else ""
         elif alone is not None:
-            cause = why = alone.reason
+            why, way = alone.reason, _WAYS_OUT.get(alone.cause, "")
         elif kind in asked:
-            cause = why = _NO_PARTNER
+            why = "nothing else in their unit has the same kind, group and dtype"
+            way = "make larger units"
         else:
-            cause, why = _NOT_ASKED, f"{_NOT_ASKED} {kind}"
+            why, way = f"no pass was asked for {kind}", _NAME_KIND
         whys[why] += 1
-        ways.update({way: None for start, way in _WAYS_OUT.items() if cause.startswith(start)})
+        if way:
+            ways[way] = None
     counts = Counter(str(replaced_kind(node)) for node in starts)
     text = (
         f"nothing is bucketed in the {reports[0].stage} graph, although it has "
@@ -155,15 +147,11 @@ def _kind_left_out(graph: fx.Graph, reports: Sequence[GraphReport]) -> str:
     return (
         f"the {number} {kind} of the {reports[0].stage} graph are not bucketed: no pass was asked "
         "for them. Eager FSDP2 packs them as it packs the other reductions of the same "
-        f"parameters. To change that: {_WAYS_OUT[_NOT_ASKED]}, or take the passes of recipe()."
+        f"parameters. To change that: {_NAME_KIND}, or take the passes of recipe()."
     )
 
 
 # ---------------------------------------------------------------- across graphs
-
-
-class DividedUnitWarning(UserWarning):
-    """One unit's gradients are not reduced in one payload, as eager FSDP2 reduces them."""
 
 
 class DividedUnits:

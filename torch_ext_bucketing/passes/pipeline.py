@@ -15,10 +15,13 @@ import torch.nn as nn
 from .._torch import aot as _aot
 from .._torch.trace import readable, trace_artifact
 from ..graph.size_hints import GivenHints
+from ..graph.unwrap import GraphLike, graph_of
 from ..reports.compile import PassTime
-from .base import Baseline, Compilation, Fact, GraphLike, GraphPass, Order, Stage, Tags, graph_of
+from .base import GraphPass, Stage
 from .cache_key import brief, digest
+from .compilation import Compilation
 from .diagnostics import warn_of_silence
+from .facts import Baseline, Fact, Order, Tags
 from .tagging import TagParameters
 
 DISABLE = "TORCH_EXT_BUCKETING_DISABLE"
@@ -58,9 +61,9 @@ class Pipeline:
             if not isinstance(p, GraphPass):
                 raise TypeError(f"{p!r} is no pass: it must be a GraphPass")
         ours = list(self.given)
-        if not any(Tags() in p.gives for p in ours):
+        if not any(Tags() in p.provides for p in ours):
             ours.insert(0, TagParameters(model))
-        ours.sort(key=lambda p: Tags() not in p.gives)
+        ours.sort(key=lambda p: Tags() not in p.provides)
         _check(ours)
         self.disabled = _switched_off([q for p in ours for q in (p, *p.parts)])
         running = [p for p in ours if p.name not in self.disabled]
@@ -73,8 +76,8 @@ class Pipeline:
     def ahead(self) -> tuple[Fact, ...]:
         """The facts that the passes after the partitioner give, in the order in which they run."""
         passes = self.forward_backward
-        off = [f for p in passes for q in p.parts if q.name in self.disabled for f in q.gives]
-        return tuple(fact for p in passes for fact in p.gives if fact not in off)
+        off = [f for p in passes for q in p.parts if q.name in self.disabled for f in q.provides]
+        return tuple(fact for p in passes for fact in p.provides if fact not in off)
 
     def compilation(self, **known: Any) -> Compilation:
         """A compile with these passes; ``known`` are other fields of :class:`.Compilation`."""
@@ -89,7 +92,7 @@ class Pipeline:
         g, done = graph_of(graph), len(compilation.report.graphs)
         passes = self.joint if stage == "joint" else self.forward_backward
         name = stage if stage == "joint" else _aot.stage_of(g)
-        measures = next((p for p in passes if Baseline in p.needs), None)
+        measures = next((p for p in passes if Baseline in p.requires), None)
         clock = time.perf_counter()
         if measures is not None:
             compilation.measure(g)
@@ -134,28 +137,28 @@ def _check(passes: Sequence[GraphPass]) -> None:
             )
     given: dict[type[Fact], GraphPass] = {}
     for p in sorted(passes, key=lambda p: p.stage != "joint"):
-        for fact in p.needs:
+        for fact in p.requires:
             if fact is not Baseline and fact not in given:
                 raise ValueError(f"{p.name} needs {fact.text}: no pass before it gives that")
-        decides = {type(fact) for fact in p.gives if fact.once}
+        decides = {type(fact) for fact in p.provides if fact.once}
         for fact in given.keys() & decides:
             raise ValueError(
                 f"{given[fact].name} and {p.name} both decide {fact.text}: give one of them"
             )
-        for fact in given.keys() & p.undoes:
+        for fact in given.keys() & p.conflicts_with:
             right = ", ".join(_right_order([q for q in passes if q.stage == p.stage]))
             raise ValueError(
                 f"{p.name} comes after {given[fact].name} and would undo what that decides, "
                 f"{fact.text}. The right order: [{right}]"
             )
-        given.update((type(fact), p) for fact in p.gives)
+        given.update((type(fact), p) for fact in p.provides)
 
 
 def _right_order(passes: list[GraphPass]) -> list[str]:
     """Names of the passes in an order in which none undoes what another has given."""
 
     def undoes(p: GraphPass, other: GraphPass) -> bool:
-        return any(isinstance(fact, p.undoes) for fact in other.gives)
+        return any(isinstance(fact, p.conflicts_with) for fact in other.provides)
 
     names = []
     while passes:

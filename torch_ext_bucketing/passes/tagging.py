@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -10,11 +11,15 @@ from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import check_passes_run_here
 from ..fsdp.order import FSDPParamOrder
 from ..fsdp.tag_graph import FqnOf, tag_joint_graph
-from .base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
+from ..graph.unwrap import GraphLike, graph_of
+from .base import GraphPass, Stage
+from .compilation import Compilation
+from .facts import Tags
 
 PAYLOAD_FIELD = "fsdp_payload_order"
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class TagParameters(GraphPass):
     """Tag every collective with the parameters that it serves (see :func:`.tag_joint_graph`, also
     for ``model`` and ``fqn_of``). A backend runs it by itself. On its own it is a value for
@@ -27,19 +32,12 @@ class TagParameters(GraphPass):
             has no tag, or a parameter that the order doesn't know, gets none, with a warning.
     """
 
-    stage: Stage = "joint"
-    gives = (Tags(),)
-
-    def __init__(
-        self,
-        model: torch.nn.Module | None = None,
-        *,
-        fqn_of: FqnOf | None = None,
-        order: FSDPParamOrder | None = None,
-    ) -> None:
-        self.model = model
-        self.fqn_of = fqn_of
-        self.order = order
+    stage: ClassVar[Stage] = "joint"
+    provides = (Tags(),)
+    model: torch.nn.Module | None = None
+    _: KW_ONLY
+    fqn_of: FqnOf | None = None
+    order: FSDPParamOrder | None = None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         if _dynamo_inputs.is_compiling():

@@ -12,7 +12,9 @@ import torch.utils._pytree as pytree
 
 from .._torch.sharded import name_per_tensor
 from ..fsdp.tag_graph import tag_joint_graph
-from .base import Compilation, GraphPass, Regathers, last_fact
+from .base import GraphPass
+from .compilation import Compilation
+from .facts import Regathers, last_fact
 from .pipeline import Pipeline
 
 
@@ -35,7 +37,7 @@ def whole_step_pass(
     The pass raises a ``ValueError``, and leaves the graph as it was, where that has fewer inputs
     than the model has parameters, or fewer results than it has parameters to train.
     """
-    pipeline = Pipeline((p for p in passes if last_fact(p.gives, Regathers) is None), model)
+    pipeline = Pipeline((p for p in passes if last_fact(p.provides, Regathers) is None), model)
     shared = compilation or pipeline.compilation()
 
     def torch_ext_bucketing_pass(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
 
@@ -40,15 +41,32 @@ def _plain(value: Any) -> Any:
         return {key: _plain(inner) for key, inner in value.items()}
     if is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+class Cause(enum.Enum):
+    """Why something was left alone, as far as a program decides by it."""
+
+    UNTAGGED = "untagged"
+    NO_UNIT = "no unit"
+    WRITTEN = "written"
+    OTHER = "other"
 
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """A collective, or the collectives of some parameters, that a pass did not change, and why, in
-    words. ``node`` is its start's name, empty where several are meant; ``fqns`` are empty where it
-    has no tag."""
+    """A collective, or the collectives of some parameters, that a pass did not change.
+
+    Args:
+        fqns: its parameters; empty where it has no tag.
+        reason: why, for people. Nothing is decided by it.
+        node: its start's name; empty where several are meant.
+        cause: why, for programs.
+    """
 
     fqns: tuple[str, ...]
     reason: str
     node: str = ""
+    cause: Cause = field(default=Cause.OTHER, kw_only=True)

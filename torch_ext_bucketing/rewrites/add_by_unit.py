@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from dataclasses import InitVar, dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.fx as fx
@@ -16,18 +17,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import descriptors
 from .._torch.dynamo_inputs import module_path
+from ..errors import AddedByGraphWarning
 from ..fqns import format_names
 from ..fsdp.unit_inputs import give_nodes, is_unit_input, modules_with_nodes
 from ..fsdp.units import UnitSpec
 from ..graph.moves import keeps_values
-from ..passes.base import Compilation, GraphLike, GraphPass, Stage, graph_of
+from ..graph.unwrap import GraphLike, graph_of
+from ..passes.base import GraphPass, Stage
+from ..passes.compilation import Compilation
 from ..reports.rewrites import AddedByUnit, AddReport
 
 
-class AddedByGraphWarning(UserWarning):
-    """Gradients of one activation are added graph by graph, in another order than eager's."""
-
-
+@dataclass(frozen=True, eq=False, repr=False)
 class AddByUnit(GraphPass):
     """Add the gradients of an activation that several units read unit by unit, as eager FSDP2 does:
     of cross-attention, skip connections, a position bias that is trained and shared. Without this,
@@ -51,14 +52,23 @@ class AddByUnit(GraphPass):
         TypeError, ValueError: units that don't fit, as of :meth:`.FSDPParamOrder.from_model`.
     """
 
-    stage: Stage = "joint"
+    stage: ClassVar[Stage] = "joint"
+    model: InitVar[nn.Module]
+    units: Iterable[str | Sequence[str]]
+    _units: UnitSpec = field(init=False)
+    _modules: MutableMapping[str, nn.Module] = field(
+        init=False, default_factory=weakref.WeakValueDictionary
+    )
+    _names: tuple[str, ...] = field(init=False)
+    # By activation, the units in the graph that added up several of its gradients.
+    _summed: MutableMapping[torch.Tensor, tuple[str, ...]] = field(
+        init=False, default_factory=WeakTensorKeyDictionary
+    )
 
-    def __init__(self, model: nn.Module, units: Iterable[str | Sequence[str]]) -> None:
-        self.units = UnitSpec(tuple(units))  # type: ignore[arg-type]
-        self._modules = weakref.WeakValueDictionary(modules_with_nodes(model, self.units))
-        self._names = tuple(self._modules)
-        # By activation, the units in the graph that added up several of its gradients.
-        self._summed: MutableMapping[torch.Tensor, tuple[str, ...]] = WeakTensorKeyDictionary()
+    def __post_init__(self, model: nn.Module) -> None:
+        units = UnitSpec(tuple(self.units))  # type: ignore[arg-type]
+        self._modules.update(modules_with_nodes(model, units))
+        self._set(units=units, _units=units, _names=tuple(self._modules))
 
     def install(self) -> None:
         """Put the hooks on the units' modules."""
@@ -83,8 +93,8 @@ class AddByUnit(GraphPass):
             for value, of in descriptors.gradient_outputs(output)
         }
         fqns: Any = compilation.input_fqns or {}
-        found = dict.fromkeys(self.units.unit_of(fqn) for fqn in fqns.values())
-        here = tuple(repr(self.units.units[unit][0]) for unit in found if unit is not None)
+        found = dict.fromkeys(self._units.unit_of(fqn) for fqn in fqns.values())
+        here = tuple(repr(self._units.units[unit][0]) for unit in found if unit is not None)
         for index, (name, tensor) in compilation.activations.items():
             x = tensor()
             if x is None or index not in gradients:
@@ -107,7 +117,7 @@ class AddByUnit(GraphPass):
 
     def settings(self) -> tuple[object, ...]:
         """The units, and the modules with hooks."""
-        return (self.units.units, self._names)
+        return (self._units.units, self._names)
 
 
 def _is_sum(node: fx.Node) -> bool:

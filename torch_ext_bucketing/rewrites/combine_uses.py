@@ -25,7 +25,8 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -43,8 +44,11 @@ from ..graph.regions import Cut, Structures, cuts_behind, erase_unused, nodes_be
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.snapshot import Snapshot, unchanged_on_error
 from ..graph.tags import tag_of
+from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
-from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
+from ..passes.base import GraphPass, Stage
+from ..passes.compilation import Compilation
+from ..passes.facts import Tags
 from ..planner.schedule.memory import PeakMemory
 from ..planner.schedule.model import peak_bytes
 from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
@@ -52,6 +56,7 @@ from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
 _aten = torch.ops.aten
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class CombineUses(GraphPass):
     """One gather and one reduction per parameter and step, as eager FSDP2 has them, with its bits
     and fewer bytes on the network; see :mod:`.rewrites.combine_uses`.
@@ -71,13 +76,13 @@ class CombineUses(GraphPass):
         TypeError: ``peak`` is no ``PeakMemory``.
     """
 
-    stage: Stage = "joint"
-    needs = (Tags,)
+    stage: ClassVar[Stage] = "joint"
+    requires = (Tags,)
+    peak: PeakMemory | None = None
 
-    def __init__(self, peak: PeakMemory | None = None) -> None:
-        if peak is not None and not isinstance(peak, PeakMemory):
-            raise TypeError(f"peak must be a PeakMemory or None, got {peak!r}")
-        self.peak = peak
+    def __post_init__(self) -> None:
+        if self.peak is not None and not isinstance(self.peak, PeakMemory):
+            raise TypeError(f"peak must be a PeakMemory or None, got {self.peak!r}")
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         report = combine_uses(graph_of(graph), self.peak, compilation.size_hints)

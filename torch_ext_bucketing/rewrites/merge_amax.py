@@ -12,7 +12,8 @@ A maximum is exact: the bits stay.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch.fx as fx
 
@@ -23,11 +24,15 @@ from ..graph.records import unmergeable
 from ..graph.regions import nodes_behind
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
+from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
-from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
+from ..passes.base import GraphPass, Stage
+from ..passes.compilation import Compilation
+from ..passes.facts import Tags
 from ..reports.rewrites import AmaxReport, LeftAlone
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class MergeAmax(GraphPass):
     """One all-reduce per group for the largest values of all parameters that are gathered in 8 bits
     scaled by them; see :mod:`.rewrites.merge_amax`.
@@ -35,8 +40,8 @@ class MergeAmax(GraphPass):
     The first gather then waits for all of them. Put it behind :class:`.CombineUses`.
     """
 
-    stage: Stage = "joint"
-    needs = (Tags,)
+    stage: ClassVar[Stage] = "joint"
+    requires = (Tags,)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         g = graph_of(graph)

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -29,13 +31,17 @@ from ..graph.moves import SCALES, is_move
 from ..graph.regions import Cut, cuts_behind, outside_reader, positions
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
+from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
-from ..passes.base import Compilation, GraphLike, GraphPass, Stage, Tags, graph_of
+from ..passes.base import GraphPass, Stage
+from ..passes.compilation import Compilation
+from ..passes.facts import Tags
 from ..reports.rewrites import LeftAlone, ReducedShard, ScatterReport
 
 _c10d = torch.ops._c10d_functional
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class ReduceScatterFirst(GraphPass):
     """Reduce-scatter over the shards before all-reducing over the replicas (HSDP), with the bits of
     eager FSDP2; see :mod:`.rewrites.reduce_scatter_first`. One in eager's order already stays so.
@@ -46,8 +52,8 @@ class ReduceScatterFirst(GraphPass):
     columns of one grid of ranks, the replicas outside. Others stay, and the report says why.
     """
 
-    stage: Stage = "joint"
-    needs = (Tags,)
+    stage: ClassVar[Stage] = "joint"
+    requires = (Tags,)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         compilation.report.rewrites.append(reduce_scatter_first(graph_of(graph)))

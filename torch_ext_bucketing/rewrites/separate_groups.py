@@ -13,7 +13,8 @@ They share the network's bandwidth all the same, and NCCL keeps buffers for each
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,11 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch.process_groups import new_groups
 from ..graph.collectives import Kind, check_kinds, group_name, kind_of, set_group_name
 from ..graph.tags import tag_of
-from ..passes.base import Buckets, Compilation, GraphLike, GraphPass, Order, Stage, Tags, graph_of
+from ..graph.unwrap import GraphLike, graph_of
+from ..passes.base import GraphPass, Stage
+from ..passes.compilation import Compilation
+from ..passes.facts import Buckets, Order, Tags
 
 _REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter",)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class SeparateGroups(GraphPass):
     """Move reductions of parameters' gradients to process groups of their own, of the same ranks.
 
@@ -42,23 +47,20 @@ class SeparateGroups(GraphPass):
         ValueError: an unknown kind or dimension.
     """
 
-    stage: Stage = "forward_backward"
-    needs = (Tags,)
-    undoes = (Buckets, Order)
+    stage: ClassVar[Stage] = "forward_backward"
+    requires = (Tags,)
+    conflicts_with = (Buckets, Order)
+    mesh: DeviceMesh
+    kinds: Collection[Kind] = _REDUCTIONS
+    dims: Iterable[str | int] | None = None
+    second: dict[str, str] = field(init=False, default_factory=dict)
+    """The second group's name by the first one's."""
+    _groups: list[dist.ProcessGroup] = field(init=False, default_factory=list)
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        kinds: Collection[Kind] = _REDUCTIONS,
-        dims: Iterable[str | int] | None = None,
-    ) -> None:
-        self.kinds = check_kinds(kinds)
-        self.mesh = mesh
-        self.dims = None if dims is None else tuple(dims)
-        given = range(mesh.ndim) if self.dims is None else self.dims
-        self.second: dict[str, str] = {}
-        """The second group's name by the first one's."""
-        self._groups: list[dist.ProcessGroup] = []
+    def __post_init__(self) -> None:
+        mesh, dims = self.mesh, None if self.dims is None else tuple(self.dims)
+        self._set(kinds=check_kinds(self.kinds), dims=dims)
+        given = range(mesh.ndim) if dims is None else dims
         for dim in dict.fromkeys([_number_of(dim, mesh) for dim in given]):
             mine = mesh.get_group(dim)
             rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()

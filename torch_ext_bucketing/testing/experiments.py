@@ -25,8 +25,9 @@ from ..fqns import canonical_fqn, format_names
 from ..fsdp.order import FSDPParamOrder
 from ..graph.collectives import KINDS
 from ..passes.backends import BucketingBackend, backend
-from ..passes.base import Buckets, GraphPass, Order, RankOrder
+from ..passes.base import GraphPass
 from ..passes.bucketing import BucketUnits
+from ..passes.facts import Buckets, Order, RankOrder
 from ..reports.rewrites import CombineReport, RewriteReport, ScatterReport
 from ..rewrites.combine_uses import CombineUses
 from ..rewrites.reduce_scatter_first import ReduceScatterFirst
@@ -318,7 +319,7 @@ def _payloads(search: _Search) -> Iterator[Cause]:
 
 
 def _gives(graph_pass: GraphPass, *facts: type) -> bool:
-    return any(isinstance(fact, facts) for fact in graph_pass.gives)
+    return any(isinstance(fact, facts) for fact in graph_pass.provides)
 
 
 def _layout(search: _Search) -> tuple[FSDPParamOrder, list[str], bool]:

@@ -43,12 +43,12 @@ from torchtitan.experiments.graph_trainer.registry import (
 from .._torch.pipelines import actions_of, replace_actions
 from ..agreement.before_run import agree_on_launches
 from ..agreement.launches import launches_of
+from ..errors import BoundNotKeptWarning
 from ..passes.pipeline import Pipeline
 from ..passes.whole_step import names_per_tensor, run_passes, whole_step_pass
 from ..planner.keep.stages import StageBytes, bytes_of, stage_reports, views_of, with_residency
 from ..planner.passes.step_memory import check_bound, state_bytes
 from ..planner.schedule.memory import PeakMemory
-from ..planner.schedule.scheduler import BoundNotKeptWarning
 from ..recipes import recipe
 from ..reports.compile import CompileReport
 from ..reports.stage import StageReport

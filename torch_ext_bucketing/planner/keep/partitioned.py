@@ -512,7 +512,7 @@ def _units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) -> list[Un
     starts: dict[int, list[fx.Node]] = {}
     for start in read_in_forward(chains):
         tag = tag_of(start)
-        number, _ = unit_of(() if tag is None else tag.fqns, units)
+        number, *_ = unit_of(() if tag is None else tag.fqns, units)
         if number is not None:
             starts.setdefault(number, []).append(start)
     return [

@@ -4,46 +4,39 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal
 
 import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._torch import aot as _aot
 from ...bucketing.units import ByUnit
+from ...errors import BoundNotKeptWarning, NothingKeptWarning
 from ...fsdp.chains import Chains, parameter_chains, read_in_forward
 from ...fsdp.units import Units
 from ...graph.tags import Tag, tag_of
-from ...passes.base import (
-    Buckets,
-    Choice,
-    Compilation,
-    GraphLike,
-    GraphPass,
-    Order,
-    RankOrder,
-    Regathers,
-    Stage,
-    Tags,
-    graph_of,
-    last_fact,
-)
+from ...graph.unwrap import GraphLike, graph_of
+from ...passes.base import GraphPass, Stage
 from ...passes.cache_key import digest
-from ...rewrites.reshard_to import make_smaller_group, read_first_gathers, reshard_to, what_fits
+from ...passes.compilation import Choice, Compilation
+from ...passes.facts import Buckets, Order, RankOrder, Regathers, Tags, last_fact
+from ...rewrites.reshard_to import (
+    SmallerGroup,
+    make_smaller_group,
+    read_first_gathers,
+    reshard_to,
+    what_fits,
+)
 from ..cost.devices import job_machine
 from ..cost.machine import Machine, check_machine
 from ..keep.keep import KeepPlanner, block_units
 from ..keep.partitioned import PartitionedModel
 from ..schedule.memory import PeakMemory
 from ..schedule.overlap import Overlap
-from ..schedule.scheduler import BoundNotKeptWarning
 
 
-class NothingKeptWarning(UserWarning):
-    """No unit's gathered parameters could stay from forward to backward."""
-
-
+@dataclass(frozen=True, eq=False, repr=False)
 class ReshardAfterForward(GraphPass):
     """Free gathered parameters after forward and gather them again for backward.
 
@@ -109,46 +102,42 @@ class ReshardAfterForward(GraphPass):
             yet. In a compile: ``to`` divides no group that parameters are sharded over.
     """
 
-    stage: Stage = "joint"
-    needs = (Tags,)
-    gives = (Regathers(),)
+    stage: ClassVar[Stage] = "joint"
+    requires = (Tags,)
+    provides = (Regathers(),)
+    keep: Iterable[str] | Literal["auto"] = ()
+    _: KW_ONLY
+    memory: PeakMemory | None = None
+    units: Units | Iterable[Sequence[str]] | None = None
+    machine: Machine | None = None
+    activations: bool = False
+    state_bytes: int = 0
+    curve: bool = False
+    to: DeviceMesh | int | None = None
+    _kept: Units = field(init=False)
+    _smaller: SmallerGroup | None = field(init=False)
 
-    def __init__(
-        self,
-        keep: Iterable[str] | Literal["auto"] = (),
-        *,
-        memory: PeakMemory | None = None,
-        units: Units | Iterable[Sequence[str]] | None = None,
-        machine: Machine | None = None,
-        activations: bool = False,
-        state_bytes: int = 0,
-        curve: bool = False,
-        to: DeviceMesh | int | None = None,
-    ) -> None:
-        self.auto = keep == "auto"
-        if isinstance(keep, str) and not self.auto:
+    def __post_init__(self) -> None:
+        keep = self.keep if isinstance(self.keep, str) else tuple(self.keep)
+        if isinstance(keep, str) and keep != "auto":
             raise TypeError(f"keep must be a list of FQNs or 'auto', got the string {keep!r}")
-        self.keep: tuple[str, ...] | Literal["auto"] = "auto" if keep == "auto" else tuple(keep)
-        self._kept = Units(() if self.auto else (self.keep,))  # type: ignore[arg-type]
-        if memory is not None and not isinstance(memory, PeakMemory):
-            raise TypeError(f"memory must be a PeakMemory or None, got {memory!r}")
-        if self.auto and memory is None:
+        self._set(keep=keep, _kept=Units(() if self.auto else (keep,)))  # type: ignore[arg-type]
+        if self.memory is not None and not isinstance(self.memory, PeakMemory):
+            raise TypeError(f"memory must be a PeakMemory or None, got {self.memory!r}")
+        if self.auto and self.memory is None:
             raise ValueError("keep='auto' needs a bound: memory=PeakMemory(gib=...)")
-        sizes = {"activations": activations, "state_bytes": state_bytes, "curve": curve}
-        given = {"memory": memory, "units": units, "machine": machine, **sizes}
-        for name, value in given.items():
-            if not self.auto and value not in (None, 0):
+        for name in ("memory", "units", "machine", "activations", "state_bytes", "curve"):
+            if not self.auto and getattr(self, name) not in (None, 0):
                 raise ValueError(f"{name}= belongs to keep='auto', got keep={self.keep!r}")
-        if machine is not None:
-            check_machine(machine)
-        self.memory = memory
-        self.units = None if units is None else Units.of(units)
-        self.machine = machine
-        self.activations = activations
-        self.state_bytes = state_bytes
-        self.curve = curve
-        self.to = to
-        self._smaller = None if to is None else make_smaller_group(to)
+        if self.machine is not None:
+            check_machine(self.machine)
+        self._set(units=None if self.units is None else Units.of(self.units))
+        self._set(_smaller=None if self.to is None else make_smaller_group(self.to))
+
+    @property
+    def auto(self) -> bool:
+        """Whether what stays is chosen by the cost model."""
+        return self.keep == "auto"
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         def is_freed(tag: Tag) -> bool:
@@ -184,7 +173,7 @@ class ReshardAfterForward(GraphPass):
             machine = self.machine or order.machine or job_machine()
             tags = (tag_of(n) for n in graph.nodes)
             fqns = (f for t in tags if t is not None for f in t.fqns)
-            units = self.units or merged.units or block_units(fqns)
+            units = Units.of(self.units or merged.units or block_units(fqns))
             buckets = merged.planner or ByUnit(units, merged.kinds)
             given = (order.policies, machine, compilation.size_hints, buckets, by_rank)
             planner = KeepPlanner(graph, units, *given, self.activations, smaller)
@@ -208,7 +197,8 @@ class ReshardAfterForward(GraphPass):
 
     def settings(self) -> tuple[Any, ...]:
         """The arguments, with this rank's place in the smaller group."""
-        return tuple({**self.arguments(), "to": (self.to is None, self._smaller)}.values())
+        named = (getattr(self, f.name) for f in fields(self) if f.init and f.name != "to")
+        return (*named, self.to is None, self._smaller)
 
 
 @dataclass(frozen=True)

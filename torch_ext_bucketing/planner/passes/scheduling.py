@@ -7,29 +7,20 @@ backend pins the order afterwards (see :mod:`.passes.pin_order`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, ClassVar
 
 from ...bucketing.caps import ByCap, Eligible
 from ...bucketing.groups import Groups, check_groups
 from ...bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ...bucketing.plan import BucketPlanner
-from ...graph.analysis import graph_of
 from ...graph.collectives import Kind, check_kinds
+from ...graph.unwrap import GraphLike, graph_of
 from ...passes.all_to_all import ReduceByAllToAll
-from ...passes.base import (
-    Baseline,
-    Buckets,
-    Compilation,
-    Fact,
-    GraphLike,
-    GraphPass,
-    Order,
-    RankOrder,
-    Stage,
-    Tags,
-)
+from ...passes.base import GraphPass, Stage
+from ...passes.compilation import Compilation
+from ...passes.facts import Baseline, Buckets, Fact, Order, RankOrder, Tags
 from ..cost.devices import job_machine
 from ..cost.machine import Machine, check_machine
 from ..schedule.memory import within
@@ -38,6 +29,7 @@ from ..schedule.scheduler import schedule
 from ..search.cap_search import BySearch, Searched
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Schedule(GraphPass):
     """Reorder each forward, backward and inference graph; see :func:`.schedule`.
 
@@ -53,14 +45,22 @@ class Schedule(GraphPass):
         ValueError: two policies of one class.
     """
 
-    stage: Stage = "forward_backward"
-    needs: tuple[type[Fact], ...] = (Baseline,)
+    stage: ClassVar[Stage] = "forward_backward"
+    requires: ClassVar[tuple[type[Fact], ...]] = (Baseline,)
+    policies: Policy | Iterable[Policy]
+    machine: Machine | None = None
+    _policies: tuple[Policy, ...] = field(init=False)
+    _machine: Machine = field(init=False)
 
-    def __init__(self, policies: Policy | Iterable[Policy], machine: Machine | None = None) -> None:
-        self.policies = policies_of(policies)
-        self.machine = job_machine() if machine is None else machine
-        check_machine(self.machine)
-        self.gives = (Order(self.policies, self.machine),)
+    def __post_init__(self) -> None:
+        policies = policies_of(self.policies)
+        machine = job_machine() if self.machine is None else self.machine
+        check_machine(machine)
+        self._set(policies=policies, _policies=policies, _machine=machine)
+
+    @property
+    def provides(self) -> tuple[Fact, ...]:
+        return (Order(self._policies, self._machine),)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         self._schedule(graph, compilation)
@@ -74,7 +74,7 @@ class Schedule(GraphPass):
         report = schedule(
             graph_of(graph),  # its code is made once, behind all passes
             self._bounded(compilation),
-            machine=self.machine,
+            machine=self._machine,
             reference_bytes=compilation.baseline.peak_bytes,
             size_hints=compilation.size_hints,
             external_live_bytes=compilation.baseline.external_live_bytes,
@@ -85,20 +85,16 @@ class Schedule(GraphPass):
     def _bounded(self, compilation: Compilation) -> tuple[Policy, ...]:
         """The policies, and the bound that a pass before chose under."""
         if compilation.choice is None or compilation.choice.limit_bytes is None:
-            return self.policies
+            return self._policies
         reference = compilation.baseline.peak_bytes or sys.maxsize
-        return within(self.policies, compilation.choice.limit_bytes, reference)
-
-    def arguments(self) -> dict[str, Any]:
-        """Without the machine where it is that of the job."""
-        found = super().arguments()
-        return {**found, "machine": None} if self.machine == job_machine() else found
+        return within(self._policies, compilation.choice.limit_bytes, reference)
 
     def settings(self) -> tuple[Any, ...]:
         """Whatever was given, and the machine."""
-        return (*super().settings(), self.machine)
+        return (*super().settings(), self._machine)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class BucketAndSchedule(Schedule):
     """Bucket by size with the caps that make the fastest schedule, and schedule; see
     :class:`.BySearch`. Takes the place of ``BucketByCap`` and :class:`Schedule`.
@@ -123,45 +119,46 @@ class BucketAndSchedule(Schedule):
             option may not be.
     """
 
-    needs = (Tags, Baseline)
-    undoes = (RankOrder, Order)
+    requires: ClassVar[tuple[type[Fact], ...]] = (Tags, Baseline)
+    conflicts_with = (RankOrder, Order)
+    _: KW_ONLY
+    caps_mb: Sequence[float] | None = None
+    kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+    eligible: Eligible = "tag"
+    groups: Groups = None
+    planners: Sequence[BucketPlanner] = ()
+    payload_order: PayloadKey | None = None
+    machine: Machine | None = None
+    reduce: ReduceByAllToAll | None = None
+    _search: BySearch = field(init=False)
 
-    def __init__(
-        self,
-        policies: Policy | Iterable[Policy],
-        *,
-        caps_mb: Collection[float] | None = None,
-        kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
-        eligible: Eligible = "tag",
-        groups: Groups = None,
-        planners: Iterable[BucketPlanner] = (),
-        payload_order: PayloadKey | None = None,
-        machine: Machine | None = None,
-        reduce: ReduceByAllToAll | None = None,
-    ) -> None:
-        super().__init__(policies, machine)
-        if reduce is not None and not isinstance(reduce, ReduceByAllToAll):
-            raise TypeError(f"reduce must be a ReduceByAllToAll or None, got {reduce!r}")
-        self.caps_mb = None if caps_mb is None else tuple(caps_mb)
-        self.kinds = check_kinds(kinds)
-        self.eligible = eligible
-        self.groups = check_groups(groups)
-        self.planners = tuple(planners)
-        self.payload_order = check_payload_order(payload_order)
-        self.reduce = reduce
-        self.parts = () if reduce is None else (reduce,)
-        self.gives = (
-            Buckets(self.kinds, planner=next(iter(self.planners), None)),
-            *(() if reduce is None else reduce.gives),
-            *self.gives,
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reduce is not None and not isinstance(self.reduce, ReduceByAllToAll):
+            raise TypeError(f"reduce must be a ReduceByAllToAll or None, got {self.reduce!r}")
+        check_payload_order(self.payload_order)
+        caps_mb = None if self.caps_mb is None else tuple(self.caps_mb)
+        self._set(caps_mb=caps_mb, kinds=check_kinds(self.kinds), planners=tuple(self.planners))
+        self._set(groups=check_groups(self.groups))
+        self._set(
+            _search=BySearch(
+                self._policies,
+                ByCap(kinds=self.kinds, eligible=self.eligible, groups=self.groups),
+                caps_mb=caps_mb,
+                machine=self._machine,
+                planners=tuple(self.planners),
+            )
         )
-        self._search = BySearch(
-            self.policies,
-            ByCap(kinds=kinds, eligible=eligible, groups=groups),
-            caps_mb=self.caps_mb,
-            machine=self.machine,
-            planners=self.planners,
-        )
+
+    @property
+    def parts(self) -> tuple[GraphPass, ...]:
+        return () if self.reduce is None else (self.reduce,)
+
+    @property
+    def provides(self) -> tuple[Fact, ...]:
+        reduced = () if self.reduce is None else self.reduce.provides
+        buckets = Buckets(tuple(self.kinds), planner=next(iter(self.planners), None))
+        return (buckets, *reduced, *super().provides)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis, reduce = compilation.analysis(graph), self.reduce

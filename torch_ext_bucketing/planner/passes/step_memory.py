@@ -11,11 +11,11 @@ import torch
 import torch.nn as nn
 
 from ..._torch.sharded import shard_of
-from ...passes.base import Compilation
+from ...errors import BoundNotKeptWarning
+from ...passes.compilation import Compilation
 from ...reports.keep import KeepReport
 from ...reports.text import size_text
 from ..schedule.memory import PeakMemory
-from ..schedule.scheduler import BoundNotKeptWarning
 
 _OFF = 1.03
 """A device's peak above so many times the predicted one is a warning."""

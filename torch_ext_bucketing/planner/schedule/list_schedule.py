@@ -105,7 +105,7 @@ class ListScheduler:
         self.end = self.streams.end
         self.last: dict[str | None, int] = {}  # launched, by group
         self.tail = model.paths.tail
-        self.left = Remaining(model)
+        self.left = Remaining(model, model.paths)
         self.next_gather = dict.fromkeys(self.analysis.gathers, 0)
         self.next_filler = 0
         self.head = 0

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ...graph.liveness import LiveBytes
+from .nodes import NodeTable
+from .paths import Paths
 from .sends import sends_of
-
-if TYPE_CHECKING:
-    from .model import Model
 
 _LARGE = 2**62  # bytes
 
@@ -28,7 +26,7 @@ class ModelAnalysis:
         at: number of each kernel, by place.
         compute_before: by number, compute nodes before the kernel.
         ms_before: by number, milliseconds of the kernels before it.
-        total_ms: of all kernels; ``all_ms`` of all that is no collective.
+        total_ms: of all kernels.
         sends: by place, what the node is on the way to.
         first_use: by place, number of the first kernel that needs the node.
         gathers: by process group, the starts that need no computation and are used by some.
@@ -37,7 +35,7 @@ class ModelAnalysis:
         live: by number, bytes live before the kernel; ``most``: the most until the next one.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: NodeTable, paths: Paths) -> None:
         needs = model.dependencies.needs
         size = len(model)
         self.lazy = [False] * size
@@ -61,13 +59,12 @@ class ModelAnalysis:
             count += model.compute[i]
             ms += model.ms[i]
         self.total_ms = ms
-        self.all_ms = sum(ms for ms, group in zip(model.ms, model.group, strict=True) if not group)
         self.first_use = [len(self.kernels)] * size
         for i in reversed(range(size)):
             for j in model.dependencies.needed_by[i]:
                 if not model.only_ordered(i, j):
                     self.first_use[i] = min(self.first_use[i], self.at.get(j, self.first_use[j]))
-        self.sends = sends_of(model, model.paths.tail)
+        self.sends = sends_of(model, paths.tail)
         # Lazy nodes that lead to no kernel and no collective, and add nothing that stays live, or
         # less than what they read, such as a part of a gathered parameter that is kept.
         self.ends = [False] * size
@@ -120,7 +117,7 @@ class ModelAnalysis:
         self.latest = self._latest_starts(model)
         self.live, self.most = self._live_at_kernels(model)
 
-    def _find_available(self, model: Model) -> None:
+    def _find_available(self, model: NodeTable) -> None:
         """Find what is there before anything was run: lazy nodes and starts that need no kernel,
         those of them that are no gathers, and the kernels that need only such."""
         self.missing = [len(n) for n in model.dependencies.needs]
@@ -139,7 +136,7 @@ class ModelAnalysis:
             for j in model.dependencies.needed_by[i]:
                 self.missing[j] -= 1
 
-    def _latest_starts(self, model: Model) -> dict[int, float]:
+    def _latest_starts(self, model: NodeTable) -> dict[int, float]:
         """When each gather must begin for its stream to be done in time, in kernels' time."""
         load: dict[str, list[tuple[float, float]]] = {}
         for i, group in enumerate(model.group):
@@ -161,7 +158,7 @@ class ModelAnalysis:
         """For each start that needs no computation, the place of the first kernel that uses it."""
         return {i: self.kernels[self.first_use[i]] for mine in self.gathers.values() for i in mine}
 
-    def _kernels_behind(self, model: Model, i: int) -> list[int]:
+    def _kernels_behind(self, model: NodeTable, i: int) -> list[int]:
         found, seen, stack = [], {i}, [i]
         while stack:
             node = stack.pop()
@@ -175,7 +172,7 @@ class ModelAnalysis:
                     stack.append(j)
         return found
 
-    def _live_at_kernels(self, model: Model) -> tuple[list[int], list[int]]:
+    def _live_at_kernels(self, model: NodeTable) -> tuple[list[int], list[int]]:
         """In the order of the graph, what is live before each kernel, and the most from then until
         the next one."""
         live, before, most = LiveBytes(model.liveness), list[int](), list[int]()
@@ -189,7 +186,7 @@ class ModelAnalysis:
         return before, most
 
 
-def _adds_less(model: Model, i: int) -> bool:
+def _adds_less(model: NodeTable, i: int) -> bool:
     """Whether a node adds nothing that stays live, or less than what it reads and others free."""
     live = model.liveness
     added = sum(live.size[s] for s in live.allocates[i] if s in live.kept)

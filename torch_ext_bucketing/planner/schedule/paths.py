@@ -9,10 +9,9 @@ from __future__ import annotations
 import heapq
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from .model import Model
+from .nodes import NodeTable
 
 _NEAR = 500
 """What is computed between two collectives is looked for where they are no farther apart."""
@@ -42,11 +41,13 @@ class Paths:
     Attributes:
         tail: by place, milliseconds from the node's begin to the end at least: the longest path,
             with all that is computed between its collectives.
+        kernels_ms: milliseconds of all that is no collective.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: NodeTable) -> None:
         self._model = model
         self.tail = _longest(model, back=False)
+        self.kernels_ms = sum(ms for ms, g in zip(model.ms, model.group, strict=True) if g is None)
 
     @cached_property
     def rest(self) -> dict[str | None, Rest]:
@@ -89,10 +90,10 @@ class Remaining:
         kernels_ms: milliseconds of all that is no collective.
     """
 
-    def __init__(self, model: Model) -> None:
-        self._model, self._tail, self._rest = model, model.paths.tail, model.paths.rest
+    def __init__(self, model: NodeTable, paths: Paths) -> None:
+        self._model, self._tail, self._rest = model, paths.tail, paths.rest
         self._ms = {stream: rest.ms for stream, rest in self._rest.items()}
-        self.kernels_ms = model.analysis.all_ms
+        self.kernels_ms = paths.kernels_ms
 
     def begin(self, i: int, stream: str | None) -> None:
         """Node ``i`` is no longer to come on that stream."""
@@ -138,7 +139,7 @@ def _one_after_the_other(work: list[tuple[float, float, float]]) -> float:
     return end
 
 
-def _longest(model: Model, back: bool) -> list[float]:
+def _longest(model: NodeTable, back: bool) -> list[float]:
     """By place, milliseconds of the longest path that begins with the node, or ends with it.
 
     A path has one node after the other. Between two of its collectives there is more: whatever
@@ -168,7 +169,7 @@ def _longest(model: Model, back: bool) -> list[float]:
     return path
 
 
-def _between(model: Model, start: int, end: int) -> set[int]:
+def _between(model: NodeTable, start: int, end: int) -> set[int]:
     """What waits for the end of ``start``, and what ``end`` waits for."""
     needs, needed_by, group = model.dependencies.needs, model.dependencies.needed_by, model.group
     behind, stack = set[int](), [start]

@@ -22,10 +22,12 @@ from typing import NamedTuple
 import torch.fx as fx
 
 from ..._gc import paused_gc
+from ...errors import BoundNotKeptWarning
 from ...fsdp.all_to_all import SUM
-from ...graph.analysis import GraphAnalysis, GraphLike, graph_of
+from ...graph.analysis import GraphAnalysis
 from ...graph.dependencies import Precedence
 from ...graph.size_hints import GivenHints, SizeHints
+from ...graph.unwrap import GraphLike, graph_of
 from ...reports.schedule import ScheduleReport
 from ...reports.text import sizes_text
 from ..cost.cost import Costs
@@ -62,10 +64,6 @@ _UPPER_GUESS = (
     "what sums in rank order take is an upper guess: the machine has neither levels nor a table of "
     "all-to-alls, and torch counts one as about 4 reduce-scatters (measure gives a table)"
 )
-
-
-class BoundNotKeptWarning(UserWarning):
-    """A bound on memory could not be kept, or a graph could not be scheduled."""
 
 
 def schedule(

@@ -10,10 +10,9 @@ a few kernels in turn, and the stream that both send on would stand idle until b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from .model import Model
+from .nodes import NodeTable
 
 
 class Send(NamedTuple):
@@ -34,7 +33,7 @@ class Send(NamedTuple):
     tail: float
 
 
-def sends_of(model: Model, tail: Sequence[float]) -> list[Send]:
+def sends_of(model: NodeTable, tail: Sequence[float]) -> list[Send]:
     """For each node by place; ``tail`` is as of :class:`.Paths`."""
     size, ms = len(model), model.ms
     ahead, start = [0.0] * size, [-1] * size

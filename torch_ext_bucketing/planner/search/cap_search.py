@@ -37,6 +37,7 @@ from ...bucketing.all_to_all import reduce_by_all_to_all
 from ...bucketing.caps import ByCap, CapPlanner, check_cap
 from ...bucketing.merge import merge_buckets
 from ...bucketing.plan import BucketPlanner, MergePlan, planned
+from ...errors import BoundNotKeptWarning
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import group_name
 from ...graph.snapshot import reading_only
@@ -47,7 +48,7 @@ from ..cost.machine import H100, Machine
 from ..schedule.model import Model, model_of
 from ..schedule.options import Options
 from ..schedule.policy import Policy, policies_of
-from ..schedule.scheduler import BoundNotKeptWarning, Scheduled, rank, schedule_model
+from ..schedule.scheduler import Scheduled, rank, schedule_model
 from .merged_model import merged_model
 
 CAPS_MB = (8.0, 25.0, 80.0, 500.0)

@@ -8,7 +8,9 @@ import torch.nn as nn
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.graph.collectives import kind_of
-from torch_ext_bucketing.passes.base import Compilation, GraphLike, GraphPass, graph_of
+from torch_ext_bucketing.graph.unwrap import GraphLike, graph_of
+from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.passes.compilation import Compilation
 
 DIM = 32
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from collective_graphs import C10D
+from hypothesis import strategies as st
 from sharded_models import Keep
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +21,7 @@ from torch_ext_bucketing.bucketing.plan import MergePlan
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import KINDS, Kind, kind_of
 from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.planner.schedule.options import Options
 from torch_ext_bucketing.planner.schedule.policy import Policy, policies_of
 from torch_ext_bucketing.planner.search.cap_search import BySearch
 from torch_ext_bucketing.reports.caps import CapsReport
@@ -37,6 +39,17 @@ def fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 shared = functools.cache(fresh)
+
+OPTIONS = st.builds(
+    Options,
+    limit_bytes=st.one_of(st.none(), st.integers(0, 5000)),
+    window=st.integers(0, 30),
+    fill=st.integers(0, 30),
+    depth=st.integers(0, 3),
+    max_prefetch=st.integers(0, 50),
+    deadlines=st.booleans(),
+    max_run=st.one_of(st.none(), st.integers(1, 9)),
+)
 
 
 class Builder:

@@ -2,8 +2,13 @@
 
 import pytest
 import torch
+import torch.compiler.config
+import torch.distributed.config
 from torch._inductor import config
 from torch._inductor.fx_passes import fsdp
+
+CONFIG = torch.compiler.config if torch.__version__ >= "2.14" else torch.distributed.config
+"""Where ``compile_on_one_rank`` is."""
 
 HAS_PRE_BUCKETING = hasattr(fsdp, "pre_bucket_fsdp_collectives")
 needs_pre_bucketing = pytest.mark.skipif(

@@ -19,6 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+HELPERS = Path(__file__).resolve().parent
+PATHS = [str(HELPERS), str(HELPERS.parents[1])]
+"""Where the helpers, the package and the benchmarks are imported from."""
+
 C10D = torch.ops._c10d_functional
 
 OPTIONS = "aten_distributed_optimizations."
@@ -171,6 +175,20 @@ def assert_same(
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def described(gm: fx.GraphModule) -> list[str]:
+    """Nodes, with what is kept of them, and which of them share memory."""
+    storages: dict[int, int] = {}
+    found = []
+    for n in gm.graph.nodes:
+        value = getattr(n.meta.get("val"), "script_class_name", n.meta.get("val"))
+        if isinstance(value, torch.Tensor):
+            storage = storages.setdefault(value.untyped_storage()._cdata, len(storages))
+            value = (value, value.stride(), value.storage_offset(), storage)
+        rest = [n.meta.get(k) for k in ("custom", "desc", "partitioner_tag")]
+        found.append(repr([n.op, n.target, n.name, n.args, n.kwargs, value, rest]))
+    return found
+
+
 def lines_run(function: Callable[[], object], folder: str = "") -> int:
     """How many lines of Python a call runs, in files below ``folder``."""
     count = 0
@@ -193,20 +211,18 @@ def lines_run(function: Callable[[], object], folder: str = "") -> int:
 
 
 def _run_script(rank: object, script: str) -> Any:
-    sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:2]]
+    sys.path[:0] = PATHS
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(script, {})
     return json.loads(printed.getvalue().splitlines()[-1])
 
 
 def under_hash_seeds(script: str) -> list[Any]:
-    """What ``script``, run in two processes with other hash seeds and this folder on its path,
+    """What ``script``, run in two processes with other hash seeds and ``PATHS`` to import from,
     prints as JSON in its last line. One has the seed of the ranks' server, random as a rule."""
     from torch_ext_bucketing.testing.ranks import run_ranks  # not where only graphs are wanted
 
-    here = Path(__file__).parent
-    env = os.environ | {"PYTHONHASHSEED": "4711"}
-    env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
+    env = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(PATHS)}
     run = subprocess.run(
         [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300
     )

@@ -1,4 +1,4 @@
-"""A process of test_warm.py or test_caches.py: ``python cache_child.py FUNCTION [ARGUMENT ...]``.
+"""A process that compiles under caches, as ``cache_runs.run`` starts it: ``python cache_child.py FUNCTION [ARGUMENT ...]``.
 
 Prints one line of JSON per rank. Ranks of a fake group take turns in one process; under torchrun
 they are a gloo group.

@@ -20,7 +20,7 @@ needs_unpatched_torch = pytest.mark.skipif(
 )
 
 TORCH_DIR = Path(torch.__file__).resolve().parent
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "torch/_inductor/config.py"
 BUCKETING = "torch/_inductor/fx_passes/bucketing.py"
 FSDP = "torch/_inductor/fx_passes/fsdp.py"

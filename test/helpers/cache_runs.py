@@ -1,0 +1,72 @@
+"""Processes that fill and read the compile caches: what they run, and what they report."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from patching_trees import ROOT, copy_package
+
+CHILD = Path(__file__).parent / "cache_child.py"
+LIMIT_S = 400
+
+HIT, MISS, BYPASS = [1, 0, 0], [0, 1, 0], [0, 0, 1]
+
+
+def run(
+    *arguments: str, paths: Sequence[Path] = (ROOT, CHILD.parent), **environment: str
+) -> list[dict[str, Any]]:
+    """The lines of JSON that a process prints, which finds the first of ``paths`` first."""
+    ours = ("TORCH_", "TORCHINDUCTOR")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ours) or "VEC_ISA" in k}
+    env |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, env=env, cwd=paths[0], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_state(result: dict[str, Any], state: list[int]) -> None:
+    """Of forward and backward; the whole step is one entry of AOTAutograd's cache."""
+    assert (result["graphs"], result["aot"]) == ([2 * n for n in state], state), result
+
+
+HOOKS = """
+from torch_ext_bucketing import BucketUnits
+
+class OwnPass(BucketUnits):
+    def run(self, graph, compilation):
+        if 1 > 0:
+            super().run(graph, compilation)
+"""
+EDITED_HOOKS = HOOKS.replace("1 > 0", "-1 > 0")
+
+
+class Checkout:
+    """A copy of the package, a user's module and a cache directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = copy_package(folder / "checkout")
+        self.cache = folder / "cache"
+        self.hooks = self.folder / "hooks.py"
+        self.hooks.write_text(HOOKS)
+
+    def run(self, *names: str, seed: int = 0) -> dict[str, dict[str, Any]]:
+        """Results by name, of a new process, whose hashes of strings are by ``seed``."""
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(self.cache), "PYTHONHASHSEED": str(seed)}
+        results = run(
+            str(CHILD), "setups", *names, paths=(self.folder, CHILD.parent), **environment
+        )
+        assert [r["name"] for r in results] == list(names)
+        assert all(Path(r.get("file", self.folder)).is_relative_to(self.folder) for r in results)
+        return {r["name"]: r for r in results}
+
+    def edit(self, path: Path, old: str, new: str) -> None:
+        text = path.read_text(encoding="utf-8")
+        assert text.count(old) == 1, (path, text.count(old))
+        path.write_text(text.replace(old, new), encoding="utf-8")

@@ -1,0 +1,85 @@
+"""Errors and warnings of the package, with one base class each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class BucketingError(RuntimeError):
+    """Base class of the package's errors that are not about an argument's type or value."""
+
+
+class UnknownTorchError(BucketingError):
+    """The installed torch lacks a private function that the package calls."""
+
+
+class AgreementError(BucketingError):
+    """The ranks could not make sure that they launch the same collectives."""
+
+
+class PlanMismatchError(AgreementError):
+    """Ranks are about to launch different collectives.
+
+    The message shows the first difference, in each version, with the ranks that have it.
+    """
+
+
+class RankMissingError(AgreementError):
+    """Some ranks did not join the comparison in time; the message names them."""
+
+
+class HooksError(BucketingError):
+    """The hooks could not be installed in torch; the message lists what was changed."""
+
+
+class PatchDoesNotApplyError(HooksError):
+    """Hunks of the patch series do not fit the torch source.
+
+    Attributes:
+        failures: a line for each hunk with its file, its header, and its first line that differs.
+    """
+
+    def __init__(self, failures: Sequence[str]) -> None:
+        message = f"{len(failures)} hunk(s) of the torch patch do not fit this torch:"
+        super().__init__("\n  ".join([message, *failures]))
+        self.failures = tuple(failures)
+
+
+class ImportedTooEarlyError(HooksError):
+    """A module that the series changes was imported before ``hooks.install()``."""
+
+
+class BucketingWarning(UserWarning):
+    """Base class of the package's warnings."""
+
+
+class NotBucketedWarning(BucketingWarning):
+    """Collectives of a compiled graph were not bucketed.
+
+    Nothing was merged although the graph has collectives, or nothing of one kind of reduction; or
+    there is nothing to bucket because parameters are not sharded.
+    """
+
+
+class UncoveredParametersWarning(BucketingWarning):
+    """Some parameters are in no unit; their collectives stay one each."""
+
+
+class PayloadOrderWarning(BucketingWarning):
+    """Buckets are not packed in the payload order that was given."""
+
+
+class DividedUnitWarning(BucketingWarning):
+    """A unit's gradients are not reduced in one payload, as eager FSDP2 reduces them."""
+
+
+class AddedByGraphWarning(BucketingWarning):
+    """Gradients of one activation are added graph by graph, in another order than eager's."""
+
+
+class NothingKeptWarning(BucketingWarning):
+    """No unit's gathered parameters could stay from forward to backward."""
+
+
+class BoundNotKeptWarning(BucketingWarning):
+    """A bound on memory could not be kept, or a graph could not be scheduled."""
