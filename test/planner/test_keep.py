@@ -149,7 +149,7 @@ class Chosen(teb.GraphPass):
         chance = [0.9 if k in partitioned.parts else 0.5 for k in held]
         kept = [k for k, p in zip(held, chance, strict=True) if self.rng.random() < p]
         self.kept = partitioned.distinct(kept)
-        self.parts = [k for k in self.kept if k in partitioned.parts]
+        self.in_part = [k for k in self.kept if k in partitioned.parts]
         self.models = partitioned.models(self.kept)
         self.peak = HeldBytes(partitioned).peak_bytes(self.kept)
         choice = _choice(partitioned, self.kept)
@@ -176,7 +176,7 @@ def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed
     assert {f"blocks.{i} {sort}" for i in range(2) for sort in sorts} <= names
     assert {"the root (2) products"} <= names or not chosen.root
     assert 0 < len(chosen.kept) < len(chosen.units)
-    assert bool(chosen.parts) == (to is not None)
+    assert bool(chosen.in_part) == (to is not None)
     for model, stage in zip(chosen.models, STAGES, strict=True):
         ours, graph = Timeline.of(model), model_of(graphs[stage].graph)
         assert sum(model.compute) == sum(graph.compute)
@@ -184,7 +184,7 @@ def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed
         unread = model.liveness.at_start - graph.liveness.at_start
         most = Timeline.of(graph).peak_bytes
         # What is gathered of is taken to be there while forward makes the copies of parts.
-        assert most <= ours.peak_bytes - unread <= (1.01 if chosen.parts else 1) * most
+        assert most <= ours.peak_bytes - unread <= (1.01 if chosen.in_part else 1) * most
     # In an order in which what is made again stands where it would with nothing kept.
     assert chosen.peak >= max(m.liveness.peak(range(len(m))) for m in chosen.models)
 
