@@ -383,13 +383,7 @@ def _recipe(e: Example) -> Any:
 
 def _separate_groups(e: Example) -> Any:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    dims = e.pick(None, ["dp"], [0], [1], ["tp"], [])
-    return teb.SeparateGroups(mesh, e.kinds(), dims)
-
-
-def _combine_uses(e: Example) -> Any:
-    bound = e.junk(lambda: teb.PeakMemory(ratio=e.pick(0.5, 1.0, 3)))
-    return teb.CombineUses(e.rng.choice((None, bound)))
+    return teb.SeparateGroups(mesh, e.kinds())
 
 
 WIDE = (torch.float32, torch.float64, torch.int8, "fp32")
@@ -402,7 +396,7 @@ CALLS: dict[str, tuple[int, Callable[[Example], Any]]] = {
     "Schedule": (20, lambda e: teb.Schedule(e.policies(), e.machine())),
     "peak_bytes": (20, lambda e: peak_bytes(e.gm, e.rng.choice((None, lambda n: True)))),
     "AddByUnit": (15, lambda e: teb.AddByUnit(e.model, e.rng.choice((e.names(), UNITS)))),
-    "CombineUses": (20, _combine_uses),
+    "CombineUses": (20, lambda e: teb.CombineUses()),
     "MergeAmax": (10, lambda e: teb.MergeAmax()),
     "ReduceScatterFirst": (20, lambda e: teb.ReduceScatterFirst()),
     "ReduceByAllToAll": (10, lambda e: teb.ReduceByAllToAll(e.pick(*WIDE))),

@@ -163,7 +163,6 @@ def test_every_argument_of_a_pass_counts(made):
         (teb.BucketByCap, {("g", "all_gather"): 1.0}, {("g", "all_gather"): 1.5}),
         (teb.Schedule, teb.Overlap(), (teb.Overlap(), teb.CapComputeRun())),
         (teb.Schedule, teb.Overlap(), teb.Overlap(depth=3)),
-        (teb.CombineUses, teb.PeakMemory(gib=1.0), teb.PeakMemory(gib=2.0)),
         (teb.ReduceByAllToAll, torch.float32, torch.float64),
         (teb.ReshardAfterForward, ["a"], ["b"]),
         (lambda groups: teb.BucketByCap(groups=groups), None, "primary"),
@@ -183,7 +182,7 @@ def test_the_groups_that_reductions_move_to_count(fake_world):
     made = [
         teb.SeparateGroups(mesh),
         teb.SeparateGroups(mesh),
-        teb.SeparateGroups(mesh, dims=["shard"]),
+        teb.SeparateGroups(mesh["shard"]),
     ]
     made.append(teb.SeparateGroups(mesh, kinds=("all_gather",)))
     object.__setattr__(made[-1], "second", made[0].second)

@@ -47,6 +47,7 @@ from torch_ext_bucketing.passes.tagging import PAYLOAD_FIELD, TagParameters
 from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.planner.passes.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.planner.schedule.overlap import Overlap
+from torch_ext_bucketing.rewrites.combine_uses import combine_uses
 
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
@@ -163,6 +164,7 @@ def test_same_gather_twice_is_one(fake_world):
     inputs = [[torch.randn(2), torch.randn(3)] for _ in range(4)]
     gm = tagged(trace(twice, *inputs[0]), "a", "b", "a")
     expected = run_all_ranks(gm, inputs)
+    combine_uses(gm.graph)
     apply_plan(gm.graph, ByUnit(Units([("a", "b")])).plan(gm.graph))
     (bucket,) = collectives(gm)
     assert [t.fqns for t in member_tags(bucket)] == [("a",), ("b",)]

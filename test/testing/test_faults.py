@@ -396,12 +396,6 @@ def test_odd_collectives_are_left_alone_with_a_reason():
     assert why_left("arguments_by_keyword") == {"its arguments are given by keyword"}
 
 
-def test_a_gather_whose_result_is_written_to_is_not_shared():
-    gm = tagged(ODD["gathered_value_written"]())
-    plan = ByUnit(Units([["m"]])).plan(gm.graph)
-    assert plan.duplicates == ()
-
-
 def test_a_graph_without_output_can_be_scheduled():
     gm = tagged(ODD["no_output"]())
     names = sorted(n.name for n in gm.graph.nodes)

@@ -49,11 +49,9 @@ class MergePlan(NotMerged):
 
     Args:
         buckets: in the graph order of their first members; each has two members or more.
-        duplicates: ``(start, earlier start)`` of gathers of one value, which can be shared.
     """
 
     buckets: tuple[Bucket, ...] = ()
-    duplicates: tuple[tuple[fx.Node, fx.Node], ...] = ()
 
 
 class BucketPlanner(Protocol):
@@ -69,15 +67,15 @@ class BucketPlanner(Protocol):
 
 
 def merge_groups(
-    contracted: Contraction, groups: Iterable[tuple[int | None, Sequence[Collective]]]
+    analysis: GraphAnalysis, groups: Iterable[tuple[int | None, Sequence[Collective]]]
 ) -> MergePlan:
     """Merge each group into as few buckets as dependencies allow.
 
     Args:
-        contracted: the graph, with the buckets that were planned before.
         groups: collectives of one bucket key each, in graph order, with the number of their unit
             or None.
     """
+    contracted = Contraction(analysis)
     buckets, splits, left = list[Bucket](), list[str](), list[LeftAlone]()
     for unit, candidates in groups:
         first, rest = candidates[0], list(candidates)

@@ -13,7 +13,6 @@ from ..graph.analysis import GraphAnalysis
 from ..graph.collectives import Kind
 from ..graph.records import UNTAGGED, Collective
 from ..reports.base import Cause, LeftAlone
-from .contraction import Contraction
 from .plan import MergePlan, left_alone, merge_groups
 
 
@@ -34,9 +33,6 @@ class ByUnit:
         uncovered: dict[str, None] = {}
         left: list[LeftAlone] = []
         groups: dict[tuple[int, Any, bool], list[Collective]] = {}
-        duplicates: list[tuple[fx.Node, fx.Node]] = []
-        first_gather: dict[tuple[Any, ...], fx.Node] = {}
-        contracted = Contraction(analysis)
         for c in analysis.collectives.values():
             if c.kind not in self.kinds:
                 continue
@@ -47,22 +43,10 @@ class ByUnit:
                 continue
             # In a trace of a whole step, a gather in backward is there to free memory in between.
             again = c.kind == "all_gather" and c.in_backward
-            if c.kind == "all_gather" and c.start not in analysis.writes.written:
-                value = analysis.gathered_values[c.start]
-                same = (value, again, c.start.target, c.start.meta["val"].dtype, c.ranks, c.group)
-                earlier = first_gather.setdefault(same, c.start)
-                if earlier is not c.start:
-                    contracted.open(earlier)
-                    joined = contracted.try_add(c.start)
-                    contracted.close()
-                    if joined:
-                        duplicates.append((c.start, earlier))
-                        continue
             groups.setdefault((unit, c.key, again), []).append(c)
-        plan = merge_groups(contracted, ((unit, found) for (unit, *_), found in groups.items()))
+        plan = merge_groups(analysis, ((unit, found) for (unit, *_), found in groups.items()))
         return replace(
             plan,
-            duplicates=tuple(duplicates),
             uncovered=tuple(uncovered),
             ineligible=(*left, *plan.ineligible),
         )

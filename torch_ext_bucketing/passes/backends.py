@@ -30,14 +30,12 @@ from ..agreement.launches import GraphLaunches, launches_of
 from ..fsdp.simple_fsdp import attach
 from ..graph.size_hints import GivenHints, check_size_hints
 from ..graph.unwrap import GraphLike, graph_of
-from ..planner.passes.step_memory import watch_peak
 from ..reports.compile import CompileReport
 from .base import GraphPass, Stage
 from .cache_key import NoUuidError, describe, digest, log_no_uuid
 from .code import code_of
 from .compilation import Compilation
-from .diagnostics import RunWatch
-from .facts import Buckets, Order, RankOrder, last_fact
+from .facts import Order, last_fact
 from .pin_order import pin_order
 from .pipeline import Pipeline
 
@@ -129,6 +127,7 @@ class BucketingBackend:
             activations=_dynamo_inputs.activation_inputs(gm),
             frame=_dynamo_inputs.frame_number(),
             size_hints=self.size_hints,
+            model=self.model,
         )
         self.reports.append(compilation.report)
         group = default_group()
@@ -151,10 +150,9 @@ class BucketingBackend:
             compiled = self._compile_aot(gm, example_inputs, compilation, agrees)
         if is_fresh:
             compiled = as_fresh_frame(compiled)
-        for fact in self.passes.ahead:
-            if isinstance(fact, Buckets) and fact.units is not None:
-                compiled = RunWatch(fact.units, self.model, compilation).watch(compiled)
-        return watch_peak(compiled, compilation)
+        for p in (*self.passes.forward_backward, *self.passes.joint):
+            compiled = p.wrap(compiled, compilation)
+        return compiled
 
     def _compile_aot(
         self,
@@ -274,11 +272,7 @@ def _run_each(
     g, done = graph_of(graph), len(compilation.report.graphs)
     passes.run("forward_backward", graph, compilation)
     buckets = [b for report in compilation.report.graphs[done:] for b in report.buckets]
-    planned = passes.cost_model_fingerprint(compilation.size_hints)
-    chosen = "" if compilation.choice is None else compilation.choice.text
-    sums = last_fact(passes.ahead, RankOrder)
-    added = "" if sums is None else f"sums in rank order in {sums.accumulate}"
-    planned_with = ", ".join(filter(None, [planned, chosen, added]))
+    planned_with = passes.planned_with(compilation)
     return lambda: launches_of(g, _aot.stage_of(g), buckets, planned_with)
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch.fx as fx
 
 from .._source import note_sources, package_digest
-from .._torch.inductor import CustomGraphPass
+from .._torch.graph_pass import CustomGraphPass
 from .._torch.process_groups import group_places
 from ..graph.unwrap import GraphLike, graph_of
-from ..reports.compile import CompileReport
 from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
 from .code import code_of_fields
-from .compilation import Compilation
-from .diagnostics import warn_of_silence
 from .facts import Baseline, Fact
+
+if TYPE_CHECKING:
+    from ..reports.compile import CompileReport
+    from .compilation import Compilation
 
 Stage = Literal["joint", "forward_backward"]
 
@@ -75,10 +77,17 @@ class GraphPass(CustomGraphPass):
         """Finish on each graph after the partitioner what the pass began on the joint graph, before
         the passes of that stage run."""
 
+    def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+        """Wrap the code that a compile made, to look at its runs."""
+        return compiled
+
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
         """Run on one graph of the pass's stage without any other pass, in place; a ``GraphModule``
         is recompiled. Without a ``compilation`` to go on with it begins one, which warns where
         nothing was bucketed, as :func:`.backend` does."""
+        from .compilation import Compilation
+        from .diagnostics import warn_of_silence
+
         alone = compilation is None
         compilation = compilation or Compilation()
         if Baseline in self.requires:

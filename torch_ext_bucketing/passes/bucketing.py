@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ..bucketing.caps import ByCap, CapMb, Eligible
 from ..bucketing.groups import Groups, check_groups
@@ -15,7 +15,7 @@ from ..graph.collectives import KINDS, Kind, check_kinds
 from ..graph.unwrap import GraphLike
 from .base import GraphPass, Stage
 from .compilation import Compilation
-from .diagnostics import DividedUnits
+from .diagnostics import DividedUnits, RunWatch
 from .facts import Buckets, Fact, Order, RankOrder, Tags
 
 
@@ -73,6 +73,10 @@ class BucketUnits(GraphPass):
         if plan.uncovered:
             compilation.warn_uncovered(plan.uncovered, self._units)
         self._divided.look(analysis.graph, compilation)
+
+    def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+        """Watch the first runs for gradients that are reduced otherwise than planned."""
+        return RunWatch(self._units, compilation).watch(compiled)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

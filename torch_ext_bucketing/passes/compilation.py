@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.fx as fx
+import torch.nn as nn
 
 from .._torch.aot import stage_of
 from ..errors import UncoveredParametersWarning
@@ -38,12 +39,12 @@ class Compilation:
     """One compile.
 
     Args:
-        input_fqns: FQN of each graph input that is a parameter, by position. Like the next four it
+        input_fqns: FQN of each graph input that is a parameter, by position. Like the next five it
             is known before the first pass runs.
         activations: of the inputs that code before this one computed, by position: the name in the
             code that is compiled, and the tensor.
         frame: number of the code that is compiled, the same when it is compiled again.
-        size_hints: as given to :func:`.backend`.
+        size_hints: as given to :func:`.backend`; ``model``, too.
         ahead: what the passes after the partitioner will give, in the order in which they run.
         tagged: number of collectives of the joint graph that carry a tag, by ``TagParameters``.
         choice: by ``ReshardAfterForward(keep="auto")``; None where nothing was chosen.
@@ -54,6 +55,7 @@ class Compilation:
     activations: Mapping[int, tuple[str, weakref.ref[torch.Tensor]]] = field(default_factory=dict)
     frame: int | None = None
     size_hints: GivenHints = None
+    model: nn.Module | None = None
     ahead: tuple[Fact, ...] = ()
     report: CompileReport = field(default_factory=CompileReport)
     tagged: int = 0

@@ -237,11 +237,10 @@ _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 
 class RunWatch:
     """Watches the first runs of one compile's code, and warns where ``units``, which were bucketed,
-    are not reduced as planned. ``model`` is as of :func:`.backend`."""
+    are not reduced as planned."""
 
-    def __init__(self, units: Units, model: nn.Module | None, compilation: Compilation) -> None:
+    def __init__(self, units: Units, compilation: Compilation) -> None:
         self._units = units
-        self._model = model
         self._compilation = compilation
         fqns: Any = compilation.input_fqns or {}
         self._planned = {i: f for i, f in fqns.items() if units.unit_of(f) is not None}
@@ -292,7 +291,7 @@ class RunWatch:
 
     def _look_at_module(self, parameters: Sequence[Any]) -> None:
         """Look at the parameters of a module that runs the graph for the first time."""
-        model = model_of(parameters[0], self._model)
+        model = model_of(parameters[0], self._compilation.model)
         if model is None:
             return
         names = {p: fqns[0] for p, fqns in parameter_names(model).items()}

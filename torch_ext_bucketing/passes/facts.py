@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 
-from ..bucketing.plan import BucketPlanner
-from ..fsdp.units import Units
-from ..graph.collectives import Kind
-from ..planner.cost.machine import Machine
-from ..planner.schedule.policy import Policy
+if TYPE_CHECKING:
+    from ..bucketing.plan import BucketPlanner
+    from ..fsdp.units import Units
+    from ..graph.collectives import Kind
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,12 @@ class Fact:
     text: ClassVar[str] = ""
     """The fact in messages, such as "the order of the nodes"."""
     once: ClassVar[bool] = True
-    """Whether one pass alone may give it."""
+    """Whether one pass alone may provide it."""
+
+    @property
+    def planned_with(self) -> str:
+        """Return in short what the graph was planned with, for ranks to compare."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,17 @@ class RankOrder(Fact):
     text = "how gradients are added up"
     accumulate: torch.dtype = torch.float32
 
+    @property
+    def planned_with(self) -> str:
+        """Return the dtype of the sums."""
+        return f"sums in rank order in {self.accumulate}"
+
 
 @dataclass(frozen=True)
 class Order(Fact):
-    """The nodes stand in the order in which they are to run, judged by ``policies`` and timed for
-    ``machine``, and the compiler has to keep it."""
+    """The nodes stand in the order in which they are to run, and the compiler has to keep it."""
 
     text = "the order of the nodes"
-    policies: tuple[Policy, ...] = ()
-    machine: Machine | None = None
 
 
 @dataclass(frozen=True)

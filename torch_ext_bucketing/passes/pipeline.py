@@ -14,7 +14,6 @@ import torch.nn as nn
 
 from .._torch import aot as _aot
 from .._torch.trace import readable, trace_artifact
-from ..graph.size_hints import GivenHints
 from ..graph.unwrap import GraphLike, graph_of
 from ..reports.compile import PassTime
 from .base import GraphPass, Stage
@@ -111,15 +110,15 @@ class Pipeline:
             compilation.report.passes.append(PassTime(name, p.name, seconds))
         warn_of_silence(g, compilation.report.graphs[done:], compilation)
 
-    def cost_model_fingerprint(self, size_hints: GivenHints) -> str:
-        """The times and size hints that orders are planned with, in short, which ranks compare;
-        empty where no pass plans one."""
-        machines = [fact.machine for fact in self.ahead if isinstance(fact, Order)]
-        if not any(machines):
-            return ""
-        found = [f"machine {m.name} {brief(m)}" for m in machines if m is not None]
-        hints = brief(size_hints) if callable(size_hints) else str(size_hints)
-        return ", ".join([*found, f"size hints {hints}"])
+    def planned_with(self, compilation: Compilation) -> str:
+        """What graphs are planned with, in short, which ranks compare: times and size hints of an
+        order, a pass's choice on the joint graph, the dtype of sums."""
+        found = [fact.planned_with for fact in self.ahead]
+        if any(isinstance(fact, Order) and fact.planned_with for fact in self.ahead):
+            hints = compilation.size_hints
+            found.append(f"size hints {brief(hints) if callable(hints) else hints}")
+        chosen = "" if compilation.choice is None else compilation.choice.text
+        return ", ".join(filter(None, [*found, chosen]))
 
     def uuid(self) -> str | None:
         """A cache key of all passes in order, and of what is switched off; None where a pass has

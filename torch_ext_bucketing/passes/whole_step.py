@@ -52,7 +52,7 @@ def whole_step_pass(
                 f"and {others + len(trained)} results. Give the model that was traced"
             )
         fqns = {node: name for node, name in zip(inputs, names, strict=False) if name}
-        run_passes(gm, pipeline, shared, fqns, [*(None,) * others, *trained], model)
+        run_passes(gm, pipeline, shared, fqns, [*(None,) * others, *trained])
         return gm
 
     return torch_ext_bucketing_pass
@@ -72,11 +72,10 @@ def run_passes(
     compilation: Compilation,
     fqns: dict[fx.Node, str],
     grad_fqns: Sequence[str | None],
-    model: nn.Module,
 ) -> None:
     """Run all passes on one graph of any part of a step, in place. ``fqns`` names the placeholders
-    that are parameters of ``model``, ``grad_fqns`` whose gradient each flattened output is."""
-    tag_joint_graph(gm, fqns.get, grad_fqns=grad_fqns, model=model)
+    that are parameters, ``grad_fqns`` whose gradient each flattened output is."""
+    tag_joint_graph(gm, fqns.get, grad_fqns=grad_fqns)
     for stage in ("joint", "forward_backward"):
         pipeline.run(stage, gm, compilation)  # type: ignore[arg-type]
     gm.graph.lint()

@@ -50,15 +50,13 @@ class CombinedUses:
 @dataclass(frozen=True)
 class CombineReport(RewriteReport):
     """The result of :class:`.CombineUses` on one graph: parameters with fewer collectives than
-    before; parameters whose uses are still gathered or reduced on their own (where it is the
-    reductions, their gradients are not eager FSDP2's bit for bit); and the estimated peak of live
-    bytes before and after, None where no bound was given."""
+    before, and parameters whose uses are still gathered or reduced on their own. Where it is the
+    reductions, their gradients are not eager FSDP2's bit for bit."""
 
     rewrite = "combine uses"
     heading = "uses combined"
     combined: tuple[CombinedUses, ...] = ()
     left: tuple[LeftAlone, ...] = ()
-    peak_bytes: tuple[int, int] | None = None
 
     def _lines(self) -> list[str]:
         lines = []

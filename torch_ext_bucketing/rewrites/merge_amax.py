@@ -13,7 +13,7 @@ A maximum is exact: the bits stay.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.fx as fx
 
@@ -27,9 +27,11 @@ from ..graph.tags import tag_of
 from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
 from ..passes.base import GraphPass, Stage
-from ..passes.compilation import Compilation
 from ..passes.facts import Tags
 from ..reports.rewrites import AmaxReport, LeftAlone
+
+if TYPE_CHECKING:
+    from ..passes.compilation import Compilation
 
 
 @dataclass(frozen=True, eq=False, repr=False)

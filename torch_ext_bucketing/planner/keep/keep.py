@@ -35,6 +35,7 @@ from ...fsdp.units import Units
 from ...graph.size_hints import GivenHints, SizeHints
 from ...reports.keep import KeepReport, KeptUnit
 from ...reports.text import size_text
+from ...rewrites.reshard_to import Smaller
 from ..cost.cost import Costs
 from ..cost.machine import H100, Machine
 from ..schedule.memory import within
@@ -44,7 +45,7 @@ from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import rank, schedule_model
 from ..schedule.timeline import step_ms
 from .held import HeldBytes
-from .partitioned import PartitionedModel, Smaller
+from .partitioned import PartitionedModel
 
 _Set: TypeAlias = frozenset[int]
 _GIB = 2**30

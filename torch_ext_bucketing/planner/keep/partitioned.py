@@ -41,6 +41,7 @@ from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import is_collective, is_number, is_wait
 from ...graph.liveness import Liveness, Storages
 from ...graph.tags import tag_of
+from ...rewrites.reshard_to import Smaller
 from ..cost.cost import Costs
 from ..schedule.model import Model, Row, model_of
 from ..search.merged_model import merged_model
@@ -70,21 +71,6 @@ class Unit:
     nbytes: int = 0
     held: tuple[int, ...] = ()
     whole: int = -1
-
-
-@dataclass(frozen=True)
-class Smaller:
-    """A smaller group that backward may gather in.
-
-    Args:
-        group: its name.
-        ranks: in it.
-        starts: the gathers of which it can.
-    """
-
-    group: str
-    ranks: int
-    starts: Collection[fx.Node]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from ..schedule.memory import within
 from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import schedule
 from ..search.cap_search import BySearch, Searched
+from .order import PlannedOrder
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,7 +61,7 @@ class Schedule(GraphPass):
 
     @property
     def provides(self) -> tuple[Fact, ...]:
-        return (Order(self._policies, self._machine),)
+        return (PlannedOrder(self._policies, self._machine),)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         self._schedule(graph, compilation)

@@ -475,5 +475,4 @@ def _copied(graph: fx.Graph, plan: MergePlan) -> tuple[fx.Graph, MergePlan]:
     for node in graph.nodes:
         new[node] = copy.node_copy(node, new.__getitem__)
     buckets = tuple(replace(b, members=tuple(new[m] for m in b.members)) for b in plan.buckets)
-    duplicates = tuple((new[again], new[first]) for again, first in plan.duplicates)
-    return copy, replace(plan, buckets=buckets, duplicates=duplicates)
+    return copy, replace(plan, buckets=buckets)
