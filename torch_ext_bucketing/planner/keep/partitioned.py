@@ -239,7 +239,7 @@ class PartitionedModel:
                     part.made[s] = made[member]
                     part.read[s] = packs[0] if packs else wait_of[place]
                     copy_ms = part.copy_ms.get(made[member], 0.0)
-                    part.copy_ms[made[member]] = copy_ms + costs.kernel(2 * nbytes)
+                    part.copy_ms[made[member]] = copy_ms + costs.copy(nbytes)
                 given = sum(size[s] for s in mine)
                 moved = given * (1 + smaller.ranks)
                 ms = costs.as_kind("all_gather", members[0], moved, smaller.group)
@@ -248,7 +248,7 @@ class PartitionedModel:
                     buffer, before = live.allocates[packs[0]]
                     part.more[packs[0]] = given - size[before]
                     new = buffer, storage(given)
-                    ms = costs.kernel(2 * given) + costs.kernel(3 * given)
+                    ms = costs.pack(given, given)
                     row = {"ms": ms, "allocates": new, "touches": (*new, *mine)}
                     part.changes[packs[0]] = row
                 else:

@@ -387,10 +387,7 @@ class _Search:
         """The time of the collectives that members make together."""
         if all(m in self._replaced for m in members):
             return sum(ms for _, ms in self._costs.in_rank_order(members))
-        if len(members) == 1:
-            return self._costs(members[0])
-        nbytes = sum(map(self._costs.collective_bytes, members))
-        return self._costs.collective(members[0], nbytes)
+        return self._costs.bucket(members)
 
     def _best_ms(self) -> float:
         """The longest that a step may be to take the place of the best so far."""
