@@ -127,7 +127,7 @@ def test_plans_are_sound(seed, size, caps, tagged):
     gm = random_graph(seed, size, GROUPS)
     before = str(gm.graph)
     eligible = "tag" if tagged else everything
-    plan = ByCap(cap_of(caps), eligible=eligible).plan(gm.graph)
+    plan = ByCap(cap_of(caps), kinds=KINDS, eligible=eligible).plan(gm.graph)
     assert str(gm.graph) == before
     check_plan(gm, plan, caps)
 
@@ -260,7 +260,7 @@ def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
 def merged(gm: fx.GraphModule, inputs: list[list[torch.Tensor]], **options: Any) -> MergePlan:
     """The plan by which a graph was merged, which computes the same on every rank."""
     expected = run_all_ranks(gm, inputs)
-    plan = ByCap(1.0, eligible=everything, **options).plan(gm.graph)
+    plan = ByCap(1.0, **{"kinds": KINDS, "eligible": everything, **options}).plan(gm.graph)
     apply_plan(gm.graph, plan)
     assert_same(run_all_ranks(gm, inputs), expected)
     return plan

@@ -253,7 +253,7 @@ def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
     from torch_ext_bucketing.passes.pipeline import Pipeline
 
     taken = teb.backend(passes=[teb.Schedule(teb.Overlap())])
-    manager = taken.passes
+    manager = taken.pipeline
 
     def key(hints):
         return _InductorPass(taken, "joint", Compilation(size_hints=hints), ()).uuid()

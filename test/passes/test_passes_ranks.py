@@ -15,6 +15,8 @@ from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.rewrites.separate_groups import SeparateGroups
 from torch_ext_bucketing.testing.ring import on_ranks
 
+pytestmark = pytest.mark.long
+
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 # Beside other modes, which show most of it.
 MORE = (pytest.mark.slow, pytest.mark.once)

@@ -29,7 +29,7 @@ import torch.fx as fx
 
 from .._torch.estimates import default_cap_mb
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import KINDS, Kind, check_kinds, is_wait
+from ..graph.collectives import FSDP_KINDS, KINDS, Kind, check_kinds, is_wait
 from ..graph.records import UNTAGGED, Collective
 from ..graph.snapshot import reading_only
 from ..reports.base import Cause, LeftAlone
@@ -76,7 +76,7 @@ class ByCap:
 
     cap_mb: CapMb = None
     _: KW_ONLY
-    kinds: Collection[Kind] = KINDS
+    kinds: Collection[Kind] = FSDP_KINDS
     eligible: Eligible = "tag"
     groups: Groups = None
     max_compute_run: int | None = None

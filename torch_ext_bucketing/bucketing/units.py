@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import Kind
+from ..graph.collectives import FSDP_KINDS, Kind
 from ..graph.records import UNTAGGED, Collective
 from ..reports.base import Cause, LeftAlone
 from .plan import MergePlan, left_alone, merge_groups
@@ -25,7 +25,7 @@ class ByUnit:
     """
 
     units: Units
-    kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+    kinds: Collection[Kind] = FSDP_KINDS
 
     def plan(self, graph: fx.Graph | GraphAnalysis) -> MergePlan:
         """Plan a graph in topological order."""
@@ -59,7 +59,7 @@ def unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str, Cause]:
     found = {fqn: units.unit_of(fqn) for fqn in fqns}
     missing = [fqn for fqn, unit in found.items() if unit is None]
     if missing:
-        return None, f"no unit has {', '.join(missing)}", Cause.NO_UNIT
+        return None, f"no unit has {', '.join(missing)}", Cause.OTHER
     if len(set(found.values())) > 1:
         return None, f"its parameters {', '.join(fqns)} are in several units", Cause.OTHER
     return found[fqns[0]], "", Cause.OTHER

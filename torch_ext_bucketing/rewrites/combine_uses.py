@@ -37,10 +37,10 @@ from .._torch.sorting import sort_topologically
 from .._torch.symbols import same_shape
 from ..fsdp.chains import in_other_form
 from ..graph.analysis import GraphAnalysis
-from ..graph.calls import call, contiguous_copy
+from ..graph.calls import call, contiguous_copy, nodes_behind
 from ..graph.collectives import group_name, group_size, is_view, kind_of, only_wait, wire_bytes
 from ..graph.moves import is_linear, keeps_values
-from ..graph.regions import Cut, Structures, cuts_behind, erase_unused, nodes_behind, outside_reader
+from ..graph.regions import Cut, Structures, cuts_behind, erase_unused, outside_reader
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
 from ..graph.unwrap import GraphLike, graph_of

@@ -19,9 +19,9 @@ import torch.fx as fx
 
 from .._torch.sorting import sort_topologically
 from ..bucketing.pack import pack
+from ..graph.calls import nodes_behind
 from ..graph.collectives import bucket_key, kind_of, reduce_op
-from ..graph.records import unmergeable
-from ..graph.regions import nodes_behind
+from ..graph.mergeable import unmergeable
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
 from ..graph.unwrap import GraphLike, graph_of

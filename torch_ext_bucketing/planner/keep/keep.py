@@ -44,7 +44,7 @@ from ..schedule.overlap import Overlap
 from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import rank, schedule_model
 from ..schedule.timeline import step_ms
-from .held import HeldBytes
+from .held import HeldUnits
 from .partitioned import PartitionedModel
 
 _Set: TypeAlias = frozenset[int]
@@ -136,7 +136,7 @@ class KeepPlanner:
             self.partitioned = PartitionedModel(
                 graph, costs, units, planner, rank_order, activations, smaller
             )
-            self._held = HeldBytes(self.partitioned)
+            self._held = HeldUnits(self.partitioned)
         self.candidates = [k for k, unit in enumerate(self.partitioned.units) if unit.held]
         gathers = [k for k in self.candidates if self.partitioned.units[k].starts]
         others = [k for k in self.candidates if not self.partitioned.units[k].starts]

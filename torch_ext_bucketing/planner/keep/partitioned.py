@@ -39,7 +39,7 @@ from ...fsdp.chains import parameter_chains, read_in_forward
 from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import is_collective, is_number, is_wait
-from ...graph.liveness import Liveness, Storages
+from ...graph.liveness import Storages
 from ...graph.tags import tag_of
 from ...rewrites.reshard_to import Smaller
 from ..cost.cost import Costs
@@ -414,7 +414,6 @@ class _Split:
 
     def __init__(self, graph: fx.Graph, joint: Model, chains: Collection[fx.Node]) -> None:
         liveness = joint.liveness
-        assert isinstance(liveness, Liveness)
         self._joint, self._live = joint, liveness
         nodes = joint.dependencies.nodes
         in_forward = _aot.forward_nodes(graph)
@@ -466,7 +465,7 @@ class _Split:
         self._forward = [i for i, n in enumerate(nodes) if self._in_forward[i] and n in needed]
 
     def _storages(self, nodes: Iterable[fx.Node]) -> dict[int, None]:
-        return {s: None for n in nodes for s in self._live.storages_of(n)}
+        return {s: None for n in nodes for s in self._live.of_node[n]}
 
     def forward_model(self) -> Model:
         return self._model(self._forward, self._given, self._kept_forward, self._at_start)

@@ -15,7 +15,7 @@ from ...bucketing.caps import ByCap, Eligible
 from ...bucketing.groups import Groups, check_groups
 from ...bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ...bucketing.plan import BucketPlanner
-from ...graph.collectives import Kind, check_kinds
+from ...graph.collectives import FSDP_KINDS, Kind, check_kinds
 from ...graph.unwrap import GraphLike, graph_of
 from ...passes.all_to_all import ReduceByAllToAll
 from ...passes.base import GraphPass, Stage
@@ -124,7 +124,7 @@ class BucketAndSchedule(Schedule):
     conflicts_with = (RankOrder, Order)
     _: KW_ONLY
     caps_mb: Sequence[float] | None = None
-    kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+    kinds: Collection[Kind] = FSDP_KINDS
     eligible: Eligible = "tag"
     groups: Groups = None
     planners: Sequence[BucketPlanner] = ()
@@ -160,6 +160,11 @@ class BucketAndSchedule(Schedule):
         reduced = () if self.reduce is None else self.reduce.provides
         buckets = Buckets(tuple(self.kinds), planner=next(iter(self.planners), None))
         return (buckets, *reduced, *super().provides)
+
+    def with_part(self, other: GraphPass) -> GraphPass | None:
+        if self.reduce is None and isinstance(other, ReduceByAllToAll):
+            return replace(self, reduce=other)
+        return None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis, reduce = compilation.analysis(graph), self.reduce
