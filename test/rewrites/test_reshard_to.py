@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
 from eager_parity.devices import nodes
-from torch_ext_bucketing.bucketing.caps import plan_by_cap
-from torch_ext_bucketing.bucketing.groups import primary_group
+from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.graph.collectives import group_name, group_size, kind_of
 from torch_ext_bucketing.passes.compilation import Compilation
@@ -195,16 +194,12 @@ def test_backward_gathers_in_the_smaller_group(fake_world):
 
 def check_the_primary_group(backward):
     """It has its smaller one: gathers and reductions are of one group, for who chooses."""
-    for group_filter in (None, primary_group):
-        plan = plan_by_cap(backward.graph, 2.0**20, group_filter=group_filter)
+    scatter = next(n for n in backward.graph.nodes if kind_of(n) == "reduce_scatter")
+    for groups in (None, "primary", [group_name(scatter)]):
+        plan = ByCap(2.0**20, groups=groups).plan(backward.graph)
         members = Counter((b.kind, group_size(b.members[0]), len(b.members)) for b in plan.buckets)
         assert members == {("all_gather", 2, READ): 1, ("reduce_scatter", 4, ALL): 1}
         assert not plan.ineligible
-    asked = []
-    plan_by_cap(backward.graph, group_filter=lambda counts: asked.append(dict(counts)) or counts)
-    (counts,) = asked
-    (scatter, *_) = (n for n in backward.graph.nodes if kind_of(n) == "reduce_scatter")
-    assert {g: c["all_gather"] for g, c in counts.items()} == {group_name(scatter): READ}
 
 
 @pytest.mark.parametrize("partitioner", ["default", "min_cut"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
@@ -12,6 +11,7 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._torch import aot as _aot
+from ...bucketing.units import ByUnit
 from ...errors import BoundNotKeptWarning, NothingKeptWarning
 from ...fsdp.chains import Chains, parameter_chains, read_in_forward
 from ...fsdp.units import Units
@@ -31,7 +31,7 @@ from ...rewrites.reshard_to import (
 from ..cost.devices import job_machine
 from ..cost.machine import Machine, check_machine
 from ..keep.keep import KeepPlanner, block_units
-from ..keep.partitioned import PartitionedModel, UnitOf
+from ..keep.partitioned import PartitionedModel
 from ..schedule.memory import PeakMemory
 from ..schedule.overlap import Overlap
 from .order import PlannedOrder
@@ -192,9 +192,12 @@ class ReshardAfterForward(GraphPass):
         assert self.memory is not None
         try:
             machine = self.machine or order.machine or job_machine()
-            unit_of = _unit_of(graph, Units.of(self.units) if self.units else merged.units)
-            given = (order.policies, machine, compilation.size_hints, merged.kinds, by_rank)
-            planner = KeepPlanner(graph, unit_of, *given, self.activations, smaller)
+            tags = (tag_of(n) for n in graph.nodes)
+            fqns = (f for t in tags if t is not None for f in t.fqns)
+            units = Units.of(self.units or merged.units or block_units(fqns))
+            buckets = merged.planner or ByUnit(units, merged.kinds)
+            given = (order.policies, machine, compilation.size_hints, buckets, by_rank)
+            planner = KeepPlanner(graph, units, *given, self.activations, smaller)
             limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
             outcome, report = planner.report(limit, self.curve)
         except Exception as error:  # losing a compile over it would be worse than keeping nothing
@@ -263,26 +266,3 @@ def _choice(partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
         if not unit.starts:
             (saved if k in kept else again).update(dict.fromkeys(unit.chains))
     return _Choice(gathered, again, saved, parts)
-
-
-def _unit_of(graph: fx.Graph, units: Units | None) -> UnitOf:
-    if units is None:
-        tags = (tag_of(n) for n in graph.nodes)
-        return block_units(f for t in tags if t is not None for f in t.fqns)
-    names = [unit_name(unit) for unit in units.units]
-
-    def unit_of(fqn: str) -> tuple[int, str] | None:
-        found = units.unit_of(fqn)
-        return None if found is None else (found, names[found])
-
-    return unit_of
-
-
-def unit_name(fqns: Sequence[str]) -> str:
-    """A unit in a few words: what its names have in common, else the first of them."""
-    name = posixpath.commonpath([f.replace(".", "/") for f in fqns] or [""]).replace("/", ".")
-    if name:
-        return name
-    modules = list(dict.fromkeys(f.split(".")[0] for f in fqns))
-    named = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
-    return named or "the root"
