@@ -51,9 +51,6 @@ def compile_inductor(
     ``options`` and ``mode`` are those of ``torch.compile``. The config is patched for this compile
     only; ``compile_fx`` patches it again around the backward graph, which is compiled later.
 
-    - ``allow_buffer_reuse=False``, as a precaution: ``_WaitKernel.get_volatile_reads`` keeps the
-      input of an out-of-place collective alive until its wait, and no reuse before a wait was seen
-      on CPU where start and wait are adjacent. Starts far from their waits were not examined.
     - ``cacheable``: functions by name that AOTAutograd caches calls of, and their digests.
     - torch's own bucketing is off: it would merge our buckets with each other.
     - ``meshes``: see :func:`.watched_caches`.
@@ -69,7 +66,6 @@ def compile_inductor(
         **options,
         "joint_custom_post_pass": _in_turn(config.joint_custom_post_pass, joint),
         "post_grad_custom_post_pass": _in_turn(config.post_grad_custom_post_pass, post_grad),
-        "allow_buffer_reuse": False,
         "bucket_all_gathers_fx": "none",
         "bucket_reduce_scatters_fx": "none",
         "bucket_all_reduces_fx": "none",
