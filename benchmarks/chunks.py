@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 import torch.fx as fx
 
+from eager_parity.rows import Row
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
@@ -54,7 +55,6 @@ from .command import (
     write_results,
 )
 from .parallel import Layout, start_world
-from .parity_rows import Row
 from .titan import TitanConfig, build, problem
 
 RANKS = 64
@@ -118,7 +118,7 @@ def estimate(chunks: Chunks, layers: int) -> dict[str, Any]:
     assert model.dependencies.is_order(order)
     torchtitans = Timeline.of(model, order)
     most = PeakMemory(gib=torchtitans.peak_bytes / GIB)
-    report, found = schedule_model(model, [Overlap(), most], torchtitans.peak_bytes)
+    report, found, _ = schedule_model(model, [Overlap(), most], torchtitans.peak_bytes)
     ours = Timeline.of(model, found)
     (output,) = given.graph.find_nodes(op="output")
     loss = index[output.all_input_nodes[0].name]
@@ -276,7 +276,8 @@ def train(rank: Rank, steps: int) -> dict[str, list[list[str]]]:
     from torchtitan.config import TrainingConfig
     from torchtitan.experiments.graph_trainer.common_utils import annotate_moe_ep_regions
 
-    from .parity_ranks import mesh_of, row_group
+    from eager_parity.ranks import mesh_of, row_group
+
     from .parity_trainer import TrainerRuns
 
     annotate_moe_ep_regions()

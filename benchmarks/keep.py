@@ -1,12 +1,11 @@
-"""What spare memory buys: step and peak over the bound, for graphs of real size and random ones.
+"""Measure step time and peak over the memory bound, for graphs of real size.
 
     python -m benchmarks.keep                               every model, prints tables
     python -m benchmarks.keep --only 'llama3_8b_*' --json out.json
     python -m benchmarks.keep --layers 8 --between 12.5     a slower network
-    python -m benchmarks.keep --random 200                  against every choice there is
 
 For each model of :mod:`.graphs` the joint graph is put together again from its forward and
-backward graphs, and ``ReshardAfterForward(keep="auto")`` chooses for bounds of 1.0 to 2.0 times the
+backward graphs, and ``ReshardAfterForward("auto")`` chooses for bounds of 1.0 to 2.0 times the
 peak with everything gathered again. Each choice is then carried out, and measured on what comes of
 it:
 
@@ -20,7 +19,6 @@ both graphs; the model's own time, once per graph, stands beside it.
 """
 
 import itertools
-import re
 import sys
 import time
 import warnings
@@ -30,6 +28,8 @@ from typing import Any
 import torch.fx as fx
 
 import torch_ext_bucketing as teb
+from eager_parity.devices import nodes
+from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.keep import CURVE, KeepPlanner, Outcome
@@ -37,10 +37,8 @@ from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
 from torch_ext_bucketing.testing.demo.table import columns
 
-from .command import add_json, add_number, matching, parser_of, write_json
+from .command import add_json, matching, parser_of, write_json
 from .graphs import CONFIGS, available, load
-from .keep_random import against_all
-from .machines import nodes
 from .tracing import Phase
 
 GIB = 2**30
@@ -66,7 +64,7 @@ class Sharded:
     ) -> KeepPlanner:
         """For its joint graph, or one like it."""
         graph = joint or self.joint
-        return KeepPlanner(graph, unit_of, machine=machine, size_hints=self.size_hints, **more)
+        return KeepPlanner(graph, UNITS, machine=machine, size_hints=self.size_hints, **more)
 
     def scheduling_s(self, machine: teb.Machine) -> float:
         """CPU seconds of ``BucketAndSchedule`` on both graphs with everything gathered again."""
@@ -111,12 +109,10 @@ def joint_of(forward: fx.Graph, backward: fx.Graph) -> fx.Graph:
     return joint
 
 
-def unit_of(fqn: str) -> tuple[int, str]:
-    """Units as trainers have them: embedding, blocks, norm and head together."""
-    block = re.match(r"layers\.(\d+)\.", fqn)
-    if block:
-        return int(block[1]), block[0][:-1]
-    return (-1, "tok_embeddings") if fqn.startswith("tok") else (10**6, "norm, output")
+UNITS = Units.of(
+    [("tok_embeddings",), *((f"layers.{i}",) for i in range(1000)), ("norm", "output")]
+)
+"""As trainers have them: embedding, blocks, norm and head together."""
 
 
 def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[float, int]:
@@ -124,7 +120,7 @@ def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[flo
     step, peak = 0.0, 0
     for model in planner.partitioned.models(outcome.kept):
         policies = [teb.Overlap(), teb.PeakMemory(gib=limit / GIB)]
-        report, _ = schedule_model(model, policies, None)
+        report = schedule_model(model, policies, None).report
         step += report.step_ms[1]
         peak = max(peak, report.peak_bytes[1])
     return step, peak
@@ -248,28 +244,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--between", type=float, metavar="GB/S", help="of a rank between nodes (default: 42)"
     )
-    parser.add_argument("--random", type=int, metavar="N", help="N random models instead")
-    add_number(parser, "units", 12, "most units of these")
-    add_number(parser, "least", 2, "least units of these")
-    add_number(parser, "first", 0, "seed of the first of these")
     add_json(parser)
     args = parser.parse_args(arguments)
     names = available(matching(parser, MODELS, args.only))
-    if not 2 <= args.least <= args.units or (args.random is not None and args.random < 1):
-        parser.error("--least must be at least 2, --units no less, --random at least 1")
     warnings.simplefilter("ignore")
-    found: Any
-    if args.random is not None:
-        found = against_all(args.random, args.units, args.least, args.first)
-        print("\n".join(f"{name}: {value}" for name, value in found.items()))
-    else:
-        found = []
-        for name in names:
-            print(name, file=sys.stderr, flush=True)
-            found.append(measure(name, args.layers, nodes(args.between)))
-            print(table(found[-1:]), flush=True)
-        if len(found) > 1:
-            print(table(found))
+    found = []
+    for name in names:
+        print(name, file=sys.stderr, flush=True)
+        found.append(measure(name, args.layers, nodes(args.between)))
+        print(table(found[-1:]), flush=True)
+    if len(found) > 1:
+        print(table(found))
     write_json(args.json, found)
     return 0
 

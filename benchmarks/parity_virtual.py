@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import torch_ext_bucketing as teb
-from benchmarks.parity_models import batch_of, build, units_of
-from benchmarks.parity_ranks import in_graph_order, wrap_units
+from eager_parity.models import batch_of, build, units_of
+from eager_parity.ranks import in_graph_order, wrap_units
 from torch_ext_bucketing.reports.buckets import BucketReport
 from torch_ext_bucketing.testing.payloads import (
     Payload,
@@ -117,7 +117,7 @@ def compiled_buckets(
     teb.data_parallel(module, mesh, param_dtype=DTYPE, reduce_dtype=DTYPE)
     passes = teb.recipe(module, units=units_of(model, module))
     if not in_order:
-        passes = [in_graph_order(p) if isinstance(p, teb.BucketUnits) else p for p in passes]
+        passes = [in_graph_order(p) if isinstance(p, teb.BucketByUnit) else p for p in passes]
     compiler = teb.backend("aot_eager", passes=passes, model=module)
     torch.compile(module, backend=compiler, fullgraph=True)(*batch_of(0, 0)).backward()
     backward = compiler.last_report().graph("backward")

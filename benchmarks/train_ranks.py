@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import torch_ext_bucketing as teb
-from benchmarks.devices import start, synchronize
+from eager_parity.devices import start, synchronize
 from torch_ext_bucketing.graph.collectives import Kind
 from torch_ext_bucketing.graph.unwrap import GraphLike, graph_of
 from torch_ext_bucketing.measure import measure
@@ -269,7 +269,7 @@ def make_way(name: str, training: Training, mesh: DeviceMesh, machine: teb.Machi
     passes: Mapping[str, list[teb.GraphPass]] = {
         "unbucketed": [],
         "torch": [TorchBuckets()] if training.backend == "aot_eager" else [],
-        "units": [teb.BucketUnits(order), teb.Schedule([teb.Overlap()], machine)],
+        "units": [teb.BucketByUnit(order), teb.Schedule([teb.Overlap()], machine)],
         "cap": [
             teb.BucketByCap(CAP_MB, kinds=kinds, payload_order=order),
             teb.Schedule([teb.Overlap()], machine),

@@ -69,7 +69,7 @@ recipe(model, 'parity'):
   AddByUnit(model, manual_plan(['embedding', 'layers.[0-1]', 'head'], model))
   CombineUses()
   ReshardAfterForward(keep=['head'])
-  BucketUnits(FSDPParamOrder.from_model(model, units=manual_plan(\
+  BucketByUnit(FSDPParamOrder.from_model(model, units=manual_plan(\
 ['embedding', 'layers.[0-1]', 'head'], model)))
   Schedule([Overlap()], machine=Machine("""
 
@@ -98,9 +98,14 @@ def test_reductions_by_all_to_all_are_shown_beside_rings(capsys, tmp_path):
     assert "recipe(model, 'speed', reduce='all_to_all'):" in text
     (cost,) = re.findall(r"sums in rank order, ms +(\S+)", text)
     assert float(cost) > 0
-    (ring,) = re.findall(r"\nrings +(\S+) +(\S+)\n", text)
-    (sums,) = re.findall(r"\nall-to-alls, sums in rank order +(\S+) +(\S+)\n", text)
+    (ring,) = re.findall(r"\nrings +(\S+) +(\S+) KiB\n", text)
+    (sums,) = re.findall(r"\nall-to-alls, sums in rank order +(\S+) +(\S+) KiB\n", text)
     assert float(sums[0]) > float(ring[0])
+    assert float(sums[1]) > 0
+    assert float(ring[1]) > 0
+    peaks = re.findall(r"\npeak +(\S+) KiB +(\S+) KiB  unreordered (\S+) KiB", text)
+    assert len(peaks) == 2
+    assert min(float(peak) for row in peaks for peak in row) > 0
     assert 'Goal "speed" has the bits of eager FSDP2 with AllToAllReduceScatter' in text
 
 
@@ -233,7 +238,7 @@ def test_a_picture_of_before_and_after(tmp_path, capsys):
     options = ["--goal", "speed", "--world-size", "4", "--plot", str(file), "--memory-gib", "1"]
     assert main(["explain", f"{HERE}:two_blocks", *options]) == 0
     said = capsys.readouterr().out
-    assert "ReshardAfterForward(keep='auto', memory=PeakMemory(gib=1.0), activations=True" in said
+    assert "ReshardAfterForward('auto', memory=PeakMemory(gib=1.0), activations=True" in said
     assert re.search(r"kept from forward to backward: \d of \d units and [1-9] of [1-9]", said)
     assert file.read_bytes().startswith(b"\x89PNG")
     height = int.from_bytes(file.read_bytes()[20:24], "big")

@@ -12,7 +12,7 @@ from torch._inductor.fx_passes import bucketing
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from benchmarks.parity_ranks import aten_kernels
+from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
 
@@ -57,7 +57,7 @@ def test_quick_start(scope: dict[str, Any]):
         assert tuple(members) == scope["order"].units[bucket.unit]
 
 
-@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.BoundNotKeptWarning")
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
 @pytest.mark.parametrize("name", ["parity", "speed"])
 def test_passes_written_out(scope: dict[str, Any], name: str):
     """On a model this small one all-gather is more than 2% of memory; that is said, and it runs."""

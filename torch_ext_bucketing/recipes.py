@@ -11,28 +11,24 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch.fsdp2 import is_wrapped, read_param_groups
-from ._torch.sharded import is_distributed, placed, shard_of
+from ._torch.sharded import is_distributed, placed
 from .errors import NotBucketedWarning
 from .fqns import format_names, parameter_names
 from .fsdp.blocks import transformer_block_plan
-from .fsdp.extensions import extends_gather
 from .fsdp.order import FSDPParamOrder
 from .fsdp.simple_fsdp import ignored_extensions
 from .fsdp.units import UnitSpec
 from .graph.collectives import KINDS, Kind
-from .passes.all_to_all import ReduceByAllToAll
+from .passes.all_to_all import FixedOrderReduce
 from .passes.base import GraphPass
-from .passes.bucketing import BucketUnits
+from .passes.bucketing import BucketByUnit
 from .planner.cost.machine import Machine
 from .planner.passes.resharding import ReshardAfterForward
 from .planner.passes.scheduling import BucketAndSchedule, Schedule
 from .planner.passes.step_memory import check_bound, state_bytes
 from .planner.schedule.memory import PeakMemory
 from .planner.schedule.overlap import Overlap
-from .rewrites.add_by_unit import AddByUnit
-from .rewrites.combine_uses import CombineUses
-from .rewrites.merge_amax import MergeAmax
-from .rewrites.reduce_scatter_first import ReduceScatterFirst
+from .rewrites.match_fsdp2 import MatchFSDP2
 
 Goal = Literal["parity", "speed"]
 
@@ -74,7 +70,7 @@ def recipe(
             are read instead.
         machine: what the cost model times nodes for; None: this job's (:func:`.job_machine`).
         reduce: ``"all_to_all"`` adds gradients up in the order of the ranks
-            (:class:`.ReduceByAllToAll`): with either goal, whatever the buckets, the bits are those
+            (:class:`.FixedOrderReduce`): with either goal, whatever the buckets, the bits are those
             of eager FSDP2 with :class:`.AllToAllReduceScatter`. None: the process group adds.
         memory: a bound on all that a rank has in memory in a step: shards, gradients, optimizer
             state, inputs, activations, gathered parameters, buckets. What stays gathered, and which
@@ -102,6 +98,7 @@ def recipe(
     if not isinstance(model, nn.Module) or not isinstance(reference, nn.Module | None):
         raise TypeError(f"give a torch.nn.Module, got {model!r} and reference={reference!r}")
     kinds = _kinds(model)
+    gathers = "all_gather" in kinds
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     plain = [name for name, p in trained if not is_distributed(p)]
     if plain:
@@ -124,12 +121,6 @@ def recipe(
             NotBucketedWarning,
             stacklevel=2,
         )
-    gathers = "all_gather" in kinds
-    first: list[GraphPass] = [CombineUses()]
-    if any(extends_gather(shard_of(p)) for p in model.parameters()):
-        first.append(MergeAmax())
-    if kinds == KINDS:
-        first.append(ReduceScatterFirst())
     reshard: list[GraphPass] = [ReshardAfterForward()] if gathers else []
     if memory is not None:
         state = state_bytes(model, optimizer, state_bytes_per_parameter)
@@ -142,26 +133,26 @@ def recipe(
             "optimizer=, state_bytes_per_parameter= and to= belong to memory=; without a bound, "
             "ReshardAfterForward(to=...)"
         )
-    sums = ReduceByAllToAll() if reduce else None
+    sums = FixedOrderReduce() if reduce else None
     if goal == "speed":
         if units is not None or reference is not None:
             raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
         # The bound on the step holds for schedules, too.
         policies = [Overlap(), *([PeakMemory(ratio=1.02)] if memory is None else [])]
         both = BucketAndSchedule(policies, kinds=kinds, machine=machine, reduce=sums)
-        return [*first, *reshard, both]
+        return [MatchFSDP2(), *reshard, both]
     if units is not None and reference is not None:
         raise ValueError("give units= or reference=, not both: a reference has units of its own")
     order, keep, named = _order(model, units, reference)
     if memory is None and gathers:
         reshard = [ReshardAfterForward(keep=keep)]
-    buckets = [BucketUnits(order, kinds=kinds), *([sums] if sums is not None else [])]
+    buckets = [BucketByUnit(order, kinds=kinds), *([sums] if sums is not None else [])]
     last = Schedule([Overlap()], machine)
-    return [AddByUnit(model, named), *first, *reshard, *buckets, last]
+    return [MatchFSDP2(model, named), *reshard, *buckets, last]
 
 
 def _kinds(model: nn.Module) -> tuple[Kind, ...]:
-    """The kinds of collectives that the parameters' placements make."""
+    """Return the kinds of collectives that the parameters' placements make."""
     name = type(model).__name__
     if is_wrapped(model):
         raise ValueError(

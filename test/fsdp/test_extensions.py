@@ -23,6 +23,8 @@ from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, on_ranks, ring_rank
 from torch_ext_bucketing.testing.training import raw_bytes
 
+pytestmark = pytest.mark.long
+
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
@@ -218,7 +220,7 @@ def test_a_sharding_that_ignores_them_is_warned_of(fake_world: int) -> None:
             if param is not None:
                 module._parameters[name] = nn.Parameter(distribute_tensor(param, mesh, [Shard(0)]))
     with pytest.warns(
-        teb.NotBucketedWarning,
+        teb.errors.NotBucketedWarning,
         match=r"5 .*fsdp_pre_all_gather of RowScaled, TensorScaled.*blocks.0.up",
     ):
         teb.recipe(model)

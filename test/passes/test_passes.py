@@ -22,10 +22,10 @@ from sharded_models import TWO_BLOCKS_FQNS, Keep, TwoBlocks, checkpointed, colle
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.parity_ranks import aten_kernels
+from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.units import plan_units
+from torch_ext_bucketing.bucketing.units import ByUnit
 from torch_ext_bucketing.errors import (
     NotBucketedWarning,
     PayloadOrderWarning,
@@ -39,20 +39,21 @@ from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.base import GraphPass
-from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
-from torch_ext_bucketing.passes.facts import Order
+from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketByUnit
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.tagging import PAYLOAD_FIELD, TagParameters
 from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.planner.passes.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.planner.schedule.overlap import Overlap
+from torch_ext_bucketing.reports.base import LeftAlone
+from torch_ext_bucketing.reports.buckets import Unmerged
+from torch_ext_bucketing.rewrites.combine_uses import combine_uses
 
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def order(model=None):
@@ -91,7 +92,7 @@ def test_buckets_of_a_unit_in_payload_order(fake_world):
 
     gm = tagged(trace(grads, *(torch.ones(8, n) for n in (1, 2, 3, 4))), *"abcd")
     units = Units([("d", "a"), ("c", "b")])
-    plan = plan_units(gm.graph, units)
+    plan = ByUnit(units).plan(gm.graph)
     rank = {"d": 0, "a": 1, "c": 2, "b": 3}
     reports = apply_plan(gm.graph, plan, lambda n: rank[tag_of(n).fqns[0]])
     assert [bucket_fqns(r) for r in reports] == [["c", "b"], ["d", "a"]]
@@ -134,7 +135,7 @@ def test_two_buckets_that_make_a_cycle_together(fake_world):
     for node, name in zip(reductions, ["a1", "b1", "b2", "a2"], strict=True):
         set_tag(node, Tag("reduce_scatter", (name,)))
     expected = run_all_ranks(gm, inputs)
-    plan = plan_units(gm.graph, Units([("a1", "a2"), ("b1", "b2")]), ("reduce_scatter",))
+    plan = ByUnit(Units([("a1", "a2"), ("b1", "b2")]), ("reduce_scatter",)).plan(gm.graph)
     assert [[tag_of(m).fqns[0] for m in b.members] for b in plan.buckets] == [["a1", "a2"]]
     assert len(plan.ineligible) == 2
     apply_plan(gm.graph, plan)
@@ -148,7 +149,7 @@ def test_dependent_member_starts_a_bucket_of_its_own(fake_world):
         return dependent, reduce_scatter(y, group()), reduce_scatter(z, group())
 
     gm = tagged(trace(chain, *torch.ones(3, 8)), *"abcd")
-    plan = plan_units(gm.graph, Units([tuple("abcd")]))
+    plan = ByUnit(Units([tuple("abcd")])).plan(gm.graph)
     (bucket,) = plan.buckets
     assert [tag_of(m).fqns[0] for m in bucket.members] == ["a", "c", "d"]
     assert plan.splits
@@ -163,7 +164,8 @@ def test_same_gather_twice_is_one(fake_world):
     inputs = [[torch.randn(2), torch.randn(3)] for _ in range(4)]
     gm = tagged(trace(twice, *inputs[0]), "a", "b", "a")
     expected = run_all_ranks(gm, inputs)
-    apply_plan(gm.graph, plan_units(gm.graph, Units([("a", "b")])))
+    combine_uses(gm.graph)
+    apply_plan(gm.graph, ByUnit(Units([("a", "b")])).plan(gm.graph))
     (bucket,) = collectives(gm)
     assert [t.fqns for t in member_tags(bucket)] == [("a",), ("b",)]
     assert_same(run_all_ranks(gm, inputs), expected)
@@ -193,7 +195,7 @@ def compiled_step(passes, model=None, backend_of="aot_eager", **options):
 def test_bucketed_graphs(fake_world):
     keep = Keep()
     model = sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    passes = [BucketUnits(order()), ReshardAfterForward(keep=["head"])]
+    passes = [BucketByUnit(order()), ReshardAfterForward(keep=["head"])]
     report = compiled_step(passes, model, keep)
     forward, backward = keep.values()
     for graph in keep.values():
@@ -277,12 +279,12 @@ class Shuffled:
 def test_an_order_packs_by_itself_unless_told_otherwise(fake_world):
     """That it has to be asked to is what a new user does not expect."""
     o = order()
-    found, by_order = packed_by([BucketUnits(o)])
+    found, by_order = packed_by([BucketByUnit(o)])
     assert found == {"FSDPParamOrder"}
     assert [bucket_fqns(b) for b in by_order.buckets if b.unit == 0] == [list(o.units[0])] * 2
-    assert packed_by([BucketUnits(o, payload_order=None)])[0] == {"graph order"}
-    assert packed_by([BucketUnits(UNITS)])[0] == {"graph order"}
-    assert packed_by([BucketUnits(o, payload_order=Shuffled())])[0] == {"Shuffled"}
+    assert packed_by([BucketByUnit(o, payload_order=None)])[0] == {"graph order"}
+    assert packed_by([BucketByUnit(UNITS)])[0] == {"graph order"}
+    assert packed_by([BucketByUnit(o, payload_order=Shuffled())])[0] == {"Shuffled"}
     assert packed_by([BucketByCap(1.0, payload_order=o)])[0] == {"FSDPParamOrder"}
 
 
@@ -292,7 +294,7 @@ def test_what_has_no_key_is_said_once_per_compile(fake_world):
     other = FSDPParamOrder.from_fqns([["embedding.weight", "layers.0.w1.weight"]])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found, report = packed_by([BucketUnits(UNITS, payload_order=other)])
+        found, report = packed_by([BucketByUnit(UNITS, payload_order=other)])
     assert found == {"graph order: a member has no key"}
     (said,) = [str(w.message) for w in caught if w.category is PayloadOrderWarning]
     assert "3 of 3 buckets of the forward graph keep graph order" in said
@@ -318,27 +320,66 @@ def silence(passes, module=None):
     ("make", "because", "way_out"),
     [
         (lambda: [BucketByCap(1e-6)], "closed by bytes (9), closed by end (1)", "raise cap_mb"),
-        (lambda: [BucketUnits(order(), ["all_reduce"])], "asked for all_gather (10)", "kinds="),
-        (lambda: [BucketUnits([[f] for f in TWO_BLOCKS_FQNS])], "in their unit", "larger units"),
+        (
+            lambda: [BucketByUnit(order(), ["all_reduce"])],
+            "no pass buckets all_gather (10)",
+            "kinds=",
+        ),
+        (
+            lambda: [BucketByUnit([[f] for f in TWO_BLOCKS_FQNS])],
+            "same kind, group and dtype",
+            "larger units",
+        ),
         (lambda: [TagParameters(fqn_of={}), BucketByCap()], "no known parameter", "model=model"),
     ],
 )
 def test_nothing_bucketed_is_said_once_per_compile(fake_world, make, because, way_out):
     (said,) = silence(make())
-    assert said.startswith(
-        "nothing is bucketed in the forward graph, although it has 10 all_gather"
-    )
+    assert said.startswith("nothing is bucketed in the forward graph, which has 10 all_gather")
     assert because in said
     assert way_out in said
+
+
+WITH_ADVICE = {
+    "raise cap_mb": lambda: [BucketByCap(1e-6)],
+    "model=model": lambda: [TagParameters(fqn_of={}), BucketByCap()],
+    "give the backend the model": lambda: [TagParameters(fqn_of={}), BucketByUnit(order())],
+}
+
+
+@pytest.mark.parametrize("advice", WITH_ADVICE)
+def test_advice_and_plans_do_not_depend_on_the_words_of_reasons(fake_world, monkeypatch, advice):
+    def compiled():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            report = compiled_step(WITH_ADVICE[advice]())
+        ways = [str(w.message).partition("To change that: ")[2] for w in caught]
+        assert advice in "".join(ways)
+        buckets = [[b.kind, *b.members] for b in report.buckets]
+        reasons = [x.reason for g in report.graphs for x in (*g.ineligible, *g.unmerged)]
+        return ways, buckets, reasons
+
+    ways, buckets, reasons = compiled()
+    # Backwards: as many different ones as before.
+    for cls in (LeftAlone, Unmerged):
+        monkeypatch.setattr(cls, "__init__", reversed_reason(cls.__init__))
+    assert compiled() == (ways, buckets, [reason[::-1] for reason in reasons])
+
+
+def reversed_reason(init):
+    def with_other_words(self, fqns, reason, *args, **kwargs):
+        init(self, fqns, reason[::-1], *args, **kwargs)
+
+    return with_other_words
 
 
 def test_nothing_to_bucket_is_not_worth_a_word(fake_world):
     assert silence([ReshardAfterForward()]) == []  # no pass was asked to
     assert silence([BucketByCap(kinds=())]) == []
-    assert silence([BucketUnits(order())]) == []
+    assert silence([BucketByUnit(order())]) == []
     # No collective in forward, and one for each parameter in backward.
     replicated = data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)), "replicate")
-    assert silence([BucketUnits(order(), ["all_reduce"])], replicated) == []
+    assert silence([BucketByUnit(order(), ["all_reduce"])], replicated) == []
 
 
 @pytest.mark.parametrize("mode", ["replicate", "hybrid_shard"])
@@ -346,14 +387,14 @@ def test_all_reduces_only_when_asked_for(fake_world, mode):
     mesh = init_device_mesh("cpu", (4,) if mode == "replicate" else (2, 2))
     for kinds, left in ((("all_gather", "reduce_scatter"), 10), (("all_reduce",), 3)):
         model = data_parallel(TwoBlocks(), mesh, mode)
-        report = compiled_step([BucketUnits(order(), kinds=kinds)], model)
+        report = compiled_step([BucketByUnit(order(), kinds=kinds)], model)
         assert report.collectives_after["all_reduce"] == left
 
 
 def test_activation_checkpointing_is_respected(fake_world):
     model, keep = sharded(), Keep()
     checkpointed(model.layers[0])
-    report = compiled_step([BucketUnits(UNITS), ReshardAfterForward()], model, keep)
+    report = compiled_step([BucketByUnit(UNITS), ReshardAfterForward()], model, keep)
     relus = [sum("relu" in n.name for n in g.graph.nodes) for g in keep.values()]
     assert relus == [2, 1]  # the checkpointed block's is computed again
     assert report.graph("backward").collectives_after["all_gather"] <= 3
@@ -362,13 +403,13 @@ def test_activation_checkpointing_is_respected(fake_world):
 def test_uncovered_parameters_are_named_once(fake_world):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = compiled_step([BucketUnits([["layers.0"], ["layers.1"]])])
+        report = compiled_step([BucketByUnit([["layers.0"], ["layers.1"]])])
     texts = [str(w.message) for w in caught if w.category is UncoveredParametersWarning]
     assert texts == [
         "2 parameter(s) are in no unit; their collectives are not bucketed: embedding.weight, "
-        "head.weight. The units name 'layers.0', 'layers.1', ...: name these parameters' modules, "
-        "too, and where the units belong to another model than the compiled module, give that to "
-        "the backend: backend(..., model=model)"
+        "head.weight. The units name 'layers.0', 'layers.1', ...: add these parameters' modules. "
+        "If the units belong to another module than the compiled one, give that to the backend: "
+        "backend(..., model=model)"
     ]
     assert report.warnings == texts
 
@@ -414,7 +455,7 @@ def test_chunked_loss_stays_in_the_heads_unit(fake_world):
             )
 
     model = data_parallel(Chunked(), init_device_mesh("cpu", (4,)))
-    last = [b for b in compiled_step([BucketUnits(order())], model).buckets if b.unit == 2]
+    last = [b for b in compiled_step([BucketByUnit(order())], model).buckets if b.unit == 2]
     assert [bucket_fqns(b) for b in last] == [["embedding.weight", "head.weight"]] * 2
 
 
@@ -448,7 +489,7 @@ def test_inductor_config_is_left_as_it_was(fake_world):
     copied = getattr(inductor_config, "get_config_copy", inductor_config.shallow_copy_dict)
     before = copied()
     with inductor_config.patch(set_by_the_user), lowered() as graphs:
-        report = compiled_step([BucketUnits(order())], backend_of="inductor")
+        report = compiled_step([BucketByUnit(order())], backend_of="inductor")
     assert copied() == before
     assert seen == ["none", "none"], "forward and backward"
     found = [GraphAnalysis(gm.graph).counts for gm in graphs]
@@ -521,7 +562,7 @@ def test_backend_passes_its_prefetch_depth_on(monkeypatch):
 def test_config_hooks_alone(fake_world):
     reports = []
 
-    class Kept(BucketUnits):
+    class Kept(BucketByUnit):
         def run(self, graph, compilation):
             super().run(graph, compilation)
             reports.append(compilation.report.graphs[-1])
@@ -561,7 +602,7 @@ def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world):
 
 
 def test_manager_orders_the_passes():
-    bucket, reshard = BucketUnits(UNITS), ReshardAfterForward()
+    bucket, reshard = BucketByUnit(UNITS), ReshardAfterForward()
     manager = Pipeline([bucket, reshard])
     assert [type(p) for p in manager.joint] == [TagParameters, ReshardAfterForward]
     assert manager.forward_backward == (bucket,)
@@ -574,8 +615,8 @@ def test_manager_orders_the_passes():
     [
         (lambda: backend("aot"), ValueError, "must be 'aot_eager', 'inductor' or a callable"),
         (lambda: backend("aot_eager", [print]), TypeError, "is no pass"),
-        (lambda: BucketUnits(UNITS, kinds=("gather",)), ValueError, "kinds must be some of"),
-        (lambda: BucketUnits(UNITS, payload_order=True), TypeError, "payload_order must be"),
+        (lambda: BucketByUnit(UNITS, kinds=("gather",)), ValueError, "kinds must be some of"),
+        (lambda: BucketByUnit(UNITS, payload_order=True), TypeError, "payload_order must be"),
         (lambda: backend("aot_eager").last_report(), RuntimeError, "nothing has been compiled"),
     ],
 )
@@ -585,22 +626,22 @@ def test_bad_arguments(make, error, match):
 
 
 def test_passes_are_switched_off_by_name(fake_world, monkeypatch):
-    passes = [ReshardAfterForward(), BucketUnits(order()), BucketAndSchedule([Overlap()])]
+    passes = [ReshardAfterForward(), BucketByUnit(order()), BucketAndSchedule([Overlap()])]
     key = Pipeline(passes).uuid()
     monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "")
     assert Pipeline(passes).uuid() == key
     # Schedule is a pass, but none of these; its subclass is another one.
-    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "Schedule, BucketUnits")
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "Schedule, BucketByUnit")
     without = Pipeline(passes)
-    assert without.disabled == ("BucketUnits",)
+    assert without.disabled == ("BucketByUnit",)
     assert without.uuid() not in (key, Pipeline([passes[0], passes[2]]).uuid(), None)
-    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "BucketAndSchedule,BucketUnits")
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "BucketAndSchedule,BucketByUnit")
     report = compiled_step(passes)
     assert not report.graphs
-    assert report.disabled == ("BucketUnits", "BucketAndSchedule")
-    off = "switched off by TORCH_EXT_BUCKETING_DISABLE: BucketUnits, BucketAndSchedule\n"
+    assert report.disabled == ("BucketByUnit", "BucketAndSchedule")
+    off = "switched off by TORCH_EXT_BUCKETING_DISABLE: BucketByUnit, BucketAndSchedule\n"
     assert off in report.to_text()
-    assert report.as_dict()["disabled"] == ["BucketUnits", "BucketAndSchedule"]
+    assert report.as_dict()["disabled"] == ["BucketByUnit", "BucketAndSchedule"]
     assert [p.name for p in report.passes] == ["TagParameters", "ReshardAfterForward"]
 
 
@@ -609,12 +650,12 @@ def test_an_unknown_name_to_switch_off_is_an_error(monkeypatch, name):
     monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", name)
     unknown = name.rpartition(",")[2]
     known = (
-        "AddByUnit, BucketAndSchedule, BucketByCap, BucketUnits, .*SeparateGroups, TagParameters"
+        "AddByUnit, BucketAndSchedule, BucketByCap, BucketByUnit, .*SeparateGroups, TagParameters"
     )
     with pytest.raises(ValueError, match=f"names {unknown}; the passes are {known}"):
-        backend("aot_eager", [BucketUnits(UNITS)])
+        backend("aot_eager", [BucketByUnit(UNITS)])
 
-    class Own(BucketUnits):
+    class Own(BucketByUnit):
         """A user's."""
 
     if name == "Own":
@@ -622,12 +663,12 @@ def test_an_unknown_name_to_switch_off_is_an_error(monkeypatch, name):
 
 
 def test_every_passs_time_is_in_the_report(fake_world):
-    report = compiled_step([BucketUnits(order()), Schedule([Overlap()])])
+    report = compiled_step([BucketByUnit(order()), Schedule([Overlap()])])
     assert [(p.stage, p.name) for p in report.passes] == [
         ("joint", "TagParameters"),
-        ("forward", "BucketUnits"),
+        ("forward", "BucketByUnit"),
         ("forward", "Schedule"),
-        ("backward", "BucketUnits"),
+        ("backward", "BucketByUnit"),
         ("backward", "Schedule"),
     ]
     assert all(p.seconds > 0 for p in report.passes)
@@ -635,14 +676,14 @@ def test_every_passs_time_is_in_the_report(fake_world):
     assert report.passes[2].seconds > report.schedules[0].seconds
     (line,) = [x for x in report.to_text().splitlines() if x.startswith("joint")]
     assert line.split() == ["joint", "TagParameters", f"{report.passes[0].seconds:.3f}"]
-    assert report.as_dict()["passes"][1]["name"] == "BucketUnits"
+    assert report.as_dict()["passes"][1]["name"] == "BucketByUnit"
 
 
 def test_plain_functions_are_not_cached():
     """All else is told apart by ``test_caches``."""
     for one in (
-        BucketUnits(UNITS, payload_order=lambda n: 0),
-        Pipeline([BucketUnits(UNITS, payload_order=lambda n: 0)]),
+        BucketByUnit(UNITS, payload_order=lambda n: 0),
+        Pipeline([BucketByUnit(UNITS, payload_order=lambda n: 0)]),
         TagParameters(fqn_of=lambda d: None),
         BucketByCap({"a": lambda i: 1.0}),
         BucketByCap(eligible=lambda n: True),
@@ -652,56 +693,11 @@ def test_plain_functions_are_not_cached():
     assert len({BucketByCap(cap).uuid() for cap in caps}) == 1
 
 
-# -- what a list of passes may be -----------------------------------------------------------------
-
-
-REFUSED = {
-    r"BucketByCap comes after Schedule and would undo what that decides, the order of the "
-    r"nodes\. The right order: \[BucketByCap, BucketUnits, Schedule\]": (
-        lambda: [Schedule(Overlap()), BucketByCap(), BucketUnits(UNITS)]
-    ),
-    "Schedule and Schedule both decide the order of the nodes: give one of them": (
-        lambda: [Schedule(Overlap()), ReshardAfterForward(), Schedule([])]
-    ),
-    "BucketAndSchedule and Schedule both decide the order": (
-        lambda: [BucketAndSchedule(Overlap()), Schedule(Overlap())]
-    ),
-    "both decide which parameters backward gathers again": (
-        lambda: [ReshardAfterForward(), ReshardAfterForward(keep=["head"])]
-    ),
-    "both decide the tags of collectives": lambda: [TagParameters(), TagParameters()],
-}
-
-
-@pytest.mark.parametrize("match", REFUSED)
-def test_a_list_in_which_passes_undo_each_others_work_is_refused(match):
-    with pytest.raises(ValueError, match=match):
-        backend("aot_eager", REFUSED[match]())
-
-
-def test_the_right_order_is_taken():
-    passes = [BucketByCap(), BucketUnits(UNITS), Schedule(Overlap())]
-    assert Pipeline(passes).forward_backward == tuple(passes)
-
-
-def test_a_pass_that_misses_what_it_needs_is_refused():
-    class Needs(GraphPass):
-        stage = "forward_backward"
-        requires = (Order,)
-
-        def run(self, graph, compilation):
-            raise AssertionError("only looked at")
-
-    with pytest.raises(ValueError, match="Needs needs the order of the nodes: no pass before"):
-        Pipeline([Needs(), Schedule(Overlap())])
-    assert len(Pipeline([Schedule(Overlap()), Needs()]).forward_backward) == 2
-
-
 def test_a_backend_reads_as_code():
-    made = backend("aot_eager", [BucketUnits(UNITS, payload_order=None), Schedule(Overlap())])
+    made = backend("aot_eager", [BucketByUnit(UNITS, payload_order=None), Schedule(Overlap())])
     assert repr(made) == (
-        "backend('aot_eager', [BucketUnits([['layers.0'], ['layers.1'], ['embedding', 'head']], "
-        "payload_order=None), Schedule([Overlap()])])"
+        "backend(compiler='aot_eager', passes=[BucketByUnit([['layers.0'], ['layers.1'], "
+        "['embedding', 'head']], payload_order=None), Schedule([Overlap()])])"
     )
     off = backend("inductor", prefetch=None, agree=False, model=TwoBlocks())
-    assert repr(off) == "backend('inductor', [], model=TwoBlocks, prefetch=None, agree=False)"
+    assert repr(off) == "backend(model=TwoBlocks, prefetch=None, agree=False)"

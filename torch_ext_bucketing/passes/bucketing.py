@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from ..bucketing.caps import CapMb, Eligible, check_options, plan_by_cap
-from ..bucketing.groups import GroupFilter
+from ..bucketing.caps import ByCap, CapMb, Eligible
+from ..bucketing.groups import Groups, check_groups
 from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
-from ..bucketing.units import plan_units
+from ..bucketing.units import ByUnit
 from ..fsdp.units import Units
-from ..graph.collectives import KINDS, Kind, check_kinds
+from ..graph.collectives import FSDP_KINDS, Kind, check_kinds
 from ..graph.unwrap import GraphLike
 from .base import GraphPass, Stage
 from .compilation import Compilation
-from .diagnostics import DividedUnits
+from .diagnostics import DividedUnits, RunWatch
 from .facts import Buckets, Fact, Order, RankOrder, Tags
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BucketUnits(GraphPass):
-    """Merge into one collective per unit, kind, group and dtype.
+class BucketByUnit(GraphPass):
+    """Merge collectives by unit, kind, process group and dtype.
 
     Args:
         units: an ``FSDPParamOrder``, a ``UnitSpec``, or a sequence of units, each a sequence of
             FQNs of parameters or modules.
-        kinds: the kinds to bucket. All-reduces (HSDP, DDP) only when asked for.
-        payload_order: the order of a bucket's members in its payload: ascending by the key that
-            this gives for a start node; None: graph order. ``"units"``: the order that was given as
-            ``units``, and graph order for units that are no order.
+        kinds: the kinds to bucket; all-reduces (HSDP, DDP) only if named.
+        payload_order: a key of start nodes, ascending in the payload; None: graph order.
+            ``"units"``: the order given as ``units``, else graph order.
 
     Raises:
-        TypeError: ``payload_order`` is something else; or a unit's name is no string.
+        TypeError: ``payload_order`` is something else, or the name of a unit is not a string.
         ValueError: an unknown kind, or one name in two units.
     """
 
@@ -40,7 +39,7 @@ class BucketUnits(GraphPass):
     requires = (Tags,)
     conflicts_with = (RankOrder, Order)
     units: Units | Iterable[Sequence[str]]
-    kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+    kinds: Collection[Kind] = FSDP_KINDS
     payload_order: PayloadKey | Literal["units"] | None = "units"
     _units: Units = field(init=False)
     _divided: DividedUnits = field(init=False)
@@ -59,28 +58,36 @@ class BucketUnits(GraphPass):
 
     @property
     def provides(self) -> tuple[Fact, ...]:
-        return (Buckets(tuple(self.kinds), self._units),)
+        return (Buckets(tuple(self.kinds), self._units, self._planner),)
+
+    @property
+    def _planner(self) -> ByUnit:
+        return ByUnit(self._units, self.kinds)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
-        plan = plan_units(analysis, self._units, self.kinds)
+        plan = self._planner.plan(analysis)
         report = merge_and_report(analysis, plan, self._payload_key, self.kinds)
         compilation.report.graphs.append(report)
         if plan.uncovered:
             compilation.warn_uncovered(plan.uncovered, self._units)
         self._divided.look(analysis.graph, compilation)
 
+    def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+        """Watch the first runs for gradients that are not reduced as planned."""
+        return RunWatch(self._units, compilation).watch(compiled)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BucketByCap(GraphPass):
-    """Merge into as few collectives as a byte cap allows; see :func:`.plan_by_cap` for the rules,
-    the arguments and what they may not be.
+    """Merge into as few collectives as a byte cap allows.
+
+    :class:`.ByCap` has the rules, the arguments and their errors.
 
     Args:
         cap_mb: in MiB; None takes torch's estimate for each group.
-        group_filter: :data:`.primary_group` is one.
-        payload_order: the order of a bucket's members in its payload: ascending by the key that
-            this gives for a start node, such as an ``FSDPParamOrder``; None: graph order.
+        payload_order: a key of start nodes, such as an ``FSDPParamOrder``, ascending in the
+            payload; None: graph order.
     """
 
     stage: ClassVar[Stage] = "forward_backward"
@@ -88,33 +95,33 @@ class BucketByCap(GraphPass):
     conflicts_with = (RankOrder, Order)
     cap_mb: CapMb = None
     _: KW_ONLY
-    kinds: Collection[Kind] = KINDS
+    kinds: Collection[Kind] = FSDP_KINDS
     eligible: Eligible = "tag"
-    group_filter: GroupFilter | None = None
+    groups: Groups = None
     non_adjacent: bool = True
     payload_order: PayloadKey | None = None
+    _planner: ByCap = field(init=False)
 
     def __post_init__(self) -> None:
         check_payload_order(self.payload_order)
-        check_options(
-            self.cap_mb, kinds=self.kinds, eligible=self.eligible, group_filter=self.group_filter
-        )
         cap_mb = dict(self.cap_mb) if isinstance(self.cap_mb, Mapping) else self.cap_mb
-        self._set(cap_mb=cap_mb, kinds=check_kinds(self.kinds))
+        self._set(cap_mb=cap_mb, kinds=check_kinds(self.kinds), groups=check_groups(self.groups))
+        self._set(
+            _planner=ByCap(
+                cap_mb,
+                kinds=self.kinds,
+                eligible=self.eligible,
+                groups=self.groups,
+                non_adjacent=self.non_adjacent,
+            )
+        )
 
     @property
     def provides(self) -> tuple[Fact, ...]:
-        return (Buckets(tuple(self.kinds)),)
+        return (Buckets(tuple(self.kinds), planner=self._planner),)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
-        plan = plan_by_cap(
-            analysis,
-            self.cap_mb,
-            kinds=self.kinds,
-            eligible=self.eligible,
-            group_filter=self.group_filter,
-            non_adjacent=self.non_adjacent,
-        )
+        plan = self._planner.plan(analysis)
         report = merge_and_report(analysis, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)
