@@ -85,10 +85,10 @@ def order() -> FSDPParamOrder:
 APART = teb.Schedule(teb.Overlap())
 CASES: dict[str, Callable[[], list[teb.GraphPass]]] = {
     "unmerged": lambda: [APART],
-    "units": lambda: [teb.BucketUnits(order(), KINDS)],
-    "units apart": lambda: [teb.BucketUnits(order(), KINDS), APART],
+    "units": lambda: [teb.BucketByUnit(order(), KINDS)],
+    "units apart": lambda: [teb.BucketByUnit(order(), KINDS), APART],
     "caps": lambda: [teb.BucketAndSchedule(teb.Overlap(), kinds=KINDS)],
-    "all-to-all": lambda: [teb.BucketUnits(order(), KINDS), teb.ReduceByAllToAll(), APART],
+    "all-to-all": lambda: [teb.BucketByUnit(order(), KINDS), teb.FixedOrderReduce(), APART],
 }
 
 
