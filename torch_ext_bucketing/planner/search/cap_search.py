@@ -36,7 +36,7 @@ from ..._gc import paused_gc
 from ...bucketing.all_to_all import reduce_by_all_to_all
 from ...bucketing.caps import ByCap, CapPlanner, check_cap
 from ...bucketing.merge import merge_buckets
-from ...bucketing.plan import BucketPlanner, MergePlan, planned
+from ...bucketing.plan import BucketPlanner, MergePlan, checked_plan
 from ...errors import BoundNotKeptWarning
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import group_name
@@ -150,7 +150,7 @@ class BySearch:
         clock = time.perf_counter()
         with reading_only(analysis.graph, eligible=self.by_cap.eligible):
             planner = CapPlanner(analysis, self.by_cap)
-        others = {repr(other): planned(other, analysis) for other in self.planners}
+        others = {repr(other): checked_plan(other, analysis) for other in self.planners}
         search = _Search(self, planner)
         try:
             largest = _LARGEST_MB if self.caps_mb is None else 0.0
