@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .rewrites.reduce_scatter_first import ReduceScatterFirst as ReduceScatterFirst
     from .rewrites.separate_groups import SeparateGroups as SeparateGroups
 
-__version__ = "0.1.0"
+__version__: str
 
 _HOME = {
     "errors": (
@@ -99,12 +99,24 @@ def __getattr__(name: str) -> object:
     """Import what is asked for when it is asked for: importing the package stays cheap."""
     if name in ("hooks", "testing"):
         return _importlib.import_module(f"{__name__}.{name}")
+    if name == "__version__":
+        return _version()
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(_importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    """Return the version that ``pyproject.toml`` gave the installed package."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(__name__)
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:
