@@ -27,6 +27,8 @@ from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 STEPS = 3
 
 
@@ -236,7 +238,7 @@ ROOTED = ("layers.0", "layers.1", "")
     [
         (ROOTED, "blocks", "embedding.weight, head.weight are in no compiled"),
         (APART, "blocks", ""),
-        (NESTED, "blocks", "made up otherwise"),
+        (NESTED, "blocks", "their units differ"),
         (NESTED, "backends", ""),
         (("embedding", "layers.0", "head"), "one block", "reduced their gradients twice"),
         (("embedding", "layers.0", "head"), "one block, whole", ""),

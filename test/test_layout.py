@@ -1,9 +1,15 @@
 """The package's folders: imports point one way, and nothing needs the hooks."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 import torch_ext_bucketing
+
+pytestmark = pytest.mark.once
 
 ROOT = Path(torch_ext_bucketing.__file__).parent
 MODULES = sorted(p for p in ROOT.rglob("*.py"))
@@ -106,6 +112,38 @@ def test_the_core_does_not_import_the_planner():
             others = imports(path, lazy=True)
             found += [f"{name}: {n}" for n in sorted(others) if n.partition(".")[0] == "planner"]
     assert found == []
+
+
+LOADED = """
+import importlib, pathlib, sys
+import torch_ext_bucketing
+importlib.import_module(sys.argv[1])
+for name, module in sys.modules.items():
+    if name.startswith("torch_ext_bucketing."):
+        text = pathlib.Path(module.__file__).read_text(encoding="utf-8")
+        print(len(text.splitlines()), name)
+"""
+
+
+def loaded(module: str) -> dict[str, int]:
+    """Import a module in a new process: lines of each module of the package that this loads."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, module], check=True, capture_output=True, text=True
+    )
+    rows = (line.split() for line in done.stdout.splitlines())
+    return {name: int(lines) for lines, name in rows}
+
+
+REWRITES = [n for n in sorted(NAMES) if n.startswith("rewrites.")]
+
+
+@pytest.mark.parametrize("module", ["passes.bucketing", *REWRITES])
+def test_core_passes_load_no_planner(module):
+    lines = loaded(f"torch_ext_bucketing.{module}")
+    assert f"torch_ext_bucketing.{module}" in lines
+    assert [name for name in lines if ".planner" in name] == []
+    if module == "rewrites.merge_amax":
+        assert sum(lines.values()) <= 2500, lines
 
 
 def test_nothing_imports_the_hooks_and_they_import_nothing():

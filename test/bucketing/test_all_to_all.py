@@ -45,6 +45,8 @@ from torch_ext_bucketing.planner.search.merged_model import merged_model
 from torch_ext_bucketing.testing.ranks import RankError, run_ranks
 from torch_ext_bucketing.testing.ring import RingProcessGroup, RingTopology, on_ranks, ring_rank
 
+pytestmark = pytest.mark.long
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 RING = "ring"
 ALL_TO_ALL = C10D.all_to_all_single.default

@@ -33,7 +33,7 @@ from torch_ext_bucketing.errors import HooksError, ImportedTooEarlyError
 from torch_ext_bucketing.hooks import HOOK_ENTRIES, imports, install, series, status
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
-pytestmark = needs_unpatched_torch
+pytestmark = [pytest.mark.hooks, needs_unpatched_torch]
 
 MODULES = "torch._inductor.fx_passes"
 PREFIX = "aten_distributed_optimizations."

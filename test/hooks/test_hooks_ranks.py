@@ -18,6 +18,8 @@ from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 from torch_ext_bucketing.testing.training import train
 
+pytestmark = pytest.mark.hooks
+
 STEPS = 3
 KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor")
 ENTRIES = "aten_distributed_optimizations."

@@ -29,6 +29,8 @@ from patching_trees import (
     touched,
 )
 
+pytestmark = [pytest.mark.hooks, pytest.mark.long]
+
 TEST_FILE = "test/distributed/test_fx_bucketing.py"
 ENTRIES = ("bucket_payload_order_key", "fsdp_group_filter", "bucket_non_adjacent")
 

@@ -38,7 +38,7 @@ READ = 4
 """Parameters that backward reads: two weights and the scale of the block, and the head."""
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 class OneBlock(TwoBlocks):

@@ -16,6 +16,8 @@ from eager_parity.ranks import RowReport
 from eager_parity.rows import ROWS, Row, matrix
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
+pytestmark = pytest.mark.long
+
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 
 

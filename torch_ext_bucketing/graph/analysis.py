@@ -21,9 +21,9 @@ import torch.fx as fx
 from .._torch.aot import stage_of
 from .collectives import KINDS, Kind, group_name, is_collective, is_compute, kind_of
 from .dependencies import Dependencies
-from .liveness import Liveness
+from .liveness import Storages, storages_of
 from .records import Collective, gradient_sums
-from .regions import Structures, positions
+from .regions import positions
 from .size_hints import GivenHints, SizeHints
 from .uneven import ShardSide, shard_side
 from .unwrap import GraphLike, graph_of
@@ -86,14 +86,6 @@ class GraphAnalysis:
         return {n: group_name(n) for n in self.nodes if is_collective(n)}
 
     @cached_property
-    def gathered_values(self) -> dict[fx.Node, int]:
-        """By all-gather a number, equal where the first values, and the casts and pads between,
-        are: ranks with a short shard of an uneven parameter find the same equal as others."""
-        structures = Structures(self.position)
-        gathers = (n for n, kind in self.kinds.items() if kind == "all_gather")
-        return {n: structures.from_source(n.all_input_nodes[0])[1] for n in gathers}
-
-    @cached_property
     def position(self) -> dict[fx.Node, int]:
         """The place of every node in the graph, from 0."""
         return positions(self.graph)
@@ -127,9 +119,9 @@ class GraphAnalysis:
         return Dependencies(self.nodes, self.writes)
 
     @cached_property
-    def liveness(self) -> Liveness:
+    def liveness(self) -> Storages:
         """The storages that each movable node allocates and touches."""
-        return Liveness(
+        return storages_of(
             self.graph,
             self.dependencies,
             self.shard_side,

@@ -34,6 +34,7 @@ from ...graph.collectives import KINDS, Kind
 from ...graph.size_hints import GivenHints, SizeHints
 from ...reports.keep import KeepReport, KeptUnit
 from ...reports.text import size_text
+from ...rewrites.reshard_to import Smaller
 from ..cost.cost import Costs
 from ..cost.machine import H100, Machine
 from ..schedule.memory import within
@@ -42,8 +43,8 @@ from ..schedule.overlap import Overlap
 from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import schedule_model
 from ..schedule.timeline import step_ms
-from .held import HeldBytes
-from .partitioned import PartitionedModel, Smaller, UnitOf
+from .held import HeldUnits
+from .partitioned import PartitionedModel, UnitOf
 
 _Set: TypeAlias = frozenset[int]
 _GIB = 2**30
@@ -134,7 +135,7 @@ class KeepPlanner:
             self.partitioned = PartitionedModel(
                 graph, costs, unit_of, kinds, rank_order, activations, smaller
             )
-            self._held = HeldBytes(self.partitioned)
+            self._held = HeldUnits(self.partitioned)
         self.candidates = [k for k, unit in enumerate(self.partitioned.units) if unit.held]
         gathers = [k for k in self.candidates if self.partitioned.units[k].starts]
         others = [k for k in self.candidates if not self.partitioned.units[k].starts]
