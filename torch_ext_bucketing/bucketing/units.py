@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import Kind
+from ..graph.collectives import FSDP_KINDS, Kind
 from ..graph.records import UNTAGGED, Collective
 from ..reports.base import Cause, LeftAlone
 from ..reports.buckets import ClosedBy
@@ -20,7 +20,7 @@ from .plan import Bucket, MergePlan, left_alone
 def plan_units(
     graph: fx.Graph | GraphAnalysis,
     units: Units,
-    kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
+    kinds: Collection[Kind] = FSDP_KINDS,
 ) -> MergePlan:
     """One bucket per unit and bucket key of these kinds, in a graph in topological order."""
     uncovered: dict[str, None] = {}

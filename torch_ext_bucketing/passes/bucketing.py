@@ -11,7 +11,7 @@ from ..bucketing.groups import GroupFilter
 from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ..bucketing.units import plan_units
 from ..fsdp.units import Units
-from ..graph.collectives import KINDS, Kind, check_kinds
+from ..graph.collectives import FSDP_KINDS, Kind, check_kinds
 from ..graph.unwrap import GraphLike
 from .base import GraphPass, Stage
 from .compilation import Compilation
@@ -39,7 +39,7 @@ class BucketUnits(GraphPass):
     requires = (Tags,)
     conflicts_with = (RankOrder, Order)
     units: Units | Iterable[Sequence[str]]
-    kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+    kinds: Collection[Kind] = FSDP_KINDS
     payload_order: PayloadKey | Literal["units"] | None = "units"
     _units: Units = field(init=False)
     _divided: DividedUnits = field(init=False)
@@ -91,7 +91,7 @@ class BucketByCap(GraphPass):
     conflicts_with = (RankOrder, Order)
     cap_mb: CapMb = None
     _: KW_ONLY
-    kinds: Collection[Kind] = KINDS
+    kinds: Collection[Kind] = FSDP_KINDS
     eligible: Eligible = "tag"
     group_filter: GroupFilter | None = None
     non_adjacent: bool = True

@@ -30,7 +30,7 @@ from typing import TypeAlias
 import torch.fx as fx
 
 from ..._gc import paused_gc
-from ...graph.collectives import KINDS, Kind
+from ...graph.collectives import FSDP_KINDS, Kind
 from ...graph.size_hints import GivenHints, SizeHints
 from ...reports.keep import KeepReport, KeptUnit
 from ...reports.text import size_text
@@ -121,7 +121,7 @@ class KeepPlanner:
         policies: Policy | Iterable[Policy] = DEFAULT_POLICIES,
         machine: Machine = H100,
         size_hints: SizeHints | GivenHints = None,
-        kinds: Collection[Kind] = KINDS[:2],
+        kinds: Collection[Kind] = FSDP_KINDS,
         rank_order: bool = False,
         activations: bool = False,
         smaller: Smaller | None = None,

@@ -36,7 +36,7 @@ from ...bucketing.plan import Bucket
 from ...fsdp.chains import parameter_chains, read_in_forward
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import (
-    KINDS,
+    FSDP_KINDS,
     Kind,
     bucket_key,
     is_collective,
@@ -151,7 +151,7 @@ class PartitionedModel:
         graph: fx.Graph,
         costs: Costs,
         unit_of: UnitOf,
-        kinds: Collection[Kind] = KINDS[:2],
+        kinds: Collection[Kind] = FSDP_KINDS,
         rank_order: bool = False,
         activations: bool = False,
         smaller: Smaller | None = None,

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from ...bucketing.caps import CapPlanner, Eligible, check_options
 from ...bucketing.groups import GroupFilter
 from ...bucketing.merge import PayloadKey, check_payload_order, merge_and_report
-from ...graph.collectives import Kind, check_kinds
+from ...graph.collectives import FSDP_KINDS, Kind, check_kinds
 from ...graph.snapshot import reading_only
 from ...graph.unwrap import GraphLike, graph_of
 from ...passes.all_to_all import ReduceByAllToAll
@@ -123,7 +123,7 @@ class BucketAndSchedule(Schedule):
     conflicts_with = (RankOrder, Order)
     _: KW_ONLY
     caps_mb: Sequence[float] | None = None
-    kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+    kinds: Collection[Kind] = FSDP_KINDS
     eligible: Eligible = "tag"
     group_filter: GroupFilter | None = None
     payload_order: PayloadKey | None = None
