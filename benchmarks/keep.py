@@ -5,7 +5,7 @@
     python -m benchmarks.keep --layers 8 --between 12.5     a slower network
 
 For each model of :mod:`.graphs` the joint graph is rebuilt from its forward and backward graphs,
-and ``ReshardAfterForward(keep="auto")`` chooses for bounds of 1.0 to 2.0 times the peak with
+and ``ReshardAfterForward("auto")`` chooses for bounds of 1.0 to 2.0 times the peak with
 everything gathered again. Each choice is then carried out, and measured on what comes of it:
 
 - forward and backward as the default partitioner leaves them, in a model made for them alone, with
@@ -18,7 +18,6 @@ model's own time, once per graph, stands beside it.
 """
 
 import itertools
-import re
 import sys
 import time
 import warnings
@@ -29,6 +28,7 @@ import torch.fx as fx
 
 import torch_ext_bucketing as teb
 from eager_parity.devices import nodes
+from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.keep import CURVE, KeepPlanner, Outcome
@@ -62,7 +62,7 @@ class Sharded:
     ) -> KeepPlanner:
         """Return the planner for the joint graph, or for one like it."""
         graph = joint or self.joint
-        return KeepPlanner(graph, unit_of, machine=machine, size_hints=self.size_hints, **more)
+        return KeepPlanner(graph, UNITS, machine=machine, size_hints=self.size_hints, **more)
 
     def scheduling_s(self, machine: teb.Machine) -> float:
         """Return CPU seconds of ``BucketAndSchedule`` on both graphs with all gathered again."""
@@ -107,12 +107,10 @@ def joint_of(forward: fx.Graph, backward: fx.Graph) -> fx.Graph:
     return joint
 
 
-def unit_of(fqn: str) -> tuple[int, str]:
-    """Return a parameter's unit as trainers form them: embedding, blocks, norm with head."""
-    block = re.match(r"layers\.(\d+)\.", fqn)
-    if block:
-        return int(block[1]), block[0][:-1]
-    return (-1, "tok_embeddings") if fqn.startswith("tok") else (10**6, "norm, output")
+UNITS = Units.of(
+    [("tok_embeddings",), *((f"layers.{i}",) for i in range(1000)), ("norm", "output")]
+)
+"""Units as trainers form them: embedding, blocks, norm with head."""
 
 
 def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[float, int]:
@@ -120,7 +118,7 @@ def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[flo
     step, peak = 0.0, 0
     for model in planner.partitioned.models(outcome.kept):
         policies = [teb.Overlap(), teb.PeakMemory(gib=limit / GIB)]
-        report, _ = schedule_model(model, policies, None)
+        report = schedule_model(model, policies, None).report
         step += report.step_ms[1]
         peak = max(peak, report.peak_bytes[1])
     return step, peak
