@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ._torch.process_groups import ranks_of
-from .planner.cost.machine import COLLECTIVES, Machine
+from .graph.collectives import COLLECTIVES
+from .planner.cost.machine import Machine
 
 _PRODUCT = {"cuda": 8192, "cpu": 512}
 # On CPU as much as malloc may keep and hand out again (M_MMAP_THRESHOLD is 32 MiB at most): what is
@@ -99,14 +100,12 @@ def _launcher(
     kind: str, nbytes: int, group: dist.ProcessGroup, device: str
 ) -> tuple[int, Callable[[], Any]]:
     """Bytes of input and output together, and what runs the collective to its end."""
-    n, collective = group.size(), COLLECTIVES[kind]
+    n, row = group.size(), COLLECTIVES[kind]
     part = -(-nbytes // (4 * n))
-    given = part if kind == "all_gather" else part * n
-    made = part if kind == "reduce_scatter" else part * n
+    given, made = (part * n if whole else part for whole in (row.whole_input, row.whole_output))
     sent = torch.ones(given, device=device)
-    rest = ([part] * n, [part] * n) if kind == "all_to_all" else collective.arguments(n)
-    wait = torch.ops._c10d_functional.wait_tensor.default
-    return 4 * (given + made), lambda: wait(collective.target(sent, *rest, group.group_name))
+    wait, arguments = torch.ops._c10d_functional.wait_tensor.default, row.arguments(n, part)
+    return 4 * (given + made), lambda: wait(row.targets[0](sent, *arguments, group.group_name))
 
 
 def _collective_ms(

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import fake_group
+from random_joint import random_joint, random_planner, unit_of
 from sharded_models import Keep, TwoBlocks, checkpointed, eager_fsdp2, tokens_of, trained
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from benchmarks.keep_random import random_joint, random_planner, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute
 from torch_ext_bucketing.errors import BoundNotKeptWarning, NothingKeptWarning
 from torch_ext_bucketing.fsdp.chains import parameter_chains
@@ -26,7 +26,7 @@ from torch_ext_bucketing.passes.backends import _run_each, backend
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.planner.cost.cost import Costs
-from torch_ext_bucketing.planner.keep.held import HeldBytes
+from torch_ext_bucketing.planner.keep.held import HeldUnits
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner, block_units
 from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.passes import step_memory
@@ -107,7 +107,7 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
         partitioned = PartitionedModel(graph, Costs(), MODULES, kinds=())
         chosen = [k for k, u in enumerate(partitioned.units) if u.name.startswith(kept or ("-",))]
         found["models"] = partitioned.models(chosen)
-        found["peak"] = HeldBytes(partitioned).peak_bytes(chosen)
+        found["peak"] = HeldUnits(partitioned).peak_bytes(chosen)
 
     graphs, _ = compiled(Look(look), ReshardAfterForward(keep=kept))
     for model, stage in zip(found["models"], ("forward", "backward"), strict=True):
@@ -151,7 +151,7 @@ class Chosen(teb.GraphPass):
         self.kept = partitioned.distinct(kept)
         self.parts = [k for k in self.kept if k in partitioned.parts]
         self.models = partitioned.models(self.kept)
-        self.peak = HeldBytes(partitioned).peak_bytes(self.kept)
+        self.peak = HeldUnits(partitioned).peak_bytes(self.kept)
         choice = _choice(partitioned, self.kept)
         _mark(parameter_chains(g), choice, lambda tag: True)
         if self.smaller is not None:

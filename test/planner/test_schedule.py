@@ -35,11 +35,11 @@ from random_graphs import (
     random_graph,
     real_inputs,
 )
+from times_off import off_by, steps_off
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_features import has_simple_overlap
 
-from benchmarks.schedule_off import off_by, steps_off
 from torch_ext_bucketing._gc import paused_gc
 from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
@@ -750,11 +750,11 @@ def test_a_report_in_words():
     assert_expected_inline(
         report.to_text(),
         """\
-                     before  after
-step, ms              22.00  21.00  lower bound 21.00, window 100, depth 1, by deadline
-exposed, ms            2.00   1.00
-peak, GiB              0.00   0.00  unreordered 0.00, bound 0.00
-longest compute run      20     10  bound 8, dependencies force 10
+                         before       after
+step, ms                  22.00       21.00  lower bound 21.00, window 100, depth 1, by deadline
+exposed, ms                2.00        1.00
+peak                 80.000 KiB  88.000 KiB  unreordered 80.000 KiB, bound 104.857 KiB
+longest compute run          20          10  bound 8, dependencies force 10
 times are for: machine, nodes unknown
 prefetch_under: no gather in this graph serves a
 CapComputeRun(8): 10 compute nodes in a row before reduce_scatter_tensor_default; dependencies force a run of at least 10. Smaller reduce-scatter buckets make shorter runs.

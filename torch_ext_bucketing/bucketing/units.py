@@ -107,7 +107,7 @@ def _unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str, Cause]
     found = {fqn: units.unit_of(fqn) for fqn in fqns}
     missing = [fqn for fqn, unit in found.items() if unit is None]
     if missing:
-        return None, f"no unit has {', '.join(missing)}", Cause.NO_UNIT
+        return None, f"no unit has {', '.join(missing)}", Cause.OTHER
     if len(set(found.values())) > 1:
         return None, f"its parameters {', '.join(fqns)} are in several units", Cause.OTHER
     return found[fqns[0]], "", Cause.OTHER

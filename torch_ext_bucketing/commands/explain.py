@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..reports.text import aligned
+from ..reports.text import aligned, sizes_text
 from ..testing.target import TargetError, add_command, output_file
 
 if TYPE_CHECKING:
@@ -121,12 +121,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _against_rings(sums: CompileReport, rings: CompileReport, goal: str) -> str:
-    """What the step and the peak are with reductions by all-to-all, and with rings."""
-    rows: list[tuple[str, ...]] = [("estimated, all graphs", "step, ms", "peak, GiB")]
-    for name, report in (("rings", rings), ("all-to-alls, sums in rank order", sums)):
-        step = sum(s.step_ms[1] for s in report.schedules)
-        peak = max((s.peak_bytes[1] for s in report.schedules), default=0)
-        rows.append((name, f"{step:.3f}", f"{peak / 2**30:.3f}"))
+    """Compare the step and the peak with reductions by all-to-all and with rings."""
+    reports = {"rings": rings, "all-to-alls, sums in rank order": sums}
+    steps = [sum(s.step_ms[1] for s in r.schedules) for r in reports.values()]
+    peaks = [max((s.peak_bytes[1] for s in r.schedules), default=0) for r in reports.values()]
+    rows = [("estimated, all graphs", "step, ms", "peak")]
+    rows += zip(reports, (f"{step:.3f}" for step in steps), sizes_text(*peaks), strict=True)
     bits = (
         f'Goal "{goal}" has the bits of eager FSDP2 with AllToAllReduceScatter, whatever the '
         "units, caps and order.\n"

@@ -21,7 +21,7 @@ import torch.fx as fx
 from .._torch.aot import stage_of
 from .collectives import KINDS, Kind, group_name, is_collective, is_compute, kind_of
 from .dependencies import Dependencies
-from .liveness import Liveness
+from .liveness import Storages, storages_of
 from .records import Collective, gradient_sums
 from .regions import Structures, positions
 from .size_hints import GivenHints, SizeHints
@@ -127,9 +127,9 @@ class GraphAnalysis:
         return Dependencies(self.nodes, self.writes)
 
     @cached_property
-    def liveness(self) -> Liveness:
+    def liveness(self) -> Storages:
         """The storages that each movable node allocates and touches."""
-        return Liveness(
+        return storages_of(
             self.graph,
             self.dependencies,
             self.shard_side,

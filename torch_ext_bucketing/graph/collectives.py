@@ -7,8 +7,8 @@ knows of tags (:mod:`.graph.tags`) or of dependencies (:mod:`.graph.dependencies
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
-from typing import Any, Literal
+from collections.abc import Callable, Collection
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -19,16 +19,80 @@ from .._torch.process_groups import group_by_name
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+"""The kinds that buckets merge."""
 
 _c10d = torch.ops._c10d_functional
 
-_KIND_OF_TARGET: dict[Any, Kind] = {
-    _c10d.all_gather_into_tensor.default: "all_gather",
-    _c10d.all_gather_into_tensor_out.default: "all_gather",
-    _c10d.reduce_scatter_tensor.default: "reduce_scatter",
-    _c10d.all_reduce.default: "all_reduce",
-    _c10d.all_reduce_.default: "all_reduce",
+
+class Collective(NamedTuple):
+    """One kind of collective: its operators, the bytes that it moves, its names.
+
+    Args:
+        short: its name in reports.
+        targets: torch's functional operators; the first one is out of place.
+        arguments: of the first operator, between input and group, by the number of ranks and the
+            number of rows in a rank's part of the buffer.
+        whole_input: whether a rank's input is the whole buffer; else it is one part per rank.
+        whole_output: the same for its output.
+        rounds: how often a ring moves the buffer past each rank. 0: no ring; each rank sends to
+            every other one, and ranks may send different amounts.
+        launches: c10d's operators that launch it, as torch's profiler names them.
+        input_at: the place of the input among their arguments; the output's is 0.
+    """
+
+    short: str
+    targets: tuple[Any, ...]
+    arguments: Callable[[int, int], tuple[Any, ...]]
+    whole_input: bool
+    whole_output: bool
+    rounds: int
+    launches: tuple[str, ...] = ()
+    input_at: int = 1
+
+
+COLLECTIVES = {
+    "all_gather": Collective(
+        "AG",
+        (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default),
+        lambda ranks, part: (ranks,),
+        whole_input=False,
+        whole_output=True,
+        rounds=1,
+        launches=("c10d::_allgather_base_", "c10d::allgather_into_tensor_coalesced_"),
+    ),
+    "reduce_scatter": Collective(
+        "RS",
+        (_c10d.reduce_scatter_tensor.default,),
+        lambda ranks, part: ("sum", ranks),
+        whole_input=True,
+        whole_output=False,
+        rounds=1,
+        launches=("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_tensor_coalesced_"),
+    ),
+    "all_reduce": Collective(
+        "AR",
+        (_c10d.all_reduce.default, _c10d.all_reduce_.default),
+        lambda ranks, part: ("sum",),
+        whole_input=True,
+        whole_output=True,
+        rounds=2,
+        launches=("c10d::allreduce_", "c10d::allreduce_coalesced_"),
+        input_at=0,
+    ),
+    "all_to_all": Collective(
+        "A2A",
+        (_c10d.all_to_all_single.default,),
+        lambda ranks, part: ([part] * ranks, [part] * ranks),
+        whole_input=True,
+        whole_output=True,
+        rounds=0,
+        launches=("c10d::alltoall_base_",),
+    ),
 }
+"""All kinds. Another one is a row: times, traces, measurements and reports follow it."""
+
+_KIND_OF_TARGET: dict[Any, str] = {t: kind for kind, c in COLLECTIVES.items() for t in c.targets}
+_MERGED_KIND_OF_TARGET: dict[Any, Kind] = {t: k for k in KINDS for t in COLLECTIVES[k].targets}
 
 
 def check_kinds(kinds: Collection[str]) -> tuple[Kind, ...]:
@@ -39,11 +103,15 @@ def check_kinds(kinds: Collection[str]) -> tuple[Kind, ...]:
 
 
 def kind_of(node: fx.Node) -> Kind | None:
-    """The kind of collective that ``node`` launches, or None."""
+    """Return the kind of the collective that ``node`` launches; None where no bucket merges it."""
+    return _MERGED_KIND_OF_TARGET.get(node.target) if node.op == "call_function" else None
+
+
+def collective_kind(node: fx.Node) -> str | None:
+    """Return the row of :data:`COLLECTIVES` that ``node`` launches a collective of, or None."""
     return _KIND_OF_TARGET.get(node.target) if node.op == "call_function" else None
 
 
-_ALL_TO_ALL = _c10d.all_to_all_single.default
 _BUILTIN_MODULES = ("_operator", "builtins", "math")
 _COPIES_NOTHING = frozenset(
     {
@@ -57,8 +125,8 @@ _COPIES_NOTHING = frozenset(
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether ``node`` launches communication: a start of any kind, or an all-to-all."""
-    return kind_of(node) is not None or node.target is _ALL_TO_ALL
+    """Return whether ``node`` launches communication, of any row of :data:`COLLECTIVES`."""
+    return collective_kind(node) is not None
 
 
 def started_by(wait: fx.Node) -> fx.Node | None:
@@ -186,14 +254,14 @@ def collective_group(node: fx.Node) -> str | None:
 
 def group_size(start: fx.Node) -> int:
     """Number of ranks in a collective's process group."""
-    if kind_of(start) in ("all_gather", "reduce_scatter"):
-        return int(argument(start, "group_size"))
-    return int(group_by_name(group_name(start)).size())
+    given = argument(start, "group_size")
+    return int(group_by_name(group_name(start)).size() if given is None else given)
 
 
 def reduce_op(start: fx.Node) -> str | None:
     """``"avg"``, ``"sum"``, ...; None for a gather."""
-    return None if kind_of(start) == "all_gather" else str(argument(start, "reduce_op"))
+    op = argument(start, "reduce_op")
+    return None if op is None else str(op)
 
 
 def wire_bytes(start: fx.Node) -> int:

@@ -1,17 +1,19 @@
-"""Bytes that are live while a graph runs in some order, with everything freed at its last use.
+"""Live bytes of a graph, with every storage freed at its last use.
 
-Counted per storage, so that views and other aliases count once. A storage is live from the node
-that allocates it to the last node that touches it; then it is freed, unless it is an output or an
-input that the caller keeps. What a collective reads and writes is live until its wait.
+Bytes are counted per storage, so that views and other aliases count once. A storage is live from
+the node that allocates it to the last node that touches it, unless it is an output or an input
+that the caller keeps: these stay. What a collective reads and writes is live until its wait.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 import torch.fx as fx
@@ -23,28 +25,28 @@ from .size_hints import SizeHints
 from .uneven import ShardSide, shard_side
 from .writes import written_values
 
+_NEVER = 2**62  # uses of a storage that is never freed
+
 
 def donated_by_autograd(graph: fx.Graph) -> Callable[[fx.Node], bool]:
-    """Which inputs of a graph are freed at their last use: what forward saved for a backward graph,
-    which AOTAutograd hands over, but not the tangents, which autograd holds in backward."""
+    """Return a test for inputs that are freed at their last use: what forward saved for a backward
+    graph. Tangents are not among them, because autograd holds them in backward."""
     return _aot.is_saved if _aot.stage_of(graph) == "backward" else lambda node: False
 
 
 def kept_inputs(graph: fx.Graph, hints: SizeHints) -> dict[str, int]:
-    """Bytes by name of the inputs that the caller keeps; memory of several counts for the first."""
+    """Map the name of each input that the caller keeps to its bytes. Memory that several inputs
+    share counts for the first."""
     donated = donated_by_autograd(graph)
     side = shard_side(graph, hints)
     seen: set[int] = set()
     found = {}
     for node in graph.find_nodes(op="placeholder"):
-        if donated(node) or is_number(node):
-            continue
-        found[node.name] = 0
-        for value in _values(node):
-            at = value.untyped_storage()._cdata
-            if at not in seen:
-                seen.add(at)
-                found[node.name] += _storage_bytes(node, value, side, hints)
+        if not donated(node) and not is_number(node):
+            values = {value.untyped_storage()._cdata: value for value in _values(node)}
+            new = [value for at, value in values.items() if at not in seen]
+            seen.update(values)
+            found[node.name] = sum(_storage_bytes(node, value, side, hints) for value in new)
     return found
 
 
@@ -53,15 +55,20 @@ def _values(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _storage_bytes(node: fx.Node, value: torch.Tensor, side: ShardSide, hints: SizeHints) -> int:
-    """Bytes of a storage of ``node``; of an uneven shard, those of the largest rank."""
+    """Return the bytes of a storage of ``node``; of an uneven shard, those of the largest rank."""
     if node in side.nodes:
         return side.elements.get(node, 0) * value.itemsize
     return hints(value.untyped_storage().nbytes())
 
 
+Range: TypeAlias = tuple[int, int, int]
+"""Bytes that are live from node ``begin`` of an order on, and not from node ``end`` on, as
+``(bytes, begin, end)``. Negative bytes shorten a live range, or take it away."""
+
+
 @dataclass(eq=False, repr=False)
 class Storages:
-    """The storages that nodes use.
+    """The storages that nodes use, each node by its place.
 
     Args:
         size: bytes of each storage.
@@ -69,6 +76,7 @@ class Storages:
         touches: per node, the storages that must be live while it runs.
         kept: storages that are never freed.
         at_start: bytes of the inputs and constants, and of what is in memory beside them.
+        of_node: per node of the graph, the storages that hold its result.
     """
 
     size: list[int]
@@ -76,99 +84,35 @@ class Storages:
     touches: list[tuple[int, ...]]
     kept: dict[int, None]
     at_start: int
+    of_node: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def uses(self) -> list[int]:
+        """The number of nodes that touch each storage, before which it can't be freed."""
         uses = Counter(itertools.chain.from_iterable(self.touches))
-        self.uses = [uses[s] for s in range(len(self.size))]
+        return [_NEVER if s in self.kept else uses[s] for s in range(len(self.size))]
+
+    @cached_property
+    def own_profile(self) -> list[int]:
+        """Bytes live while each node runs, in the order of the places."""
+        return self.profile(range(len(self.touches)))
 
     def profile(self, order: Sequence[int]) -> list[int]:
-        """Bytes live while each node of ``order`` runs."""
+        """Return the bytes live while each node of ``order`` runs."""
         live = LiveBytes(self)
         return [live.run(i) for i in order]
 
     def peak(self, order: Sequence[int]) -> int:
-        """The largest number of bytes live at any time."""
+        """Return the largest number of bytes live at any time."""
         return max(self.profile(order), default=self.at_start)
 
-
-class Liveness(Storages):
-    """The storages of a graph with fake tensors in ``meta["val"]``, by the place of its movable
-    nodes; arguments are those of :class:`.GraphAnalysis`."""
-
-    def __init__(
-        self,
-        graph: fx.Graph,
-        dependencies: Dependencies,
-        side: ShardSide,
-        hints: SizeHints,
-        donated: Callable[[fx.Node], bool] | None = None,
-        external_live_bytes: int = 0,
-    ) -> None:
-        self._hint, self._side = hints, side
-        donated = donated or donated_by_autograd(graph)
-        self.size: list[int] = []
-        self._ids: dict[Any, int] = {}
-        self._of_node: dict[fx.Node, tuple[int, ...]] = {}
-        at_start = external_live_bytes
-        allocates: list[tuple[int, ...]] = []
-        touches: list[tuple[int, ...]] = []
-        kept: dict[int, None] = {}
-        seen: set[int] = set()
-        for node in graph.nodes:
-            given = (s for arg in node.all_input_nodes for s in self._of_node[arg])
-            if node.op == "output":
-                kept.update(dict.fromkeys(given))
-                continue
-            mine = self._of_node[node] = self._storages(node)
-            new = tuple(s for s in mine if s not in seen)
-            seen.update(new)
-            if node not in dependencies.index:
-                at_start += sum(self.size[s] for s in new)
-                if not (node.op == "placeholder" and donated(node)):
-                    kept.update(dict.fromkeys(mine))
-                continue
-            start = started_by(node)
-            read = () if start is None else start.all_input_nodes
-            sent = (s for arg in read for s in self._of_node[arg])
-            allocates.append(new)
-            touches.append(tuple(dict.fromkeys((*mine, *given, *sent))))
-        super().__init__(self.size, allocates, touches, kept, at_start)
-
-    def storages_of(self, node: fx.Node) -> tuple[int, ...]:
-        """The storages that hold the result of a node of the graph."""
-        return self._of_node[node]
-
-    def _storages(self, node: fx.Node) -> tuple[int, ...]:
-        if is_number(node):
-            return ()
-        values = _values(node)
-        returned = _returned_input(node)
-        if returned is not None and len(self._of_node[returned]) == 1:
-            mine = self._of_node[returned]
-            for value in values if mine else ():
-                self._ids.setdefault(value.untyped_storage()._cdata, mine[0])
-            return mine
-        found: dict[int, None] = {}
-        for value in values:
-            cdata = value.untyped_storage()._cdata
-            at = self._ids.get(cdata)
-            if at is None:
-                at = self._ids[cdata] = len(self.size)
-                self.size.append(_storage_bytes(node, value, self._side, self._hint))
-            found[at] = None
-        return tuple(found)
-
-
-def _returned_input(node: fx.Node) -> fx.Node | None:
-    """The input whose memory the result is, where the fake tensors do not tell: a collective's and
-    a wait's are copies, and a view's is still a view of what its input was before bucketing."""
-    start = started_by(node)
-    if start is not None:
-        return start
-    if is_collective(node):
-        return next(iter(written_values(node)), None)
-    views = is_view(node) and node.op == "call_function"
-    return next(iter(node.all_input_nodes), None) if views else None
+    def peak_with(self, ranges: Iterable[Range]) -> int:
+        """Return the peak in the order of the places with further live ranges."""
+        steps = [0] * (len(self.touches) + 1)
+        for nbytes, begin, end in ranges:
+            steps[begin] += nbytes
+            steps[end] -= nbytes
+        return max(map(operator.add, self.own_profile, itertools.accumulate(steps)), default=0)
 
 
 class LiveBytes:
@@ -178,39 +122,103 @@ class LiveBytes:
         self._liveness = liveness
         self._left = list(liveness.uses)
         self.now = liveness.at_start
-        self.peak = self.now
 
     def run(self, i: int) -> int:
-        """Run node ``i``; returns the bytes live while it runs. ``now`` is what is left after."""
+        """Run node ``i`` and return the bytes live while it runs. ``now`` is what is left after."""
         liveness = self._liveness
         size, left = liveness.size, self._left
         for s in liveness.allocates[i]:
             self.now += size[s]
         during = self.now
-        if during > self.peak:
-            self.peak = during
         for s in liveness.touches[i]:
             left[s] -= 1
-            if left[s] == 0 and s not in liveness.kept:
+            if not left[s]:
                 self.now -= size[s]
         return during
 
     def last_use(self, storages: Iterable[int]) -> int:
-        """Bytes of those that one more node frees."""
-        size, kept = self._liveness.size, self._liveness.kept
-        return sum(size[s] for s in storages if self._left[s] == 1 and s not in kept)
+        """Return the bytes of those ``storages`` that one more node frees."""
+        size, left = self._liveness.size, self._left
+        return sum(size[s] for s in storages if left[s] == 1)
 
-    def after(self, nodes: Iterable[int]) -> tuple[int, int]:
-        """The most bytes live while ``nodes`` would run next, and what would be left."""
-        liveness = self._liveness
-        size, now, most = liveness.size, self.now, self.now
-        read: dict[int, int] = {}
+    def after(self, nodes: Sequence[int]) -> tuple[int, int]:
+        """Return the most bytes live while ``nodes`` would run next, and what would be left."""
+        before, most = self.now, self.now
         for i in nodes:
-            for s in liveness.allocates[i]:
-                now += size[s]
-            most = max(most, now)
-            for s in liveness.touches[i]:
-                read[s] = read.get(s, 0) + 1
-                if read[s] == self._left[s] and s not in liveness.kept:
-                    now -= size[s]
-        return most, now
+            most = max(most, self.run(i))
+        left, self.now = self.now, before
+        for i in nodes:
+            for s in self._liveness.touches[i]:
+                self._left[s] += 1
+        return most, left
+
+
+def storages_of(
+    graph: fx.Graph,
+    dependencies: Dependencies,
+    side: ShardSide,
+    hints: SizeHints,
+    donated: Callable[[fx.Node], bool] | None = None,
+    external_live_bytes: int = 0,
+) -> Storages:
+    """Find the storages of a graph with fake tensors in ``meta["val"]``, by the place of its
+    movable nodes. Arguments are those of :class:`.GraphAnalysis`."""
+    donated = donated or donated_by_autograd(graph)
+    found = Storages([], [], [], {}, external_live_bytes)
+    ids: dict[Any, int] = {}
+    seen: set[int] = set()
+    for node in graph.nodes:
+        given = [s for arg in node.all_input_nodes for s in found.of_node[arg]]
+        if node.op == "output":
+            found.kept.update(dict.fromkeys(given))
+            continue
+        mine = found.of_node[node] = _result_storages(node, found, ids, side, hints)
+        new = tuple(s for s in mine if s not in seen)
+        seen.update(new)
+        if node not in dependencies.index:
+            found.at_start += sum(found.size[s] for s in new)
+            if not (node.op == "placeholder" and donated(node)):
+                found.kept.update(dict.fromkeys(mine))
+            continue
+        start = started_by(node)
+        read = () if start is None else start.all_input_nodes
+        sent = (s for arg in read for s in found.of_node[arg])
+        found.allocates.append(new)
+        found.touches.append(tuple(dict.fromkeys((*mine, *given, *sent))))
+    return found
+
+
+def _result_storages(
+    node: fx.Node, found: Storages, ids: dict[Any, int], side: ShardSide, hints: SizeHints
+) -> tuple[int, ...]:
+    """Return the storages of a node's result, and number new ones. ``ids`` has their numbers by
+    the addresses of fake storages."""
+    if is_number(node):
+        return ()
+    values = _values(node)
+    returned = _returned_input(node)
+    if returned is not None and len(found.of_node[returned]) == 1:
+        mine = found.of_node[returned]
+        for value in values:
+            ids.setdefault(value.untyped_storage()._cdata, mine[0])
+        return mine
+    numbers: dict[int, None] = {}
+    for value in values:
+        at = ids.setdefault(value.untyped_storage()._cdata, len(found.size))
+        if at == len(found.size):
+            found.size.append(_storage_bytes(node, value, side, hints))
+        numbers[at] = None
+    return tuple(numbers)
+
+
+def _returned_input(node: fx.Node) -> fx.Node | None:
+    """Return the input whose memory the result is, where fake tensors don't show it: results of
+    collectives and waits are copies, and a view's is still a view of what its input was before
+    bucketing."""
+    start = started_by(node)
+    if start is not None:
+        return start
+    if is_collective(node):
+        return next(iter(written_values(node)), None)
+    views = is_view(node) and node.op == "call_function"
+    return next(iter(node.all_input_nodes), None) if views else None

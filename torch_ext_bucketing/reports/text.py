@@ -1,15 +1,15 @@
-"""Prints numbers, shapes and tables in reports."""
+"""Format numbers and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-KIND_NAMES = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
+from ..graph.collectives import COLLECTIVES
 
 
 def change(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    kinds = [k for k in KIND_NAMES if before.get(k) or after.get(k)]
+    kinds = [k for k in COLLECTIVES if before.get(k) or after.get(k)]
     if not kinds:
         return "no collectives"
     return ", ".join(f"{k} {before.get(k, 0)} -> {after.get(k, 0)}" for k in kinds)
@@ -25,8 +25,10 @@ def size_text(nbytes: int) -> str:
 
 
 def sizes_text(*sizes: int) -> list[str]:
-    """Numbers of bytes, in the unit that suits the largest and with as many digits as it takes to
-    show which of them differ; in bytes where that is shorter than six digits behind the point."""
+    """Format sizes in the unit of the largest, with enough digits to tell them apart.
+
+    Five decimals are the limit; beyond that, all are in bytes.
+    """
     most = max(map(abs, sizes), default=0)
     unit, factor = next(
         ((u, f) for u, f in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if most >= f), ("B", 1)
@@ -41,7 +43,7 @@ def sizes_text(*sizes: int) -> list[str]:
 def table(
     columns: Mapping[str, Callable[[Any], object]], items: Iterable[Any], right: Sequence[int] = ()
 ) -> list[str]:
-    """Aligned lines: the columns' names, and a row of their cells for each item."""
+    """Format aligned lines: the columns' names, and a row for each item."""
     rows = [[str(cell(item)) for cell in columns.values()] for item in items]
     return aligned([list(columns), *rows], right)
 

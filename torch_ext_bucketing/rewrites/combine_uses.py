@@ -26,7 +26,7 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -37,21 +37,23 @@ from .._torch.sorting import sort_topologically
 from .._torch.symbols import same_shape
 from ..fsdp.chains import in_other_form
 from ..graph.analysis import GraphAnalysis
-from ..graph.calls import call, contiguous_copy
+from ..graph.calls import call, contiguous_copy, nodes_behind
 from ..graph.collectives import group_name, group_size, is_view, kind_of, only_wait, wire_bytes
 from ..graph.moves import is_linear, keeps_values
-from ..graph.regions import Cut, Structures, cuts_behind, erase_unused, nodes_behind, outside_reader
+from ..graph.regions import Cut, Structures, cuts_behind, erase_unused, outside_reader
 from ..graph.size_hints import GivenHints, SizeHints
 from ..graph.snapshot import Snapshot, unchanged_on_error
 from ..graph.tags import tag_of
 from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
 from ..passes.base import GraphPass, Stage
-from ..passes.compilation import Compilation
 from ..passes.facts import Tags
 from ..planner.schedule.memory import PeakMemory
 from ..planner.schedule.model import peak_bytes
 from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
+
+if TYPE_CHECKING:
+    from ..passes.compilation import Compilation
 
 _aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,8 +24,10 @@ from ..graph.collectives import Kind, check_kinds, group_name, kind_of, set_grou
 from ..graph.tags import tag_of
 from ..graph.unwrap import GraphLike, graph_of
 from ..passes.base import GraphPass, Stage
-from ..passes.compilation import Compilation
 from ..passes.facts import Buckets, Order, Tags
+
+if TYPE_CHECKING:
+    from ..passes.compilation import Compilation
 
 _REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter",)
 

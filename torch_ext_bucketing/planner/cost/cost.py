@@ -20,6 +20,8 @@ from ..._torch.estimates import nccl_estimate_ms
 from ..._torch.process_groups import group_by_name, ranks_of
 from ...fsdp.all_to_all import SUM, steps_of
 from ...graph.collectives import (
+    COLLECTIVES,
+    collective_kind,
     group_name,
     group_size,
     is_collective,
@@ -31,9 +33,8 @@ from ...graph.collectives import (
 )
 from ...graph.size_hints import SizeHints
 from ...graph.tags import replaced_kind
-from .machine import COLLECTIVES, H100, Machine, is_time
+from .machine import H100, Machine, is_time
 
-_KIND_OF_TARGET: dict[Any, str] = {c.target: kind for kind, c in COLLECTIVES.items()}
 _SLICE_COPY = torch.ops.aten.slice_copy.Tensor
 
 
@@ -96,7 +97,8 @@ class Costs:
         key = (node.target, group, nbytes)
         if key not in self._known:
             ranks = self._ranks_of(group)
-            kind = kind_of(node) or _KIND_OF_TARGET[node.target]
+            kind = collective_kind(node)
+            assert kind is not None
             ms = self.machine.network_ms(kind, ranks, nbytes)
             if ms is None:
                 self.by_torch.add(kind)
@@ -116,11 +118,11 @@ class Costs:
         Raises:
             ValueError: as of :meth:`collective`.
         """
-        graph, (target, arguments, *_) = fx.Graph(), COLLECTIVES[kind]
+        graph, row = fx.Graph(), COLLECTIVES[kind]
         value = graph.placeholder("value")
         ranks = group_size(like) if group is None else len(self._ranks_of(group))
-        rest = (*arguments(ranks), group_name(like) if group is None else group)
-        node = graph.call_function(target, (value, *rest))
+        rest = (*row.arguments(ranks, 0), group_name(like) if group is None else group)
+        node = graph.call_function(row.targets[0], (value, *rest))
         value.meta["val"] = node.meta["val"] = like.meta["val"]
         return self.collective(node, nbytes)
 
@@ -153,7 +155,7 @@ class Costs:
                 found[i] = 0.0
             elif kind is not None and kind != kind_of(node):
                 sent = self.result_bytes(node.all_input_nodes[0])
-                result = sent // group_size(node) if kind == "reduce_scatter" else sent
+                result = sent if COLLECTIVES[kind].whole_output else sent // group_size(node)
                 found[i] = self.as_kind(kind, node, sent + result)
         return found
 

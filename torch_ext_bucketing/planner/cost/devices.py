@@ -7,14 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from .machine import H100, Level, Machine
-
-
-def _flops(half: float, eight: float | None = None) -> dict[str, float]:
-    """By dtype, of the rates in 16 bit, of which TF32 has half, and in 8 bit."""
-    found = {"bfloat16": half, "float16": half, "float32": half / 2}
-    return found if eight is None else {**found, "float8_e4m3fn": eight, "float8_e5m2": eight}
-
+from .machine import H100, Level, Machine, tensor_core_rates
 
 # From NVIDIA's data sheets: dense operations per second in 16 bit, in TF32 and in 8 bit, bytes per
 # second of memory, of NVLink each way, and of a GPU's adapter. As with the H100, products reach
@@ -22,7 +15,7 @@ def _flops(half: float, eight: float | None = None) -> dict[str, float]:
 A100 = replace(  # 312 and 156 TFLOP/s, 2.04 TB/s, 300 GB/s; a DGX A100 has 200 Gbit/s
     H100,
     name="A100",
-    flops=_flops(218e12),
+    flops=tensor_core_rates(218e12),
     bandwidth=1.63e12,
     intra=Level(240e9, 0.012),
     inter=Level(21e9, 0.03),
@@ -31,14 +24,14 @@ H200 = replace(H100, name="H200", bandwidth=3.84e12)  # an H100 with 4.8 TB/s
 B200 = replace(  # 2,250, 1,125, 4,500 TFLOP/s, 8 TB/s, 900 GB/s; a DGX B200 has 400 Gbit/s
     H100,
     name="B200",
-    flops=_flops(1575e12, 3150e12),
+    flops=tensor_core_rates(1575e12, 3150e12),
     bandwidth=6.4e12,
     intra=Level(720e9, 0.012),
 )
 GB200 = replace(  # 2,500, 1,250, 5,000 TFLOP/s; NVLink joins a rack of 72 GPUs, 400 Gbit/s beyond
     B200,
     name="GB200",
-    flops=_flops(1750e12, 3500e12),
+    flops=tensor_core_rates(1750e12, 3500e12),
     ranks_per_node=72,
 )
 

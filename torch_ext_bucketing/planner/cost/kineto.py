@@ -25,6 +25,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...graph.collectives import COLLECTIVES
+
 _US = 1e-3
 _ITEMSIZE = {
     **dict.fromkeys(("Byte", "Char", "Bool", "unsigned char", "signed char", "bool"), 1),
@@ -34,17 +36,6 @@ _ITEMSIZE = {
     **dict.fromkeys(("Double", "Long", "double", "long int"), 8),
 }
 _DTYPE = {"c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32"}
-# What launches an event of gloo, and the places of its output and its input among its arguments.
-_GLOO_LAUNCHES = {
-    "c10d::_allgather_base_": ("all_gather", 0, 1),
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0, 1),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 0, 1),
-    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 0, 1),
-    "c10d::allreduce_": ("all_reduce", 0, 0),
-    "c10d::allreduce_coalesced_": ("all_reduce", 0, 0),
-    "c10d::alltoall_base_": ("all_to_all", 0, 1),
-}
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _LARGE_COPY, _LARGE_PRODUCT = 2**20, 2**26
 """Bytes and operations from which on a kernel tells a rate: what is smaller takes time to start."""
 
@@ -147,7 +138,7 @@ def _of_gloo(
     found: Sequence[dict[str, Any]], groups: Mapping[str, tuple[int, ...]]
 ) -> list[_Event]:
     """Events of gloo's threads, each with the operator that launched it."""
-    open_ = [e for e in found if e["name"] in [f"gloo:{kind}" for kind in _KINDS]]
+    open_ = [e for e in found if e["name"] in [f"gloo:{kind}" for kind in COLLECTIVES]]
     if not open_:
         return []
     several = {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
@@ -159,13 +150,14 @@ def _of_gloo(
     ((group, ranks),) = several.items()
     if not all(_dims(e) for e in open_):
         raise ValueError("it has no sizes: profile with record_shapes=True")
+    launched_kind = {name: kind for kind, row in COLLECTIVES.items() for name in row.launches}
     events = []
     for launch in found:
-        if launch["name"] not in _GLOO_LAUNCHES:
+        kind = launched_kind.get(launch["name"])
+        if kind is None:
             continue
-        kind, out_at, in_at = _GLOO_LAUNCHES[launch["name"]]
         dims = _dims(launch)
-        given, made = _elements(dims[in_at]), _elements(dims[out_at])
+        given, made = _elements(dims[COLLECTIVES[kind].input_at]), _elements(dims[0])
         fits = (e for e in open_ if e["ts"] >= launch["ts"] and _elements(_dims(e)) == given)
         event = next(fits, None)
         if event is None:
@@ -181,7 +173,7 @@ def _of_gloo(
 def _kind(name: Any) -> str | None:
     """The kind of a collective by the name that a process group gives it."""
     plain = str(name).replace("_", "")
-    return next((kind for kind in _KINDS if plain.startswith(kind.replace("_", ""))), None)
+    return next((kind for kind in COLLECTIVES if plain.startswith(kind.replace("_", ""))), None)
 
 
 def _ranks(text: Any) -> tuple[int, ...]:
@@ -265,7 +257,7 @@ def _matched(
     for number, same in enumerate(zip(*(events[rank] for rank in ranks), strict=True)):
         first = same[0]
         for rank, other in zip(ranks, same, strict=True):
-            alike = first.kind == "all_to_all" or first.nbytes == other.nbytes
+            alike = not COLLECTIVES[first.kind].rounds or first.nbytes == other.nbytes
             one_clock = traces[rank].host == traces[ranks[0]].host != ""
             later = traces[rank].base_us - traces[ranks[0]].base_us
             apart = one_clock and (

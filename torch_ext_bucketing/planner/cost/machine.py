@@ -15,48 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.fx as fx
 
+from ...graph.collectives import COLLECTIVES
 from .kineto import RankTrace, collective_times, rates, read_trace
 
 GroupLayout = tuple[int, int]
 """The number of ranks of a process group, and the number of nodes that they are on."""
 Table = Mapping[tuple[str, int | GroupLayout], Sequence[tuple[int, float]]]
 _FORMAT = 1
-_c10d = torch.ops._c10d_functional
-
-
-class Collective(NamedTuple):
-    """How one kind of collective is called, and what rings move for it.
-
-    Args:
-        target: torch's operator.
-        arguments: of it, between the input and the group, in a group of so many ranks.
-        buffer: the bytes around which a ring goes, by those of input and output together and the
-            number of ranks; None: every rank sends to every other one, without a ring.
-        rounds: how often.
-    """
-
-    target: Any
-    arguments: Callable[[int], tuple[Any, ...]]
-    buffer: Callable[[int, int], float] | None
-    rounds: int = 1
-
-
-COLLECTIVES = {
-    "all_gather": Collective(
-        _c10d.all_gather_into_tensor.default, lambda n: (n,), lambda b, n: b * n / (n + 1)
-    ),
-    "reduce_scatter": Collective(
-        _c10d.reduce_scatter_tensor.default, lambda n: ("sum", n), lambda b, n: b * n / (n + 1)
-    ),
-    "all_reduce": Collective(_c10d.all_reduce.default, lambda n: ("sum",), lambda b, n: b / 2, 2),
-    "all_to_all": Collective(_c10d.all_to_all_single.default, lambda n: ([], []), None),
-}
-"""What the cost of a collective depends on, by kind: the one place to name another kind."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +44,8 @@ class Level:
     latency_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        if not is_time(self.bandwidth) or not self.bandwidth:
-            raise ValueError(f"bandwidth must be positive bytes per second, got {self.bandwidth!r}")
-        if not is_time(self.latency_ms):
-            raise ValueError(f"latency_ms must be a time of at least 0, got {self.latency_ms!r}")
+        _check_rate("bandwidth", self.bandwidth)
+        _check_time("latency_ms", self.latency_ms)
 
 
 @dataclass(frozen=True)
@@ -132,13 +99,20 @@ class Machine:
         for name, mapping in (("flops", self.flops), ("collectives", self.collectives)):
             if not isinstance(mapping, Mapping):
                 raise TypeError(f"{name} must be a mapping, got {mapping!r}")
-        rates = {**self.flops, "other_flops": self.other_flops, "bandwidth": self.bandwidth}
-        for name, rate in rates.items():
-            if not _is_number(rate) or not rate > 0:
-                raise ValueError(f"{name} must be a positive rate per second, got {rate!r}")
-        if not is_time(self.kernel_ms):
-            raise ValueError(f"kernel_ms must be a time of at least 0, got {self.kernel_ms!r}")
-        self._check_network()
+        for name, rate in {**self.flops, "other_flops": self.other_flops}.items():
+            _check_rate(name, rate)
+        _check_rate("bandwidth", self.bandwidth)
+        _check_time("kernel_ms", self.kernel_ms)
+        for name, level in (("intra", self.intra), ("inter", self.inter)):
+            if level is not None and not isinstance(level, Level):
+                raise TypeError(f"{name} must be a Level, got {level!r}")
+        n = self.ranks_per_node
+        if n is not None and not _is_count(n):
+            raise ValueError(f"ranks_per_node must be a whole number of at least 1, got {n!r}")
+        if self._levels is None and (self.intra or self.inter):
+            raise ValueError("give intra, inter and ranks_per_node together, or none of the levels")
+        if self.estimate is not None and not callable(self.estimate):
+            raise TypeError(f"estimate must be a callable or None, got {self.estimate!r}")
         for key, series in self.collectives.items():
             if not _is_key(key):
                 raise ValueError(
@@ -151,19 +125,12 @@ class Machine:
                 if not pair or not all(map(is_time, point)) or not point[0]:
                     raise ValueError(f"collectives[{key!r}]: {point!r} is no (bytes above 0, ms)")
 
-    def _check_network(self) -> None:
-        levels = (("intra", self.intra), ("inter", self.inter))
-        for name, level in levels:
-            if level is not None and not isinstance(level, Level):
-                raise TypeError(f"{name} must be a Level, got {level!r}")
-        n = self.ranks_per_node
-        if n is not None and not _is_count(n):
-            raise ValueError(f"ranks_per_node must be a whole number of at least 1, got {n!r}")
-        given = [name for name, level in levels if level is not None]
-        if given and (len(given) < 2 or n is None):
-            raise ValueError("give intra, inter and ranks_per_node together, or none of the levels")
-        if self.estimate is not None and not callable(self.estimate):
-            raise TypeError(f"estimate must be a callable or None, got {self.estimate!r}")
+    @property
+    def _levels(self) -> tuple[Level, Level, int] | None:
+        """The levels and the number of ranks of a node, where all three are known."""
+        if self.intra is None or self.inter is None or self.ranks_per_node is None:
+            return None
+        return self.intra, self.inter, self.ranks_per_node
 
     def describe(self) -> str:
         """Its name, and how many ranks a node has, for a report."""
@@ -196,27 +163,28 @@ class Machine:
             series = self.collectives.get((kind, layout[0]))
         if series is not None:
             return _interpolated(series, nbytes)
-        if self.intra is None or self.inter is None or self.ranks_per_node is None:
+        if self._levels is None:
             return None
-        n, nodes = layout
+        (n, nodes), (intra, inter, per_node) = layout, self._levels
         if n == 1:
             return 0.0
-        members = Counter(rank // self.ranks_per_node for rank in ranks)
+        members = Counter(rank // per_node for rank in ranks)
         fewest, most = min(members.values()), max(members.values())
-        collective = COLLECTIVES[kind]
-        if collective.buffer is None:
-            sent = (((most - 1) / n, self.intra), ((n - fewest) / n, self.inter))
+        kind_row = COLLECTIVES[kind]
+        if not kind_row.rounds:
+            sent = (((most - 1) / n, intra), ((n - fewest) / n, inter))
             times = (
                 part * (nbytes / 2) / level.bandwidth * 1e3 + level.latency_ms
                 for part, level in sent
                 if part
             )
             return max(times, default=0.0)
-        speeds = [self.intra.bandwidth] if most > 1 else []
-        speeds += [fewest * self.inter.bandwidth] if nodes > 1 else []
-        steps = (n - nodes) * self.intra.latency_ms + (nodes - 1) * self.inter.latency_ms
-        buffer = collective.buffer(nbytes, n)
-        return collective.rounds * (buffer * (n - 1) / n / min(speeds) * 1e3 + steps)
+        speeds = [intra.bandwidth] if most > 1 else []
+        speeds += [fewest * inter.bandwidth] if nodes > 1 else []
+        steps = (n - nodes) * intra.latency_ms + (nodes - 1) * inter.latency_ms
+        parts = (n if kind_row.whole_input else 1) + (n if kind_row.whole_output else 1)
+        buffer = nbytes * n / parts
+        return kind_row.rounds * (buffer * (n - 1) / n / min(speeds) * 1e3 + steps)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, for :meth:`load`.
@@ -348,13 +316,20 @@ def _ranks_per_node(traces: Sequence[RankTrace]) -> int:
     return n
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def is_time(value: Any) -> bool:
-    """Whether it is a finite number of at least 0."""
-    return _is_number(value) and 0 <= value < math.inf
+    """Return whether ``value`` is a finite number of at least 0."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 <= value < math.inf
+
+
+def _check_rate(name: str, value: object) -> None:
+    if not is_time(value) or not value:
+        raise ValueError(f"{name} must be a positive rate per second, got {value!r}")
+
+
+def _check_time(name: str, value: object) -> None:
+    if not is_time(value):
+        raise ValueError(f"{name} must be a time of at least 0, got {value!r}")
 
 
 def _is_count(value: Any) -> bool:
@@ -368,17 +343,18 @@ def _is_key(key: object) -> bool:
     return len(layout) in (1, 2) and all(map(_is_count, layout))
 
 
+def tensor_core_rates(half: float, eight: float | None = None) -> dict[str, float]:
+    """Map dtypes to operations per second: ``half`` in 16 bit, half of that in TF32, ``eight`` in
+    8 bit."""
+    found = {"bfloat16": half, "float16": half, "float32": half / 2}
+    return found if eight is None else {**found, "float8_e4m3fn": eight, "float8_e5m2": eight}
+
+
 H100 = Machine(
     "H100",
     # NVIDIA's data sheet: 989 TFLOP/s dense in 16 bit, 494 in TF32, 1979 in 8 bit, 3.35 TB/s. Large
     # matrix products reach about seven tenths of that, copies about eight tenths.
-    flops={
-        "bfloat16": 692e12,
-        "float16": 692e12,
-        "float32": 346e12,
-        "float8_e4m3fn": 1385e12,
-        "float8_e5m2": 1385e12,
-    },
+    flops=tensor_core_rates(692e12, 1385e12),
     bandwidth=2.7e12,
     # A DGX H100 has eight, with NVLink at 450 GB/s each way and an adapter of 400 Gbit/s for each.
     # About eight tenths of both are reached. NCCL's tuning model has 3.4 and 14 us for a step of a

@@ -42,7 +42,7 @@ from ..schedule.overlap import Overlap
 from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import schedule_model
 from ..schedule.timeline import step_ms
-from .held import HeldBytes
+from .held import HeldUnits
 from .partitioned import PartitionedModel, Smaller, UnitOf
 
 _Set: TypeAlias = frozenset[int]
@@ -134,7 +134,7 @@ class KeepPlanner:
             self.partitioned = PartitionedModel(
                 graph, costs, unit_of, kinds, rank_order, activations, smaller
             )
-            self._held = HeldBytes(self.partitioned)
+            self._held = HeldUnits(self.partitioned)
         self.candidates = [k for k, unit in enumerate(self.partitioned.units) if unit.held]
         gathers = [k for k in self.candidates if self.partitioned.units[k].starts]
         others = [k for k in self.candidates if not self.partitioned.units[k].starts]

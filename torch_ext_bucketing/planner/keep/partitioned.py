@@ -44,8 +44,8 @@ from ...graph.collectives import (
     is_wait,
     kind_of,
 )
-from ...graph.liveness import Liveness, Storages
-from ...graph.records import unmergeable
+from ...graph.liveness import Storages
+from ...graph.mergeable import unmergeable
 from ...graph.tags import tag_of
 from ..cost.cost import Costs
 from ..schedule.model import Model, Row, model_of
@@ -425,7 +425,6 @@ class _Split:
 
     def __init__(self, graph: fx.Graph, joint: Model, chains: Collection[fx.Node]) -> None:
         liveness = joint.liveness
-        assert isinstance(liveness, Liveness)
         self._joint, self._live = joint, liveness
         nodes = joint.dependencies.nodes
         in_forward = _aot.forward_nodes(graph)
@@ -477,7 +476,7 @@ class _Split:
         self._forward = [i for i, n in enumerate(nodes) if self._in_forward[i] and n in needed]
 
     def _storages(self, nodes: Iterable[fx.Node]) -> dict[int, None]:
-        return {s: None for n in nodes for s in self._live.storages_of(n)}
+        return {s: None for n in nodes for s in self._live.of_node[n]}
 
     def forward_model(self) -> Model:
         return self._model(self._forward, self._given, self._kept_forward, self._at_start)

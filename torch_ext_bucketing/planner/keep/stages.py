@@ -250,7 +250,7 @@ def bytes_of(graph: fx.Graph, outputs_from: int = 0) -> tuple[int, int]:
     """
     analysis = GraphAnalysis(graph, donated=lambda node: False)
     live = analysis.liveness
-    given = {s for n in graph.find_nodes(op="placeholder") for s in live.storages_of(n)}
+    given = {s for n in graph.find_nodes(op="placeholder") for s in live.of_node[n]}
     made = {s for each in _outputs(analysis)[outputs_from:] for s in each}
     return sum(live.size[s] for s in made - given), analysis.peak_bytes - live.at_start
 
@@ -258,7 +258,7 @@ def bytes_of(graph: fx.Graph, outputs_from: int = 0) -> tuple[int, int]:
 def views_of(graph: fx.Graph, inputs: Iterable[fx.Node]) -> list[bool]:
     """Which outputs of ``graph`` are views of some of its inputs, or these themselves."""
     analysis = GraphAnalysis(graph, donated=lambda node: False)
-    given = {s for n in inputs for s in analysis.liveness.storages_of(n)}
+    given = {s for n in inputs for s in analysis.liveness.of_node[n]}
     return [not given.isdisjoint(each) for each in _outputs(analysis)]
 
 
@@ -267,6 +267,6 @@ def _outputs(analysis: GraphAnalysis) -> list[set[int]]:
     (output,) = analysis.graph.find_nodes(op="output")
     (values,) = output.args
     return [
-        set(analysis.liveness.storages_of(value)) if isinstance(value, fx.Node) else set()
+        set(analysis.liveness.of_node[value]) if isinstance(value, fx.Node) else set()
         for value in values
     ]

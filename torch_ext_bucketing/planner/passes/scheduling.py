@@ -28,6 +28,7 @@ from ..schedule.memory import within
 from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import schedule
 from ..search.cap_search import check_caps, choose_caps
+from .order import PlannedOrder
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -61,7 +62,7 @@ class Schedule(GraphPass):
 
     @property
     def provides(self) -> tuple[Fact, ...]:
-        return (Order(self._policies, self._machine),)
+        return (PlannedOrder(self._policies, self._machine),)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         self._schedule(graph, compilation)
@@ -148,6 +149,11 @@ class BucketAndSchedule(Schedule):
     def provides(self) -> tuple[Fact, ...]:
         reduced = () if self.reduce is None else self.reduce.provides
         return (Buckets(tuple(self.kinds)), *reduced, *super().provides)
+
+    def with_part(self, other: GraphPass) -> GraphPass | None:
+        if self.reduce is None and isinstance(other, ReduceByAllToAll):
+            return replace(self, reduce=other)
+        return None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis, reduce = compilation.analysis(graph), self.reduce

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ...reports.text import sizes_text
 from .model import Model
 from .policy import Case, Options, Policy, PolicyReport
-from .timeline import Timeline
+from .timeline import Timeline, compute_runs
 
 _GIB = 2**30
 _ALL = 2**63  # bytes: more than any graph needs
@@ -62,9 +62,11 @@ class CapComputeRun(Policy):
             if forced > most
             else "no order was found that keeps it within the memory bound"
         )
+        runs = compute_runs(case.model, timeline.order)
+        at = next(i for i, run in runs if run == timeline.longest_run)
         warning = (
-            f"CapComputeRun({most}): {timeline.longest_run} compute nodes in a row "
-            f"before {_run_end(case.model, timeline)}; {why}. Smaller reduce-scatter buckets make "
+            f"CapComputeRun({most}): {timeline.longest_run} compute nodes in a row before "
+            f"{case.model.dependencies.nodes[at].name}; {why}. Smaller reduce-scatter buckets make "
             "shorter runs."
         )
         return PolicyReport(repr(self), figures, warning=warning)
@@ -156,17 +158,13 @@ def forced_run(model: Model) -> int:
     k need have run, and at most k of the group's and all of the other groups' reduce-scatters have
     cut them into runs: one of the runs is at least the quotient.
     """
-    needs = model.dependencies.needs
-    groups: dict[str, list[int]] = {}
-    for i, reduces in enumerate(model.reduces):
-        if reduces:
-            groups.setdefault(str(model.group[i]), []).append(i)
+    needs, groups = model.dependencies.needs, model.analysis.reductions
     total = sum(map(len, groups.values()))
     forced = 0
     for starts in groups.values():
         seen: set[int] = set()
         compute = 0
-        for k, start in enumerate(starts, 1):
+        for k, start in enumerate(reversed(starts), 1):
             stack = [start]
             while stack:
                 node = stack.pop()
@@ -177,14 +175,3 @@ def forced_run(model: Model) -> int:
                         stack.append(j)
             forced = max(forced, -(-compute // (k + total - len(starts))))
     return forced
-
-
-def _run_end(model: Model, timeline: Timeline) -> str:
-    run = 0
-    for i in timeline.order:
-        run += model.compute[i]
-        if model.reduces[i]:
-            if run == timeline.longest_run:
-                return model.dependencies.nodes[i].name
-            run = 0
-    return "the end"

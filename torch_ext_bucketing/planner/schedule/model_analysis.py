@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 
@@ -50,15 +51,13 @@ class ModelAnalysis:
                 self.source[i] = False
         self.kernels = [i for i in range(size) if not self.lazy[i] and model.group[i] is None]
         self.at = {i: k for k, i in enumerate(self.kernels)}
-        # Compute nodes, and milliseconds, before each kernel in the order of the graph.
-        self.compute_before, self.ms_before = [], []
-        count, ms = 0, 0.0
-        for i in self.kernels:
-            self.compute_before.append(count)
-            self.ms_before.append(ms)
-            count += model.compute[i]
-            ms += model.ms[i]
-        self.total_ms = ms
+        # Compute nodes, and milliseconds, before each kernel in the order of the graph, and of all.
+        kernels = self.kernels
+        self.compute_before = [
+            *itertools.accumulate((model.compute[i] for i in kernels), initial=0)
+        ]
+        self.ms_before = [*itertools.accumulate((model.ms[i] for i in kernels), initial=0.0)]
+        self.total_ms = self.ms_before[-1]
         self.first_use = [len(self.kernels)] * size
         for i in reversed(range(size)):
             for j in model.dependencies.needed_by[i]:
@@ -103,17 +102,9 @@ class ModelAnalysis:
         given = [False] * size
         for i, mine in enumerate(needs):
             given[i] = self.source[i] and model.group[i] is None and all(given[j] for j in mine)
-        self.fillers = sorted(
-            (
-                i
-                for i in range(size)
-                if given[i]
-                and self.lazy[i]
-                and model.ms[i]
-                and self.first_use[i] < len(self.kernels)
-            ),
-            key=lambda i: (self.first_use[i], i),
-        )
+        used = [self.first_use[i] < len(kernels) for i in range(size)]
+        self.fillers = [i for i in range(size) if given[i] and self.lazy[i] and model.ms[i]]
+        self.fillers = sorted((i for i in self.fillers if used[i]), key=self.first_use.__getitem__)
         self.latest = self._latest_starts(model)
         self.live, self.most = self._live_at_kernels(model)
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...graph.collectives import kind_of
+from ...graph.collectives import COLLECTIVES, collective_kind
 from ...reports.keep import KeepReport
 from .trace import Drawn
 
 _COMPUTE, _MEMORY = "#4c72b0", {"before": "#999999", "after": "#c44e52"}
-_KIND = {"all_gather": "#55a868", "reduce_scatter": "#dd8452", "all_reduce": "#8172b3"}
+_COLORS = ("#55a868", "#dd8452", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")  # of kinds, by row
 
 
 def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> None:
@@ -61,11 +61,16 @@ def plot(drawn: Sequence[Drawn], path: Path, keep: KeepReport | None = None) -> 
         axis.set_ylabel(f"live, {unit}")
         axis.legend(loc="best")
     kinds = [Patch(color=_COMPUTE, label="compute")]
-    kinds += [Patch(color=c, label=k.replace("_", "-")) for k, c in _KIND.items()]
-    figure.legend(handles=kinds, loc="upper center", ncol=4, frameon=False)
+    kinds += [Patch(color=_color(kind), label=kind.replace("_", "-")) for kind in COLLECTIVES]
+    figure.legend(handles=kinds, loc="upper center", ncol=len(kinds), frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _color(kind: str | None) -> str:
+    """Return the color of a kind of collective; that of computation for None."""
+    return _COMPUTE if kind is None else _COLORS[[*COLLECTIVES].index(kind) % len(_COLORS)]
 
 
 def _unit(most: int) -> tuple[str, int]:
@@ -101,10 +106,8 @@ def _draw_timeline(axis: Any, d: Drawn) -> None:
     for i in timeline.order:
         if model.ms[i] <= 0:
             continue
-        group = model.group[i]
-        kind = kind_of(model.dependencies.nodes[i])
-        color = _COMPUTE if group is None else _KIND.get(str(kind), "#937860")
-        bars.setdefault((rows[group], color), []).append((timeline.begin[i], model.ms[i]))
+        color = _color(collective_kind(model.dependencies.nodes[i]))
+        bars.setdefault((rows[model.group[i]], color), []).append((timeline.begin[i], model.ms[i]))
     for (row, color), spans in bars.items():
         axis.broken_barh(
             spans, (row - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.3

@@ -10,7 +10,7 @@ collective starts when its group's stream is free and the compute stream has com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .model import Model
@@ -87,12 +87,16 @@ def _run(model: Model, order: Sequence[int]) -> tuple[Streams, float, float]:
     return streams, max(now, streams.last_end()), busy
 
 
-def longest_compute_run(model: Model, order: Sequence[int]) -> int:
-    """Most compute nodes between two reduce-scatter starts; see :attr:`Timeline.longest_run`."""
-    run = longest = 0
+def compute_runs(model: Model, order: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield each reduce-scatter start, and the number of compute nodes since the one before it."""
+    run = 0
     for i in order:
         run += model.compute[i]
         if model.reduces[i]:
-            longest = max(longest, run)
+            yield i, run
             run = 0
-    return longest
+
+
+def longest_compute_run(model: Model, order: Sequence[int]) -> int:
+    """Return :attr:`Timeline.longest_run`."""
+    return max((run for _, run in compute_runs(model, order)), default=0)

@@ -10,13 +10,11 @@ from typing import Any
 
 import torch.fx as fx
 
-from ...graph.collectives import kind_of
+from ...graph.collectives import COLLECTIVES, collective_kind
 from ...graph.size_hints import SizeHints
 from ...graph.tags import member_tags, tag_of
 from .model import Model
 from .timeline import Timeline
-
-_SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", None: "A2A"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,8 @@ def label(start: fx.Node, hints: SizeHints | None = None) -> str:
     size = "" if val is None else f" {hints(val.numel()) * val.dtype.itemsize / 2**20:.1f} MiB"
     names = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
     count = f" ({len(fqns)} parameters)" if len(fqns) > 1 else ""
-    return f"{_SHORT[kind_of(start)]} {names or start.name}{count}{size}"
+    kind = COLLECTIVES[str(collective_kind(start))].short
+    return f"{kind} {names or start.name}{count}{size}"
 
 
 def _trace_events(drawn: Sequence[Drawn]) -> Iterator[dict[str, Any]]:

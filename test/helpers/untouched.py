@@ -1,4 +1,4 @@
-"""That torch is as it was installed: nothing of it served, replaced or wrapped by this package."""
+"""List what of torch this package serves, replaces or wraps in this process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import sys
 from types import FunctionType
 from typing import Any
 
-from .. import __path__ as _PACKAGE
+import torch_ext_bucketing
+
+_PACKAGE = torch_ext_bucketing.__name__
+_FOLDERS = tuple(torch_ext_bucketing.__path__)
 
 
 def touched_torch() -> list[str]:
-    """What of the torch that this process has loaded comes from this package, sorted.
+    """List what of the loaded torch comes from this package, sorted.
 
-    A finder on ``sys.meta_path``; a module that such a finder has loaded; a function in a module or
-    a class of torch's, a method or a property included, whose code lies in this package's folder.
+    That is a finder on ``sys.meta_path``, a module that such a finder has loaded, or a function,
+    method or property of torch's whose code lies in this package's folder.
     """
     found = [f"the finder {finder!r}" for finder in sys.meta_path if _is_from_here(finder)]
     for name, module in sorted(sys.modules.items()):
@@ -31,15 +34,15 @@ def touched_torch() -> list[str]:
 
 def _is_from_here(value: Any) -> bool:
     module = value.__module__ if isinstance(value, type) else type(value).__module__
-    return module.partition(".")[0] == __package__.partition(".")[0]
+    return module.partition(".")[0] == _PACKAGE
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether a function, method or property, or what it wraps, is of this package's folder."""
-    kind = type(value)  # isinstance() asks some of torch's objects, which then warn
+    """Return whether the code of a function, method or property lies in this package's folder."""
+    kind = type(value)  # isinstance() makes some of torch's objects warn
     if issubclass(kind, property):
         return any(map(_is_ours, (value.fget, value.fset, value.fdel)))
     if issubclass(kind, (staticmethod, classmethod)):
         return _is_ours(value.__func__)
     code = value.__code__.co_filename if issubclass(kind, FunctionType) else ""
-    return code.startswith(tuple(_PACKAGE))
+    return code.startswith(_FOLDERS)

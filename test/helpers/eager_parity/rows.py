@@ -1,13 +1,13 @@
 """The rows of the parity harness: what is trained, and in which way. Data alone, no torch.
 
-A :class:`Row` trains one model of :data:`.parity_models.MODELS` under eager FSDP2 and compiled, on
+A :class:`Row` trains one model of :data:`.models.MODELS` under eager FSDP2 and compiled, on
 the passes of :func:`.recipe`, and the weights are compared after every step. To add
 
 - a model: an entry of ``MODELS``. Every row of the matrix there is for it comes of its own:
   models x topologies x backends x parallelism x dtypes (:func:`matrix`);
-- a way to train: a field of :class:`Row`, read in ``parity_ranks.Runs``, and rows in :data:`ROWS`;
+- a way to train: a field of :class:`Row`, read in ``ranks.Runs``, and rows in :data:`ROWS`;
 - something around the step (a checkpoint, an evaluation, graph breaks): a case of
-  ``parity_cases.CASES``, which is a row by itself.
+  ``cases.CASES``, which is a row by itself.
 
 A model with ``needs``, or a row on torchtitan, is left out where that is not installed, and the
 table says so.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from benchmarks.parity_base import Model
+    from .base import Model
 
 
 CHANNELS = 8
@@ -40,7 +40,7 @@ class Row:
 
     Args:
         name: what ``--rows`` and ``--only`` match.
-        model: of ``parity_models.MODELS``; of torchtitan's own where ``client`` says so.
+        model: of ``models.MODELS``; of torchtitan's own where ``client`` says so.
         nodes: simulated.
         mesh: sizes of the mesh: (ranks), (replicas, shards) or (shards, tensor-parallel ranks).
         backend: of ``torch.compile``.
@@ -70,7 +70,7 @@ class Row:
         chunk_bytes: of a buffer that go to one ring channel in a row.
         expert: ranks that share the experts.
         spmd: of torchtitan's own models: its backend for what is no data parallelism.
-        case: of ``parity_cases.CASES``, which has a model of its own, and no control.
+        case: of ``cases.CASES``, which has a model of its own, and no control.
         layout: whether members and byte offsets of all buckets have to be those of eager FSDP2.
         unlike: why the bits can't be eager FSDP2's. Then they must not be, and a warning says so.
     """

@@ -23,11 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import torch_ext_bucketing as teb
-from benchmarks.parity_base import Unit
-from benchmarks.parity_ranks import RowReport, Runs, aten_kernels, wrap_units
 from torch_ext_bucketing.passes.backends import BucketingBackend
 from torch_ext_bucketing.testing import text
 from torch_ext_bucketing.testing.training import digest
+
+from .base import Unit
+from .ranks import RowReport, Runs, aten_kernels, wrap_units
 
 SEQ = 12
 UNITS = ("blocks.0", "blocks.1", "")

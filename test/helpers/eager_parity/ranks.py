@@ -1,4 +1,4 @@
-"""What each rank does for the rows of :mod:`.parity_rows`: every row eager, compiled, and as a
+"""What each rank does for the rows of :mod:`.rows`: every row eager, compiled, and as a
 control with buckets in graph order.
 
 All runs of a row start from the same weights and see the same text. After every step each rank
@@ -27,12 +27,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import torch_ext_bucketing as teb
-from benchmarks.devices import start
-from benchmarks.machines import nodes
-from benchmarks.parity_base import Unit
-from benchmarks.parity_models import MODELS, build, units_of
-from benchmarks.parity_rows import CHANNELS, Row
-from benchmarks.parity_tensor import cut, parallelize
 from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
 from torch_ext_bucketing.fqns import parameter_names
@@ -52,6 +46,12 @@ from torch_ext_bucketing.testing.payloads import (
 from torch_ext_bucketing.testing.ranks import Rank
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 from torch_ext_bucketing.testing.training import Trained, count_collectives, train
+
+from .base import Unit
+from .devices import nodes, start
+from .models import MODELS, build, units_of
+from .rows import CHANNELS, Row
+from .tensor import cut, parallelize
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DIMS = {"cpu": None, "cuda": 1024}

@@ -34,16 +34,16 @@ def blocks_then_root(model: nn.Module) -> list[Unit]:
 
 @dataclass(frozen=True)
 class Model:
-    """A model of the parity rows: an entry of :data:`.parity_models.MODELS`.
+    """A model of the parity rows: an entry of :data:`.models.MODELS`.
 
     Args:
         kind: by number of blocks and, if not its own, width, a module on the CPU in float32 whose
             ``forward(*batch)`` is the loss, a scalar. Its weights are drawn anew by
-            :func:`.parity_models.build`; a module with weights of its own sets ``own_weights``.
+            :func:`.models.build`; a module with weights of its own sets ``own_weights``.
         units: in the order of the ``fully_shard`` calls, the root ``""`` last.
         width: instead of its own.
         batch: by step, data-parallel rank and number of sequences, what ``forward`` takes.
-        parallelism: which of ``parity_rows.PARALLELISM`` the matrix runs it in; none for a model
+        parallelism: which of ``rows.PARALLELISM`` the matrix runs it in; none for a model
             of named rows alone.
         backends: which of torch.compile's the matrix runs it on.
         group: a name for several models, by which ``--models`` takes all of them.

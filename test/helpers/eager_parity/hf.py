@@ -7,9 +7,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from benchmarks.parity_base import VOCAB, Model, Unit
 from torch_ext_bucketing.fsdp.blocks import transformer_block_plan
 from torch_ext_bucketing.testing import text
+
+from .base import VOCAB, Model, Unit
 
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,

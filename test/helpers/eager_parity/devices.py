@@ -1,16 +1,18 @@
-"""Ranks on GPUs, or on the CPU in their place.
+"""Ranks on GPUs or on the CPU, and the machine that estimates are for.
 
 With a GPU for every rank each takes one; otherwise ranks share what there is, as separate simulated
 hosts that talk over the loopback interface. Their step times say nothing of a real network.
 """
 
 import os
+from dataclasses import replace
 
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 
+from torch_ext_bucketing.planner.cost.machine import H100, Level, Machine
 from torch_ext_bucketing.testing.ranks import Rank
 
 
@@ -86,3 +88,11 @@ def why_no_nccl() -> str:
     if not dist.is_nccl_available():
         return f"torch {torch.__version__} has no NCCL"
     return ""
+
+
+def nodes(gb_per_s: float | None) -> Machine:
+    """Nodes of 8 H100s, with so many GB/s of each rank between them; None: :data:`H100`'s."""
+    if gb_per_s is None:
+        return H100
+    assert isinstance(H100.inter, Level)
+    return replace(H100, inter=replace(H100.inter, bandwidth=gb_per_s * 1e9))

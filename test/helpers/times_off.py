@@ -1,4 +1,4 @@
-"""What it costs to plan with times that are off: ``python -m benchmarks.schedule --off 20``.
+"""Plan with wrong times and score the plan with the true ones.
 
 Each draw multiplies the time of every sort of kernel (operator and sizes) and of collective (kind
 and process group) by a factor of its own, log-normal. Caps and order are chosen with these times,

@@ -10,15 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
-from benchmarks.models import FeedForward
-from benchmarks.parallel import block_plan
-from benchmarks.parity_base import SEQ, ParityModel
 from torch_ext_bucketing.testing.model import Block, RMSNorm, rotary_tables, rotate
+
+from .base import SEQ, ParityModel
 
 _c10d = torch.ops._c10d_functional
 
@@ -104,6 +104,19 @@ class TensorAttention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
 class TensorBlock(nn.Module):
     """Pre-norm transformer block, that reads further activations as well."""
 
@@ -141,6 +154,34 @@ class TensorDecoder(ParityModel):
             x = layer(x, self.rope_cos, self.rope_sin, *read)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def block_plan(*, sequence: bool) -> dict[str, Any]:
+    """Styles of ``parallelize_module`` for a pre-norm block with ``attention`` and SwiGLU, as
+    Megatron cuts it; ``sequence``: shard the sequence between the parts, too."""
+    between = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=between),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=between),
+        "feed_forward.w3": ColwiseParallel(),
+    }
+    if sequence:
+        plan |= {
+            "attention_norm": SequenceParallel(),
+            "attention": PrepareModuleInput(
+                input_layouts=(Shard(1), None, None),
+                desired_input_layouts=(Replicate(), None, None),
+            ),
+            "ffn_norm": SequenceParallel(),
+            "feed_forward": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
+        }
+    return plan
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:

@@ -14,7 +14,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.parity_base import (
+from torch_ext_bucketing.testing.model import Block, ModelConfig, RMSNorm, rotary_tables
+
+from .base import (
     SEQ,
     VOCAB,
     Model,
@@ -23,9 +25,8 @@ from benchmarks.parity_base import (
     batch_of,
     blocks_then_root,
 )
-from benchmarks.parity_hf import HF_MODELS
-from benchmarks.parity_tensor import TensorDecoder
-from torch_ext_bucketing.testing.model import Block, ModelConfig, RMSNorm, rotary_tables
+from .hf import HF_MODELS
+from .tensor import TensorDecoder
 
 
 class Llama(ParityModel):

@@ -1,25 +1,13 @@
-"""Choices of what stays gathered against all that there are, on small random joint graphs.
-
-Each choice that can be more than 2% faster than the one that was made, by what no order can beat,
-is scheduled, unless what it keeps is above the bound before backward begins: so whether the choice
-is within 2% of the best is known, and the best where it is not. Where it is, the best is only known
-as far as it was looked at.
-"""
+"""Random joint graphs for the choice of what stays gathered or saved, and planners for them."""
 
 import random
-import statistics
-import sys
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_ext_bucketing._gc import paused_gc
 from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.planner.cost.machine import Level, Machine
@@ -163,70 +151,3 @@ def random_planner(
         machine = replace(machine, ranks_per_node=to, intra=fast)
         smaller = what_fits(parameter_chains(graph), group)
     return KeepPlanner(graph, unit_of, machine=machine, activations=activations, smaller=smaller)
-
-
-CLOSE = 1.02
-
-
-def against_all(
-    models: int,
-    most: int,
-    least: int = 2,
-    first: int = 0,
-    activations: bool = False,
-    to: int = 0,
-) -> dict[str, Any]:
-    """Random models of ``least`` to ``most`` units, with seeds from ``first`` on, each with a bound
-    between keep-nothing and keep-all: the choice over the best of all choices."""
-    dist.init_process_group("fake", rank=0, world_size=2 * max(1, to))
-    ratios: list[float] = []
-    units: list[int] = []
-    choices = scheduled = 0
-    choosing, clock = 0.0, time.process_time()
-    for seed in range(first, first + models):
-        rng = random.Random(seed)
-        planner = random_planner(seed, rng.randint(least, most), activations, to)
-        everything = planner.scheduled(planner.candidates, 2**60)
-        low = planner.reference_bytes
-        limit = int(low + rng.random() * max(0, everything.peak_bytes - low))
-        start = time.process_time()
-        best = chosen = planner.choose(limit)
-        choosing += time.process_time() - start
-        before = planner.tried
-        worth = chosen.step_ms / CLOSE
-        with paused_gc():
-            for floor_ms, kept in _fitting(planner, limit):
-                if floor_ms < min(best.step_ms, worth) or best.above:
-                    best = min(best, planner.scheduled(kept, limit), key=lambda o: o.rank)
-        parts = sum(k in planner.partitioned.parts for k in planner.candidates)
-        choices += 2 ** (len(planner.candidates) - 2 * parts) * 3**parts
-        scheduled += planner.tried - before
-        ratios.append(chosen.step_ms / best.step_ms)
-        units.append(len(planner.candidates))
-        if sys.stderr.isatty() or len(units) % 20 == 0:
-            print(f"{len(units)} of {models}", file=sys.stderr, flush=True)
-    return {
-        "models": models,
-        "first_seed": first,
-        "units": f"{min(units)} to {max(units)}, {statistics.mean(units):.1f} on average",
-        "choices": choices,
-        "scheduled": scheduled,
-        "within_2_percent": sum(r <= CLOSE for r in ratios) / len(ratios),
-        "worst": max(ratios),
-        "choosing_s": choosing / models,
-        "seconds": time.process_time() - clock,
-        "ratios": [round(r, 4) for r in ratios if r > 1],
-    }
-
-
-def _fitting(planner: KeepPlanner, limit: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Choices with the least time that they can take. What is kept is there when backward begins,
-    so those that are above the bound with that alone are left out."""
-    forward_ms = planner.partitioned.forward.paths.bound_ms
-    for bits in range(2 ** len(planner.candidates)):
-        kept = tuple(k for i, k in enumerate(planner.candidates) if bits >> i & 1)
-        if len(planner.partitioned.distinct(kept)) < len(kept):
-            continue
-        backward = planner.partitioned.models(kept)[1]
-        if backward.liveness.at_start <= limit:
-            yield forward_ms + backward.paths.bound_ms, kept
