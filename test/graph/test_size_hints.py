@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.graph.collectives import is_collective
 from torch_ext_bucketing.graph.size_hints import DEFAULT, SizeHints
 from torch_ext_bucketing.graph.tags import Tag, set_tag
@@ -86,7 +86,7 @@ def whole_graph():
 
 PASSES = {
     "peak": lambda model: [
-        teb.CombineUses(teb.PeakMemory(gib=1)),
+        teb.CombineUses(),
         teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(gib=1), teb.CapComputeRun(100)]),
     ],
     "parity": lambda model: teb.recipe(model, "parity"),
@@ -242,7 +242,7 @@ def test_an_estimate_that_fails_leaves_the_caps_to_torch(fake_world):
     graph = trace(two, torch.zeros(3, 4), torch.zeros(5, 4)).graph
     with pytest.warns(teb.BoundNotKeptWarning, match="caps are torch's own.*no such time"):
         plan, report = choose_caps(graph, Broken(), eligible="structure")
-    assert plan.buckets == plan_by_cap(graph, eligible="structure").buckets != ()
+    assert plan.buckets == ByCap(eligible="structure").plan(graph).buckets != ()
     assert "no such time" in report.warning
 
 

@@ -378,7 +378,7 @@ def uuids(name: str) -> dict[str, Any]:
 
     order = teb.FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
     passes = [
-        teb.ReshardAfterForward(["a"]),
+        teb.ReshardAfterForward(keep=["a"]),
         teb.TagParameters(),
         teb.ReshardAfterForward(),
         teb.BucketUnits(order),

@@ -26,7 +26,6 @@ from torch_features import CONFIG
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._source import _sources
 from torch_ext_bucketing._torch.caches import watched_caches
-from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.errors import NoUuidError
 from torch_ext_bucketing.passes import cache_key as _cache_key
 from torch_ext_bucketing.planner.cost.machine import Level
@@ -167,10 +166,10 @@ def test_every_argument_of_a_pass_counts(made):
         (teb.BucketByCap, {("g", "all_gather"): 1.0}, {("g", "all_gather"): 1.5}),
         (teb.Schedule, teb.Overlap(), (teb.Overlap(), teb.CapComputeRun())),
         (teb.Schedule, teb.Overlap(), teb.Overlap(depth=3)),
-        (teb.CombineUses, teb.PeakMemory(gib=1.0), teb.PeakMemory(gib=2.0)),
         (teb.ReduceByAllToAll, torch.float32, torch.float64),
         (teb.ReshardAfterForward, ["a"], ["b"]),
-        (lambda group_filter: teb.BucketByCap(group_filter=group_filter), None, primary_group),
+        (lambda groups: teb.BucketByCap(groups=groups), None, "primary"),
+        (lambda groups: teb.BucketByCap(groups=groups), ["0"], ["1"]),
         (lambda reduce: teb.BucketAndSchedule((), reduce=reduce), None, teb.ReduceByAllToAll()),
     ],
 )
@@ -186,7 +185,7 @@ def test_the_groups_that_reductions_move_to_count(fake_world):
     made = [
         teb.SeparateGroups(mesh),
         teb.SeparateGroups(mesh),
-        teb.SeparateGroups(mesh, dims=["shard"]),
+        teb.SeparateGroups(mesh["shard"]),
     ]
     made.append(teb.SeparateGroups(mesh, kinds=("all_gather",)))
     object.__setattr__(made[-1], "second", made[0].second)

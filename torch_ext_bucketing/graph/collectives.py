@@ -20,6 +20,9 @@ from .._torch.process_groups import group_by_name
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 """The kinds that buckets merge."""
+# The default of every ``kinds=``. Tensor parallelism all-reduces gradients of replicated parameters
+# before FSDP scatters them. Merging these would change their bits, so all-reduces are opt-in.
+FSDP_KINDS: tuple[Kind, ...] = KINDS[:2]
 
 _c10d = torch.ops._c10d_functional
 

@@ -6,6 +6,7 @@ This folder imports nothing from the rest of the package, and the rest imports n
 
 from __future__ import annotations
 
+from .._exports import lazy_exports
 from ..errors import HooksError, ImportedTooEarlyError, PatchDoesNotApplyError
 from .imports import Status, install, status
 from .series import HOOK_ENTRIES
@@ -16,6 +17,9 @@ __all__ = [
     "ImportedTooEarlyError",
     "PatchDoesNotApplyError",
     "Status",
+    "TagParameters",
     "install",
     "status",
 ]
+# The one pass that torch's own passes need; without it this package imports nothing but errors.
+__getattr__ = lazy_exports(__name__, {"TagParameters": ".passes.tagging"})

@@ -52,6 +52,10 @@ class GraphPass(CustomGraphPass):
         """Passes that this pass runs itself. A part that is switched off provides no facts."""
         return ()
 
+    def expanded(self) -> tuple[GraphPass, ...]:
+        """Return the passes that a pipeline runs in this one's place."""
+        return (self,)
+
     def _set(self, **values: Any) -> None:
         """Set fields from ``__post_init__``."""
         for name, value in values.items():

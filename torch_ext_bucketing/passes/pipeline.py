@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import time
@@ -58,13 +59,14 @@ class Pipeline:
         for p in self.given:
             if not isinstance(p, GraphPass):
                 raise TypeError(f"{p!r} is not a pass: it must be a GraphPass")
-        ours = list(self.given)
+        ours = [q for p in self.given for q in p.expanded()]
         if not any(Tags() in p.provides for p in ours):
             ours.insert(0, TagParameters(model))
         ours.sort(key=lambda p: Tags() not in p.provides)
         _check(ours)
-        self.disabled = _switched_off([q for p in ours for q in (p, *p.parts)])
-        running = [p for p in ours if p.name not in self.disabled]
+        self.disabled = _switched_off([*self.given, *(q for p in ours for q in (p, *p.parts))])
+        off = {q for p in self.given if p.name in self.disabled for q in p.expanded()}
+        running = [p for p in ours if p.name not in self.disabled and p not in off]
         self.joint = tuple(p for p in running if p.stage == "joint")
         self.forward_backward = tuple(p for p in running if p.stage == "forward_backward")
         for p in running:
@@ -213,11 +215,16 @@ def _switched_off(passes: Iterable[GraphPass]) -> tuple[str, ...]:
 
 
 def _names_of_passes() -> list[str]:
-    """List the public passes of the package, imported or not."""
+    """List the passes of the package, imported or not."""
     package = importlib.import_module(__package__.partition(".")[0])
-    public = [getattr(package, name) for name in package.__all__]
-    passes = [p for p in public if isinstance(p, type) and issubclass(p, GraphPass)]
-    return [p.__name__ for p in passes if p is not GraphPass]
+    for name in package.__all__:
+        getattr(package, name)
+    found, names = [GraphPass], []
+    for cls in found:
+        found += cls.__subclasses__()
+        if cls.__module__.startswith(f"{package.__name__}.") and not inspect.isabstract(cls):
+            names.append(cls.__name__)
+    return names
 
 
 def _show(graph: fx.Graph, name: str) -> None:

@@ -9,6 +9,8 @@ import torch
 
 from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import check_passes_run_here
+from ..errors import PayloadOrderWarning
+from ..fqns import format_names, nearest_names
 from ..fsdp.order import FSDPParamOrder
 from ..fsdp.tag_graph import FqnOf, tag_joint_graph
 from ..graph.unwrap import GraphLike, graph_of
@@ -47,11 +49,20 @@ class TagParameters(GraphPass):
         fqn_of = compilation.input_fqns if self.fqn_of is None else self.fqn_of
         if fqn_of is None:
             fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))
-        tags = tag_joint_graph(graph, fqn_of, model=self.model)
+        tags = tag_joint_graph(graph, fqn_of)
         if self.order is not None:
-            for start in tags:
+            unknown: dict[str, None] = {}
+            for start, tag in tags.items():
                 if (place := self.order(start)) is not None:
                     start.meta[PAYLOAD_FIELD] = place
+                unknown.update(dict.fromkeys(self.order.unknown(tag.fqns)))
+            if unknown:
+                known = (fqn for unit in self.order.units for fqn in unit)
+                compilation.warn(
+                    f"the order holds no {format_names(unknown)}, so buckets with their "
+                    f"collectives keep graph order{nearest_names(next(iter(unknown)), known)}",
+                    PayloadOrderWarning,
+                )
         compilation.tagged = len(tags)
 
     def settings(self) -> tuple[Any, ...]:

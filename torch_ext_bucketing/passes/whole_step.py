@@ -54,7 +54,7 @@ def whole_step_pass(
                 f"and {others + len(trained)} outputs. Give the model that was traced"
             )
         fqns = {node: name for node, name in zip(inputs, names, strict=False) if name}
-        run_passes(gm, pipeline, shared, fqns, [*(None,) * others, *trained], model)
+        run_passes(gm, pipeline, shared, fqns, [*(None,) * others, *trained])
         return gm
 
     return torch_ext_bucketing_pass
@@ -74,15 +74,14 @@ def run_passes(
     compilation: Compilation,
     fqns: dict[fx.Node, str],
     grad_fqns: Sequence[str | None],
-    model: nn.Module,
 ) -> None:
     """Run all passes on a graph of any part of a step, in place.
 
     Args:
-        fqns: parameters of ``model`` by placeholder.
+        fqns: parameters by placeholder.
         grad_fqns: for each flattened output, the parameter whose gradient it is.
     """
-    tag_joint_graph(gm, fqns.get, grad_fqns=grad_fqns, model=model)
+    tag_joint_graph(gm, fqns.get, grad_fqns=grad_fqns)
     for stage in ("joint", "forward_backward"):
         pipeline.run(stage, gm, compilation)  # type: ignore[arg-type]
     gm.graph.lint()

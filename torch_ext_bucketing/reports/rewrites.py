@@ -55,14 +55,12 @@ class CombineReport(RewriteReport):
     Args:
         left: parameters whose uses are gathered or reduced one by one. Gradients that are reduced
             one by one do not match eager FSDP2's bit for bit.
-        peak_bytes: estimated peak of live bytes, before and after; None without a bound.
     """
 
     rewrite = "combine uses"
     heading = "uses combined"
     combined: tuple[CombinedUses, ...] = ()
     left: tuple[LeftAlone, ...] = ()
-    peak_bytes: tuple[int, int] | None = None
 
     def _lines(self) -> list[str]:
         lines = []
