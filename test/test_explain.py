@@ -16,6 +16,8 @@ from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.planner.cost.machine import Machine
 from torch_ext_bucketing.testing.target import TargetError
 
+pytestmark = pytest.mark.once
+
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 HERE = f"{__name__}"
 
@@ -74,7 +76,6 @@ recipe(model, 'parity'):
   Schedule([Overlap()], machine=Machine("""
 
 
-@pytest.mark.once
 def test_a_goal_shows_what_its_recipe_does(capsys, tmp_path):
     file = tmp_path / "machine.json"
     Machine(name="mine", flops={"bfloat16": 1e12}).save(file)
@@ -87,7 +88,6 @@ def test_a_goal_shows_what_its_recipe_does(capsys, tmp_path):
     assert "Schedule" in said.split("time per pass")[1]
 
 
-@pytest.mark.once
 def test_reductions_by_all_to_all_are_shown_beside_rings(capsys, tmp_path):
     file = tmp_path / "machine.json"
     slow = {("all_to_all", 8): ((1, 1.0),), ("reduce_scatter", 8): ((1, 0.01),)}
@@ -136,7 +136,6 @@ def test_bad_targets_are_named(target, match):
         explain(target, goal="speed", world_size=2)
 
 
-@pytest.mark.once
 def test_bad_options(capsys):
     for argv in (["--world-size", "0"], ["--json", "/"]):
         with pytest.raises(SystemExit) as stop:
@@ -230,7 +229,6 @@ def test_a_trace_of_before_and_after(tmp_path, capsys):
     assert "longest compute run" in capsys.readouterr().out
 
 
-@pytest.mark.once
 def test_a_picture_of_before_and_after(tmp_path, capsys):
     """With a bound, also of what more memory would buy."""
     pytest.importorskip("matplotlib", reason="matplotlib draws the picture: pip install matplotlib")
@@ -247,7 +245,6 @@ def test_a_picture_of_before_and_after(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.once
 def test_command_on_the_demo_model(tmp_path, capsys):
     file = tmp_path / "report.json"
     options = ["--world-size", "16", "--json", str(file)]

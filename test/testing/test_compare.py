@@ -191,6 +191,7 @@ def messages(rank: Rank) -> list[str]:
     return found
 
 
+@pytest.mark.once
 def test_bad_input_is_named():
     for found in run_ranks(messages, 2, timeout_s=240):
         for message, expected in zip(found, BAD.values(), strict=True):

@@ -79,6 +79,7 @@ def test_ring_order(ranks_per_node, group, rings):
     assert [ring_order(topology, c, list(group)) for c in range(4)] == rings
 
 
+@pytest.mark.once
 @given(st.integers(1, 4), st.integers(1, 8), st.sets(st.integers(0, 31), min_size=1, max_size=12))
 def test_a_ring_visits_every_rank_once_and_stays_on_a_node(ranks_per_node, channels, group):
     topology = RingTopology(ranks_per_node, channels=channels)
@@ -152,6 +153,7 @@ groups = st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True)
 dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.int32])
 
 
+@pytest.mark.once
 @settings(max_examples=60)
 @given(topologies, groups, dtypes, st.integers(0, 40), st.sampled_from([SUM, AVG, MAX]))
 def test_every_element_is_by_the_rule(topology, group, dtype, count, op):
