@@ -60,7 +60,7 @@ class ReshardAfterForward(GraphPass):
     on the cost model whose estimated peak is under the bound ``memory``
     (:mod:`.planner.keep.keep`)::
 
-        [ReshardAfterForward("auto", memory=PeakMemory(gib=70)), BucketUnits(order), ...]
+        [ReshardAfterForward("auto", memory=PeakMemory(gib=70)), BucketByUnit(order), ...]
 
     With ``to`` as well, each unit stays gathered, is gathered again over all ranks, or inside the
     node. With ``activations``, groups of activations, by unit and sort, are saved or recomputed
@@ -80,8 +80,8 @@ class ReshardAfterForward(GraphPass):
             root's. A name that no parameter has keeps none.
         memory: the bound. A ratio refers to the peak with everything gathered again, the
             collectives of each unit merged, in the order of the graph.
-        units: the parameters that are kept together, as in ``BucketUnits``. None takes the units of
-            the backend's ``BucketUnits``, and without one modules: what is below the first number
+        units: the parameters that are kept together, as in ``BucketByUnit``. None takes the units of
+            the backend's ``BucketByUnit``, and without one modules: what is below the first number
             in a name (``layers.3``), and each other module.
         machine: the machine that the cost model times nodes for. None takes that of the scheduling
             pass of the same backend, else :func:`.job_machine`.

@@ -17,7 +17,7 @@ from ...bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ...bucketing.plan import BucketPlanner
 from ...graph.collectives import FSDP_KINDS, Kind, check_kinds
 from ...graph.unwrap import GraphLike, graph_of
-from ...passes.all_to_all import ReduceByAllToAll
+from ...passes.all_to_all import FixedOrderReduce
 from ...passes.base import GraphPass, Stage
 from ...passes.compilation import Compilation
 from ...passes.facts import Baseline, Buckets, Fact, Order, RankOrder, Tags
@@ -110,7 +110,7 @@ class BucketAndSchedule(Schedule):
         groups: see :class:`.ByCap`.
         planners: others whose plans are tried, too. What stays gathered
             (``ReshardAfterForward(keep="auto")``) is chosen with the buckets of the first one.
-        reduce: a :class:`.ReduceByAllToAll`, which replaces the merged reductions before they are
+        reduce: a :class:`.FixedOrderReduce`, which replaces the merged reductions before they are
             scheduled. The caps are chosen for what it makes of them.
 
     Raises:
@@ -130,13 +130,13 @@ class BucketAndSchedule(Schedule):
     planners: Sequence[BucketPlanner] = ()
     payload_order: PayloadKey | None = None
     machine: Machine | None = None
-    reduce: ReduceByAllToAll | None = None
+    reduce: FixedOrderReduce | None = None
     _search: BySearch = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reduce is not None and not isinstance(self.reduce, ReduceByAllToAll):
-            raise TypeError(f"reduce must be a ReduceByAllToAll or None, got {self.reduce!r}")
+        if self.reduce is not None and not isinstance(self.reduce, FixedOrderReduce):
+            raise TypeError(f"reduce must be a FixedOrderReduce or None, got {self.reduce!r}")
         check_payload_order(self.payload_order)
         caps_mb = None if self.caps_mb is None else tuple(self.caps_mb)
         self._set(caps_mb=caps_mb, kinds=check_kinds(self.kinds), planners=tuple(self.planners))
@@ -162,7 +162,7 @@ class BucketAndSchedule(Schedule):
         return (buckets, *reduced, *super().provides)
 
     def with_part(self, other: GraphPass) -> GraphPass | None:
-        if self.reduce is None and isinstance(other, ReduceByAllToAll):
+        if self.reduce is None and isinstance(other, FixedOrderReduce):
             return replace(self, reduce=other)
         return None
 
