@@ -28,8 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from benchmarks.command import (
     add_json,
     add_names,
@@ -45,6 +43,8 @@ from eager_parity.models import MODELS, build
 from eager_parity.ranks import Runs, mesh_of, row_group
 from eager_parity.rows import Row
 from torch_ext_bucketing.graph.collectives import KINDS
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
 

@@ -78,7 +78,7 @@ def test_without_a_goal_it_is_parity(fake_world):
 
 @pytest.mark.parametrize("mode", MESHES)
 @pytest.mark.parametrize("goal", ["parity", "speed"])
-@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.BoundNotKeptWarning")
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
 def test_every_kind_of_a_mode_is_bucketed(fake_world, mode, goal):
     model = sharded(mode, TwoBlocks())
     b = teb.backend("aot_eager", passes=teb.recipe(model, goal))

@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.agreement.launches import launches_of
 from torch_ext_bucketing.bucketing.all_to_all import reduce_by_all_to_all
 from torch_ext_bucketing.bucketing.caps import ByCap
@@ -43,6 +42,7 @@ from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.search.merged_model import merged_model
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.testing.ranks import RankError, run_ranks
 from torch_ext_bucketing.testing.ring import RingProcessGroup, RingTopology, on_ranks, ring_rank
 

@@ -29,7 +29,7 @@ PAGE = Path(teb.__file__).with_name("ARCHITECTURE.md")
 EVERY_START = ByCap(eligible=lambda start: True)
 
 
-@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.BoundNotKeptWarning")
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
 def test_a_planner_of_a_users_own(fake_world: int):
     """The search and the choice of what is kept plan with it."""
     scope: dict[str, Any] = {}

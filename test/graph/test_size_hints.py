@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.graph.collectives import is_collective
 from torch_ext_bucketing.graph.size_hints import DEFAULT, SizeHints
@@ -30,6 +29,7 @@ from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.testing.ring import on_ranks
 
 _aten = torch.ops.aten

@@ -273,7 +273,9 @@ def by_config(order, own_pass=False, **entries):
         }
         if order is not None or own_pass:
             write = (
-                from_hooks("OwnOrder", model) if own_pass else teb.hooks.TagParameters(model, order=order)
+                from_hooks("OwnOrder", model)
+                if own_pass
+                else teb.hooks.TagParameters(model, order=order)
             )
             settings["joint_custom_post_pass"] = write
             settings[ENTRIES + "bucket_payload_order_key"] = "fsdp_payload_order"

@@ -15,7 +15,6 @@ from sharded_models import Keep, TwoBlocks, checkpointed, eager_fsdp2, tokens_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing._torch.aot import must_recompute
 from torch_ext_bucketing.bucketing.units import ByUnit
 from torch_ext_bucketing.errors import BoundNotKeptWarning, NothingKeptWarning
@@ -41,6 +40,7 @@ from torch_ext_bucketing.planner.passes.resharding import (
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.rewrites.reshard_to import (
     make_smaller_group,
     read_first_gathers,

@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from eager_parity.devices import nodes
 from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.graph.collectives import group_name, group_size, kind_of
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.rewrites.reshard_to import (
     SmallerGroup,
     read_first_gathers,

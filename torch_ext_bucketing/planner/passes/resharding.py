@@ -80,9 +80,9 @@ class ReshardAfterForward(GraphPass):
             root's. A name that no parameter has keeps none.
         memory: the bound. A ratio refers to the peak with everything gathered again, the
             collectives of each unit merged, in the order of the graph.
-        units: the parameters that are kept together, as in ``BucketByUnit``. None takes the units of
-            the backend's ``BucketByUnit``, and without one modules: what is below the first number
-            in a name (``layers.3``), and each other module.
+        units: the parameters that are kept together, as in ``BucketByUnit``. None takes the units
+            of the backend's ``BucketByUnit``, and without one modules: what is below the first
+            number in a name (``layers.3``), and each other module.
         machine: the machine that the cost model times nodes for. None takes that of the scheduling
             pass of the same backend, else :func:`.job_machine`.
         activations: also choose the activations that are saved.
