@@ -1,4 +1,4 @@
-"""Graphs of real width and few layers: what is in them, and that the disk gives back the same."""
+"""Check graphs of real width and few layers, traced and loaded from disk."""
 
 import itertools
 import pickle
@@ -60,7 +60,7 @@ def loaded(cache):
 
 
 def starts(graph, kind=None, role=None):
-    """Collectives of a kind and of the groups with a role."""
+    """List the collectives of a kind on groups with a role."""
     position = {"all_gather": 2, "reduce_scatter": 3, "all_reduce": 2}
     return [
         n
@@ -369,7 +369,7 @@ def nbytes(value):
 
 
 def facts(number):
-    """What is known of the symbols of a number, and of what is asserted of them."""
+    """Collect the known facts and runtime assertions about the symbols of a number."""
     env = number.node.shape_env
     return {
         str(symbol): (
