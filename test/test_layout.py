@@ -86,8 +86,10 @@ def test_imports_between_modules_point_one_way():
 
 
 def test_imports_between_folders_point_one_way():
-    """The root's ``_exports``, ``_gc``, ``_source``, ``errors`` and ``fqns`` are below all folders; ``__init__``,
-    ``__main__`` and the rest of the root are above them."""
+    """``_exports``, ``_gc``, ``_source``, ``errors`` and ``fqns`` are below all folders.
+
+    The rest of the root is above them.
+    """
     edges: dict[str, set[str]] = {}
     for path in MODULES:
         folder = name_of(path).partition(".")[0]
