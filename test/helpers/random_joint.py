@@ -1,4 +1,4 @@
-"""Build random joint graphs, and planners that choose what stays gathered or saved in them."""
+"""Random joint graphs for the choice of what stays gathered or saved, and planners for them."""
 
 import random
 from dataclasses import replace
@@ -25,7 +25,7 @@ BLOCKS = Units.of([(f"layers.{number}",) for number in range(100)])
 
 
 class _Joint:
-    """Builds a joint graph; ``tag`` is the partitioner's tag that tracing would set on nodes."""
+    """A joint graph in the making; ``tag`` is what tracing would mark its nodes with."""
 
     def __init__(self, ranks: int) -> None:
         self.graph = fx.Graph()
@@ -63,11 +63,11 @@ class _Joint:
 
 
 def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machine]:
-    """Build a chain of layers of random widths, and a machine for it.
+    """A chain of layers of random widths, and a machine on which communication takes between a
+    quarter and four times as long as computation.
 
     Each layer is a unit: one or two sharded matrices, and up to three products with a matrix that
-    is not sharded. Some layers are followed by a wide activation that is saved. On the machine,
-    communication takes between a quarter and four times as long as computation.
+    is not sharded. Some layers are followed by a wide activation that is saved.
     """
     rng = random.Random(seed)
     j = _Joint(ranks)
@@ -91,7 +91,7 @@ def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machi
     x = j.given("x", rows, widths[0])
     tangent = j.given("tangents_1", rows, widths[-1])
 
-    undo: list[tuple[str, fx.Node, fx.Node]] = []  # backward, from the last layer to the first
+    undo: list[tuple[str, fx.Node, fx.Node]] = []  # what backward does, last first
     for k in range(units):
         for name in names[k]:
             full = j.gather(shards[name], name)
@@ -136,11 +136,9 @@ def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machi
 def random_planner(
     seed: int, units: int, activations: bool = False, to: int = 0, more: int = 4
 ) -> KeepPlanner:
-    """Make the planner for one of :func:`random_joint`, which may also save ``activations``.
-
-    With ``to`` ranks, the job has twice as many, and backward may gather in a group of ``to``, whose
-    network is ``more`` times as fast. With 0, the job has two ranks.
-    """
+    """What chooses for one of :func:`random_joint`, ``activations`` that are saved, too. With
+    ``to``, in a job of twice as many ranks, backward may gather in a group of that size, whose
+    network is ``more`` times as fast; 0: a job of two ranks."""
     graph, machine = random_joint(seed, units, 2 * max(1, to))
     smaller = None
     if to:

@@ -30,10 +30,8 @@ SIGMA = 0.3
 
 
 def off_by(machine: Machine, seed: int, sigma: float = SIGMA, hints: GivenHints = None) -> Machine:
-    """Make ``machine`` with wrong times, the same for the same seed.
-
-    The median of the factors is 1; ``sigma`` is the standard deviation of their logarithms.
-    """
+    """``machine`` with times that are off, the same for the same seed; ``sigma`` is the standard
+    deviation of a factor's logarithm, and the median factor 1."""
     true = Costs(machine, SizeHints(hints))
     factors: dict[tuple[Any, ...], float] = {}
 
@@ -62,11 +60,9 @@ def steps_off(
     sigma: float = SIGMA,
     machine: Machine = H100,
 ) -> tuple[float, float, list[float]]:
-    """Time a step planned with the true times of ``machine``, and with each draw of wrong times.
-
-    Returns milliseconds: the step planned with true times, a lower bound for any order of its
-    buckets, and the steps planned with wrong times. ``options`` are those of :class:`.ByCap`.
-    """
+    """Milliseconds of the step, planned with the times of ``machine``, what no order of the same
+    buckets can beat, and the steps planned with each draw of other times. ``options`` are
+    those of :class:`.ByCap`."""
     hints, by_cap = analysis.hints, ByCap(**options)
     true = Costs(machine, hints)
     unmerged = model_of(analysis, true)
