@@ -1,1 +1,7 @@
 """Measurements on graphs of real size. ``python -m benchmarks.graphs`` lists the graphs."""
+
+import sys
+from pathlib import Path
+
+# eager_parity, the models and ranks of parity, is among the helpers of the tests.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "test" / "helpers"))

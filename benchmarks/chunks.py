@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 import torch.fx as fx
 
+from eager_parity.rows import Row
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.machine import H100
@@ -54,7 +55,6 @@ from .command import (
     write_results,
 )
 from .parallel import Layout, start_world
-from .parity_rows import Row
 from .titan import TitanConfig, build, problem
 
 RANKS = 64
@@ -276,7 +276,8 @@ def train(rank: Rank, steps: int) -> dict[str, list[list[str]]]:
     from torchtitan.config import TrainingConfig
     from torchtitan.experiments.graph_trainer.common_utils import annotate_moe_ep_regions
 
-    from .parity_ranks import mesh_of, row_group
+    from eager_parity.ranks import mesh_of, row_group
+
     from .parity_trainer import TrainerRuns
 
     annotate_moe_ep_regions()

@@ -1,9 +1,8 @@
-"""What spare memory buys: step and peak over the bound, for graphs of real size and random ones.
+"""Measure step time and peak over the memory bound, for graphs of real size.
 
     python -m benchmarks.keep                               every model, prints tables
     python -m benchmarks.keep --only 'llama3_8b_*' --json out.json
     python -m benchmarks.keep --layers 8 --between 12.5     a slower network
-    python -m benchmarks.keep --random 200                  against every choice there is
 
 For each model of :mod:`.graphs` the joint graph is put together again from its forward and
 backward graphs, and ``ReshardAfterForward(keep="auto")`` chooses for bounds of 1.0 to 2.0 times the
@@ -30,6 +29,7 @@ from typing import Any
 import torch.fx as fx
 
 import torch_ext_bucketing as teb
+from eager_parity.devices import nodes
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.keep import CURVE, KeepPlanner, Outcome
@@ -37,10 +37,8 @@ from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
 from torch_ext_bucketing.testing.demo.table import columns
 
-from .command import add_json, add_number, matching, parser_of, write_json
+from .command import add_json, matching, parser_of, write_json
 from .graphs import CONFIGS, available, load
-from .keep_random import against_all
-from .machines import nodes
 from .tracing import Phase
 
 GIB = 2**30
@@ -248,28 +246,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--between", type=float, metavar="GB/S", help="of a rank between nodes (default: 42)"
     )
-    parser.add_argument("--random", type=int, metavar="N", help="N random models instead")
-    add_number(parser, "units", 12, "most units of these")
-    add_number(parser, "least", 2, "least units of these")
-    add_number(parser, "first", 0, "seed of the first of these")
     add_json(parser)
     args = parser.parse_args(arguments)
     names = available(matching(parser, MODELS, args.only))
-    if not 2 <= args.least <= args.units or (args.random is not None and args.random < 1):
-        parser.error("--least must be at least 2, --units no less, --random at least 1")
     warnings.simplefilter("ignore")
-    found: Any
-    if args.random is not None:
-        found = against_all(args.random, args.units, args.least, args.first)
-        print("\n".join(f"{name}: {value}" for name, value in found.items()))
-    else:
-        found = []
-        for name in names:
-            print(name, file=sys.stderr, flush=True)
-            found.append(measure(name, args.layers, nodes(args.between)))
-            print(table(found[-1:]), flush=True)
-        if len(found) > 1:
-            print(table(found))
+    found = []
+    for name in names:
+        print(name, file=sys.stderr, flush=True)
+        found.append(measure(name, args.layers, nodes(args.between)))
+        print(table(found[-1:]), flush=True)
+    if len(found) > 1:
+        print(table(found))
     write_json(args.json, found)
     return 0
 

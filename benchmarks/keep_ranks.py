@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard
 
 import torch_ext_bucketing as teb
 from benchmarks.command import add_json, add_number, parser_of, write_json
-from benchmarks.devices import start
+from eager_parity.devices import start
 from torch_ext_bucketing.reports.keep import KeepReport
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks

@@ -4,7 +4,6 @@
     python -m benchmarks.memory --only 'llama3_8b_*' --layers 32
     python -m benchmarks.memory --to 8 --between 12.5        gathered again inside nodes, too
     python -m benchmarks.memory --bounds 16                  whether more memory is ever slower
-    python -m benchmarks.memory --random 200                 against every choice there is
 
 For each model of :mod:`.graphs`, the joint graph as in :mod:`.keep`: every block computed again,
 every second one, all but matrix products and attention, nothing; each with all parameters gathered
@@ -30,6 +29,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
+from eager_parity.devices import nodes
 from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.planner.cost.devices import job_machine
 from torch_ext_bucketing.planner.cost.machine import Machine
@@ -41,8 +41,6 @@ from torch_ext_bucketing.testing.demo.table import columns
 from .command import add_json, add_number, matching, parser_of, write_json
 from .graphs import available
 from .keep import GIB, MODELS, Sharded
-from .keep_random import against_all
-from .machines import nodes
 from .tracing import copy_graph
 
 _UNBOUNDED = 2**62
@@ -198,27 +196,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_number(parser, "to", 0, "ranks among which backward may gather; 0: none")
     parser.add_argument("--between", type=float, help="GB/s of a rank between nodes of 8")
     parser.add_argument("--bounds", type=int, metavar="N", help="N single choices instead")
-    parser.add_argument("--random", type=int, metavar="N", help="N random models instead")
     add_json(parser)
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    found: Any
-    if args.random is not None:
-        found = against_all(args.random, 4, activations=True, to=args.to)
-        print("\n".join(f"{name}: {value}" for name, value in found.items()))
-    else:
-        found = []
-        for name in available(matching(parser, MODELS, args.only)):
-            print(name, file=sys.stderr, flush=True)
-            machine = None if args.between is None else nodes(args.between)
-            if args.bounds:
-                found.append(one := under_bounds(name, args.layers, args.bounds))
-                steps = " ".join(f"{ms:.1f}" for ms in one["steps_ms"])
-                print(f"{name}: at most {one['most_longer']:.4f} of one under less: {steps}")
-            else:
-                found.append(measure(name, args.layers, args.to or None, machine))
-        if not args.bounds:
-            print(table(found))
+    found = []
+    for name in available(matching(parser, MODELS, args.only)):
+        print(name, file=sys.stderr, flush=True)
+        machine = None if args.between is None else nodes(args.between)
+        if args.bounds:
+            found.append(one := under_bounds(name, args.layers, args.bounds))
+            steps = " ".join(f"{ms:.1f}" for ms in one["steps_ms"])
+            print(f"{name}: at most {one['most_longer']:.4f} of one under less: {steps}")
+        else:
+            found.append(measure(name, args.layers, args.to or None, machine))
+    if not args.bounds:
+        print(table(found))
     write_json(args.json, found)
     return 0
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 
+from eager_parity.tensor import FeedForward
 from torch_ext_bucketing.testing.model import rotary_tables
 
 
@@ -99,19 +100,6 @@ class Attention(nn.Module):
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, True
         )[0]
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
-
-
-class FeedForward(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(dim, hidden, bias=False)
-        self.w2 = nn.Linear(hidden, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class LlamaBlock(nn.Module):

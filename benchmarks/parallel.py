@@ -7,7 +7,7 @@ graph refers to its process groups are the same whenever the graph is traced or 
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 from torch.nn.utils import parametrize
 
+from eager_parity.tensor import block_plan
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 
 from .models import DeepSeek, Experts, Llama
@@ -159,34 +159,6 @@ def shard_deepseek(model: DeepSeek, world: World) -> None:
                 module.register_parameter(name, nn.Parameter(local.to_local().detach().clone()))
             _fully_shard(module, world.expert_fsdp)
     _fully_shard(model, world.data, but=experts)
-
-
-def block_plan(*, sequence: bool) -> dict[str, Any]:
-    """Styles of ``parallelize_module`` for a pre-norm block with ``attention`` and SwiGLU, as
-    Megatron cuts it; ``sequence``: shard the sequence between the parts, too."""
-    between = Shard(1) if sequence else Replicate()
-    plan: dict[str, Any] = {
-        "attention.wq": ColwiseParallel(),
-        "attention.wk": ColwiseParallel(),
-        "attention.wv": ColwiseParallel(),
-        "attention.wo": RowwiseParallel(output_layouts=between),
-        "feed_forward.w1": ColwiseParallel(),
-        "feed_forward.w2": RowwiseParallel(output_layouts=between),
-        "feed_forward.w3": ColwiseParallel(),
-    }
-    if sequence:
-        plan |= {
-            "attention_norm": SequenceParallel(),
-            "attention": PrepareModuleInput(
-                input_layouts=(Shard(1), None, None),
-                desired_input_layouts=(Replicate(), None, None),
-            ),
-            "ffn_norm": SequenceParallel(),
-            "feed_forward": PrepareModuleInput(
-                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-            ),
-        }
-    return plan
 
 
 def _tensor_parallel_llama(model: Llama, mesh: DeviceMesh) -> None:

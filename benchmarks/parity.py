@@ -11,9 +11,9 @@
     python benchmarks/parity.py --device cuda --topologies 1x2,2x2,4x2 --parallelism fsdp,hsdp
 
 Without ``--rows`` these are the rows of a matrix, models x topologies x backends x parallelism x
-dtypes; with it, what people train, by name (:mod:`benchmarks.parity_rows` has both). Reductions add
+dtypes; with it, what people train, by name (:mod:`eager_parity.rows` has both). Reductions add
 in the order of NCCL's rings over the simulated nodes, or are NCCL's own on GPUs, with wider models
-(see ``benchmarks/devices.py`` for ranks that share one). Every row runs the compiled step with
+(ranks that share one: ``eager_parity.devices``). Every row runs the compiled step with
 buckets in FSDP2's payload order, and as a control in graph order. Rows of the Inductor backend run
 a third time with every operator on ATen's kernels: where Inductor's own kernels round differently
 from eager's, that run shows that nothing else differs. A rank that dies, or waits longer than
@@ -50,15 +50,15 @@ from benchmarks.command import (
     title,
     write_json,
 )
-from benchmarks.devices import why_no_nccl
-from benchmarks.parity_models import MODELS
 from benchmarks.parity_results import RowResult, combine, first_different, render, verdict
-from benchmarks.parity_rows import MORE_TOPOLOGIES, PARALLELISM, ROWS, TOPOLOGIES, Row, matrix
+from eager_parity.devices import why_no_nccl
+from eager_parity.models import MODELS
+from eager_parity.rows import MORE_TOPOLOGIES, PARALLELISM, ROWS, TOPOLOGIES, Row, matrix
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
 
 if TYPE_CHECKING:
-    from benchmarks.parity_ranks import RowReport, Runs
+    from eager_parity.ranks import RowReport, Runs
 
 BACKENDS = ("aot_eager", "inductor")
 DTYPES = ("bf16", "fp32")
@@ -194,7 +194,7 @@ def run_topology(
 
 def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
     """Entry point of a rank: run ``rows``, all of one topology, and send a report of each."""
-    from benchmarks.parity_ranks import row_group
+    from eager_parity.ranks import row_group
 
     with row_group(rank, rows[0]):
         for row in rows:
@@ -203,11 +203,11 @@ def run_rows(rank: Rank, rows: Sequence[Row], steps: int) -> None:
 
 def runs_of(rank: Rank, row: Row, steps: int) -> Runs:
     """What runs a row on this rank."""
-    from benchmarks.parity_ranks import Runs, mesh_of
+    from eager_parity.ranks import Runs, mesh_of
 
     kind: type[Runs] = Runs
     if row.case:
-        from benchmarks.parity_cases import CaseRuns as kind
+        from eager_parity.cases import CaseRuns as kind
     elif row.client == "torchtitan's model":
         from benchmarks.parity_titan import TitanRuns as kind
     elif row.client == "torchtitan's trainer":
@@ -273,5 +273,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    preload("benchmarks.parity_ranks")
+    preload("eager_parity.ranks")
     sys.exit(main())

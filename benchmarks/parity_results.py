@@ -1,4 +1,4 @@
-"""What comes out of the rows of :mod:`.parity_rows`: from the reports of all ranks to a table."""
+"""Combine the reports of all ranks into the result of a row, and results into a table."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.parity_rows import Row
+from eager_parity.rows import Row
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.payloads import whole_digest
 
 if TYPE_CHECKING:
-    from benchmarks.parity_ranks import RowReport, Traffic
+    from eager_parity.ranks import RowReport, Traffic
 
 
 KERNELS = (

@@ -25,7 +25,8 @@ from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_trace
 from torchtitan.experiments.graph_trainer.passes import apply_graph_passes, compile_time_passes
 from torchtitan.experiments.graph_trainer.trainer import make_fwd_bwd_step
 
-from benchmarks.parity_ranks import (
+from benchmarks.parity_titan import TitanRuns, spmd_collectives
+from eager_parity.ranks import (
     RowReport,
     Sent,
     Step,
@@ -33,7 +34,6 @@ from benchmarks.parity_ranks import (
     collectives_of,
     in_graph_order,
 )
-from benchmarks.parity_titan import TitanRuns, spmd_collectives
 from torch_ext_bucketing._torch.aot import in_backward
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketUnits

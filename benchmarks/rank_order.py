@@ -38,10 +38,10 @@ from benchmarks.command import (
     title,
     write_json,
 )
-from benchmarks.parity_base import Unit
-from benchmarks.parity_models import MODELS, build
-from benchmarks.parity_ranks import Runs, mesh_of, row_group
-from benchmarks.parity_rows import Row
+from eager_parity.base import Unit
+from eager_parity.models import MODELS, build
+from eager_parity.ranks import Runs, mesh_of, row_group
+from eager_parity.rows import Row
 from torch_ext_bucketing.graph.collectives import KINDS
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.ranks import Rank, RankError, preload, run_ranks
@@ -181,5 +181,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    preload("benchmarks.parity_ranks")
+    preload("eager_parity.ranks")
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""The training script under ``torchrun``, with a rank killed, and from eager FSDP2's checkpoint.
+"""Resume the documented training script under ``torchrun`` after a rank was killed.
 
     python -m benchmarks.resume                            # 2 and 4 ranks, Inductor
     python -m benchmarks.resume --ranks 2 --json out.json
 
-On each number of ranks ``python -m torch_ext_bucketing.examples.train`` runs
+On each number of ranks the script of ``docs/training-script.md`` runs
 
 - ``whole``: from start to end;
 - ``restarted``: the last rank is killed (SIGKILL) when step 4 is printed, after the checkpoint of
@@ -33,6 +33,9 @@ from torch_ext_bucketing.testing.demo.table import columns
 
 from .command import add_json, document_of, parser_of, title, write_results
 
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "torch_ext_bucketing" / "docs" / "training-script.md"
+SCRIPT = "train.py"
 STEPS, SAVED, KILLED = 6, 3, 4
 LIMIT_S = 900
 
@@ -46,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as name:
+            (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+            Path(name, SCRIPT).write_text(source)
             for way in ("whole", "restarted", "started again", "from eager"):
                 began = time.monotonic()
                 row = run(way, ranks, Path(name) / way.replace(" ", "-"))
@@ -88,9 +93,10 @@ def start(
     """One ``torchrun`` to its end, the last rank killed once if asked for."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
-    command += ["-m", "torch_ext_bucketing.examples.train", "--folder", str(folder)]
+    command += [str(folder.parent / SCRIPT), "--folder", str(folder)]
     command += ["--save-every", str(SAVED), "--layers", "2", *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     with tempfile.TemporaryFile("w+") as out:
         began = time.monotonic()
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
@@ -119,7 +125,7 @@ def ranks_of(pid: int) -> list[int]:
     found = []
     for child in children:
         with open(f"/proc/{child}/cmdline") as file:
-            if "torch_ext_bucketing.examples.train" in file.read().split("\0"):
+            if any(part.endswith(f"/{SCRIPT}") for part in file.read().split("\0")):
                 found.append(int(child))
     return found
 

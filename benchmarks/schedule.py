@@ -3,7 +3,6 @@
     python -m benchmarks.schedule                           every graph, prints a table
     python -m benchmarks.schedule --only 'llama3_8b_*' --json out.json
     python -m benchmarks.schedule --between 12.5            a slower network between nodes
-    python -m benchmarks.schedule --off 20                  planned with times that are off
     python -m benchmarks.schedule --only 'held_out_*'       models that nothing is tuned on
 
 Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
@@ -56,10 +55,9 @@ def run_unpatched(graph: Graph, cap_mb: float | None, between: float | None = No
     """torch's own buckets and overlap, by our costs."""
     from torch._inductor.fx_passes import overlap_scheduling
 
+    from eager_parity.devices import nodes
     from torch_ext_bucketing.graph.size_hints import SizeHints
     from torch_ext_bucketing.planner.cost.cost import Costs
-
-    from .machines import nodes
 
     costs = Costs(nodes(between), SizeHints(graph.config.size_hints))
     # torch estimates every compute node itself before it asks for our estimate, and needs a GPU
@@ -99,13 +97,12 @@ def run_ours(
     between: float | None = None,
 ) -> dict[str, Any]:
     """Our buckets, then our schedule."""
+    from eager_parity.devices import nodes
     from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
     from torch_ext_bucketing.bucketing.merge import apply_plan
     from torch_ext_bucketing.graph.analysis import GraphAnalysis
     from torch_ext_bucketing.planner.schedule.scheduler import schedule
     from torch_ext_bucketing.planner.search.cap_search import choose_caps
-
-    from .machines import nodes
 
     machine = nodes(between)
     policies, options = what_ours_plans(graph, reference)
@@ -144,12 +141,11 @@ def child(
     between: float | None,
 ) -> None:
     """Measure one way on one graph and print the result as JSON."""
+    from eager_parity.devices import nodes
     from torch_ext_bucketing.graph.size_hints import SizeHints
     from torch_ext_bucketing.planner.cost.cost import Costs
     from torch_ext_bucketing.planner.schedule.model import model_of
     from torch_ext_bucketing.planner.schedule.timeline import Timeline
-
-    from .machines import nodes
 
     def model(graph: Graph) -> Model:
         costs = Costs(nodes(between), SizeHints(graph.config.size_hints))
@@ -207,50 +203,6 @@ def measure(
     return row
 
 
-def off(name: str, draws: int, layers: int | None, between: float | None = None) -> dict[str, Any]:
-    """How much longer a step is, on average over the draws, where the times planned with are off:
-    see :mod:`.schedule_off`."""
-    from torch_ext_bucketing.graph.analysis import GraphAnalysis
-    from torch_ext_bucketing.planner.schedule.model import peak_bytes
-
-    from .machines import nodes
-    from .schedule_off import steps_off
-
-    warnings.simplefilter("ignore")
-    graph = load(name, layers, quiet=True)
-    reference = peak_bytes(graph.gm, size_hints=graph.config.size_hints)
-    policies, options = what_ours_plans(graph, reference)
-    analysis = GraphAnalysis(graph.gm.graph, graph.config.size_hints)
-    true_ms, bound_ms, found = steps_off(
-        analysis, policies, draws, reference, options, machine=nodes(between)
-    )
-    ratios = [ms / true_ms for ms in found]
-    return {
-        "graph": name,
-        "step_ms": true_ms,
-        "bound_ms": bound_ms,
-        "off": ratios,
-        "mean": statistics.fmean(ratios),
-        "most": max(ratios),
-        "least": min(ratios),
-    }
-
-
-def off_table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line per graph, and the mean over all. A draw below 1 beat the plan with true times."""
-    lines = [["graph", "true times, ms", "/ bound", "off, / true", "most", "least"]]
-    for r in rows:
-        ratios = [f"{r['step_ms'] / r['bound_ms']:.3f}"]
-        ratios += [f"{r[key]:.3f}" for key in ("mean", "most", "least")]
-        lines.append([r["graph"], f"{r['step_ms']:.1f}", *ratios])
-    mean = statistics.fmean(r["mean"] for r in rows)
-    reached = _mean([r["step_ms"] / r["bound_ms"] for r in rows])
-    return (
-        f"{columns(lines)}\n\nmean of all graphs, {len(rows[0]['off'])} draws each: {mean:.3f}; "
-        f"true times over the bound, geometric mean: {reached:.3f}"
-    )
-
-
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """One line per graph, and the geometric mean over the bound."""
     head = ["graph", "cap", "bound", "ours", "unpatched", "unbucketed", "ours"]
@@ -299,9 +251,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="GB/S",
         help="of each rank between nodes of 8 H100s (default: 42)",
     )
-    parser.add_argument(
-        "--off", type=int, metavar="N", help="draws of times that are off; no torch beside ours"
-    )
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     names = chosen(parser, args.only, bool(args.child))
@@ -309,20 +258,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--repeat must be at least 1")
     if args.between is not None and not 0 < args.between < math.inf:
         parser.error("--between takes a positive number")
-    if args.off is not None and (args.off < 1 or args.cap):
-        parser.error("--off takes a number of draws of at least 1, and chooses the caps itself")
     if args.child:
         child(args.child, names[0], args.cap, args.repeat, args.layers, args.between)
         return 0
     rows = []
     for name in names:
         print(name, file=sys.stderr, flush=True)
-        if args.off:
-            rows.append(off(name, args.off, args.layers, args.between))
-        else:
-            rows.append(measure(name, args.cap, args.repeat, args.layers, args.between))
+        rows.append(measure(name, args.cap, args.repeat, args.layers, args.between))
         write_json(args.json, rows)
-    print(off_table(rows) if args.off else table(rows))
+    print(table(rows))
     return 0
 
 

@@ -19,7 +19,7 @@ round takes one step of each way on the same ranks; ratios are medians over the 
 the interval that holds the median at 95%. Memory is what a rank's resident memory grows by at most
 during a step, on a GPU what CUDA's allocator has given out; parameters and optimizer state, alike
 in all ways, are not in it. Equal means equal bits on every rank. With fewer GPUs than ranks the
-ranks share them, as ``benchmarks/devices.py`` says.
+ranks share them, as ``test/eager_parity/devices.py`` says.
 
 ``--predict`` first measures the ranks' machine, as ``python -m torch_ext_bucketing measure`` does.
 Ours then plan for it, and the cost model's time of every compiled way's graphs is printed beside
@@ -41,6 +41,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from eager_parity.devices import why_no_nccl
 from torch_ext_bucketing.testing.demo.table import columns
 from torch_ext_bucketing.testing.ranks import RankError, run_ranks
 
@@ -55,7 +56,6 @@ from .command import (
     title,
     write_json,
 )
-from .devices import why_no_nccl
 from .train_ranks import BACKENDS, OURS, WAYS, RankReport, Training, train_rank
 
 SIZES = {

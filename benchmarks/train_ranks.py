@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import torch_ext_bucketing as teb
-from benchmarks.devices import start, synchronize
+from eager_parity.devices import start, synchronize
 from torch_ext_bucketing.graph.collectives import Kind
 from torch_ext_bucketing.graph.unwrap import GraphLike, graph_of
 from torch_ext_bucketing.measure import measure

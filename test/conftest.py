@@ -34,58 +34,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("here")
 
-HOOKS = ("test_hooks", "test_patch")
-"""How files begin that are about the hooks."""
-
-# With two workers, each of which takes the next file when it has finished one, the long files must
-# not come last.
-LONG = (
-    "test_warm.py",
-    "test_compare.py",
-    "test_all_to_all.py",
-    "test_parity.py",
-    "test_torchtitan.py",
-    "test_keep.py",
-    "test_extensions.py",
-    "test_smoke.py",
-    "test_agreement.py",
-    "test_everyday.py",
-    "test_passes_ranks.py",
-    "test_add_by_unit.py",
-    "test_hooks_caches.py",
-    "test_patch_neutrality.py",
-    "test_patch_submission.py",
-    "test_caches.py",
-    "test_reshard_to.py",
-    "test_passes.py",
-    "test_graphs.py",
-    "test_ring.py",
-    "test_demo.py",
-    "test_ranks.py",
-    "test_tags.py",
-    "test_recipe.py",
-    "test_soak.py",
-    "test_schedule.py",
-    "test_explain.py",
-    "test_fuzz.py",
-)
-
-# What works on plain FX graphs, files and names alone.
-ONCE = (
-    "test_bounds.py",
-    "test_dependencies.py",
-    "test_faults.py",
-    "test_fuzz.py",
-    "test_hooks_disk.py",
-    "test_hooks_patches.py",
-    "test_layout.py",
-    "test_machine.py",
-    "test_merged_model.py",
-    "test_plans.py",
-    "test_policy.py",
-    "test_streams.py",
-)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--hooks", action="store_true", help="only what is about the hooks, with them")
@@ -100,31 +48,16 @@ def pytest_configure(config: pytest.Config) -> None:
         hooks.install()  # before any test file imports torch's bucketing
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file that is of the other part alone is not even imported."""
-    given = config.getoption("--hooks")
-    if collection_path.suffix != ".py" or collection_path.name.startswith(HOOKS) == given:
-        return None
-    mixed = given and "pytest.mark.hooks" in collection_path.read_text(encoding="utf-8")
-    return None if mixed else True
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.path.name.startswith(HOOKS):
-        item.add_marker("hooks")
-    if item.path.name in ONCE:
-        item.add_marker("once")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is about the hooks runs in processes that have them, and nothing else does."""
+    """Keep the tests of this part of the run, those of long files first."""
     parts: dict[bool, list[pytest.Item]] = {False: [], True: []}
     for item in items:
         parts[item.get_closest_marker("hooks") is not None].append(item)
     given = config.getoption("--hooks")
     config.hook.pytest_deselected(items=parts[not given])
-    rank = {name: number for number, name in enumerate(LONG)}
-    items[:] = sorted(parts[given], key=lambda item: rank.get(item.path.name, len(rank)))
+    # Each of two workers takes the next file when it has finished one. A long file that comes last
+    # would leave the other worker idle.
+    items[:] = sorted(parts[given], key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from benchmarks.parity import run_rows
 from benchmarks.parity_results import combine
-from benchmarks.parity_rows import ROWS
+from eager_parity.rows import ROWS
 from torch_ext_bucketing._torch import inductor
 from torch_ext_bucketing.errors import DividedUnitWarning, NotBucketedWarning
 from torch_ext_bucketing.fsdp import simple_fsdp
@@ -26,6 +26,8 @@ from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.long
 
 STEPS = 3
 
@@ -236,7 +238,7 @@ ROOTED = ("layers.0", "layers.1", "")
     [
         (ROOTED, "blocks", "embedding.weight, head.weight are in no compiled"),
         (APART, "blocks", ""),
-        (NESTED, "blocks", "made up otherwise"),
+        (NESTED, "blocks", "their units differ"),
         (NESTED, "backends", ""),
         (("embedding", "layers.0", "head"), "one block", "reduced their gradients twice"),
         (("embedding", "layers.0", "head"), "one block, whole", ""),

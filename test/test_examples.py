@@ -1,24 +1,27 @@
-"""The training script, run a few steps, killed once and resumed."""
+"""The documented training script, run a few steps, killed once and resumed."""
 
 import functools
 import os
+import re
+import runpy
 import signal
+from pathlib import Path
 
 import pytest
 
 from torch_ext_bucketing.testing.ranks import Rank, RankError, run_ranks
 from torch_ext_bucketing.testing.ring import init_ring_process_group
 
+PAGE = Path(__file__).parent.parent / "torch_ext_bucketing" / "docs" / "training-script.md"
 OPTIONS = ("--steps", "3", "--save-every", "2", "--layers", "1", "--compiler", "aot_eager")
 
 
 def train_on(rank: Rank, folder: str, killed_in: int, *options: str) -> str:
-    """As under ``torchrun``; rank 1 dies when it asks for the batch of the step ``killed_in``."""
-    from torch_ext_bucketing.examples import train
-    from torch_ext_bucketing.testing import text
+    """Train as under ``torchrun``; rank 1 dies when it fetches the batch of step ``killed_in``."""
+    from torch_ext_bucketing.testing import ring, text
 
     os.environ.update(RANK=str(rank.rank), WORLD_SIZE=str(rank.world_size), LOCAL_RANK="0")
-    train.init_ring_process_group = functools.partial(  # needs no free port
+    ring.init_ring_process_group = functools.partial(  # needs no free port
         init_ring_process_group, init_method=f"file://{rank.store_path}"
     )
     batch = text.batch
@@ -29,7 +32,10 @@ def train_on(rank: Rank, folder: str, killed_in: int, *options: str) -> str:
         return batch(step, number, **sizes)
 
     text.batch = dying
-    return train.main(["--folder", folder, *OPTIONS, *options])
+    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    script = Path(folder).parent / f"train-{rank.rank}.py"
+    script.write_text(source)
+    return runpy.run_path(str(script))["main"](["--folder", folder, *OPTIONS, *options])
 
 
 def on_two_ranks(*args: object) -> list[str]:
@@ -46,5 +52,5 @@ def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path):
     with pytest.raises(RankError, match=r"rank 1 died: .*SIGKILL"):
         on_two_ranks(str(killed), 3, "--eager")
     assert [path.name for path in killed.iterdir()] == ["2"]
-    (killed / "3").mkdir()  # as a save leaves it that is cut off: without .metadata
+    (killed / "3").mkdir()  # as an interrupted save leaves it: without .metadata
     assert on_two_ranks(str(killed), 0) == weights

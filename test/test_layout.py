@@ -1,9 +1,15 @@
 """The package's folders: imports point one way, and nothing needs the hooks."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 import torch_ext_bucketing
+
+pytestmark = pytest.mark.once
 
 ROOT = Path(torch_ext_bucketing.__file__).parent
 MODULES = sorted(p for p in ROOT.rglob("*.py"))
@@ -80,7 +86,7 @@ def test_imports_between_modules_point_one_way():
 
 
 def test_imports_between_folders_point_one_way():
-    """The root's ``_gc``, ``_source``, ``errors`` and ``fqns`` are below all folders; ``__init__``,
+    """The root's ``_exports``, ``_gc``, ``_source``, ``errors`` and ``fqns`` are below all folders; ``__init__``,
     ``__main__`` and the rest of the root are above them."""
     edges: dict[str, set[str]] = {}
     for path in MODULES:
@@ -108,23 +114,52 @@ def test_the_core_does_not_import_the_planner():
     assert found == []
 
 
-def test_nothing_needs_the_hooks_and_they_need_nothing():
-    """The command line imports them when it runs, and the root exports the folder."""
+LOADED = """
+import importlib, pathlib, sys
+import torch_ext_bucketing
+importlib.import_module(sys.argv[1])
+for name, module in sys.modules.items():
+    if name.startswith("torch_ext_bucketing."):
+        text = pathlib.Path(module.__file__).read_text(encoding="utf-8")
+        print(len(text.splitlines()), name)
+"""
+
+
+def loaded(module: str) -> dict[str, int]:
+    """Import a module in a new process: lines of each module of the package that this loads."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, module], check=True, capture_output=True, text=True
+    )
+    rows = (line.split() for line in done.stdout.splitlines())
+    return {name: int(lines) for lines, name in rows}
+
+
+REWRITES = [n for n in sorted(NAMES) if n.startswith("rewrites.")]
+
+
+@pytest.mark.parametrize("module", ["passes.bucketing", *REWRITES])
+def test_core_passes_load_no_planner(module):
+    lines = loaded(f"torch_ext_bucketing.{module}")
+    assert f"torch_ext_bucketing.{module}" in lines
+    assert [name for name in lines if ".planner" in name] == []
+    if module == "rewrites.merge_amax":
+        assert sum(lines.values()) <= 2500, lines
+
+
+def test_nothing_imports_the_hooks_and_they_import_nothing():
+    """The root exports the folder, and errors are all in one module."""
     for path in MODULES:
         name, found = name_of(path), imports(path, lazy=True)
         inside = {n for n in found if n.partition(".")[0] == "hooks"}
         if name.partition(".")[0] == "hooks":
-            assert found - {"errors"} == inside, name
-        elif name == "__main__":
-            assert inside
-            assert not imports(path, lazy=False) & inside
+            assert found - {"errors", "_exports"} == inside, name
         elif name:
             assert not inside, name
 
 
 def test_the_root_is_small_and_no_module_is_long():
     at_root = [p.name for p in MODULES if p.parent == ROOT]
-    assert len(at_root) <= 9, at_root
+    assert len(at_root) <= 10, at_root
     lines = {name_of(p): len(p.read_text(encoding="utf-8").splitlines()) for p in MODULES}
     assert {n: k for n, k in lines.items() if k > 600} == {}
 

@@ -12,7 +12,7 @@ from torch._inductor.fx_passes import bucketing
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from benchmarks.parity_ranks import aten_kernels
+from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
 

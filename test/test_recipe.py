@@ -30,13 +30,10 @@ def sharded(mode="fully_shard", model=None):
 
 UNITS = "manual_plan(['embed', 'blocks.[0-1]', 'norm+output'], model)"
 ORDER = f"FSDPParamOrder.from_model(model, units={UNITS})"
-BY_UNIT = f"AddByUnit(model, {UNITS})"
+MATCH = f"MatchFSDP2(model, {UNITS})"
 KEEP = "ReshardAfterForward(keep=['norm', 'output'])"
 BOUNDS = "[Overlap(), PeakMemory(ratio=1.02)]"
 ALL, ONE = "kinds=['all_gather', 'reduce_scatter', 'all_reduce']", "kinds=['all_reduce']"
-ONCE, HYBRID = "CombineUses()", "CombineUses(), ReduceScatterFirst()"
-
-
 RESHARD = "ReshardAfterForward()"
 
 
@@ -46,21 +43,21 @@ RESHARD = "ReshardAfterForward()"
         (
             "fully_shard",
             "parity",
-            f"{BY_UNIT}, {ONCE}, {KEEP}, BucketUnits({ORDER}), Schedule([Overlap()])",
+            f"{MATCH}, {KEEP}, BucketUnits({ORDER}), Schedule([Overlap()])",
         ),
         (
             "hybrid_shard",
             "parity",
-            f"{BY_UNIT}, {HYBRID}, {KEEP}, BucketUnits({ORDER}, {ALL}), Schedule([Overlap()])",
+            f"{MATCH}, {KEEP}, BucketUnits({ORDER}, {ALL}), Schedule([Overlap()])",
         ),
         (
             "replicate",
             "parity",
-            f"{BY_UNIT}, {ONCE}, BucketUnits({ORDER}, {ONE}), Schedule([Overlap()])",
+            f"{MATCH}, BucketUnits({ORDER}, {ONE}), Schedule([Overlap()])",
         ),
-        ("fully_shard", "speed", f"{ONCE}, {RESHARD}, BucketAndSchedule({BOUNDS})"),
-        ("hybrid_shard", "speed", f"{HYBRID}, {RESHARD}, BucketAndSchedule({BOUNDS}, {ALL})"),
-        ("replicate", "speed", f"{ONCE}, BucketAndSchedule({BOUNDS}, {ONE})"),
+        ("fully_shard", "speed", f"MatchFSDP2(), {RESHARD}, BucketAndSchedule({BOUNDS})"),
+        ("hybrid_shard", "speed", f"MatchFSDP2(), {RESHARD}, BucketAndSchedule({BOUNDS}, {ALL})"),
+        ("replicate", "speed", f"MatchFSDP2(), BucketAndSchedule({BOUNDS}, {ONE})"),
     ],
 )
 def test_a_recipe_reads_as_the_code_that_makes_it(fake_world, mode, goal, code):
@@ -111,23 +108,22 @@ def test_what_tensor_parallelism_replicates_is_no_replica(fake_world):
         distributed = distribute_tensor(whole.detach(), mesh, [Shard(0), inner])
         model[int(module)].register_parameter(leaf, torch.nn.Parameter(distributed))
     for p in teb.recipe(model, units=["0", "1"]):
-        assert not isinstance(p, teb.ReduceScatterFirst)
         assert "all_reduce" not in getattr(p, "kinds", ())
 
 
 def test_the_units_may_be_given(fake_world):
     model = sharded()
     passes = teb.recipe(model, units=["blocks.0", "blocks.1", ""])
-    assert passes[3].units.units[-1] == ("embed.weight", "norm.weight", "output.weight")
+    assert passes[2].units.units[-1] == ("embed.weight", "norm.weight", "output.weight")
     # Not "", which is every parameter of the model.
-    assert passes[2].keep == ("blocks.1", *passes[3].units.units[-1])
+    assert passes[1].keep == ("blocks.1", *passes[2].units.units[-1])
     assert "units=manual_plan(['blocks.[0-1]', ''], model)" in repr(passes)
 
 
 def test_a_reference_gives_units_and_order(fake_world):
     reference = wrapped(init_device_mesh("cpu", MESHES["fully_shard"]))
     passes = teb.recipe(sharded(), reference=reference)
-    assert passes[3].units == teb.FSDPParamOrder.from_fsdp(reference)
+    assert passes[2].units == teb.FSDPParamOrder.from_fsdp(reference)
     assert "BucketUnits(FSDPParamOrder.from_fsdp(model))" in repr(passes)
 
 
@@ -185,7 +181,7 @@ def test_one_bound_for_the_memory_of_a_step(fake_world, goal):
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     adam.step()  # now it has a state
-    assert teb.recipe(model, memory=memory, optimizer=adam)[2].state_bytes == 8 * elements
+    assert teb.recipe(model, memory=memory, optimizer=adam)[1].state_bytes == 8 * elements
 
 
 def test_speed_needs_no_blocks(fake_world):

@@ -20,18 +20,15 @@ What most programs need is here; a module of its own has each of the rest:
 
 from __future__ import annotations
 
-import importlib as _importlib
 from typing import TYPE_CHECKING
 
+from ._exports import lazy_exports
+
 if TYPE_CHECKING:
+    from . import errors as errors
+    from . import fsdp as fsdp
     from . import hooks as hooks
     from . import testing as testing
-    from .errors import BoundNotKeptWarning as BoundNotKeptWarning
-    from .errors import NotBucketedWarning as NotBucketedWarning
-    from .errors import PlanMismatchError as PlanMismatchError
-    from .errors import RankMissingError as RankMissingError
-    from .fsdp.all_to_all import AllToAllAllReduce as AllToAllAllReduce
-    from .fsdp.all_to_all import AllToAllReduceScatter as AllToAllReduceScatter
     from .fsdp.blocks import transformer_block_plan as transformer_block_plan
     from .fsdp.manual import manual_plan as manual_plan
     from .fsdp.order import FSDPParamOrder as FSDPParamOrder
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
     from .passes.base import GraphPass as GraphPass
     from .passes.bucketing import BucketByCap as BucketByCap
     from .passes.bucketing import BucketUnits as BucketUnits
-    from .passes.tagging import TagParameters as TagParameters
     from .planner.cost.machine import Machine as Machine
     from .planner.passes.resharding import ReshardAfterForward as ReshardAfterForward
     from .planner.passes.scheduling import BucketAndSchedule as BucketAndSchedule
@@ -51,61 +47,53 @@ if TYPE_CHECKING:
     from .planner.schedule.overlap import Overlap as Overlap
     from .planner.schedule.policy import Policy as Policy
     from .recipes import recipe as recipe
-    from .reports.compile import CompileReport as CompileReport
-    from .rewrites.add_by_unit import AddByUnit as AddByUnit
-    from .rewrites.combine_uses import CombineUses as CombineUses
-    from .rewrites.merge_amax import MergeAmax as MergeAmax
-    from .rewrites.reduce_scatter_first import ReduceScatterFirst as ReduceScatterFirst
+    from .rewrites.match_fsdp2 import MatchFSDP2 as MatchFSDP2
     from .rewrites.separate_groups import SeparateGroups as SeparateGroups
 
 __version__ = "0.1.0"
 
+_MODULES = ("errors", "fsdp", "hooks", "testing")
 _HOME = {
-    "errors": (
-        "BoundNotKeptWarning",
-        "NotBucketedWarning",
-        "PlanMismatchError",
-        "RankMissingError",
-    ),
-    "passes.all_to_all": ("ReduceByAllToAll",),
-    "passes.backends": ("backend",),
-    "passes.base": ("GraphPass",),
-    "passes.bucketing": ("BucketByCap", "BucketUnits"),
-    "rewrites.add_by_unit": ("AddByUnit",),
-    "rewrites.combine_uses": ("CombineUses",),
-    "rewrites.merge_amax": ("MergeAmax",),
-    "recipes": ("recipe",),
-    "rewrites.reduce_scatter_first": ("ReduceScatterFirst",),
-    "planner.passes.resharding": ("ReshardAfterForward",),
-    "planner.passes.scheduling": ("BucketAndSchedule", "Schedule"),
-    "rewrites.separate_groups": ("SeparateGroups",),
-    "passes.tagging": ("TagParameters",),
-    "fsdp.all_to_all": ("AllToAllAllReduce", "AllToAllReduceScatter"),
-    "fsdp.blocks": ("transformer_block_plan",),
-    "fsdp.manual": ("manual_plan",),
-    "fsdp.order": ("FSDPParamOrder",),
-    "fsdp.simple_fsdp": ("data_parallel",),
-    "reports.compile": ("CompileReport",),
-    "planner.cost.machine": ("Machine",),
-    "planner.schedule.memory": ("CapComputeRun", "PeakMemory"),
-    "planner.schedule.overlap": ("Overlap",),
-    "planner.schedule.policy": ("Policy",),
+    "BucketAndSchedule": "planner.passes.scheduling",
+    "BucketByCap": "passes.bucketing",
+    "BucketUnits": "passes.bucketing",
+    "FSDPParamOrder": "fsdp.order",
+    "ReduceByAllToAll": "passes.all_to_all",
+    "GraphPass": "passes.base",
+    "Machine": "planner.cost.machine",
+    "MatchFSDP2": "rewrites.match_fsdp2",
+    "CapComputeRun": "planner.schedule.memory",
+    "Overlap": "planner.schedule.overlap",
+    "PeakMemory": "planner.schedule.memory",
+    "Policy": "planner.schedule.policy",
+    "ReshardAfterForward": "planner.passes.resharding",
+    "Schedule": "planner.passes.scheduling",
+    "SeparateGroups": "rewrites.separate_groups",
+    "backend": "passes.backends",
+    "data_parallel": "fsdp.simple_fsdp",
+    "manual_plan": "fsdp.manual",
+    "recipe": "recipes",
+    "transformer_block_plan": "fsdp.blocks",
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-__all__ = sorted(_MODULE_OF)
+_RENAMED = {
+    "AddByUnit": "rewrites.add_by_unit.AddByUnit",
+    "AllToAllAllReduce": "fsdp.AllToAllAllReduce",
+    "AllToAllReduceScatter": "fsdp.AllToAllReduceScatter",
+    "BoundNotKeptWarning": "errors.BoundNotKeptWarning",
+    "CombineUses": "rewrites.combine_uses.CombineUses",
+    "CompileReport": "reports.compile.CompileReport",
+    "MergeAmax": "rewrites.merge_amax.MergeAmax",
+    "NotBucketedWarning": "errors.NotBucketedWarning",
+    "PlanMismatchError": "errors.PlanMismatchError",
+    "RankMissingError": "errors.RankMissingError",
+    "ReduceScatterFirst": "rewrites.reduce_scatter_first.ReduceScatterFirst",
+    "TagParameters": "hooks.TagParameters",
+}
+__all__ = sorted(_HOME)
 
-
-def __getattr__(name: str) -> object:
-    """Import what is asked for when it is asked for: importing the package stays cheap."""
-    if name in ("hooks", "testing"):
-        return _importlib.import_module(f"{__name__}.{name}")
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_importlib.import_module(f"{__name__}.{module}"), name)
-    globals()[name] = value
-    return value
+# Importing the package stays cheap: what is used is imported when it is used.
+__getattr__ = lazy_exports(__name__, _HOME, _MODULES, _RENAMED)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "hooks", "testing"})
+    return sorted([*__all__, *_MODULES])

@@ -1,9 +1,8 @@
-"""The command line: ``python -m torch_ext_bucketing``, also installed as ``torch-ext-bucketing``.
+"""Run the command line: ``python -m torch_ext_bucketing``, installed as ``torch-ext-bucketing``.
 
 A subcommand is a module with ``add_parser(subparsers)``, which sets ``run`` (takes the parsed
-arguments, returns the exit status) as a default of its parser. ``add_parser`` must import
-nothing heavy: every command line pays for it. What was asked for and can't be done is an exception
-that is told here.
+arguments, returns the exit status) as a default of its parser. ``add_parser`` must import nothing
+heavy: every command line pays for it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .testing.target import TargetError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status.
+    """Run the command line; return the exit status.
 
     Args:
         argv: the arguments without the program's name; ``sys.argv[1:]`` by default.
@@ -32,9 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="command", dest="command")
-    from .hooks import command as patch  # only here: nothing of the package needs the hooks
-
-    for subcommand in (patch, demo, compare, explain, measure):
+    for subcommand in (demo, compare, explain, measure):
         subcommand.add_parser(subparsers)
     args = parser.parse_args(argv)
     command = f"{parser.prog} {args.command}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class BucketingError(RuntimeError):
@@ -26,6 +27,22 @@ class PlanMismatchError(AgreementError):
 
 class RankMissingError(AgreementError):
     """Some ranks did not join the comparison in time; the message names them."""
+
+
+class NoUuidError(Exception):
+    """No cache key can be made of an object; the message names it and the reason."""
+
+
+class PassOrderError(ValueError):
+    """A list of passes can't run: one undoes another's work, or two decide the same.
+
+    Attributes:
+        working: the passes to give instead, in an order that works; empty where none is known.
+    """
+
+    def __init__(self, message: str, working: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.working = tuple(working)
 
 
 class HooksError(BucketingError):

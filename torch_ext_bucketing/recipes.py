@@ -11,11 +11,10 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch.fsdp2 import is_wrapped, read_param_groups
-from ._torch.sharded import is_distributed, placed, shard_of
+from ._torch.sharded import is_distributed, placed
 from .errors import NotBucketedWarning
 from .fqns import format_names, parameter_names
 from .fsdp.blocks import transformer_block_plan
-from .fsdp.extensions import extends_gather
 from .fsdp.order import FSDPParamOrder
 from .fsdp.simple_fsdp import ignored_extensions
 from .fsdp.units import UnitSpec
@@ -29,10 +28,7 @@ from .planner.passes.scheduling import BucketAndSchedule, Schedule
 from .planner.passes.step_memory import check_bound, state_bytes
 from .planner.schedule.memory import PeakMemory
 from .planner.schedule.overlap import Overlap
-from .rewrites.add_by_unit import AddByUnit
-from .rewrites.combine_uses import CombineUses
-from .rewrites.merge_amax import MergeAmax
-from .rewrites.reduce_scatter_first import ReduceScatterFirst
+from .rewrites.match_fsdp2 import MatchFSDP2
 
 Goal = Literal["parity", "speed"]
 
@@ -102,6 +98,7 @@ def recipe(
     if not isinstance(model, nn.Module) or not isinstance(reference, nn.Module | None):
         raise TypeError(f"give a torch.nn.Module, got {model!r} and reference={reference!r}")
     kinds = _kinds(model)
+    gathers = "all_gather" in kinds
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     plain = [name for name, p in trained if not is_distributed(p)]
     if plain:
@@ -124,12 +121,6 @@ def recipe(
             NotBucketedWarning,
             stacklevel=2,
         )
-    gathers = "all_gather" in kinds
-    first: list[GraphPass] = [CombineUses()]
-    if any(extends_gather(shard_of(p)) for p in model.parameters()):
-        first.append(MergeAmax())
-    if kinds == KINDS:
-        first.append(ReduceScatterFirst())
     reshard: list[GraphPass] = [ReshardAfterForward()] if gathers else []
     if memory is not None:
         state = state_bytes(model, optimizer, state_bytes_per_parameter)
@@ -149,7 +140,7 @@ def recipe(
         # The bound on the step holds for schedules, too.
         policies = [Overlap(), *([PeakMemory(ratio=1.02)] if memory is None else [])]
         both = BucketAndSchedule(policies, kinds=kinds, machine=machine, reduce=sums)
-        return [*first, *reshard, both]
+        return [MatchFSDP2(), *reshard, both]
     if units is not None and reference is not None:
         raise ValueError("give units= or reference=, not both: a reference has units of its own")
     order, keep, named = _order(model, units, reference)
@@ -157,11 +148,11 @@ def recipe(
         reshard = [ReshardAfterForward(keep=keep)]
     buckets = [BucketUnits(order, kinds=kinds), *([sums] if sums is not None else [])]
     last = Schedule([Overlap()], machine)
-    return [AddByUnit(model, named), *first, *reshard, *buckets, last]
+    return [MatchFSDP2(model, named), *reshard, *buckets, last]
 
 
 def _kinds(model: nn.Module) -> tuple[Kind, ...]:
-    """The kinds of collectives that the parameters' placements make."""
+    """Return the kinds of collectives that the parameters' placements make."""
     name = type(model).__name__
     if is_wrapped(model):
         raise ValueError(

@@ -18,6 +18,7 @@ from collective_graphs import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import choose_caps
+from random_joint import random_joint, unit_of
 from sharded_models import eager_fsdp2, small_transformer, tokens_of, trained
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
@@ -26,7 +27,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import torch_ext_bucketing as teb
-from benchmarks.keep_random import random_joint, unit_of
 from torch_ext_bucketing.agreement.launches import launches_of
 from torch_ext_bucketing.bucketing.all_to_all import reduce_by_all_to_all
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
@@ -44,6 +44,8 @@ from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.search.merged_model import merged_model
 from torch_ext_bucketing.testing.ranks import RankError, run_ranks
 from torch_ext_bucketing.testing.ring import RingProcessGroup, RingTopology, on_ranks, ring_rank
+
+pytestmark = pytest.mark.long
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 RING = "ring"

@@ -127,7 +127,7 @@ def test_plans_are_sound(seed, size, caps, tagged):
     gm = random_graph(seed, size, GROUPS)
     before = str(gm.graph)
     eligible = "tag" if tagged else everything
-    plan = plan_by_cap(gm.graph, cap_of(caps), eligible=eligible)
+    plan = plan_by_cap(gm.graph, cap_of(caps), kinds=KINDS, eligible=eligible)
     assert str(gm.graph) == before
     check_plan(gm, plan, caps)
 
@@ -262,7 +262,7 @@ def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
 def merged(gm: fx.GraphModule, inputs: list[list[torch.Tensor]], **options: Any) -> MergePlan:
     """The plan by which a graph was merged, which computes the same on every rank."""
     expected = run_all_ranks(gm, inputs)
-    plan = plan_by_cap(gm.graph, 1.0, eligible=everything, **options)
+    plan = plan_by_cap(gm.graph, 1.0, **{"kinds": KINDS, "eligible": everything, **options})
     apply_plan(gm.graph, plan)
     assert_same(run_all_ranks(gm, inputs), expected)
     return plan

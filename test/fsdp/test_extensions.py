@@ -23,6 +23,8 @@ from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, on_ranks, ring_rank
 from torch_ext_bucketing.testing.training import raw_bytes
 
+pytestmark = pytest.mark.long
+
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 

@@ -1,7 +1,7 @@
 """Tags, on real traces."""
 
 import pickle
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -216,55 +216,40 @@ def test_joint_export(fake_world):
         assert sorted(t.fqns for t in tags if t.kind == kind) == ONE_EACH
 
 
-def training_step_trace(annotate):
+def training_step_trace():
     """A ``make_fx`` trace of forward, backward and the list of gradients, without descriptors."""
-    import torch.fx.traceback as fx_traceback
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     model = nn.ModuleDict({"a": nn.Linear(8, 2), "b": nn.Linear(8, 2)})
-    params = dict(model.named_parameters())
 
     def part(shards, x, name):
         w = _GatherSum.apply(shards[f"{name}.weight"])
         b = _GatherSum.apply(shards[f"{name}.bias"])
         return torch.nn.functional.linear(x, w, b).sum()
 
-    def forward(shards, x):
-        total = torch.zeros(())
-        for name in ("a", "b"):
-            here = fx_traceback.annotate({"module_fqn": name}) if annotate else nullcontext()
-            with here:
-                total = total + part(shards, x, name)
-        return total
-
     def whole_step(shards, x):
-        loss = forward(shards, x)
+        loss = part(shards, x, "a") + part(shards, x, "b")
         grads = torch.autograd.grad(loss, list(shards.values()))
         return loss, {"grads": (list(grads), x)}
 
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    with FakeTensorMode(), fx_traceback.preserve_node_meta():
-        shards = {n: torch.randn(p.shape, requires_grad=True) for n, p in params.items()}
+    with FakeTensorMode():
+        params = model.named_parameters()
+        shards = {n: torch.randn(p.shape, requires_grad=True) for n, p in params}
         gm = make_fx(whole_step)(shards, torch.randn(4, 8))
-    return gm, model
+    return gm, list(shards)
 
 
-@pytest.mark.parametrize("annotate", [False, True], ids=["by the caller", "by module"])
-def test_whole_step_trace_is_named(fake_world, annotate):
-    gm, model = training_step_trace(annotate)
-    names = list(dict(model.named_parameters()))
-    given = {"model": model}
-    if not annotate:
-        fqns = dict(zip(gm.graph.find_nodes(op="placeholder"), names, strict=False))
-        given = {"fqn_of": fqns, "grad_fqns": [None, *names, None]}
-    tags = tag_joint_graph(gm, **given).values()
-    for kind in ("all_gather", "reduce_scatter")[: 1 if annotate else 2]:
+def test_whole_step_trace_is_named(fake_world):
+    gm, names = training_step_trace()
+    fqns = dict(zip(gm.graph.find_nodes(op="placeholder"), names, strict=False))
+    tags = tag_joint_graph(gm, fqns, grad_fqns=[None, *names, None]).values()
+    for kind in ("all_gather", "reduce_scatter"):
         assert sorted(t.fqns[0] for t in tags if t.kind == kind) == sorted(names)
 
 
 def test_number_of_output_names_is_checked(fake_world):
-    gm, _ = training_step_trace(annotate=False)
+    gm, _ = training_step_trace()
     before = str(gm.graph)
     with pytest.raises(ValueError, match=r"grad_fqns has 1 names, but .* has 6 values"):
         tag_joint_graph(gm, grad_fqns=["a"])

@@ -32,6 +32,8 @@ from torch_ext_bucketing.planner.passes.scheduling import BucketAndSchedule
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.overlap import Overlap
 
+pytestmark = pytest.mark.long
+
 C10D = torch.ops._c10d_functional
 LAYERS = {
     "llama3_8b_hsdp8x8": 1,

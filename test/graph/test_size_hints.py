@@ -86,7 +86,7 @@ def whole_graph():
 
 PASSES = {
     "peak": lambda model: [
-        teb.CombineUses(teb.PeakMemory(gib=1)),
+        teb.CombineUses(),
         teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(gib=1), teb.CapComputeRun(100)]),
     ],
     "parity": lambda model: teb.recipe(model, "parity"),
@@ -253,7 +253,7 @@ def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
     from torch_ext_bucketing.passes.pipeline import Pipeline
 
     taken = teb.backend(passes=[teb.Schedule(teb.Overlap())])
-    manager = taken.passes
+    manager = taken.pipeline
 
     def key(hints):
         return _InductorPass(taken, "joint", Compilation(size_hints=hints), ()).uuid()
@@ -261,10 +261,10 @@ def test_hints_are_part_of_the_cache_key_and_of_what_ranks_compare():
     assert len({key(None), key(1), key(2)}) == 3
     assert key(lambda symbol: 1) is None
 
-    bases = [manager.cost_model_fingerprint(hints) for hints in (None, 64)]
+    bases = [manager.planned_with(Compilation(size_hints=hints)) for hints in (None, 64)]
     assert bases[0].startswith("machine H100, for want of a CUDA device ")
     assert bases[1].endswith("size hints 64")
-    assert Pipeline([teb.BucketByCap()]).cost_model_fingerprint(64) == ""
+    assert Pipeline([teb.BucketByCap()]).planned_with(Compilation(size_hints=64)) == ""
     of_group = GroupLaunches("0", ())
     launches = GraphLaunches("forward", (of_group,), bases[1])
     assert GraphLaunches.decode(launches.encode()) == launches

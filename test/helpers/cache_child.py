@@ -369,7 +369,7 @@ def uuids(name: str) -> dict[str, Any]:
     off = ["combine_uses", "separate_groups"]
     assert not [m for m in off if f"torch_ext_bucketing.rewrites.{m}" in sys.modules]
     os.environ["TORCH_EXT_BUCKETING_DISABLE"] = "CombineUses, SeparateGroups"
-    disabled = teb.backend("aot_eager").passes.disabled
+    disabled = teb.backend("aot_eager").pipeline.disabled
     from torch_ext_bucketing.passes.pipeline import Pipeline
 
     order = teb.FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])

@@ -15,8 +15,7 @@ import torch
 from torch_ext_bucketing import hooks
 
 needs_unpatched_torch = pytest.mark.skipif(
-    hooks.status().state in ("native", "on disk"),
-    reason=f"the installed torch has the hooks {hooks.status().state}",
+    hooks.status().state == "native", reason="the installed torch's own files have the hooks"
 )
 
 TORCH_DIR = Path(torch.__file__).resolve().parent
@@ -117,30 +116,6 @@ def run_python(
     if check:
         assert done.returncode == 0, done.stdout + done.stderr
     return done
-
-
-CLASS = "class aten_distributed_optimizations:\n"
-TINY = {
-    path: "# torch\n" * 4 + text
-    for path, text in {
-        CONFIG: CLASS + "    old = 1\n",
-        FSDP: "from .bucketing import merge\n",
-        BUCKETING: "def merge():\n    from .fsdp import merge as other\n",
-    }.items()
-}
-
-
-def write_tiny(folder: Path, torch_dir: Path) -> dict[str, str]:
-    """A torch directory of a few lines and a series for it: for tests that repeat a lot."""
-    edited = {path: text + "# patched\n" for path, text in TINY.items()}
-    edited[CONFIG] = edit(TINY[CONFIG], CLASS, ENTRIES)
-    for path, text in {**TINY, "torch/version.py": f"__version__ = '{MINOR}.0'\n"}.items():
-        target = torch_dir.parent / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
-        os.utime(target, ns=(10**18, 10**18))
-    write_series(folder, MINOR, {path: (TINY[path], edited[path]) for path in TINY})
-    return edited
 
 
 PATCHES = ROOT / "torch_patches"

@@ -165,6 +165,79 @@ def random_graph(
     return gm
 
 
+def odd_graph(seed: int, groups: Sequence[str]) -> tuple[fx.GraphModule, bool]:
+    """Make a graph of odd features, on ``groups``, tagged below module ``m``.
+
+    Returns the graph, and whether ``run_all_ranks`` can run it.
+    """
+    rng = random.Random(seed)
+    b = Builder()
+    runs = True
+    values: list[fx.Node] = []
+    for _ in range(rng.randint(0, 5)):
+        dims = rng.choice((0, 1, 1, 1, 2, 2))
+        shape = tuple(rng.choice((0, 1, 2, 2, 4, 6)) for _ in range(dims))
+        values.append(b.shaped(shape, rng.choice((*DTYPES, torch.float32, torch.int64))))
+    outputs: list[fx.Node] = []
+    for _ in range(rng.randint(0, 14) if values else 0):
+        x = rng.choice(b.leaves if rng.random() < 0.5 else values)
+        val, group = x.meta["val"], rng.choice(groups)
+        alike = [v for v in values if v.meta["val"].shape == val.shape]
+        what = rng.random()
+        if what < 0.55:
+            kind, op = rng.choice(KINDS), rng.choice(("sum", "sum", "avg"))
+            divides = val.ndim and val.shape[0] % WORLD == 0
+            if kind == "reduce_scatter" and not divides:
+                if not val.ndim or rng.random() < 0.8:
+                    continue
+                runs = False  # chunks of several sizes
+            if kind == "all_gather" and not val.ndim:
+                runs = False
+            target, *args = {
+                "all_gather": (C10D.all_gather_into_tensor.default, WORLD),
+                "reduce_scatter": (C10D.reduce_scatter_tensor.default, op, WORLD),
+                "all_reduce": (C10D.all_reduce.default, op),
+            }[kind]
+            start = b.op(target, x, *args, group)
+            for _ in range(rng.choice((0, 1, 1, 1, 1, 1, 1, 1, 2))):
+                values.append(b.op(C10D.wait_tensor.default, start))
+                outputs += [values[-1]] * (rng.random() < 0.8)
+            if rng.random() < 0.05:
+                outputs.append(start)
+        elif what < 0.7:
+            values.append(b.op(_aten.mul.Tensor, x, 2))
+        elif what < 0.8:
+            values.append(b.op(_aten.add.Tensor, x, rng.choice(alike)))
+        elif what < 0.87 and val.ndim == 2:
+            values.append(b.op(_aten.t.default, x))
+        elif what < 0.9 and val.ndim == 2 and val.dtype is not torch.int64:
+            values.append(b.op(_aten.mm.default, x, b.op(_aten.t.default, x)))
+        elif what < 0.96:
+            same = [v for v in alike if v.meta["val"].dtype == val.dtype]
+            b.op(_aten.copy_.default, x, rng.choice(same))
+        elif val.is_contiguous():
+            outputs.append(b.op(C10D.all_reduce_.default, x, "sum", group))
+        else:
+            values.append(b.op(C10D.wait_tensor.default, x))
+    for node in b.graph.nodes:
+        kind = kind_of(node)
+        if kind is not None and rng.random() < 0.8:
+            set_tag(node, Tag(kind, (f"m.{rng.choice('abc')}.w{rng.randrange(4)}",)))
+    if rng.random() < 0.95 or not any(n.op == "call_function" for n in b.graph.nodes):
+        b.graph.output(outputs)
+    else:
+        runs = False
+    nodes = list(b.graph.nodes)
+    if rng.random() < 0.04 and len(nodes) > 2:  # out of order
+        rng.choice(nodes[:-1]).append(rng.choice(nodes[:-1]))
+        runs = False
+    if rng.random() < 0.04:
+        for node in rng.sample(nodes, len(nodes) // 2):
+            node.meta.pop("val", None)
+        runs = False
+    return fx.GraphModule({}, b.graph), runs
+
+
 def real_inputs(gm: fx.GraphModule, world: int = WORLD) -> list[list[torch.Tensor]]:
     """Per rank, integers so small that sums are exact in bf16: any order of addition is the same."""
     leaves = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]

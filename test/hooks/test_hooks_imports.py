@@ -27,14 +27,13 @@ from patching_trees import (
     small_edits,
     write_series,
     write_small_series,
-    write_tiny,
 )
 
 from torch_ext_bucketing.errors import HooksError, ImportedTooEarlyError
-from torch_ext_bucketing.hooks import HOOK_ENTRIES, disk, install, series, status
+from torch_ext_bucketing.hooks import HOOK_ENTRIES, imports, install, series, status
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 
-pytestmark = needs_unpatched_torch
+pytestmark = [pytest.mark.hooks, needs_unpatched_torch]
 
 MODULES = "torch._inductor.fx_passes"
 PREFIX = "aten_distributed_optimizations."
@@ -297,10 +296,8 @@ def too_early(rank: Rank, folder: Path, changed: Path) -> None:
         with pytest.raises(ImportedTooEarlyError) as error:
             install()
         message = str(error.value)
-        assert f"{MODULES}.bucketing (used by" in message, message
-        assert f"{MODULES}.fsdp)" in message, message
-        assert "imported before torch_ext_bucketing.hooks.install()" in message
-        assert "torch-ext-bucketing patch apply" in message
+        early = f"{MODULES}.bucketing; {MODULES}.fsdp. Call it"
+        assert f"imported before torch_ext_bucketing.hooks.install(): {early}" in message, message
     assert list(config._config) == before
     assert sys.meta_path == finders
     assert status().state == "none"
@@ -319,10 +316,12 @@ def test_too_early_is_an_error_that_changes_nothing(small: Path, tmp_path: Path)
 # ---------------------------------------------------------------- other torches
 
 
-def installed(rank: Rank, folder: Path, torch_dir: Path = TORCH_DIR) -> tuple[str, str] | str:
-    """The status after ``install``, or its error, which changes nothing."""
+def installed(
+    rank: Rank, folder: Path, torch_dir: Path = TORCH_DIR
+) -> tuple[str, str | None] | str:
+    """Return the status after ``install``, or its error, which changes nothing."""
     with_series(folder)
-    series._importable_torch_dir = lambda: torch_dir
+    imports.find_torch = lambda: series.TorchTree(torch_dir, torch.__version__)
     finders = list(sys.meta_path)
     for _ in range(2):
         try:
@@ -353,29 +352,14 @@ def test_series_that_do_not_fit(tmp_path: Path) -> None:
     assert fresh(installed, tmp_path / "1.99") == ("in memory", "1.99")
     said = fresh(installed, tmp_path / "9.0")
     assert "is too old: the patch needs torch 9.0 or newer" in said
-    (tmp_path / "1.99" / "1.99" / "0001-edit.patch").rename(
-        tmp_path / "1.99" / "1.99" / "0002-edit.patch"
-    )
-    said = fresh(installed, tmp_path / "1.99")
-    assert "is incomplete: found numbers [2], expected 1 to 2" in said
 
 
 @pytest.mark.once
-def test_hooks_that_are_there_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On disk, natively, or half written: nothing is served then."""
-    folder, torch_dir = tmp_path / "series", tmp_path / "site" / "torch"
-    edited = write_tiny(folder, torch_dir)
-    monkeypatch.setattr(series, "find_patches_dir", lambda: folder)
-    original = (torch_dir.parent / BUCKETING).read_text()
-    disk.apply(torch_dir)
-    assert fresh(installed, folder, torch_dir) == ("on disk", MINOR)
-    (torch_dir.parent / BUCKETING).write_text(original)
-    said = fresh(installed, folder, torch_dir)
-    assert "2 of 3 files are patched; a patch command was interrupted" in said
-    disk.revert(torch_dir)
-    for path, text in edited.items():
-        (torch_dir.parent / path).write_text(text)
-    assert fresh(installed, folder, torch_dir) == ("native", None)
+def test_hooks_in_torchs_own_files_are_left_alone(small: Path, tmp_path: Path) -> None:
+    config = tmp_path / CONFIG
+    config.parent.mkdir(parents=True)
+    config.write_text(small_edits()[CONFIG])
+    assert fresh(installed, small, tmp_path / "torch") == ("native", None)
 
 
 @pytest.mark.once
@@ -390,11 +374,6 @@ def test_without_torch_or_in_a_subprocess(tmp_path: Path, monkeypatch: pytest.Mo
     )
     done = run_python(install, ROOT, tmp_path, check=False)
     assert "ModuleNotFoundError: No module named 'torch'" in done.stderr
-    patch = ("-W", "error", "-m", "torch_ext_bucketing", "patch")
-    assert "exit status:" in run_python("", ROOT, tmp_path, args=(*patch, "--help")).stdout
-    done = run_python("", ROOT, tmp_path, args=(*patch, "status"), check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: torch is not installed; name one with --torch-dir.\n"
 
 
 # ---------------------------------------------------------------- the real series

@@ -12,6 +12,8 @@ from torch_ext_bucketing.errors import HooksError, PatchDoesNotApplyError
 from torch_ext_bucketing.hooks.patches import apply_patches, parse_patch, split_lines
 from torch_ext_bucketing.hooks.series import list_series
 
+pytestmark = [pytest.mark.hooks, pytest.mark.once]
+
 GIT = shutil.which("git")
 needs_git = pytest.mark.skipif(GIT is None, reason="git is not installed")
 
@@ -53,7 +55,7 @@ def diff_of(old: bytes, new: bytes, folder: Path, context: int = 3) -> bytes:
 
 def apply(diff: bytes, data: bytes | None) -> bytes:
     changes = apply_patches(parse_patch("p", diff), {"torch/f": data}.get)
-    return changes["torch/f"].after
+    return changes["torch/f"]
 
 
 @needs_git
@@ -126,9 +128,8 @@ def test_several_patches_on_one_file_and_offsets() -> None:
     head = DIFF[: DIFF.index(b"@@")]
     second = parse_patch("2", head + b"@@ -10,3 +10,2 @@\n line 10\n-new\n line 11\n")
     old = b"moved\n" * 5 + numbered(30)
-    change = apply_patches([*parse_patch("1", DIFF), *second], {"torch/f": old}.get)["torch/f"]
-    assert change.before == old
-    assert change.after == old.replace(b"line 20\n", b"")
+    files = apply_patches([*parse_patch("1", DIFF), *second], {"torch/f": old}.get)
+    assert files == {"torch/f": old.replace(b"line 20\n", b"")}
 
 
 def test_only_torch_is_changed() -> None:

@@ -12,11 +12,13 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from benchmarks.parity_ranks import aten_kernels
+from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 from torch_ext_bucketing.testing.training import train
+
+pytestmark = pytest.mark.hooks
 
 STEPS = 3
 KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor")

@@ -22,7 +22,7 @@ from sharded_models import TWO_BLOCKS_FQNS, Keep, TwoBlocks, checkpointed, colle
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.parity_ranks import aten_kernels
+from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.units import plan_units
@@ -39,20 +39,21 @@ from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
-from torch_ext_bucketing.passes.facts import Order
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.tagging import PAYLOAD_FIELD, TagParameters
 from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.planner.passes.scheduling import BucketAndSchedule, Schedule
 from torch_ext_bucketing.planner.schedule.overlap import Overlap
+from torch_ext_bucketing.reports.base import LeftAlone
+from torch_ext_bucketing.reports.buckets import Unmerged
+from torch_ext_bucketing.rewrites.combine_uses import combine_uses
 
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def order(model=None):
@@ -163,6 +164,7 @@ def test_same_gather_twice_is_one(fake_world):
     inputs = [[torch.randn(2), torch.randn(3)] for _ in range(4)]
     gm = tagged(trace(twice, *inputs[0]), "a", "b", "a")
     expected = run_all_ranks(gm, inputs)
+    combine_uses(gm.graph)
     apply_plan(gm.graph, plan_units(gm.graph, Units([("a", "b")])))
     (bucket,) = collectives(gm)
     assert [t.fqns for t in member_tags(bucket)] == [("a",), ("b",)]
@@ -318,18 +320,57 @@ def silence(passes, module=None):
     ("make", "because", "way_out"),
     [
         (lambda: [BucketByCap(1e-6)], "closed by bytes (9), closed by end (1)", "raise cap_mb"),
-        (lambda: [BucketUnits(order(), ["all_reduce"])], "asked for all_gather (10)", "kinds="),
-        (lambda: [BucketUnits([[f] for f in TWO_BLOCKS_FQNS])], "in their unit", "larger units"),
+        (
+            lambda: [BucketUnits(order(), ["all_reduce"])],
+            "no pass buckets all_gather (10)",
+            "kinds=",
+        ),
+        (
+            lambda: [BucketUnits([[f] for f in TWO_BLOCKS_FQNS])],
+            "same kind, group and dtype",
+            "larger units",
+        ),
         (lambda: [TagParameters(fqn_of={}), BucketByCap()], "no known parameter", "model=model"),
     ],
 )
 def test_nothing_bucketed_is_said_once_per_compile(fake_world, make, because, way_out):
     (said,) = silence(make())
-    assert said.startswith(
-        "nothing is bucketed in the forward graph, although it has 10 all_gather"
-    )
+    assert said.startswith("nothing is bucketed in the forward graph, which has 10 all_gather")
     assert because in said
     assert way_out in said
+
+
+WITH_ADVICE = {
+    "raise cap_mb": lambda: [BucketByCap(1e-6)],
+    "model=model": lambda: [TagParameters(fqn_of={}), BucketByCap()],
+    "give the backend the model": lambda: [TagParameters(fqn_of={}), BucketUnits(order())],
+}
+
+
+@pytest.mark.parametrize("advice", WITH_ADVICE)
+def test_advice_and_plans_do_not_depend_on_the_words_of_reasons(fake_world, monkeypatch, advice):
+    def compiled():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            report = compiled_step(WITH_ADVICE[advice]())
+        ways = [str(w.message).partition("To change that: ")[2] for w in caught]
+        assert advice in "".join(ways)
+        buckets = [[b.kind, *b.members] for b in report.buckets]
+        reasons = [x.reason for g in report.graphs for x in (*g.ineligible, *g.unmerged)]
+        return ways, buckets, reasons
+
+    ways, buckets, reasons = compiled()
+    # Backwards: as many different ones as before.
+    for cls in (LeftAlone, Unmerged):
+        monkeypatch.setattr(cls, "__init__", reversed_reason(cls.__init__))
+    assert compiled() == (ways, buckets, [reason[::-1] for reason in reasons])
+
+
+def reversed_reason(init):
+    def with_other_words(self, fqns, reason, *args, **kwargs):
+        init(self, fqns, reason[::-1], *args, **kwargs)
+
+    return with_other_words
 
 
 def test_nothing_to_bucket_is_not_worth_a_word(fake_world):
@@ -366,9 +407,9 @@ def test_uncovered_parameters_are_named_once(fake_world):
     texts = [str(w.message) for w in caught if w.category is UncoveredParametersWarning]
     assert texts == [
         "2 parameter(s) are in no unit; their collectives are not bucketed: embedding.weight, "
-        "head.weight. The units name 'layers.0', 'layers.1', ...: name these parameters' modules, "
-        "too, and where the units belong to another model than the compiled module, give that to "
-        "the backend: backend(..., model=model)"
+        "head.weight. The units name 'layers.0', 'layers.1', ...: add these parameters' modules. "
+        "If the units belong to another module than the compiled one, give that to the backend: "
+        "backend(..., model=model)"
     ]
     assert report.warnings == texts
 
@@ -652,56 +693,11 @@ def test_plain_functions_are_not_cached():
     assert len({BucketByCap(cap).uuid() for cap in caps}) == 1
 
 
-# -- what a list of passes may be -----------------------------------------------------------------
-
-
-REFUSED = {
-    r"BucketByCap comes after Schedule and would undo what that decides, the order of the "
-    r"nodes\. The right order: \[BucketByCap, BucketUnits, Schedule\]": (
-        lambda: [Schedule(Overlap()), BucketByCap(), BucketUnits(UNITS)]
-    ),
-    "Schedule and Schedule both decide the order of the nodes: give one of them": (
-        lambda: [Schedule(Overlap()), ReshardAfterForward(), Schedule([])]
-    ),
-    "BucketAndSchedule and Schedule both decide the order": (
-        lambda: [BucketAndSchedule(Overlap()), Schedule(Overlap())]
-    ),
-    "both decide which parameters backward gathers again": (
-        lambda: [ReshardAfterForward(), ReshardAfterForward(keep=["head"])]
-    ),
-    "both decide the tags of collectives": lambda: [TagParameters(), TagParameters()],
-}
-
-
-@pytest.mark.parametrize("match", REFUSED)
-def test_a_list_in_which_passes_undo_each_others_work_is_refused(match):
-    with pytest.raises(ValueError, match=match):
-        backend("aot_eager", REFUSED[match]())
-
-
-def test_the_right_order_is_taken():
-    passes = [BucketByCap(), BucketUnits(UNITS), Schedule(Overlap())]
-    assert Pipeline(passes).forward_backward == tuple(passes)
-
-
-def test_a_pass_that_misses_what_it_needs_is_refused():
-    class Needs(GraphPass):
-        stage = "forward_backward"
-        requires = (Order,)
-
-        def run(self, graph, compilation):
-            raise AssertionError("only looked at")
-
-    with pytest.raises(ValueError, match="Needs needs the order of the nodes: no pass before"):
-        Pipeline([Needs(), Schedule(Overlap())])
-    assert len(Pipeline([Schedule(Overlap()), Needs()]).forward_backward) == 2
-
-
 def test_a_backend_reads_as_code():
     made = backend("aot_eager", [BucketUnits(UNITS, payload_order=None), Schedule(Overlap())])
     assert repr(made) == (
-        "backend('aot_eager', [BucketUnits([['layers.0'], ['layers.1'], ['embedding', 'head']], "
-        "payload_order=None), Schedule([Overlap()])])"
+        "backend(compiler='aot_eager', passes=[BucketUnits([['layers.0'], ['layers.1'], "
+        "['embedding', 'head']], payload_order=None), Schedule([Overlap()])])"
     )
     off = backend("inductor", prefetch=None, agree=False, model=TwoBlocks())
-    assert repr(off) == "backend('inductor', [], model=TwoBlocks, prefetch=None, agree=False)"
+    assert repr(off) == "backend(model=TwoBlocks, prefetch=None, agree=False)"

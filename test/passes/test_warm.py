@@ -10,7 +10,7 @@ from cache_runs import CHILD, HIT, MISS, assert_state, run
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 # That the rank is in the key is shown by test_caches.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

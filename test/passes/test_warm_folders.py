@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from cache_runs import CHILD, HIT, MISS, assert_state, run
+from untouched import touched_torch
 
 from torch_ext_bucketing._torch import caches
-from torch_ext_bucketing.testing.untouched import touched_torch
 
 
 def test_a_full_folder_is_named_where_torch_must_write(tmp_path, monkeypatch):

@@ -121,6 +121,6 @@ def test_what_is_gathered_again_in_backward_stays_so(model):
 def test_a_graph_of_another_model_is_left(model):
     gm = traced(model)
     code = gm.code
-    with pytest.raises(ValueError, match="this is no step of ModuleList, whose parameters are"):
+    with pytest.raises(ValueError, match="this is not a step of ModuleList, whose parameters are"):
         whole_step_pass(nn.ModuleList([model, Model(), Model()]), [])(gm)
     assert gm.code == code

@@ -11,6 +11,8 @@ from collective_graphs import HELPERS
 from patching_trees import LinkedTorch, make_repository, needs_unpatched_torch, run_python
 from torch_features import HAS_PRE_BUCKETING
 
+pytestmark = [pytest.mark.hooks, pytest.mark.long]
+
 SCRIPT = str(HELPERS / "neutrality_graphs.py")
 # What the unpatched torch can't do with these graphs, and so the patched one can't either.
 _TIMES = "No module named 'triton'|active drivers|Roofline estimation needs"

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from patching_trees import (
-    CONFIG,
     PATCHES,
     ROOT,
     SERIES,
@@ -30,8 +29,7 @@ from patching_trees import (
     touched,
 )
 
-from torch_ext_bucketing.hooks import disk, series
-from torch_ext_bucketing.hooks.patches import apply_patches
+pytestmark = [pytest.mark.hooks, pytest.mark.long]
 
 TEST_FILE = "test/distributed/test_fx_bucketing.py"
 ENTRIES = ("bucket_payload_order_key", "fsdp_group_filter", "bucket_non_adjacent")
@@ -199,47 +197,11 @@ def test_each_commit_imports_and_passes_its_tests(
     assert "skipped" not in printed
 
 
-# Forks a child for each file to come, as importing torch takes longer than what is asked here.
-EACH_PREFIX = """
-import os, shutil, sys
-import sympy, torch
-folder, patched, *paths = sys.argv[1:]
-assert torch.__file__.startswith(folder), torch.__file__
-assert not any(name.startswith("torch._inductor") for name in sys.modules)
-for path in paths:
-    shutil.copyfile(f"{patched}/{path}", f"{folder}/{path}")
-    child = os.fork()
-    if not child:
-        import torch._inductor.config as config
-        import torch._inductor.compile_fx, torch._inductor.fx_passes.fsdp
-        import torch._inductor.fx_passes.overlap_scheduling
-        import torch._inductor.fx_passes.overlap_manual_scheduling
-        x = torch.randn(4)
-        assert torch.compile(torch.sin, backend="aot_eager")(x).equal(torch.sin(x))
-        assert hasattr(config.aten_distributed_optimizations, "bucket_payload_order_key")
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, path
-"""
-
-
 @needs_unpatched_torch
-def test_every_prefix_imports_and_the_whole_is_applied_on_disk(repository: Path, tmp_path: Path):
-    """A kill leaves some first files of the order patched; all such torches import, in one process."""
-    torch = LinkedTorch(tmp_path / "torch", repository, "original")
-    tree = series.find_torch(torch.folder)
-    changes = apply_patches(series.choose_series(tree.version).diffs, tree.read)
-    order = disk.in_import_order(changes)
-    assert order[0] == CONFIG
-    git(repository, "checkout", "--quiet", f"commit-{LAST}")
-    torch.run("-c", EACH_PREFIX, str(torch.folder), str(repository), *order[:-1])
-    for path, change in changes.items():
-        tree.path(path).write_bytes(change.before)
-    disk.apply(torch.folder)
-    assert all(tree.read(path) == change.after for path, change in changes.items())
+def test_a_torch_with_the_series_in_its_files_has_the_hooks(repository: Path, tmp_path: Path):
+    torch = LinkedTorch(tmp_path / "torch", repository, f"commit-{LAST}")
     code = "from torch_ext_bucketing import hooks; print(hooks.install() == hooks.status(), hooks.status())"
-    assert "True Status(state='on disk'" in torch.run("-c", code, paths=(ROOT,))
-    disk.revert(torch.folder)
-    assert all(tree.read(path) == change.before for path, change in changes.items())
+    assert "True Status(state='native'" in torch.run("-c", code, paths=(ROOT,))
 
 
 IN_MEMORY = """

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import fake_group
+from random_joint import random_joint, random_planner, unit_of
 from sharded_models import Keep, TwoBlocks, checkpointed, eager_fsdp2, tokens_of, trained
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from benchmarks.keep_random import random_joint, random_planner, unit_of
 from torch_ext_bucketing._torch.aot import must_recompute
 from torch_ext_bucketing.errors import BoundNotKeptWarning, NothingKeptWarning
 from torch_ext_bucketing.fsdp.chains import parameter_chains
@@ -55,7 +55,7 @@ STAGES = ("forward", "backward")
 MODULES = block_units(f"{n}.w" for n in NAMES)
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 class Look(teb.GraphPass):

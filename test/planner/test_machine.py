@@ -14,12 +14,15 @@ from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.graph.collectives import is_collective, is_compute
 from torch_ext_bucketing.measure import measure
 from torch_ext_bucketing.passes.cache_key import brief
+from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.cost.devices import job_machine
 from torch_ext_bucketing.planner.cost.machine import H100, Level, Machine
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.testing.ring import on_ranks
+
+pytestmark = pytest.mark.once
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 MB = 10**6
@@ -264,7 +267,7 @@ def test_ranks_compare_the_jobs_machine(monkeypatch):
     found = set()
     for local in ("4", "8"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-        found.add(Pipeline([teb.Schedule(teb.Overlap())]).cost_model_fingerprint(None))
+        found.add(Pipeline([teb.Schedule(teb.Overlap())]).planned_with(Compilation()))
     assert len(found) == 2
 
 

@@ -35,11 +35,11 @@ from random_graphs import (
     random_graph,
     real_inputs,
 )
+from times_off import off_by, steps_off
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_features import has_simple_overlap
 
-from benchmarks.schedule_off import off_by, steps_off
 from torch_ext_bucketing._gc import paused_gc
 from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
 from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap

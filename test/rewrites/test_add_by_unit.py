@@ -31,7 +31,7 @@ def one_rank():
     torch.distributed.destroy_process_group()
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from joint_graphs import Joint, collectives, mark_accumulations
 
 from torch_ext_bucketing.passes.compilation import Compilation
-from torch_ext_bucketing.planner.schedule.memory import PeakMemory
+from torch_ext_bucketing.reports.base import LeftAlone
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses, combine_uses
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -177,6 +177,25 @@ def test_refusals(joint):
         refused(joint.trace(step, *inputs), part)
 
 
+def test_no_decision_reads_a_message(joint, monkeypatch):
+    def results():
+        graphs = [two_uses(joint, write=True), two_uses(joint, second_dtype=F32)]
+        shapes = torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)
+        graphs += [joint.trace(step, *shapes) for step in refusals(joint)]
+        found = [len(combine_uses(gm.graph).left) for gm in graphs]
+        for gm in graphs:
+            gm.recompile()
+        return found, [show(gm) for gm in graphs]
+
+    expected = results()
+
+    def silent(fqns, reason, **rest):
+        return LeftAlone(fqns, "", **rest)
+
+    monkeypatch.setattr("torch_ext_bucketing.rewrites.combine_uses.LeftAlone", silent)
+    assert results() == expected
+
+
 def test_what_is_added_besides_stays(joint):
     """A penalty on the shard itself is no reduced gradient."""
 
@@ -207,41 +226,7 @@ def test_a_parameter_that_is_gathered_in_two_steps(joint):
     assert collectives(gm) == ["all_gather"] * 2
 
 
-# --- memory --------------------------------------------------------------------------
-
-
-def far_apart(joint):
-    """Two uses with much between them: the first one's gradient waits for the second's."""
-
-    def step(w, big, x):
-        a, b = joint.gather("w", w), joint.gather("w", w)
-        r1 = joint.scatter("w", a * x)
-        wide = torch.cat([big] * 4) * 2
-        r2 = joint.scatter("w", b * wide.sum())
-        return r1 + r2
-
-    return joint.trace(step, torch.randn(512, 4), torch.randn(1024, 4), torch.randn(1024, 4))
-
-
-def test_the_bound_on_memory_is_kept(joint):
-    gm = far_apart(joint)
-    before = show(gm)
-    report = combine_uses(gm.graph, PeakMemory(ratio=1.0))
-    gm.recompile()
-    assert show(gm) == before
-    assert not report.combined
-    assert "above the bound" in report.left[0].reason
-    assert report.peak_bytes[0] == report.peak_bytes[1]
-
-    report = combine_uses(gm.graph, PeakMemory(ratio=2.0))
-    assert report.combined
-    assert report.peak_bytes[1] > report.peak_bytes[0]
-
-
 def test_the_pass(joint):
-    with pytest.raises(TypeError, match="peak must be a PeakMemory"):
-        CombineUses(peak=2.0)
-    assert CombineUses().uuid() != CombineUses(PeakMemory(gib=1.0)).uuid()
     compilation = Compilation()
     one = CombineUses()
     one(two_uses(joint), compilation)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
-from benchmarks.machines import nodes
+from eager_parity.devices import nodes
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.fsdp.chains import parameter_chains
@@ -38,7 +38,7 @@ READ = 4
 """Parameters that backward reads: two weights and the scale of the block, and the head."""
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 class OneBlock(TwoBlocks):

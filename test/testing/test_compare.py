@@ -22,6 +22,8 @@ from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import RingTopology, ring_rank
 from torch_ext_bucketing.testing.target import TargetError
 
+pytestmark = pytest.mark.long
+
 Case = dict[str, Any]
 
 MODELS: dict[str, Case] = {

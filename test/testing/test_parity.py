@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import parity, parity_rows
-from benchmarks.devices import nccl_environment
-from benchmarks.parity_models import MODELS
-from benchmarks.parity_ranks import RowReport
+from benchmarks import parity
 from benchmarks.parity_results import KERNELS, RowResult, combine, render
-from benchmarks.parity_rows import Row, matrix
+from eager_parity.devices import nccl_environment
+from eager_parity.models import MODELS
+from eager_parity.ranks import RowReport
+from eager_parity.rows import ROWS, Row, matrix
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
+
+pytestmark = pytest.mark.long
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 
@@ -50,7 +52,7 @@ def test_the_matrix_has_every_combination_once():
 
 
 def test_every_row_has_a_name_of_its_own_and_a_model():
-    rows = parity_rows.ROWS
+    rows = ROWS
     assert len({row.name for row in rows}) == len(rows)
     of_torchtitan = [row for row in rows if row.client.startswith("torchtitan's")]
     assert {row.model for row in rows if row not in of_torchtitan} <= set(MODELS)
@@ -250,7 +252,7 @@ def up_to_the_first_cuda_call(rank: Rank) -> None:
     import torch._inductor.config as inductor_config
     import torch.distributed as dist
 
-    from benchmarks import devices
+    from eager_parity import devices
 
     for name in [n for n in os.environ if n.startswith(("NCCL", "CUBLAS"))]:
         del os.environ[name]

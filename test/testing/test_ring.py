@@ -30,6 +30,8 @@ from torch_ext_bucketing.testing.sums import (
     simulate_reduce_scatter,
 )
 
+pytestmark = pytest.mark.long
+
 SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
 MIN, PRODUCT = dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT
 

@@ -59,6 +59,8 @@ from torch_ext_bucketing.recipes import recipe  # noqa: E402
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks  # noqa: E402
 from torch_ext_bucketing.trainers import torchtitan  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _fresh_torchtitan(monkeypatch):

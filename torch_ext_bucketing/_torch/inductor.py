@@ -10,10 +10,8 @@ from typing import Any
 import torch.fx as fx
 
 from .caches import watched_caches
+from .graph_pass import CustomGraphPass
 from .private import private_torch
-
-with private_torch():
-    from torch._inductor.custom_graph_pass import CustomGraphPass
 
 try:
     from torch._inductor.custom_graph_pass import CustomPassBase

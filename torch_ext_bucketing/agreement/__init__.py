@@ -1,1 +1,1 @@
-"""Compares what the ranks compiled: all of a group's must launch the same collectives."""
+"""Compare, between the ranks of a process group, what they compiled, before it runs."""

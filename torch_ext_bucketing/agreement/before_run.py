@@ -1,4 +1,4 @@
-"""Compare what a graph launches with the other ranks, once, before its first collective runs."""
+"""Compare a graph's launches with the other ranks, once, before its first collective runs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from .launches import GraphLaunches, launches_of
 
 
 def agree(graph: fx.GraphModule | fx.Graph, timeout: timedelta | None = None) -> None:
-    """Compare what a graph launches with the other ranks, now. For graphs that are compiled without
-    a backend of this package; :func:`.backend` does it by itself. Every rank has to call it, for
-    its graphs in the same order.
+    """Compare a graph's launches with the other ranks now.
+
+    For graphs that are compiled without a backend of this package; :func:`.backend` compares by
+    itself. Every rank must call it for its graphs in the same order.
 
     Args:
         graph: after bucketing and scheduling.
-        timeout: how long to wait for other ranks; None takes that of each process group.
+        timeout: how long to wait for other ranks; None takes each process group's own timeout.
 
     Raises:
         PlanMismatchError: on every rank.
-        RankMissingError: a rank did not come in time.
+        RankMissingError: a rank did not arrive in time.
         AgreementError: the store can't be reached.
     """
     g = graph_of(graph)
@@ -42,8 +43,7 @@ def agree(graph: fx.GraphModule | fx.Graph, timeout: timedelta | None = None) ->
 def before_first_run(
     compiled: Callable[..., Any], launches: GraphLaunches, timeout: timedelta | None
 ) -> Callable[..., Any]:
-    """``compiled``, which runs once its ranks agree on ``launches``. No launches, or none for
-    which there is no other rank, costs nothing but a call."""
+    """Wrap ``compiled`` so that its ranks agree on ``launches`` before it first runs."""
     if not launches.groups:
         return compiled
     digest = launches.digest()
@@ -57,7 +57,7 @@ def before_first_run(
 
 
 def as_fresh_frame(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """``compiled``, a frame's, with the comparisons in its first run made as for a fresh frame."""
+    """Wrap a frame's ``compiled`` so that its first run compares as for a fresh frame."""
     first = True
 
     @functools.wraps(compiled)
@@ -77,8 +77,10 @@ def as_fresh_frame(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def agree_on_launches(
     launches: GraphLaunches, timeout: timedelta | None = None, fresh: bool = False
 ) -> None:
-    """Compare ``launches`` with the other ranks of their groups, unless they were agreed on before
-    in this process; with ``fresh`` again, and so for the graphs after it."""
+    """Compare ``launches`` with the other ranks of their groups, once per process.
+
+    With ``fresh`` compare again, and forget what was agreed on before.
+    """
     agreed, digest = _agreed(), launches.digest()
     if digest in agreed.digests and not fresh:
         return
@@ -95,13 +97,13 @@ def agree_on_launches(
 def agree_once(
     digest: str, launches: Callable[[], GraphLaunches], timeout: timedelta | None
 ) -> None:
-    """:func:`agree_on_launches` for launches of this digest, as fresh as the frame that runs."""
+    """Call :func:`agree_on_launches` unless launches with this digest were agreed on."""
     if _running.fresh or digest not in _agreed().digests:
         agree_on_launches(launches(), timeout, _running.fresh)
 
 
 class _Running(threading.local):
-    """Per thread, whether it runs a frame for the first time."""
+    """Whether this thread runs a frame for the first time."""
 
     fresh = False
 
@@ -111,9 +113,11 @@ _running = _Running()
 
 @dataclass
 class _Agreed:
-    """What this process has agreed on under one default process ``group``: digests of whole graphs'
-    launches; per group, digests of what graphs launch on it (``versions``), and how many exchanges
-    it has begun (``rounds``)."""
+    """What this process has agreed on under one default process ``group``.
+
+    ``digests`` are of whole graphs' launches; ``versions`` are digests per group; ``rounds`` counts
+    the exchanges begun per group.
+    """
 
     group: Callable[[], Any]
     digests: set[str] = field(default_factory=set)
@@ -124,7 +128,7 @@ class _Agreed:
     def begin(
         self, launches: GraphLaunches, timeout: timedelta | None, fresh: bool
     ) -> list[Exchange]:
-        """The comparisons that ``launches`` call for."""
+        """Create the exchanges that ``launches`` need."""
         exchanges: list[Exchange] = []
         if self.group() is None:
             return exchanges
@@ -137,8 +141,8 @@ class _Agreed:
             with self.lock:
                 known = self.versions.setdefault(name, set())
                 if fresh:
-                    # All of them, and so the backward graph's, too: this group's other ranks run
-                    # the same frame, and forget the same.
+                    # The backward graph's, too: the group's other ranks run the same frame and
+                    # forget the same digests.
                     known.clear()
                     self.digests.clear()
                 if version.digest in known:
@@ -155,7 +159,7 @@ _current = _no_group
 
 
 def _agreed() -> _Agreed:
-    """The state under the present default group: a new group, a new count."""
+    """Return the state of the present default group; a new group starts a new count."""
     global _current
     group = groups.default_group()
     if _current.group() is not group:

@@ -1,4 +1,4 @@
-"""The message about a mismatch between ranks: the first difference, in each version."""
+"""Format the first difference between the launches of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .launches import GroupLaunches, Launch
 
 
 class Version(NamedTuple):
-    """One rank's side: its environment and what it launches on one group."""
+    """One rank's environment, and its launches on one process group."""
 
     environment: str
     stage: str
@@ -20,13 +20,13 @@ class Version(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Of all but the stage: what is sent does not depend on it."""
+        """SHA-256 (hex) of everything but the stage, which changes no byte that is sent."""
         text = f"{self.environment}\0{self.planned_with}\0{json.dumps(self.of_group)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     @classmethod
     def from_json(cls, text: str) -> Version:
-        """The reverse of what ``json.dumps`` makes of it."""
+        """Read the result of ``json.dumps``."""
         environment, stage, of_group, planned_with = json.loads(text)
         return cls(environment, stage, GroupLaunches.of(*of_group), planned_with)
 
@@ -34,25 +34,25 @@ class Version(NamedTuple):
 def mismatch_text(
     versions: Sequence[tuple[list[int], Version]], absent: Sequence[int], size: int
 ) -> str:
+    """Format the mismatch between versions, each with its ranks, of a group of ``size`` ranks."""
     group = versions[0][1].of_group.group
     stages = dict.fromkeys(v.stage for _, v in versions)
     lines = [
         f"the ranks of process group {group!r} ({size} ranks) launch different collectives in "
         f"their {' / '.join(stages)} graph, {len(versions)} versions of it. It was stopped."
     ]
-    environments = dict.fromkeys(v.environment for _, v in versions)
-    if len(environments) > 1:
-        lines.append("They run different versions:")
-        lines += [f"  {ranks_text(ranks)}: {v.environment}" for ranks, v in versions]
-    plannings = dict.fromkeys(v.planned_with for _, v in versions)
-    if len(plannings) > 1:
-        lines.append("They planned with different times or size hints:")
-        lines += [f"  {ranks_text(ranks)}: {v.planned_with or 'none'}" for ranks, v in versions]
+    plannings = {v.planned_with for _, v in versions}
+    for title, value_of in (
+        ("They run different versions:", lambda v: v.environment),
+        ("They planned with different times or size hints:", lambda v: v.planned_with or "none"),
+    ):
+        if len({value_of(v) for _, v in versions}) > 1:
+            lines += [title, *(f"  {ranks_text(ranks)}: {value_of(v)}" for ranks, v in versions)]
     at = _first_difference([v.of_group.launches for _, v in versions])
     if at is None and len(plannings) > 1:
         lines.append(
-            "Their collectives are still the same; the next change of the model may part them. "
-            "Let one rank measure, and all load what it measured."
+            "Their collectives are still the same, but may differ after the next change of the "
+            "model. Measure on one rank, and load its times on all."
         )
     elif at is None:
         lines.append("Their buckets are the same, but not the code that packs them.")
@@ -61,7 +61,7 @@ def mismatch_text(
         lines.append(f"The first to differ is collective {at + 1} of {total} on this group:")
         lines += _launches_text(versions, at)
     if absent:
-        lines.append(f"Not heard of yet: {ranks_text(absent)}.")
+        lines.append(f"Not arrived yet: {ranks_text(absent)}.")
     lines.append(
         "Check that all ranks build the same model, give the backend the same passes, units and "
         "hooks, and run the same torch and torch_ext_bucketing."
@@ -86,7 +86,7 @@ def _launches_text(versions: Sequence[tuple[list[int], Version]], at: int) -> li
 
 
 def _first_difference(lists: Sequence[Sequence[object]]) -> int | None:
-    """The first place, from 0, at which they are not all the same."""
+    """Return the first index at which the lists differ; None if they are equal."""
     for place in range(max(map(len, lists))):
         if len({x[place] if place < len(x) else None for x in lists}) > 1:
             return place
@@ -94,7 +94,7 @@ def _first_difference(lists: Sequence[Sequence[object]]) -> int | None:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``"ranks 0-2, 5"``."""
+    """Format ``[0, 1, 2, 5]`` as ``"ranks 0-2, 5"``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

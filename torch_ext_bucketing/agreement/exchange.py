@@ -1,25 +1,15 @@
-"""Ranks compare what they are about to launch.
+"""Compare launches between ranks through the store of the default process group.
 
-A rank that launches something else than its peers (another model, hook or torch) makes them hang,
-or mixes the bytes of one parameter with those of another. So when a compiled graph runs for the
-first time, and before its first collective, the ranks of each process group in it compare digests
-of their launches (:mod:`.launches`) and of the torch and the edition of this package in use. A
-graph from one of Inductor's caches is compared like any other, as its launches travel with it.
+A rank that launches something else than its peers makes them hang, or mixes the bytes of two
+parameters. So before a compiled graph's first collective runs for the first time, the ranks of each
+process group in the graph compare digests of their launches (:mod:`.launches`), of torch's version
+and of this package's edition. A graph from a cache is compared, too: its launches travel with it.
 
-Ranks run their collectives on a group in the same order, so they meet new launches in the same
-order, and the n-th comparison of one rank belongs to the n-th of the others. Two things call for a
-comparison: a frame that Dynamo compiles for the first time, as it does on every rank of one
-program; and launches that were not agreed on before. So a rank may compile a frame *again* (for
-another batch size, say) while the others don't, as long as it launches the same. Where the ranks'
-programs break into different frames, the comparison can't tell that from different launches; switch
-it off there.
-
-The exchange goes through the store of the default process group, not through collectives: nothing
-could mix with those of the training, and a rank that waits can say for whom. Each rank writes its
-digest; the first one is what all compare theirs with; a counter tells when all have come. That is a
-handful of small messages per rank, group and graph, whatever the number of ranks. A second count
-makes sure that no rank goes on while another one has found a mismatch in one of its other groups,
-as a mesh of several dimensions has.
+The n-th comparison of one rank belongs to the n-th of the others, as ranks run a group's
+collectives in one order. A frame that Dynamo compiles for the first time is always compared, as it
+is on every rank; a recompiled one only if its launches are new to this rank. So one rank may
+recompile alone, for another batch size, as long as it launches the same. Where programs break into
+different frames, the comparison takes that for different launches; switch it off there.
 """
 
 from __future__ import annotations
@@ -30,6 +20,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -40,51 +31,48 @@ from ..errors import AgreementError, PlanMismatchError, RankMissingError
 from .differences import Version, mismatch_text, ranks_text
 
 _PREFIX = "torch_ext_bucketing/agreement"
+# Limits in seconds. After a mismatch, late ranks get time to report their launches. After any
+# failure, every rank gets time to read the reason: the first to exit may host the store.
 _GATHER_S = 30.0
-"""After a mismatch was found, how long to wait for the rest, to say what each rank launches."""
 _LINGER_S = 5.0
-"""After a failure, how long to wait for the others to have read it: the process that ends first may
-be the one that hosts the store."""
 _MAX_SLEEP_S = 0.25
 
 
 def this_environment() -> str:
-    """The versions of torch and of this package, which must be the same on all ranks."""
+    """Describe the versions of torch and of this package, which all ranks must share."""
     torch_version = torch.__version__.split("+")[0]
     return f"torch {torch_version}, torch_ext_bucketing {package_digest()[:12]}"
 
 
 class _FailedError(Exception):
-    """An exchange failed, and says why under its ``bad`` key."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        super().__init__()
-        self.exchange = exchange
+    """Carry the exchange that failed. Its ``bad`` key has the reason."""
 
 
+@dataclass
 class Exchange:
-    """One group's comparison of one graph's launches, as this rank takes part in it.
+    """This rank's part in comparing one graph's launches on one process group.
 
-    Keys, below a prefix of the group's name, its ranks and the number of the exchange::
+    Keys in the store, under a prefix of the group's name, its ranks and ``number``::
 
         rank<r>      the digest of rank r, written when it arrives
-        first        the digest of the first to arrive
+        first        the digest of the first rank to arrive, which all compare theirs with
         text/<d>     the version with digest d, in full
-        bad          why it failed; the first reason stays
+        bad          why the exchange failed; the first reason stays
         arrived, confirmed, left, seen      counters
     """
 
-    def __init__(
-        self, version: Version, number: int, ranks: tuple[int, ...], timeout: timedelta
-    ) -> None:
-        self.version = version
-        self.number = number
-        self.ranks = ranks
-        self.timeout = timeout
+    version: Version
+    number: int
+    ranks: tuple[int, ...]
+    timeout: timedelta
+
+    def __post_init__(self) -> None:
         self.rank = torch.distributed.get_rank()
         self.started = time.monotonic()
-        members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:8]
-        prefix = f"{_PREFIX}/{version.of_group.group}/{members}/{number}"
+        members = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:8]
+        prefix = f"{_PREFIX}/{self.version.of_group.group}/{members}/{self.number}"
+        # A store, not collectives: nothing can mix with training's, and a waiting rank can name the
+        # ranks that it waits for.
         self.store = torch.distributed.PrefixStore(prefix, groups.default_store())
 
     def has(self, name: str) -> bool:
@@ -103,14 +91,14 @@ class Exchange:
         self.store.set(f"rank{self.rank}", digest)
         if self.store.compare_set("first", "", digest).decode() != digest:
             self.fail("mismatch", "")
-        self.count("arrived")  # whoever differs has said so before
+        self.count("arrived")  # after fail(): a full count without "bad" means that all agree
 
     def leave(self) -> None:
-        """Leave nothing behind: a later default group may use the same store and names."""
+        """Delete the keys once all ranks have left."""
         if self.count("left") < len(self.ranks):
             return
-        digest = self.version.digest
-        names = ["first", "arrived", "confirmed", "left", f"text/{digest}"]
+        # A later default group may use the same store and the same names.
+        names = ["first", "arrived", "confirmed", "left", f"text/{self.version.digest}"]
         for name in (*names, *(f"rank{r}" for r in self.ranks)):
             self.store.delete_key(name)
 
@@ -118,8 +106,7 @@ class Exchange:
         self.store.compare_set("bad", "", json.dumps([why, text]))
 
     def reached(self, name: str) -> bool:
-        """Whether all ranks have counted themselves; raises where the exchange failed, or its time
-        is over."""
+        """Return whether all ranks have counted themselves; raise if the exchange failed."""
         complete = self.count(name, 0) == len(self.ranks)
         if not complete and time.monotonic() - self.started > self.timeout.total_seconds():
             self.fail("missing", self.missing_text())
@@ -132,23 +119,21 @@ class Exchange:
 
     def missing_text(self) -> str:
         missing, group = self.missing(), self.version.of_group.group
-        what = f"the {self.version.stage} graph's launches on process group {group!r}"
-        waited = f"rank {self.rank} waited {self.timeout.total_seconds():g} s"
+        text = (
+            f"rank {self.rank} waited {self.timeout.total_seconds():g} s to compare the "
+            f"{self.version.stage} graph's launches on process group {group!r}"
+        )
         if not missing:
-            return (
-                f"{waited} to compare {what}: every rank of the group came, but one of them still "
-                "waits for others in another process group"
-            )
-        names = ranks_text(missing)
+            return f"{text}: all its ranks arrived, but one still waits in another process group"
         return (
-            f"{waited} to compare {what} (comparison {self.number} there), and {names} did not "
-            "come. The graph was stopped. A rank that does not come has failed or was killed "
-            "(look at its own output), is still compiling (raise agree_timeout), or goes on "
-            "with a graph that it compiled before, because only some ranks compiled anew"
+            f"{text} (comparison {self.number} there), and {ranks_text(missing)} did not arrive. "
+            "The graph was stopped. A missing rank has failed or was killed (look at its own "
+            "output), is still compiling (raise agree_timeout), or runs a graph that it compiled "
+            "earlier, because only some ranks recompiled"
         )
 
     def mismatch_text(self) -> str:
-        """The message for every rank; waits a little for ranks that have not come yet."""
+        """Format the message for every rank, after a short wait for late ranks."""
         deadline = time.monotonic() + min(_GATHER_S, self.timeout.total_seconds())
         _poll(lambda: not self.missing(), deadline)
         by_digest: dict[str, list[int]] = {}
@@ -164,13 +149,13 @@ class Exchange:
 
 
 def run_all(exchanges: Sequence[Exchange]) -> None:
-    """Compare; raises on every rank alike."""
+    """Compare launches; raise an :class:`AgreementError` on all ranks or on none."""
     try:
         error = _meet(exchanges)
     except RuntimeError as problem:  # c10d's own errors are RuntimeErrors
         raise AgreementError(
-            "what the ranks launch can't be compared, because the store of the default process "
-            f"group can't be reached: {problem}. Usually the process that hosts it, rank 0 or the "
+            "the ranks' launches can't be compared, because the store of the default process group "
+            f"can't be reached: {problem}. Usually the process that hosts it, rank 0 or the "
             "launcher, has ended: look at its output first"
         ) from problem
     if error is not None:
@@ -178,18 +163,19 @@ def run_all(exchanges: Sequence[Exchange]) -> None:
 
 
 def _meet(exchanges: Sequence[Exchange]) -> AgreementError | None:
-    """Returns what to raise on this rank, once the others know."""
+    """Return what to raise on this rank, once the others know."""
     try:
-        # All arrive everywhere before anyone waits, so that no two ranks wait for each other.
+        # Arrive everywhere before waiting anywhere, so that no two ranks wait for each other.
         for exchange in exchanges:
             exchange.arrive()
         _poll(lambda: not [e for e in exchanges if not e.reached("arrived")])
+        # The second count holds a rank back whose peer found a mismatch in another of its groups.
         for exchange in exchanges:
             exchange.count("confirmed")
         _poll(lambda: not [e for e in exchanges if not e.reached("confirmed")])
     except _FailedError as failed:
-        return _error(failed.exchange, exchanges)
-    # Whoever hosts the store may have gone on and ended.
+        return _error(failed.args[0], exchanges)
+    # The host of the store may have gone on and ended.
     with contextlib.suppress(RuntimeError):
         for exchange in exchanges:
             exchange.leave()
@@ -199,7 +185,7 @@ def _meet(exchanges: Sequence[Exchange]) -> AgreementError | None:
 def _error(failed: Exchange, exchanges: Sequence[Exchange]) -> AgreementError:
     why, text = json.loads(failed.get("bad"))
     text = text or failed.mismatch_text()
-    # The store may go away from here on: with this rank's reason to fail, nothing is lost by that.
+    # From here on the store may go away: this rank has its reason to fail.
     with contextlib.suppress(RuntimeError):
         for other in exchanges:
             other.fail(why, text)
@@ -212,9 +198,8 @@ def _error(failed: Exchange, exchanges: Sequence[Exchange]) -> AgreementError:
 
 
 def _poll(done: Callable[[], bool], deadline: float = math.inf) -> None:
-    """Ask until it is so or the time is over; at intervals of a tenth of what was waited. A
-    blocking wait would hold the store's one connection against other threads, and against
-    Ctrl-C."""
+    """Call ``done`` until it holds or the time is over, at a tenth of the time waited so far."""
+    # A blocking wait would hold the store's one connection against other threads and Ctrl-C.
     started = time.monotonic()
     while not done() and (now := time.monotonic()) < deadline:
         time.sleep(min(_MAX_SLEEP_S, max(0.0005, (now - started) / 10)))

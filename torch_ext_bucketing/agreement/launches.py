@@ -1,14 +1,14 @@
-"""The launches of a graph on each process group, which a group's ranks must share.
+"""Read a graph's launches per process group, which the ranks of a group must share.
 
-Ranks meet in a process group in the order in which they launch, and a bucket's bytes mean what
-their sender packed. So compared are, per group, the collectives in the order of the graph after
-bucketing and scheduling, each with what makes its bytes: kind, reduce op, dtype, and its members
-with their parameters, byte offsets and sizes. So is what the order was planned with: ranks with
-other times may launch alike today, and differently with the next change of the model.
+A group's collectives match in launch order, and a bucket's bytes mean what their sender packed. So
+ranks compare, per group, the collectives in the order of the graph after bucketing and scheduling:
+kind, reduce op, dtype, and members with their parameters, byte offsets and sizes. They also compare
+the times that the order was planned with: ranks with different times may launch alike today, and
+differently after the next change of the model.
 
-What may rightly differ between ranks is left out: names of nodes, the sizes of collectives that
-serve no parameter (an all-to-all of tokens, a batch of varying length), and sends and receives. A
-graph that takes its groups as inputs, compiled by one rank for all, has no launches here.
+Excluded, because ranks may differ there: node names, sizes of collectives that serve no parameter
+(an all-to-all of tokens, a batch of varying length), and sends and receives. A graph that takes its
+groups as inputs, compiled by one rank for all, has no launches here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from ..graph.collectives import argument, collective_group, kind_of, sent_as_bytes
+from ..graph.collectives import (
+    argument,
+    collective_group,
+    kind_of,
+    nbytes_of,
+    sent_as_bytes,
+    tensors_in,
+)
 from ..graph.tags import is_bucket, member_tags, tag_of
 from ..reports.buckets import BucketReport
 
@@ -31,8 +38,7 @@ _POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
 
 
 class Member(NamedTuple):
-    """One member of a collective, with its place and size in one rank's part of the buffer, in
-    bytes; None, or an empty text, stands for what is not known."""
+    """One member's parameters, and its bytes in one rank's part of the buffer, None if unknown."""
 
     fqns: tuple[str, ...]
     offset: int | None = None
@@ -47,8 +53,10 @@ class Member(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One collective; of no known kind, the operator's name is its ``kind``. ``members`` are in the
-    order of their bytes, none where it serves no parameter."""
+    """One collective, its members in payload order, none if it serves no parameter.
+
+    ``kind`` is the operator's name for collectives that are never bucketed.
+    """
 
     kind: str
     reduce_op: str | None
@@ -57,7 +65,7 @@ class Launch(NamedTuple):
     members: tuple[Member, ...] = ()
 
     def to_text(self, around: int = 0) -> str:
-        """One line. Of a large bucket only the members near the one at place ``around``."""
+        """Format one line, of a large bucket only the members near index ``around``."""
         head = " ".join(p for p in (self.kind, self.reduce_op or "", self.dtype) if p)
         if not self.members:
             return f"{head}, of no parameter"
@@ -72,14 +80,14 @@ class Launch(NamedTuple):
 
 
 class GroupLaunches(NamedTuple):
-    """The launches of one graph on one process group, by its name, in order."""
+    """One graph's launches on one process group, in launch order."""
 
     group: str
     launches: tuple[Launch, ...]
 
     @classmethod
     def of(cls, group: str, launches: Iterable[Any]) -> GroupLaunches:
-        """The reverse of what JSON makes of it: lists of lists."""
+        """Read the lists that JSON makes of the tuples."""
         return cls(
             group,
             tuple(
@@ -90,34 +98,38 @@ class GroupLaunches(NamedTuple):
 
 
 class GraphLaunches(NamedTuple):
-    """The launches of one graph, per process group in the order of their first collectives;
-    ``planned_with``: the times and size hints of its order, in short."""
+    """One graph's launches by process group, in the order of the groups' first collectives.
+
+    ``planned_with`` describes the times and size hints that the order was planned with.
+    """
 
     stage: str
     groups: tuple[GroupLaunches, ...]
     planned_with: str = ""
 
     def encode(self) -> str:
-        """Return it as a short text without spaces or quotes, to travel in a graph."""
+        """Encode as text without spaces or quotes, for an argument in a graph."""
         packed = zlib.compress(json.dumps(self, separators=(",", ":")).encode(), 9)
         return base64.urlsafe_b64encode(packed).decode()
 
     @classmethod
     def decode(cls, text: str) -> GraphLaunches:
-        """The reverse of :meth:`encode`."""
+        """Read the result of :meth:`encode`."""
         stage, groups, planned_with = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
         return cls(stage, tuple(GroupLaunches.of(*group) for group in groups), planned_with)
 
     def digest(self) -> str:
-        """SHA-256 (hex) of everything in it."""
+        """Return the SHA-256 (hex) of all fields."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 def launches_of(
     graph: fx.Graph, stage: str, buckets: Iterable[BucketReport] = (), planned_with: str = ""
 ) -> GraphLaunches:
-    """Read the launches off a graph as it will run. ``buckets`` are what merged them knows of the
-    buckets, found by the names of their nodes; others have their members' names alone."""
+    """Read the launches of a graph as it will run.
+
+    ``buckets`` give the members' bytes, by node name. Other buckets have only members' FQNs.
+    """
     known = {bucket.node: bucket for bucket in buckets}
     groups: dict[str, list[Launch]] = {}
     for node in graph.nodes:
@@ -130,19 +142,21 @@ def launches_of(
 
 
 def _launch_of(node: fx.Node, known: Mapping[str, BucketReport]) -> Launch:
-    op, dtype = argument(node, "reduce_op"), _dtype_of(node)
+    op, kind = argument(node, "reduce_op"), kind_of(node)
     report, tag = known.get(node.name), tag_of(node)
+    dtype = _short(next((t.dtype for t in tensors_in(node.meta.get("val"))), ""))
     members: Iterable[Member] = ()
     if report is not None:
         members = (Member(m.fqns, m.offset, m.nbytes, m.dtype) for m in report.members)
     elif is_bucket(node):
         members = (Member(t.fqns) for t in member_tags(node))
     elif tag is not None:
-        bytes_of = sent_as_bytes(node)
-        own = dtype if bytes_of is None else str(bytes_of).removeprefix("torch.")
-        members = (Member(tag.fqns, 0, _nbytes_of(node), own),)
+        # One rank's part: what it sends to a gather, what it receives from a reduction.
+        part = node.all_input_nodes[0] if kind == "all_gather" else node
+        size = nbytes_of(part) if isinstance(part.meta["val"].numel(), int) else None
+        members = (Member(tag.fqns, 0, size, _short(sent_as_bytes(node) or dtype)),)
     return Launch(
-        kind_of(node) or _op_name(node),
+        kind or _op_name(node),
         None if op is None else str(op),
         dtype,
         report is not None or is_bucket(node),
@@ -154,22 +168,5 @@ def _op_name(node: fx.Node) -> str:
     return str(node.target).split(".")[1]
 
 
-def _sent(node: fx.Node) -> Any:
-    value = node.args[0]
-    if isinstance(value, list | tuple):
-        value = next(iter(value), None)
-    return value.meta.get("val") if isinstance(value, fx.Node) else None
-
-
-def _dtype_of(node: fx.Node) -> str:
-    value = _sent(node)
-    return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else ""
-
-
-def _nbytes_of(node: fx.Node) -> int | None:
-    """Bytes in one rank's part: of what it sends to a gather, of what it receives of a
-    reduction."""
-    value = _sent(node) if kind_of(node) == "all_gather" else node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not isinstance(value.numel(), int):
-        return None
-    return int(value.numel()) * value.dtype.itemsize
+def _short(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,10 +1,12 @@
-"""The comparison of launches as an operator in Inductor's graphs.
+"""Compare launches by an operator in Inductor's graphs.
 
-Inductor's caches keep the code of a graph and nothing that a backend knows about it. So the
-launches are an argument of an operator in the graph. What the first collective sends passes through
-it, so that no scheduler can move the one before the other; the other collectives stay behind the
-first because Inductor keeps their order: ``x -> agree(x, digest, launches, timeout_s) -> all_gather
--> wait -> ...``. It returns a view of what it gets, and after its first run does nothing else.
+Inductor's caches keep a graph's code and nothing else that a backend knows about it. So the
+launches are an argument of an operator, through which the first collective's input passes::
+
+    x -> agree(x, digest, launches, timeout_s) -> all_gather -> wait -> ...
+
+No scheduler can move the collective before it, and Inductor keeps the order of the others. The
+operator returns a view of its input, and does nothing else after its first run.
 """
 
 from __future__ import annotations
@@ -39,8 +41,7 @@ _AGREE = torch.ops.torch_ext_bucketing.agree.default
 
 
 def insert(graph: fx.Graph, launches: GraphLaunches, timeout: timedelta | None) -> fx.Node | None:
-    """Put the operator before a graph's first collective, and return its node; None where there is
-    no collective."""
+    """Insert the operator before a graph's first collective; None if there is no collective."""
     first = next((n for n in graph.nodes if collective_group(n) is not None), None)
     if first is None or not launches.groups:
         return None

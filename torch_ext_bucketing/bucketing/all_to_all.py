@@ -53,8 +53,11 @@ def _replace(graph: fx.Graph, c: Collective, accumulate: torch.dtype) -> None:
     value = start.all_input_nodes[0]
     dtype = value.meta["val"].dtype
     w = Writer(graph, [start])
-    shape = w.shape(wait)
     with graph.inserting_before(start):
+        # The shape of what is read after the wait; sizes that depend on data are nodes here.
+        shape = w.shape(value)
+        if kind == "reduce_scatter":
+            shape = [w.divided(shape[0], ranks), *shape[1:]]
         size = w.numel(value)
         flat = w.reshape(value, [size])
         steps = steps_of(kind, ranks, isinstance(size, int))

@@ -29,7 +29,7 @@ import torch.fx as fx
 
 from .._torch.estimates import default_cap_mb
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import KINDS, Kind, check_kinds, is_wait
+from ..graph.collectives import FSDP_KINDS, KINDS, Kind, check_kinds, is_wait
 from ..graph.records import UNTAGGED, Collective
 from ..graph.snapshot import reading_only
 from ..reports.base import Cause, LeftAlone
@@ -50,7 +50,7 @@ def plan_by_cap(
     graph: fx.Graph | GraphAnalysis,
     cap_mb: CapMb = None,
     *,
-    kinds: Collection[Kind] = KINDS,
+    kinds: Collection[Kind] = FSDP_KINDS,
     eligible: Eligible = "tag",
     group_filter: GroupFilter | None = None,
     max_compute_run: int | None = None,
@@ -105,7 +105,7 @@ class CapPlanner:
         self,
         graph: fx.Graph | GraphAnalysis,
         *,
-        kinds: Collection[Kind] = KINDS,
+        kinds: Collection[Kind] = FSDP_KINDS,
         eligible: Eligible = "tag",
         group_filter: GroupFilter | None = None,
     ) -> None:
@@ -356,7 +356,7 @@ class _Planner:
 def check_options(
     cap_mb: CapMb = None,
     *,
-    kinds: Collection[Kind] = KINDS,
+    kinds: Collection[Kind] = FSDP_KINDS,
     eligible: Eligible = "tag",
     group_filter: GroupFilter | None = None,
     max_compute_run: int | None = None,

@@ -45,7 +45,6 @@ def merge_and_report(
     stage, before = analysis.stage, analysis.counts
     buckets = tuple(apply_plan(analysis, plan, payload_key))
     gone = Counter[str](b.kind for b in plan.buckets for _ in b.members[1:])
-    gone.update(analysis.kinds[duplicate] for duplicate, _ in plan.duplicates)
     after = {kind: n - gone[kind] for kind, n in before.items()}
     report = GraphReport(stage, before, after, buckets, tuple(kinds), **plan.not_merged())
     emit(report)
@@ -89,18 +88,13 @@ def merge_buckets(
     """:func:`apply_plan` with the keys of all members at hand, and without a way back."""
     analysis = GraphAnalysis.of(graph)
     graph, position = analysis.graph, dict(analysis.position)
-    for duplicate, original in plan.duplicates:
-        (wait,), (earlier,) = duplicate.users, original.users
-        wait.replace_all_uses_with(earlier)
-        analysis.graph.erase_node(wait)
-        analysis.graph.erase_node(duplicate)
     reports = []
     for bucket in plan.buckets:
         if bucket.kind == "all_gather":
             _hoist_inputs(bucket, position, analysis.collectives)
         members = [analysis.collectives[m] for m in bucket.members]
         reports.append(_apply_bucket(graph, bucket, members, keys, packed_by))
-    if reports or plan.duplicates:
+    if reports:
         sort_topologically(graph)
         graph.lint()
     place = {node.name: i for i, node in enumerate(graph.nodes)}

@@ -43,11 +43,9 @@ class MergePlan(NotMerged):
 
     Args:
         buckets: in the graph order of their first members; each has two members or more.
-        duplicates: ``(start, earlier start)`` of gathers of one value, which can be shared.
     """
 
     buckets: tuple[Bucket, ...] = ()
-    duplicates: tuple[tuple[fx.Node, fx.Node], ...] = ()
 
 
 def left_alone(c: Collective, reason: str, cause: Cause = Cause.OTHER) -> LeftAlone:

@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from ..fsdp.units import Units
 from ..graph.analysis import GraphAnalysis
-from ..graph.collectives import Kind
+from ..graph.collectives import FSDP_KINDS, Kind
 from ..graph.records import UNTAGGED, Collective
 from ..reports.base import Cause, LeftAlone
 from ..reports.buckets import ClosedBy
@@ -20,14 +20,12 @@ from .plan import Bucket, MergePlan, left_alone
 def plan_units(
     graph: fx.Graph | GraphAnalysis,
     units: Units,
-    kinds: Collection[Kind] = ("all_gather", "reduce_scatter"),
+    kinds: Collection[Kind] = FSDP_KINDS,
 ) -> MergePlan:
     """One bucket per unit and bucket key of these kinds, in a graph in topological order."""
     uncovered: dict[str, None] = {}
     left: list[LeftAlone] = []
     groups: dict[tuple[int, Any, bool], list[Collective]] = {}
-    duplicates: list[tuple[fx.Node, fx.Node]] = []
-    first_gather: dict[tuple[Any, ...], fx.Node] = {}
     analysis = GraphAnalysis.of(graph)
     contracted = Contraction(analysis)
     for c in analysis.collectives.values():
@@ -40,17 +38,6 @@ def plan_units(
             continue
         # In a trace of a whole step, a gather in backward is there to free memory in between.
         again = c.kind == "all_gather" and c.in_backward
-        if c.kind == "all_gather" and c.start not in analysis.writes.written:
-            value = analysis.gathered_values[c.start]
-            same = (value, again, c.start.target, c.start.meta["val"].dtype, c.ranks, c.group)
-            earlier = first_gather.setdefault(same, c.start)
-            if earlier is not c.start:
-                contracted.open(earlier)
-                joined = contracted.try_add(c.start)
-                contracted.close()
-                if joined:
-                    duplicates.append((c.start, earlier))
-                    continue
         groups.setdefault((unit, c.key, again), []).append(c)
 
     buckets: list[Bucket] = []
@@ -77,7 +64,6 @@ def plan_units(
     buckets.sort(key=lambda b: contracted.position(b.members[0]))
     return MergePlan(
         tuple(buckets),
-        tuple(duplicates),
         uncovered=tuple(uncovered),
         ineligible=tuple(left),
         splits=tuple(splits),
@@ -107,7 +93,7 @@ def _unit_of(fqns: Sequence[str], units: Units) -> tuple[int | None, str, Cause]
     found = {fqn: units.unit_of(fqn) for fqn in fqns}
     missing = [fqn for fqn, unit in found.items() if unit is None]
     if missing:
-        return None, f"no unit has {', '.join(missing)}", Cause.NO_UNIT
+        return None, f"no unit has {', '.join(missing)}", Cause.OTHER
     if len(set(found.values())) > 1:
         return None, f"its parameters {', '.join(fqns)} are in several units", Cause.OTHER
     return found[fqns[0]], "", Cause.OTHER

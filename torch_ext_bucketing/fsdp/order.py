@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +22,6 @@ from .._torch.inductor import CustomPassBase
 from ..fqns import canonical_fqn, nearest_names, parameter_names
 from ..graph import tags
 from .units import Units, abbreviated, find_units, names_of_units
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, repr=False)
@@ -227,26 +224,9 @@ class FSDPParamOrder(Units, CustomPassBase):
         """The sort key of a collective's start: (payload, position in it) of its parameter, or of
         several (fused weights) that of the one that is packed first. None, which keeps its whole
         bucket in graph order, for a collective without a tag and for one with a parameter that the
-        order doesn't know, which is logged as a warning, once."""
+        order doesn't know; passes warn of these."""
         tag = tags.tag_of(start)
-        if tag is None or not tag.fqns:
-            _warn_once(
-                str(start.target),
-                "payload order: %s (%s) carries no tag that names its parameter, so its bucket "
-                "keeps graph order, not FSDP2's. Logged once for each kind of collective.",
-                start.name,
-                start.target,
-            )
-            return None
-        unknown = tuple(sorted(self.unknown(tag.fqns)))
-        if unknown:
-            _warn_once(
-                unknown,
-                "payload order: no payload holds %s, so the buckets of their collectives keep "
-                "graph order, not FSDP2's%s",
-                ", ".join(unknown),
-                nearest_names(unknown[0], (fqn for unit in self.units for fqn in unit)),
-            )
+        if tag is None or self.unknown(tag.fqns):
             return None
         reduces = tags.kind_of(start) in ("reduce_scatter", "all_reduce")
         payloads = self._reduced if reduces and self.reduce_units else self
@@ -286,13 +266,3 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
         if child not in seen:
             yield from _children_first(child, seen)
     yield module
-
-
-# What was warned about, so that one compile (or a thousand) of one model says it once.
-_warned: set[Hashable] = set()
-
-
-def _warn_once(key: Hashable, text: str, *values: object) -> None:
-    if key not in _warned:
-        _warned.add(key)
-        log.warning(text, *values)

@@ -15,7 +15,6 @@ descriptors say which placeholder is which parameter and which output is whose g
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,10 +23,8 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 
 from .._torch import descriptors as _descriptors
-from .._torch.dynamo_inputs import module_path
-from .._torch.sharded import shard_of
-from ..fqns import canonical_fqn, parameters_by_name
-from ..graph.collectives import Kind, kind_of
+from ..fqns import canonical_fqn
+from ..graph.collectives import kind_of
 from ..graph.moves import CONSTANTS, SCALES, is_move
 from ..graph.tags import Tag, is_bucket, set_tag, tag_of
 from ..graph.unwrap import graph_of
@@ -48,7 +45,6 @@ def tag_joint_graph(
     fqn_of: FqnOf | None = None,
     *,
     grad_fqns: Sequence[str | None] | None = None,
-    model: torch.nn.Module | None = None,
 ) -> dict[fx.Node, Tag]:
     """Tag every collective of ``gm`` that serves parameters. One pass forward and one back.
 
@@ -59,8 +55,6 @@ def tag_joint_graph(
             the graph input's index (``PlainAOTInput.idx``) to the FQN. It returns None for inputs
             that are no parameters. ``ParamAOTInput`` needs none: its target is the FQN.
         grad_fqns: for graphs without descriptors: whose gradient each flattened output is.
-        model: the module whose parameters are meant, for graphs whose nodes carry
-            ``custom["module_fqn"]`` or ``nn_module_stack`` and nothing better.
 
     Returns:
         The collectives that carry a tag, in graph order.
@@ -75,10 +69,6 @@ def tag_joint_graph(
     inputs = {n: _name_of(n, fqn_of) for n in nodes if n.op == "placeholder"}
     behind = _parameters_behind(nodes, inputs)
     ahead = _gradients_ahead(nodes, inputs, _gradient_outputs(nodes, fqn_of, grad_fqns))
-    shards: dict[str, list[tuple[str, tuple[int, ...]]]] = {}  # of parameters, by their modules
-    for fqn, param, _ in () if model is None else parameters_by_name(model):
-        shards.setdefault(fqn.rpartition(".")[0], []).append((fqn, tuple(shard_of(param).shape)))
-    has_descriptors = any("desc" in n.meta for n in nodes if n.op in ("placeholder", "output"))
 
     tags: dict[fx.Node, Tag] = {}
     for node in nodes:
@@ -89,8 +79,6 @@ def tag_joint_graph(
             fqns: Iterable[str] = ahead.get(node, ())
             if kind == "all_gather":
                 fqns = union(behind, node.all_input_nodes[:1])
-            if not fqns and not has_descriptors:
-                fqns = _served_in_module(node, kind, shards)
             tag = Tag(kind, tuple(fqns)) if fqns else None
         if tag is not None:
             tags[node] = tag
@@ -192,54 +180,3 @@ def _gradient_outputs(
         for value, fqn in zip(values, grad_fqns, strict=True)
         if isinstance(value, fx.Node) and fqn is not None
     ]
-
-
-# The module that ``torch.nn.utils.parametrize`` puts in charge of one parameter.
-_PARAMETRIZATION = re.compile(r"(?:(.*)\.)?parametrizations\.(\w+)(?:\.\d+)?")
-
-
-def _served_in_module(
-    node: fx.Node, kind: Kind, shards: Mapping[str, list[tuple[str, tuple[int, ...]]]]
-) -> tuple[str, ...]:
-    """The parameter that a collective serves in a graph without descriptors: that of the module
-    which it was traced in, by the shape of the shard. Where two have that shape, it is neither."""
-    module = _module_fqn(node)
-    if module is None:
-        return ()
-    parametrization = _PARAMETRIZATION.fullmatch(module)
-    if parametrization:
-        return (".".join(p for p in parametrization.groups() if p),)
-    shapes = _shard_shapes(node, kind)
-    fits = dict.fromkeys(fqn for fqn, shape in shards.get(module, ()) if shape in shapes)
-    return tuple(fits) if len(fits) == 1 else ()
-
-
-def _shard_shapes(node: fx.Node, kind: Kind) -> list[tuple[int, ...]]:
-    """The shape that moves to a gather begin with; those that a reduction's result is moved to."""
-    gathers = kind == "all_gather"
-    shapes = []
-    step: Any = node.args[0] if gathers else node
-    while isinstance(step, fx.Node):
-        value = step.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            shapes.append(tuple(value.shape))
-        if gathers:
-            step = step.all_input_nodes[0] if is_move(step) else None
-        else:
-            step = next((user for user in step.users if is_move(user)), None)
-    return shapes[-1:] if gathers else shapes
-
-
-def _module_fqn(node: fx.Node) -> str | None:
-    """The innermost module that a node was traced in, as an FQN from the root module."""
-    fqn = (node.meta.get("custom") or {}).get("module_fqn")
-    if isinstance(fqn, str):
-        return canonical_fqn(fqn)
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return None
-    for path, _ in reversed(list(stack.values())):
-        name = module_path(path)
-        if name is not None:
-            return canonical_fqn(name)
-    return None

@@ -23,7 +23,7 @@ from .collectives import KINDS, Kind, group_name, is_collective, is_compute, kin
 from .dependencies import Dependencies
 from .liveness import Storages, storages_of
 from .records import Collective, gradient_sums
-from .regions import Structures, positions
+from .regions import positions
 from .size_hints import GivenHints, SizeHints
 from .uneven import ShardSide, shard_side
 from .unwrap import GraphLike, graph_of
@@ -84,14 +84,6 @@ class GraphAnalysis:
     def groups(self) -> dict[fx.Node, str]:
         """The process group's name of each start, all-to-alls included, in graph order."""
         return {n: group_name(n) for n in self.nodes if is_collective(n)}
-
-    @cached_property
-    def gathered_values(self) -> dict[fx.Node, int]:
-        """By all-gather a number, equal where the first values, and the casts and pads between,
-        are: ranks with a short shard of an uneven parameter find the same equal as others."""
-        structures = Structures(self.position)
-        gathers = (n for n, kind in self.kinds.items() if kind == "all_gather")
-        return {n: structures.from_source(n.all_input_nodes[0])[1] for n in gathers}
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:

@@ -1,7 +1,8 @@
-"""Calls that a rewrite puts into a graph, each with the value that it gives."""
+"""Find calls in a graph, and put calls into it, each with its value."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,3 +31,15 @@ def evaluate(node: fx.Node, mode: Any = None) -> Any:
     target: Any = node.target
     with mode or next(modes, None) or torch.no_grad():
         return target(*args, **kwargs)
+
+
+def nodes_behind(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """All calls that lead to ``nodes``, without these."""
+    found: dict[fx.Node, None] = {}
+    stack = [arg for node in nodes for arg in node.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node not in found and node.op == "call_function":
+            found[node] = None
+            stack += node.all_input_nodes
+    return found

@@ -20,6 +20,9 @@ from .._torch.process_groups import group_by_name
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 """The kinds that buckets merge."""
+# The default of every ``kinds=``. Tensor parallelism all-reduces gradients of replicated parameters
+# before FSDP scatters them. Merging these would change their bits, so all-reduces are opt-in.
+FSDP_KINDS: tuple[Kind, ...] = KINDS[:2]
 
 _c10d = torch.ops._c10d_functional
 
@@ -275,7 +278,7 @@ def wire_bytes(start: fx.Node) -> int:
 
 def sent_as_bytes(start: fx.Node) -> torch.dtype | None:
     """The dtype of values of a byte each that a collective sends as ``uint8``; None: of none."""
-    node: Any = start.args[0]
+    node: Any = start.all_input_nodes[0]
     while isinstance(node, fx.Node) and (
         is_view(node) or node.target is torch.ops.aten.clone.default
     ):

@@ -12,18 +12,17 @@ import torch.fx as fx
 from .._torch import aot as _aot
 from .._torch.estimates import size_hint
 from .._torch.process_groups import is_inside, ranks_of
-from .._torch.symbols import depends_on_data
 from .collectives import (
     Kind,
     bucket_key,
     group_name,
     group_size,
-    kind_of,
     only_wait,
     reduce_op,
     sent_as_bytes,
     wire_bytes,
 )
+from .mergeable import unmergeable
 from .tags import home_group, is_bucket, member_count, tag_of
 
 _c10d = torch.ops._c10d_functional
@@ -98,36 +97,6 @@ class Collective:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def unmergeable(start: fx.Node) -> str:
-    """Why a collective can't be a member of any bucket; empty if it can."""
-    if start.target is torch.ops._c10d_functional.all_reduce_.default:
-        return "it works in place"
-    result = start.meta.get("val")
-    if not isinstance(result, torch.Tensor):
-        return "its shape is unknown (no meta['val'])"
-    if "out" in start.kwargs or is_bucket(start):
-        return "it is a bucket already"
-    wait = only_wait(start)
-    if wait is None:
-        return "its result is used by other nodes than one wait"
-    # What torch's merging takes for granted:
-    if start.kwargs or wait.kwargs:
-        return "its arguments are given by keyword"
-    value = start.all_input_nodes[0].meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return "the shape of its input is unknown (no meta['val'])"
-    if any(map(depends_on_data, (*value.shape, *result.shape))):
-        return "its size depends on data"
-    kind = kind_of(start)
-    if kind != "all_reduce" and not value.ndim:
-        return "its input has no dimension"
-    if kind == "reduce_scatter" and isinstance(value.shape[0], int):
-        size = group_size(start)
-        if value.shape[0] % size:
-            return f"its input's {value.shape[0]} rows can't be divided among {size} ranks"
-    return ""
-
-
 def gradient_sums(collectives: Mapping[fx.Node, Collective]) -> dict[fx.Node, Collective]:
     """The reductions among a graph's collectives that add up gradients over data-parallel ranks.
 
@@ -153,7 +122,10 @@ def _adds_gradients(c: Collective) -> bool:
         c.start.target in (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
         and c.tag is not None
         and c.reduce_op in ("sum", "avg")
-        and c.start.meta["val"].dtype in _ADDED
+        and isinstance(value := c.start.meta.get("val"), torch.Tensor)
+        and "val" in c.start.all_input_nodes[0].meta
+        and value.dtype in _ADDED
+        and not c.start.kwargs
         and c.ranks > 1
         and only_wait(c.start) is not None
     )

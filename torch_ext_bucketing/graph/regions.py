@@ -38,18 +38,6 @@ def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: i for i, node in enumerate(graph.nodes)}
 
 
-def nodes_behind(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """All calls that lead to ``nodes``, without these."""
-    found: dict[fx.Node, None] = {}
-    stack = [arg for node in nodes for arg in node.all_input_nodes]
-    while stack:
-        node = stack.pop()
-        if node not in found and node.op == "call_function":
-            found[node] = None
-            stack += node.all_input_nodes
-    return found
-
-
 def erase_unused(nodes: Iterable[fx.Node]) -> None:
     """Erase those that nothing reads, and then what only they read."""
     stack = list(nodes)

@@ -49,19 +49,11 @@ class Snapshot:
         }
 
     def difference(self) -> str:
-        """The first difference of the graph in words, metadata aside; empty without one."""
-        nodes = dict.fromkeys(self._graph.nodes)
-        for node in nodes:
-            if node not in self._saved:
-                return f"{node.name} is new"
-        for node, saved in self._saved.items():
-            if node not in nodes:
-                return f"{saved.name} is gone"
-        for node, (was, saved) in zip(nodes, self._saved.items(), strict=True):
-            if node is not was:
-                return f"{node.name} stands where {saved.name} stood"
-            if saved.is_other(node):
-                return f"{saved.name} is another call"
+        """Name the first node that is new or gone, moved, or another call, metadata aside; empty
+        without one."""
+        for node, was in itertools.zip_longest(self._graph.nodes, self._saved):
+            if node is not was or self._saved[node].is_other(node):
+                return str((node or was).name)
         return ""
 
     def restore(self) -> None:

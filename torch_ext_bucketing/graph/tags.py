@@ -94,32 +94,21 @@ def tag_of(node: fx.Node) -> Tag | None:
     For a bucket: all its members' FQNs, in payload order where this package merged it and in the
     order of the members otherwise. None as soon as one member has none.
     """
-    kind = replaced_kind(node)
-    if kind is None:
+    tags = member_tags(node)
+    if not tags or len(tags) < member_count(node):
         return None
-    if is_bucket(node):
-        members = _raw_members(node)
-        if any(m is None or m.kind != kind for m in members):
-            return None
-        return Tag(kind, tuple(dict.fromkeys(f for m in members if m for f in m.fqns)))
-    tag = _decode(_noted(node, _TAG_KEY))
-    return tag if tag is not None and tag.kind == kind else None
+    return Tag(tags[0].kind, tuple(dict.fromkeys(f for tag in tags for f in tag.fqns)))
 
 
 def member_tags(start: fx.Node) -> tuple[Tag, ...]:
     """The tags of a bucketed collective's members, in payload order where known, those without one
     left out. A collective that is no bucket is its own only member; other nodes have none."""
-    if replaced_kind(start) is None:
-        return ()
-    if is_bucket(start):
-        return tuple(m for m in _raw_members(start) if m is not None)
-    tag = tag_of(start)
-    return () if tag is None else (tag,)
+    return tuple(m for m in _members(start) if m is not None)
 
 
 def member_count(start: fx.Node) -> int:
     """The number of collectives that were merged into this one; 1 for one that is no bucket."""
-    return len(_raw_members(start)) if is_bucket(start) else 1
+    return len(_members(start))
 
 
 def is_bucket(node: fx.Node) -> bool:
@@ -127,11 +116,17 @@ def is_bucket(node: fx.Node) -> bool:
     return _noted(node, _MEMBERS_KEY) is not None or _SOURCES_KEY in node.meta
 
 
-def _raw_members(node: fx.Node) -> tuple[Tag | None, ...]:
-    recorded = _noted(node, _MEMBERS_KEY)
-    if recorded is not None:
-        return tuple(_decode(m) for m in recorded)
-    return tuple(_decode((c or {}).get(_TAG_KEY)) for c in node.meta[_SOURCES_KEY])
+def _members(node: fx.Node) -> list[Tag | None]:
+    """The tags of those that became one collective, or its own; a tag of another kind was copied
+    from another node along with the rest of the metadata, and is none."""
+    kind = replaced_kind(node)
+    if kind is None:
+        return []
+    found = _noted(node, _MEMBERS_KEY)
+    if found is None:
+        sources = node.meta.get(_SOURCES_KEY, [node.meta.get("custom")])
+        found = [(custom or {}).get(_TAG_KEY) for custom in sources]
+    return [Tag(kind, tuple(t[1:])) if t is not None and t[0] == kind else None for t in found]
 
 
 def _note(node: fx.Node, key: str, value: object) -> None:
@@ -141,7 +136,3 @@ def _note(node: fx.Node, key: str, value: object) -> None:
 
 def _noted(node: fx.Node, key: str) -> Any:
     return (node.meta.get("custom") or {}).get(key)
-
-
-def _decode(raw: Any) -> Tag | None:
-    return None if raw is None else Tag(raw[0], tuple(raw[1:]))

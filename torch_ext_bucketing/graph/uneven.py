@@ -24,22 +24,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx as fx
 
-from .collectives import group_size, is_compute, is_view, is_wait, kind_of
+from .collectives import group_size, is_compute, is_wait, kind_of
+from .moves import is_move
 from .size_hints import SizeHints
 
 _aten = torch.ops.aten
 _Elements = Callable[[fx.Node], int]
 """The number of elements of a node's result."""
-
-_COPIES = frozenset(
-    {
-        _aten._to_copy.default,
-        _aten.cat.default,
-        _aten.clone.default,
-        _aten.constant_pad_nd.default,
-        torch.ops.prims.convert_element_type.default,
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -122,7 +113,7 @@ def _gradients(
 
 def _one_to_one(node: fx.Node, elements: _Elements) -> bool:
     """Whether ``node`` has the elements of its one input, in another shape or dtype."""
-    if len(node.all_input_nodes) != 1 or not (is_view(node) or node.target in _COPIES):
+    if len(node.all_input_nodes) != 1 or not is_move(node):
         return False
     return elements(node) == elements(node.all_input_nodes[0])
 
@@ -138,7 +129,7 @@ def _is_uneven(start: fx.Node) -> bool:
             for user in node.users:
                 if _is_cut(user) and _misses_rows(node, user, group_size(start)):
                     return True
-                if is_wait(user) or is_view(user) or user.target in _COPIES:
+                if is_move(user):
                     stack.append(user)
     elif kind == "reduce_scatter":
         stack = list(start.all_input_nodes)
@@ -146,7 +137,7 @@ def _is_uneven(start: fx.Node) -> bool:
             node = stack.pop()
             if _is_pad(node):
                 return True
-            if node.op == "call_function" and (node.target in _COPIES or is_view(node)):
+            if is_move(node):
                 stack += node.all_input_nodes
     return False
 

@@ -1,11 +1,12 @@
-"""Getting the hooks into a torch: in memory with ``install()``, or on disk with ``patch apply``.
+"""Give torch the config entries of ``torch_patches/`` in memory.
 
-The hooks are config entries for torch's *own* bucketing passes. This package's own passes need none
-of them: nothing of the package imports this folder, and it imports nothing of the package.
+The entries are for torch's *own* bucketing passes; the passes of this package need none of them.
+This folder imports nothing from the rest of the package, and the rest imports nothing from here.
 """
 
 from __future__ import annotations
 
+from .._exports import lazy_exports
 from ..errors import HooksError, ImportedTooEarlyError, PatchDoesNotApplyError
 from .imports import Status, install, status
 from .series import HOOK_ENTRIES
@@ -16,6 +17,9 @@ __all__ = [
     "ImportedTooEarlyError",
     "PatchDoesNotApplyError",
     "Status",
+    "TagParameters",
     "install",
     "status",
 ]
+# The one pass that torch's own passes need; without it this package imports nothing but errors.
+__getattr__ = lazy_exports(__name__, {"TagParameters": ".passes.tagging"})

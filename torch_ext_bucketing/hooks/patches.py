@@ -1,14 +1,13 @@
-"""Git's patches, applied in memory: a torch is patched where there may be no ``git``.
+"""Apply git patches in memory, where ``git`` may not be installed.
 
-It reads what ``git format-patch`` writes and gives what ``git apply`` would, or refuses, in more
-cases than ``git``. A hunk whose lines moved is taken only where there is exactly one place where
-*all* of its context and removed lines match (``git`` takes the nearest); one that was made for the
-beginning or the end of a file only there. Everything is bytes.
+The parser reads what ``git format-patch`` writes. Applying gives the result of ``git apply`` or
+refuses, in more cases than ``git``: a hunk whose lines moved must fit in exactly one place, with
+*all* of its context and removed lines (``git`` takes the nearest place), and a hunk made for the
+beginning or the end of a file fits only there. Everything is bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,8 +21,14 @@ _NOT_TEXT = re.compile(rb"(new|deleted) file|(old|new) mode|rename|copy|GIT bina
 
 @dataclass
 class Hunk:
-    """One ``@@`` block: ``before`` is its context and removed lines with their line ends,
-    ``after`` its context and added lines; ``start`` counts from 1, in the old file."""
+    """One ``@@`` block; lines keep their line ends.
+
+    Attributes:
+        start: number of its first line in the old file, from 1.
+        before: context and removed lines.
+        after: context and added lines.
+        trailing_context: number of context lines at its end.
+    """
 
     header: str
     start: int
@@ -32,34 +37,24 @@ class Hunk:
     trailing_context: int = 0
 
 
-@dataclass(frozen=True)
-class FileChange:
-    """A file before and after the patches."""
-
-    before: bytes
-    after: bytes
-
-
 FileDiff = tuple[str, list[Hunk]]
-"""A file's path from the repository's root, and what is done to it."""
-
-
-def digest_of(data: bytes) -> str:
-    """SHA-256 in hex."""
-    return hashlib.sha256(data).hexdigest()
+"""A file's path from the repository's root, and its hunks."""
 
 
 def split_lines(data: bytes) -> list[bytes]:
-    r"""Lines with their ends, cut at ``\n`` only (``splitlines`` also cuts at ``\f``)."""
+    r"""Split at ``\n`` only (``splitlines`` also splits at ``\f``); keep line ends."""
     return re.findall(rb"[^\n]*\n|[^\n]+", data)
 
 
 def parse_patch(name: str, data: bytes) -> list[FileDiff]:
-    """Read the bytes of one patch, called ``name``; its changes outside ``torch/``, which are
-    tests, are left out.
+    """Parse one patch, leaving out changes outside ``torch/``, which are tests.
+
+    Args:
+        name: the patch's name, for messages.
+        data: its bytes.
 
     Raises:
-        HooksError: it is malformed, cut short, or asks of torch for more than edits of text.
+        HooksError: the patch is malformed, cut short, or does more to torch than edit text.
     """
     lines = split_lines(data)
     diffs: list[FileDiff] = []
@@ -79,7 +74,7 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
             diffs[-1][1].append(hunk)
             at += 1
             while old > 0 or new > 0:
-                # A context line that is empty may have lost its leading blank in the mail.
+                # An empty context line may have lost its leading blank in the mail.
                 line = lines[at] if at < len(lines) else b""
                 kind, text = (b" ", line) if line == b"\n" else (line[:1], line[1:])
                 if kind not in (b" ", b"-", b"+"):
@@ -112,33 +107,34 @@ def parse_patch(name: str, data: bytes) -> list[FileDiff]:
 
 def apply_patches(
     diffs: Iterable[FileDiff], read: Callable[[str], bytes | None]
-) -> dict[str, FileChange]:
-    """Apply diffs one after the other, of which several may change the same file, and return the
-    changes by path, in the order in which the diffs first touch them. ``read`` gives a file's
-    present bytes by its path in the repository; ``None``: no such file.
+) -> dict[str, bytes]:
+    """Apply diffs one after the other; several may change the same file.
+
+    Args:
+        read: returns a file's bytes by its path in the repository, ``None`` if it does not exist.
+
+    Returns:
+        The new bytes by path, in the order in which the diffs first touch the files.
 
     Raises:
-        PatchDoesNotApplyError: with every hunk that failed, not just the first.
+        PatchDoesNotApplyError: lists every hunk that failed, not just the first.
     """
-    changes: dict[str, FileChange] = {}
+    files: dict[str, bytes] = {}
     failures: list[str] = []
     for path, hunks in diffs:
-        if path not in changes:
-            data = read(path)
-            if data is None:
-                failures.append(f"{path}: there is no such file")
-                continue
-            changes[path] = FileChange(data, data)
-        after, failed = _apply(changes[path].after, hunks)
-        changes[path] = FileChange(changes[path].before, after)
+        data = files.get(path, read(path))
+        if data is None:
+            failures.append(f"{path}: there is no such file")
+            continue
+        files[path], failed = _apply(data, hunks)
         failures += [f"{path}: {line}" for line in failed]
     if failures:
         raise PatchDoesNotApplyError(failures)
-    return changes
+    return files
 
 
 def _apply(data: bytes, hunks: list[Hunk]) -> tuple[bytes, list[str]]:
-    """The new bytes without the hunks that do not fit, and a line for each of these."""
+    """Apply the hunks that fit; return the new bytes and a line for each hunk that does not."""
     lines = split_lines(data)
     failures = []
     earliest = drift = 0  # hunks come in file order and don't overlap
@@ -175,7 +171,7 @@ def _fits(lines: list[bytes], hunk: Hunk, at: int, earliest: int) -> bool:
 
 
 def _first_difference(lines: list[bytes], hunk: Hunk, expected: int, earliest: int) -> str:
-    """Which line spoils the hunk where most of it, from its beginning on, is found."""
+    """Name the first line that differs where the longest beginning of the hunk is found."""
 
     def common(at: int) -> int:
         same = 0
@@ -189,8 +185,7 @@ def _first_difference(lines: list[bytes], hunk: Hunk, expected: int, earliest: i
     best = min(places, key=lambda at: (-common(at), abs(at - expected)))
     number = best + common(best)
     if common(best) == len(hunk.before):
-        edge = "beginning" if hunk.start <= 1 else "end"
-        return f"its lines are found, but not at the {edge} of the file"
+        return "its lines are found, but not at the beginning or the end of the file"
     wanted = hunk.before[common(best)].decode("utf-8", "replace").rstrip("\n")
     if number == len(lines):
         return f"line {number + 1}: expected {wanted!r}, found the end of the file"

@@ -1,4 +1,4 @@
-"""The pass that lets gradients be reduced by all-to-alls, see :mod:`.bucketing.all_to_all`."""
+"""The pass that reduces gradients in rank order, by all-to-alls."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from .facts import Fact, Order, RankOrder, Tags
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ReduceByAllToAll(GraphPass):
-    """Let gradients be reduced by all-to-alls and local sums in the order of the ranks; see
-    :mod:`.bucketing.all_to_all` for the graphs.
+    """Replace reductions of gradients by an all-to-all and a local sum in rank order.
 
-    The bits of a gradient are then a function of the ranks' values alone: byte caps, units, the
-    payload's and the graph's order may change between two steps. The number of ranks may not. Eager
-    FSDP2 has the same bits with :class:`.AllToAllReduceScatter`. The bytes sent are those of the
-    reduction that is replaced (of a ring's), in its dtype. A rank also holds what it receives, as
-    large as the packed gradients, until it has been added.
+    The bits of a gradient then depend on the ranks' values and the number of ranks only, and not on
+    byte caps, units, or the order of payload and graph. Eager FSDP2 has the same bits with
+    :class:`.AllToAllReduceScatter`. Ranks send the bytes of a ring reduction, in the same dtype,
+    and hold what they receive, as large as the packed gradients, until it is added.
 
-    Comes after the passes that bucket and before :class:`.Schedule`; ``BucketAndSchedule`` takes it
-    as ``reduce=``. Sums and averages of parameters' gradients in floating point are replaced,
-    bucketed or not; other reductions and those on a group of one rank stay.
+    Runs after the passes that bucket and before :class:`.Schedule`; ``BucketAndSchedule`` takes it
+    as ``reduce=``. Only sums and averages of floating-point gradients of parameters are replaced,
+    on groups of more than one rank. :mod:`.bucketing.all_to_all` shows the graphs.
 
     Args:
-        accumulate: the dtype of the sums, ``torch.float32`` or ``torch.float64`` (another is a
-            ``ValueError``); that of the gradients where this is wider.
+        accumulate: dtype of the sums, or of the gradients if that is wider.
+
+    Raises:
+        ValueError: ``accumulate`` is neither ``torch.float32`` nor ``torch.float64``.
     """
 
     stage: ClassVar[Stage] = "forward_backward"

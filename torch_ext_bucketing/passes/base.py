@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch.fx as fx
 
-from .._source import note_sources, package_digest
-from .._torch.inductor import CustomGraphPass
-from .._torch.process_groups import group_places
+from .._source import note_sources
+from .._torch.graph_pass import CustomGraphPass
+from ..errors import NoUuidError
 from ..graph.unwrap import GraphLike, graph_of
-from ..reports.compile import CompileReport
-from .cache_key import NoUuidError, describe, digest, log_no_uuid, sources_of
-from .code import code_of_fields
-from .compilation import Compilation
-from .diagnostics import warn_of_silence
 from .facts import Baseline, Fact
+
+if TYPE_CHECKING:
+    from ..reports.compile import CompileReport
+    from .compilation import Compilation
 
 Stage = Literal["joint", "forward_backward"]
 
@@ -26,36 +26,38 @@ Stage = Literal["joint", "forward_backward"]
 class GraphPass(CustomGraphPass):
     """A pass over one graph.
 
-    ``stage`` says on which graph it runs: ``"joint"``, forward and backward in one, before the
-    partitioner; or ``"forward_backward"``, each of the two after it. An inference graph gets the
-    passes of both stages. A pass changes nothing before it knows that it can do all of it.
+    Subclasses are frozen dataclasses. Their fields are the settings of the pass: its ``repr`` and
+    its cache key are made from them. A pass must leave the graph unchanged if it raises.
 
-    A subclass is a frozen dataclass, whose fields are its settings: its ``repr`` is the code that
-    makes it, and its part of cache keys is made of them. What is no field changes no result.
+    ``stage`` is ``"joint"`` (forward and backward in one graph, before the partitioner) or
+    ``"forward_backward"`` (each graph after the partitioner). Passes of both stages run on an
+    inference graph.
 
-    Called with a graph alone, as Inductor calls a pass that is set in its config, it is a pipeline
-    of its own: see :meth:`__call__`.
+    Inductor's config takes a pass, too: without a backend it is called with a graph alone.
     """
 
     stage: ClassVar[Stage]
     requires: ClassVar[tuple[type[Fact], ...]] = ()
-    """Facts that must hold before it runs."""
+    """Facts that must hold before the pass runs."""
     conflicts_with: ClassVar[tuple[type[Fact], ...]] = ()
-    """Facts that must not hold yet when it runs, as they may not hold after it any more: passes
-    that provide them come later in a list."""
+    """Facts that the pass may invalidate: passes that provide them come later in a list."""
 
     @property
     def provides(self) -> tuple[Fact, ...]:
-        """Facts that hold after it."""
+        """Facts that hold after the pass."""
         return ()
 
     @property
     def parts(self) -> tuple[GraphPass, ...]:
-        """Passes that it runs itself. Where one is switched off, its facts are not provided."""
+        """Passes that this pass runs itself. A part that is switched off provides no facts."""
         return ()
 
+    def expanded(self) -> tuple[GraphPass, ...]:
+        """Return the passes that a pipeline runs in this one's place."""
+        return (self,)
+
     def _set(self, **values: Any) -> None:
-        """Set fields, or what is made of them, in ``__post_init__``."""
+        """Set fields from ``__post_init__``."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -64,21 +66,38 @@ class GraphPass(CustomGraphPass):
         """The name of the class, in reports and in ``TORCH_EXT_BUCKETING_DISABLE``."""
         return type(self).__name__
 
+    def with_part(self, other: GraphPass) -> GraphPass | None:
+        """Return this pass with ``other`` among its :attr:`parts`; None where it can't be one.
+
+        For two passes that conflict in either order.
+        """
+        return None
+
     def install(self) -> None:
-        """Prepare what is to be traced. A backend does so as it is made."""
+        """Prepare the model before it is traced. Called when a backend is made."""
 
     @abstractmethod
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        """Run on a graph of the pass's stage."""
+        """Run on a graph of the pass's stage, in place."""
 
     def finish(self, graph: GraphLike, compilation: Compilation) -> None:
-        """Finish on each graph after the partitioner what the pass began on the joint graph, before
-        the passes of that stage run."""
+        """Complete the work of a joint pass on each graph after the partitioner.
+
+        Called before the passes of that stage run.
+        """
+
+    def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+        """Wrap the compiled function, to observe its calls."""
+        return compiled
 
     def __call__(self, graph: GraphLike, compilation: Compilation | None = None) -> CompileReport:
-        """Run on one graph of the pass's stage without any other pass, in place; a ``GraphModule``
-        is recompiled. Without a ``compilation`` to go on with it begins one, which warns where
-        nothing was bucketed, as :func:`.backend` does."""
+        """Run this pass alone on one graph, in place, and recompile a ``GraphModule``.
+
+        Without ``compilation``, start one, and warn as :func:`.backend` does.
+        """
+        from .compilation import Compilation
+        from .diagnostics import warn_of_silence
+
         alone = compilation is None
         compilation = compilation or Compilation()
         if Baseline in self.requires:
@@ -96,41 +115,34 @@ class GraphPass(CustomGraphPass):
         note_sources(cls)
 
     def uuid(self) -> str | None:
-        """Equal for equal settings and equal source code, in any process: a cache key.
+        """Return the pass's cache key, the same in every process for equal settings and code.
 
-        None, which keeps Inductor's caches away, where a setting is a plain function: neither its
-        name nor its address says what it does. Give it a ``uuid()`` to be cached. The reason is
-        logged as a warning. The code is this package and the modules of the pass's own classes;
-        what those import from elsewhere is not looked at.
+        The code is this package and the modules that define the pass's classes, without what they
+        import from elsewhere. None bypasses Inductor's caches. That happens where a setting is a
+        plain function, whose name does not identify its code; give it a ``uuid()`` of its own. The
+        reason is logged as a warning.
         """
-        name = f"{type(self).__module__}.{type(self).__qualname__}"
-        try:
-            settings = repr(describe(self.settings()))
-            sources = sources_of(type(self))
-        except NoUuidError as error:
-            log_no_uuid(name, error)
-            return None
-        # Byte caps and costs depend on sizes of groups, and an all-reduce's is not in the graph.
-        # A merged gather writes this rank's shards to its own place in the buffer, a constant.
-        # A place known at run time would take as long in a step (benchmarks/README.md), but where
-        # a mesh is an input torch's own keys have the rank, too, and no entry would be shared.
-        # What one rank compiles for all has none.
-        groups = repr(group_places())
-        return digest(name, package_digest(), *sources, settings, groups)
+        from .cache_key import key_of
+
+        return key_of(type(self), self.settings)
 
     def settings(self) -> tuple[Any, ...]:
-        """The settings that decide the pass's result: plain values, containers and dataclasses of
-        them, and objects with a ``uuid()``. These are the fields; a subclass that decides by more
-        adds it, and one that has an ``__init__`` of its own and is no dataclass says all of it:
-        without, its graphs are not cached."""
+        """Return what decides the pass's result: by default its fields.
+
+        Allowed are plain values, containers and dataclasses of them, and objects with ``uuid()``.
+        """
+        # A hand-written __init__ may store settings in no field. Two such passes must not share a
+        # key, so none is made unless the class overrides this method.
         made_by = next(c for c in type(self).__mro__ if "__init__" in vars(c))
         if "__dataclass_fields__" not in vars(made_by):
             raise NoUuidError(
-                f"{made_by.__qualname__} keeps what its __init__ is given in no field: make it a "
-                "frozen dataclass, or define settings()"
+                f"{made_by.__qualname__} has an __init__ of its own: make it a frozen dataclass, "
+                "or define settings()"
             )
         return tuple(getattr(self, f.name) for f in fields(self) if f.init)
 
     def __repr__(self) -> str:
-        """The code that makes one, with the fields that differ from their defaults."""
+        """Return the code that makes the pass, without fields that have their defaults."""
+        from .code import code_of_fields
+
         return code_of_fields(self)

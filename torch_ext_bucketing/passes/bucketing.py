@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ..bucketing.caps import CapMb, Eligible, check_options, plan_by_cap
 from ..bucketing.groups import GroupFilter
 from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ..bucketing.units import plan_units
 from ..fsdp.units import Units
-from ..graph.collectives import KINDS, Kind, check_kinds
+from ..graph.collectives import FSDP_KINDS, Kind, check_kinds
 from ..graph.unwrap import GraphLike
 from .base import GraphPass, Stage
 from .compilation import Compilation
-from .diagnostics import DividedUnits
+from .diagnostics import DividedUnits, RunWatch
 from .facts import Buckets, Fact, Order, RankOrder, Tags
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BucketUnits(GraphPass):
-    """Merge into one collective per unit, kind, group and dtype.
+    """Merge collectives by unit, kind, process group and dtype.
 
     Args:
         units: an ``FSDPParamOrder``, a ``UnitSpec``, or a sequence of units, each a sequence of
             FQNs of parameters or modules.
-        kinds: the kinds to bucket. All-reduces (HSDP, DDP) only when asked for.
-        payload_order: the order of a bucket's members in its payload: ascending by the key that
-            this gives for a start node; None: graph order. ``"units"``: the order that was given as
-            ``units``, and graph order for units that are no order.
+        kinds: the kinds to bucket; all-reduces (HSDP, DDP) only if named.
+        payload_order: a key of start nodes, ascending in the payload; None: graph order.
+            ``"units"``: the order given as ``units``, else graph order.
 
     Raises:
-        TypeError: ``payload_order`` is something else; or a unit's name is no string.
+        TypeError: ``payload_order`` is something else, or the name of a unit is not a string.
         ValueError: an unknown kind, or one name in two units.
     """
 
@@ -40,7 +39,7 @@ class BucketUnits(GraphPass):
     requires = (Tags,)
     conflicts_with = (RankOrder, Order)
     units: Units | Iterable[Sequence[str]]
-    kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+    kinds: Collection[Kind] = FSDP_KINDS
     payload_order: PayloadKey | Literal["units"] | None = "units"
     _units: Units = field(init=False)
     _divided: DividedUnits = field(init=False)
@@ -70,17 +69,21 @@ class BucketUnits(GraphPass):
             compilation.warn_uncovered(plan.uncovered, self._units)
         self._divided.look(analysis.graph, compilation)
 
+    def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+        """Watch the first runs for gradients that are not reduced as planned."""
+        return RunWatch(self._units, compilation).watch(compiled)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BucketByCap(GraphPass):
-    """Merge into as few collectives as a byte cap allows; see :func:`.plan_by_cap` for the rules,
-    the arguments and what they may not be.
+    """Merge into as few collectives as a byte cap allows.
+
+    :func:`.plan_by_cap` has the rules, the arguments and their errors.
 
     Args:
         cap_mb: in MiB; None takes torch's estimate for each group.
-        group_filter: :data:`.primary_group` is one.
-        payload_order: the order of a bucket's members in its payload: ascending by the key that
-            this gives for a start node, such as an ``FSDPParamOrder``; None: graph order.
+        payload_order: a key of start nodes, such as an ``FSDPParamOrder``, ascending in the
+            payload; None: graph order.
     """
 
     stage: ClassVar[Stage] = "forward_backward"
@@ -88,7 +91,7 @@ class BucketByCap(GraphPass):
     conflicts_with = (RankOrder, Order)
     cap_mb: CapMb = None
     _: KW_ONLY
-    kinds: Collection[Kind] = KINDS
+    kinds: Collection[Kind] = FSDP_KINDS
     eligible: Eligible = "tag"
     group_filter: GroupFilter | None = None
     non_adjacent: bool = True

@@ -1,8 +1,7 @@
-"""The part of a pass in the keys of Inductor's caches: its code, its settings, its process.
+"""Cache keys of passes, for Inductor's caches.
 
-Two passes with one key must do the same to a graph, in any process. Where that can't be promised
-there is no key, and the caches are bypassed: a plain function's name says nothing of what it does,
-nor does the ``repr`` of an object of unknown make.
+Two passes with equal keys must do the same to a graph, in any process. Without that guarantee there
+is not a key, and the caches are bypassed.
 """
 
 from __future__ import annotations
@@ -11,34 +10,35 @@ import dataclasses
 import enum
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 
-from .._source import note_sources
+from .._source import note_sources, package_digest
+from .._torch.process_groups import group_places
+from ..errors import NoUuidError
 
 log = logging.getLogger(__name__)
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
-class NoUuidError(Exception):
-    """No text can stand for an object; the message says which and why."""
-
-
 def digest(*parts: str) -> str:
-    """SHA-256 (hex) of some strings."""
+    """Hash some strings with SHA-256, in hex."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def describe(value: Any) -> Any:
-    """Something with a ``repr`` that is equal in every process for equal behaviour. Takes plain
-    values, containers and dataclasses of them, and objects with a ``uuid()``, and raises for
-    anything else."""
+    """Describe ``value`` by an object whose ``repr`` is equal in every process.
+
+    Raises:
+        NoUuidError: ``value`` has something else than plain values, containers and dataclasses of
+            them, and objects with a ``uuid()``.
+    """
     if isinstance(value, type):
-        raise NoUuidError(f"{value!r} is a class, whose name says nothing of what it does")
+        raise NoUuidError(f"{value!r} is a class, whose name does not identify its code")
     if callable(getattr(value, "uuid", None)):
         uuid = value.uuid()
         if not uuid:
@@ -54,19 +54,19 @@ def describe(value: Any) -> Any:
         return ("mapping", *sorted(repr((describe(k), describe(v))) for k, v in value.items()))
     if callable(value):
         raise NoUuidError(
-            f"{_name(value)} is a plain callable, whose name says nothing of what it does; "
+            f"{_name(value)} is a plain callable, whose name does not identify its code; "
             "give it a uuid() to be cached"
         )
     if dataclasses.is_dataclass(value):
         fields = ((f.name, describe(getattr(value, f.name))) for f in dataclasses.fields(value))
         return (_name(value), *sources_of(type(value)), *fields)
     raise NoUuidError(
-        f"the {_name(value)} {value!r} is no plain value; give it a uuid() to be cached"
+        f"the {_name(value)} {value!r} is not a plain value; give it a uuid() to be cached"
     )
 
 
 def brief(value: Any) -> str:
-    """A few letters that differ between values, in any process; of a plain callable its name."""
+    """Hash ``value`` to 12 letters; name a plain callable."""
     try:
         return digest(repr(describe(value)))[:12]
     except NoUuidError:
@@ -77,8 +77,11 @@ def brief(value: Any) -> str:
 
 
 def sources_of(cls: type) -> tuple[str, ...]:
-    """Names and digests of the modules of a class and its bases, as :func:`.note_sources` found
-    them; raises where the source of one can't be read, as of a notebook's."""
+    """List the modules of a class and its bases with their digests, see :func:`.note_sources`.
+
+    Raises:
+        NoUuidError: a source can't be read, for example in a notebook.
+    """
     sources = note_sources(cls)
     unknown = [name for name, digest in sources.items() if not digest]
     if unknown:
@@ -93,13 +96,30 @@ def _name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-_said: dict[str, None] = {}
+def key_of(cls: type, settings: Callable[[], tuple[Any, ...]]) -> str | None:
+    """Make the key of a pass; log why if there is none, and return None."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    try:
+        described = repr(describe(settings()))
+        sources = sources_of(cls)
+    except NoUuidError as error:
+        log_no_uuid(name, error)
+        return None
+    # Byte caps and costs depend on the sizes of groups, and the graph lacks that of an all-reduce.
+    # A merged gather copies this rank's shards to an offset that is a constant of the graph. An
+    # offset from run time would cost nothing (benchmarks/README.md), but if a mesh is an input,
+    # torch's own keys have the rank, so no entry would be shared. Graphs that one rank compiles for
+    # all have no such constant.
+    return digest(name, package_digest(), *sources, described, repr(group_places()))
+
+
+_logged: dict[str, None] = {}
 
 
 def log_no_uuid(what: str, error: NoUuidError) -> None:
-    """Say, once for each reason, why graphs are not cached. Inductor's own log says only that a
-    pass is unsupported."""
+    """Log once per reason why graphs are not cached."""
+    # Inductor's own log has only that a pass is unsupported.
     text = f"Inductor's graph caches are bypassed for {what}: {error}"
-    if text not in _said:
-        _said[text] = None
+    if text not in _logged:
+        _logged[text] = None
         log.warning(text)

@@ -1,4 +1,4 @@
-"""Passes as the code that makes them, for their ``repr``."""
+"""Dataclasses as the code that makes them, for their ``repr``."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 import torch.nn as nn
 
 
-def code_of_fields(value: Any) -> str:
-    """A dataclass as the call that makes it: fields without a default by position, and of the
-    others those that differ from it, by name."""
+def code_of_fields(value: Any, name: str = "") -> str:
+    """Write a dataclass as a call of ``name``, or of its class.
+
+    Fields without a default come by position. Others come by name if they differ from it.
+    """
     parts = []
     for f in dataclasses.fields(value):
-        is_set = f.default is not dataclasses.MISSING
-        default = f.default if is_set else dataclasses.MISSING
+        default = f.default
         if f.default_factory is not dataclasses.MISSING:
-            is_set, default = True, f.default_factory()
+            default = f.default_factory()
         given = getattr(value, f.name)
-        if f.init and f.repr and not (is_set and given == default):
-            name = f"{f.name}=" if is_set or f.kw_only else ""
-            parts.append(name + code_of(given))
-    return f"{type(value).__name__}({', '.join(parts)})"
+        if f.init and f.repr and (default is dataclasses.MISSING or given != default):
+            by_name = f.kw_only or default is not dataclasses.MISSING
+            parts.append((f"{f.name}=" if by_name else "") + code_of(given))
+    return f"{name or type(value).__name__}({', '.join(parts)})"
 
 
 def code_of(value: Any) -> str:
-    """A value as code: sequences as lists, dataclasses with what differs from their defaults,
-    modules by the names of their classes."""
+    """Write a value as code: sequences as lists, modules by the names of their classes."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(code_of, value))}]"
     if isinstance(value, Mapping):

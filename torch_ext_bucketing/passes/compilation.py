@@ -1,4 +1,4 @@
-"""What the passes of one compile share."""
+"""The state of one compile, which its passes share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.fx as fx
+import torch.nn as nn
 
 from .._torch.aot import stage_of
 from ..errors import UncoveredParametersWarning
@@ -25,9 +26,13 @@ from .facts import Baseline, Fact
 
 @dataclass(frozen=True)
 class Choice:
-    """A pass's choice on the joint graph for the graphs after the partitioner: in short, for ranks
-    to compare, and with the bound on the peak of live bytes that it was made under, which schedules
-    keep, too (None: there is none)."""
+    """What a pass on the joint graph chose for the graphs after the partitioner.
+
+    Args:
+        text: the choice in short. Ranks compare it.
+        limit_bytes: the bound on the peak of live bytes that it was made under, which schedules
+            keep, too; None: no bound.
+    """
 
     text: str
     limit_bytes: int | None = None
@@ -38,22 +43,22 @@ class Compilation:
     """One compile.
 
     Args:
-        input_fqns: FQN of each graph input that is a parameter, by position. Like the next four it
-            is known before the first pass runs.
-        activations: of the inputs that code before this one computed, by position: the name in the
-            code that is compiled, and the tensor.
-        frame: number of the code that is compiled, the same when it is compiled again.
-        size_hints: as given to :func:`.backend`.
-        ahead: what the passes after the partitioner will give, in the order in which they run.
-        tagged: number of collectives of the joint graph that carry a tag, by ``TagParameters``.
-        choice: by ``ReshardAfterForward(keep="auto")``; None where nothing was chosen.
-        baseline: of the graph at hand, by the pipeline.
+        input_fqns: FQN of each graph input that is a parameter, by position.
+        activations: graph inputs that earlier code computed, by position: the name in the compiled
+            code, and the tensor.
+        frame: number of the compiled code object; a recompile has the same.
+        size_hints: see :func:`.backend`; so is ``model``.
+        ahead: facts that the passes after the partitioner provide, in the order of the passes.
+        tagged: number of collectives of the joint graph with a tag.
+        choice: set by ``ReshardAfterForward(keep="auto")``.
+        baseline: memory of the current graph, set by the pipeline.
     """
 
     input_fqns: FqnOf | None = None
     activations: Mapping[int, tuple[str, weakref.ref[torch.Tensor]]] = field(default_factory=dict)
     frame: int | None = None
     size_hints: GivenHints = None
+    model: nn.Module | None = None
     ahead: tuple[Fact, ...] = ()
     report: CompileReport = field(default_factory=CompileReport)
     tagged: int = 0
@@ -65,8 +70,7 @@ class Compilation:
     _analysis: GraphAnalysis | None = None
 
     def analysis(self, graph: GraphLike) -> GraphAnalysis:
-        """The analysis of the graph at hand as it is: one object for all who ask before the next
-        pass has run."""
+        """Analyse ``graph``, once until the next pass has run."""
         g = graph_of(graph)
         if self._analysis is None or self._analysis.graph is not g:
             self._analysis = GraphAnalysis(
@@ -75,14 +79,15 @@ class Compilation:
         return self._analysis
 
     def changed(self) -> None:
-        """Forget the analysis: a pass has run, and it may not hold any more."""
+        """Drop the analysis, because a pass may have changed the graph."""
         self._analysis = None
 
     def measure(self, graph: fx.Graph) -> None:
-        """Set :attr:`baseline` for a graph."""
+        """Set :attr:`baseline` for ``graph``."""
         self.changed()
         self.baseline = Baseline(None, self._external_live_bytes(graph))
-        with contextlib.suppress(Exception):  # ``schedule`` will meet the same and say so
+        # Scheduling meets the same error again, and reports it.
+        with contextlib.suppress(Exception):
             self.baseline = replace(self.baseline, peak_bytes=self.analysis(graph).peak_bytes)
 
     def _external_live_bytes(self, graph: fx.Graph) -> int:
@@ -90,28 +95,28 @@ class Compilation:
         if stage_of(graph) != "backward":
             self._forward_inputs = mine
             return 0
-        # Of a shard that is uneven elsewhere, backward may show the shape alone: 0 bytes.
+        # Backward may read only the shape of a shard that is uneven on other ranks: 0 bytes.
         unseen = (n - mine.get(name, 0) for name, n in self._forward_inputs.items())
         return sum(n for n in unseen if n > 0)
 
     def warn(self, text: str, category: type[Warning]) -> None:
-        """Warn and put it into the report, unless this compile had a warning of that class."""
+        """Warn, and add the text to the report; once per category and compile."""
         if category not in self._warned:
             self._warned.add(category)
             self.report.warnings.append(text)
             warnings.warn(text, category, stacklevel=3)
 
     def warn_uncovered(self, fqns: Sequence[str], units: Iterable[Sequence[str]]) -> None:
-        """Warn about parameters that none of ``units`` covers, about each once per compile."""
+        """Warn about parameters that are in none of ``units``, once per parameter and compile."""
         new = [fqn for fqn in fqns if fqn not in self._uncovered]
         self._uncovered.update(new)
         if new:
             names = itertools.islice((repr(name) for unit in units for name in unit), 3)
             text = (
                 f"{len(new)} parameter(s) are in no unit; their collectives are not bucketed: "
-                f"{', '.join(new)}. The units name {', '.join(names)}, ...: name these parameters' "
-                "modules, too, and where the units belong to another model than the compiled "
-                "module, give that to the backend: backend(..., model=model)"
+                f"{', '.join(new)}. The units name {', '.join(names)}, ...: add these parameters' "
+                "modules. If the units belong to another module than the compiled one, give that "
+                "to the backend: backend(..., model=model)"
             )
             self.report.warnings.append(text)
             warnings.warn(text, UncoveredParametersWarning, stacklevel=2)

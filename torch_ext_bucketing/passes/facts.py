@@ -1,51 +1,54 @@
-"""Facts about a graph, by which passes say where in a list they may stand.
+"""Facts about a graph.
 
-A pass names the facts that it requires, provides and conflicts with; :class:`.Pipeline` checks a
-list of passes by these before anything is compiled.
+A pass names the facts that it requires, provides and conflicts with. :class:`.Pipeline` checks a
+list of passes by them before anything is compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 
-from ..fsdp.units import Units
-from ..graph.collectives import Kind
-from ..planner.cost.machine import Machine
-from ..planner.schedule.policy import Policy
+if TYPE_CHECKING:
+    from ..fsdp.units import Units
+    from ..graph.collectives import Kind
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that holds of a graph once a pass has run."""
+    """A property of a graph that holds once a pass has run."""
 
     text: ClassVar[str] = ""
     """The fact in messages, such as "the order of the nodes"."""
     once: ClassVar[bool] = True
-    """Whether one pass alone may give it."""
+    """Whether only one pass may provide it."""
+
+    @property
+    def planned_with(self) -> str:
+        """What the graph was planned with, in short. Ranks compare it."""
+        return ""
 
 
 @dataclass(frozen=True)
 class Tags(Fact):
-    """Collectives carry a tag: the parameters that they serve."""
+    """Collectives carry a tag with the parameters that they serve."""
 
     text = "the tags of collectives"
 
 
 @dataclass(frozen=True)
 class Regathers(Fact):
-    """It is decided which parameters backward gathers again."""
+    """The parameters that backward gathers again are chosen."""
 
     text = "which parameters backward gathers again"
 
 
 @dataclass(frozen=True)
 class Buckets(Fact):
-    """Collectives of ``kinds`` are merged: one bucket per unit; or, where ``units`` is None, by
-    size."""
+    """Collectives of ``kinds`` are merged: by unit, or by size where ``units`` is None."""
 
     text = "which collectives are merged"
     once = False
@@ -55,34 +58,35 @@ class Buckets(Fact):
 
 @dataclass(frozen=True)
 class RankOrder(Fact):
-    """Gradients are added in the order of the ranks, in the dtype ``accumulate``; no reduction is
-    left to be merged."""
+    """Gradients are added in rank order, in dtype ``accumulate``; no reduction is left to merge."""
 
     text = "how gradients are added up"
     accumulate: torch.dtype = torch.float32
 
+    @property
+    def planned_with(self) -> str:
+        """The dtype of the sums."""
+        return f"sums in rank order in {self.accumulate}"
+
 
 @dataclass(frozen=True)
 class Order(Fact):
-    """The nodes stand in the order in which they are to run, judged by ``policies`` and timed for
-    ``machine``, and the compiler has to keep it."""
+    """The nodes are in execution order, which the compiler must keep."""
 
     text = "the order of the nodes"
-    policies: tuple[Policy, ...] = ()
-    machine: Machine | None = None
 
 
 @dataclass(frozen=True)
 class Baseline(Fact):
-    """The memory of a graph before the first pass of its stage changed it. No pass gives it: the
-    pipeline measures it where a pass needs it.
+    """The memory of a graph before the first pass of its stage.
+
+    The pipeline measures it if a pass requires it; no pass provides it.
 
     Args:
-        peak_bytes: estimated peak of live bytes; None where no estimate can be made.
-        external_live_bytes: bytes in memory while the graph runs that are none of its inputs: the
-            forward graph's inputs that its backward graph does not read, such as the shards of
-            parameters that were saved gathered. 0 for other graphs than backward ones, and where
-            the forward graph came from a cache.
+        peak_bytes: estimated peak of live bytes; None if the estimate failed.
+        external_live_bytes: bytes that are live while the graph runs and are not its inputs. For a
+            backward graph: the forward inputs that it does not read, such as shards of parameters
+            that were saved gathered. 0 for other graphs, and if the forward graph was cached.
     """
 
     text = "what the graph took as it was"
@@ -94,5 +98,5 @@ F = TypeVar("F", bound=Fact)
 
 
 def last_fact(facts: Iterable[Fact], kind: type[F]) -> F | None:
-    """The last fact of a class; None where there is none."""
+    """Return the last fact of class ``kind``, or None."""
     return next((fact for fact in reversed(list(facts)) if isinstance(fact, kind)), None)

@@ -1,13 +1,13 @@
 """Make Inductor keep an order.
 
-Inductor's scheduler is free to move a node to anywhere behind its inputs. What is pinned is how
-collectives, waits and compute nodes interleave; the kernels between them stay free to fuse::
+Inductor's scheduler may move a node to anywhere after its inputs. This pins how collectives, waits
+and compute nodes interleave; the kernels between them may still fuse::
 
     mm1  rs  mm2  wait  mm3         rs after mm1, mm2 after rs, wait after mm2, mm3 after wait
 
-And where a bucket of reductions is packed. Inductor allocates the whole buffer for the first kernel
-that writes to a part of it, and such a kernel may be fused with the one that computes that part,
-long before the rest is there::
+It also pins where a bucket of reductions is packed. Inductor allocates the whole buffer for the
+first kernel that writes a part of it. That kernel may fuse with the one that computes the part,
+long before the other parts exist::
 
     sum  ...  mm1  cat(sum, mm1)  rs         cat after mm1, with all kernels that copy into it
 """
@@ -22,13 +22,13 @@ from ..graph.collectives import is_collective, is_compute, is_view, started_by
 
 
 def pin_order(graph: fx.Graph) -> int:
-    """Let Inductor keep the graph's order of collectives, waits and compute nodes.
+    """Make Inductor keep the graph's order of collectives, waits and compute nodes.
 
     Args:
-        graph: of a ``GraphModule`` (wrapped nodes become submodules of it), in the order to keep.
+        graph: graph of a ``GraphModule``; wrapped nodes become its submodules.
 
     Returns:
-        The number of nodes that were wrapped.
+        Number of wrapped nodes.
     """
     packs = {_pack(node) for node in graph.nodes if is_collective(node)} - {None}
     wanted: dict[fx.Node, list[fx.Node]] = {}
@@ -52,7 +52,7 @@ def pin_order(graph: fx.Graph) -> int:
 
 
 def _pack(start: fx.Node) -> fx.Node | None:
-    """The ``cat`` that makes one buffer of several tensors for a collective alone, or None."""
+    """Find the ``cat`` that packs the buffer of a collective and of nothing else."""
     node = start
     while node is start or is_view(node):
         if not node.all_input_nodes:

@@ -1,12 +1,14 @@
-"""A checked list of passes, in the order in which they run."""
+"""Check a list of passes and run it."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch.fx as fx
@@ -14,7 +16,7 @@ import torch.nn as nn
 
 from .._torch import aot as _aot
 from .._torch.trace import readable, trace_artifact
-from ..graph.size_hints import GivenHints
+from ..errors import PassOrderError
 from ..graph.unwrap import GraphLike, graph_of
 from ..reports.compile import PassTime
 from .base import GraphPass, Stage
@@ -25,48 +27,46 @@ from .facts import Baseline, Fact, Order, Tags
 from .tagging import TagParameters
 
 DISABLE = "TORCH_EXT_BUCKETING_DISABLE"
-"""Environment variable: names of classes of passes that are switched off, separated by commas, to
-find which is to blame."""
+"""Environment variable: class names of passes to switch off, separated by commas."""
 
 log = logging.getLogger("torch_ext_bucketing")
 
 
 class Pipeline:
-    """The passes of a backend, in the order in which they run:
+    """The passes of a backend, in the order they run.
 
-    1. ``TagParameters``, first: everything else reads tags, and only the joint graph has the
-       descriptors that they are made from. Added when missing.
-    2. the other joint passes, in the order given: what they decide (recomputation) is carried out
-       by the partitioner that follows.
-    3. the forward/backward passes, in the order given, on each graph after the partitioner: what a
-       bucket may hold is known only once it is known which graph a collective is in, and a bucket
-       made earlier could not be split between forward and backward again.
-
-    ``TORCH_EXT_BUCKETING_DISABLE``, as it is when this is made, switches passes off by the names of
-    their classes.
+    1. ``TagParameters``, added if missing. Other passes read tags, and only the joint graph has the
+       descriptors that they are made from.
+    2. The other joint passes, in the given order. The partitioner carries out what they mark for
+       recomputation.
+    3. The forward/backward passes, in the given order, on each graph after the partitioner. A
+       bucket made earlier could not be split between forward and backward again.
 
     Args:
-        passes: in any order of stages, and within a stage in the order in which they run.
-        model: as of :func:`.backend`.
+        passes: passes of one stage in the order they run; the stages may be mixed.
+        model: see :func:`.backend`.
 
     Raises:
-        TypeError: something is no pass.
-        ValueError: a pass with an unknown stage, one that comes after a pass whose work it undoes,
-            two passes that decide the same; ``TORCH_EXT_BUCKETING_DISABLE`` has an unknown name.
+        TypeError: something in ``passes`` is not a pass.
+        PassOrderError: a pass undoes the work of one before it, two passes decide the same, or a
+            pass requires a fact that none before it provides.
+        ValueError: a pass has an unknown stage, or ``TORCH_EXT_BUCKETING_DISABLE``, read here, has
+            an unknown name.
     """
 
     def __init__(self, passes: Iterable[GraphPass] = (), model: nn.Module | None = None) -> None:
         self.given = tuple(passes)
         for p in self.given:
             if not isinstance(p, GraphPass):
-                raise TypeError(f"{p!r} is no pass: it must be a GraphPass")
-        ours = list(self.given)
+                raise TypeError(f"{p!r} is not a pass: it must be a GraphPass")
+        ours = [q for p in self.given for q in p.expanded()]
         if not any(Tags() in p.provides for p in ours):
             ours.insert(0, TagParameters(model))
         ours.sort(key=lambda p: Tags() not in p.provides)
         _check(ours)
-        self.disabled = _switched_off([q for p in ours for q in (p, *p.parts)])
-        running = [p for p in ours if p.name not in self.disabled]
+        self.disabled = _switched_off([*self.given, *(q for p in ours for q in (p, *p.parts))])
+        off = {q for p in self.given if p.name in self.disabled for q in p.expanded()}
+        running = [p for p in ours if p.name not in self.disabled and p not in off]
         self.joint = tuple(p for p in running if p.stage == "joint")
         self.forward_backward = tuple(p for p in running if p.stage == "forward_backward")
         for p in running:
@@ -74,21 +74,23 @@ class Pipeline:
 
     @property
     def ahead(self) -> tuple[Fact, ...]:
-        """The facts that the passes after the partitioner give, in the order in which they run."""
+        """Facts that the passes after the partitioner provide, in the order of the passes."""
         passes = self.forward_backward
         off = [f for p in passes for q in p.parts if q.name in self.disabled for f in q.provides]
         return tuple(fact for p in passes for fact in p.provides if fact not in off)
 
     def compilation(self, **known: Any) -> Compilation:
-        """A compile with these passes; ``known`` are other fields of :class:`.Compilation`."""
+        """Start a compile; ``known`` are other fields of :class:`.Compilation`."""
         compilation = Compilation(ahead=self.ahead, **known)
         compilation.report.disabled = self.disabled
         return compilation
 
     def run(self, stage: Stage, graph: GraphLike, compilation: Compilation) -> None:
-        """Run the passes of one stage, and warn where they did not bucket as was asked for. The
-        report gets each one's time; the graph before and after each goes to ``TORCH_TRACE``, and to
-        the package's logger at DEBUG."""
+        """Run the passes of one stage, and warn about what they did not bucket.
+
+        The report gets the time of each pass. The graph before and after each pass goes to
+        ``TORCH_TRACE``, and to the package's logger at DEBUG.
+        """
         g, done = graph_of(graph), len(compilation.report.graphs)
         passes = self.joint if stage == "joint" else self.forward_backward
         name = stage if stage == "joint" else _aot.stage_of(g)
@@ -111,67 +113,96 @@ class Pipeline:
             compilation.report.passes.append(PassTime(name, p.name, seconds))
         warn_of_silence(g, compilation.report.graphs[done:], compilation)
 
-    def cost_model_fingerprint(self, size_hints: GivenHints) -> str:
-        """The times and size hints that orders are planned with, in short, which ranks compare;
-        empty where no pass plans one."""
-        machines = [fact.machine for fact in self.ahead if isinstance(fact, Order)]
-        if not any(machines):
-            return ""
-        found = [f"machine {m.name} {brief(m)}" for m in machines if m is not None]
-        hints = brief(size_hints) if callable(size_hints) else str(size_hints)
-        return ", ".join([*found, f"size hints {hints}"])
+    def planned_with(self, compilation: Compilation) -> str:
+        """Name what graphs are planned with, for ranks to compare.
+
+        These are machines and size hints of an order, the dtype of sums in rank order, and what a
+        pass chose on the joint graph.
+        """
+        found = [fact.planned_with for fact in self.ahead]
+        if any(isinstance(fact, Order) and fact.planned_with for fact in self.ahead):
+            hints = compilation.size_hints
+            found.append(f"size hints {brief(hints) if callable(hints) else hints}")
+        chosen = "" if compilation.choice is None else compilation.choice.text
+        return ", ".join(filter(None, [*found, chosen]))
 
     def uuid(self) -> str | None:
-        """A cache key of all passes in order, and of what is switched off; None where a pass has
-        none."""
+        """Make a cache key from the keys of all passes; None if a pass has none."""
         uuids = [p.uuid() for p in (*self.joint, *self.forward_backward)]
         return digest(*map(str, uuids), *self.disabled) if all(uuids) else None
 
 
 def _check(passes: Sequence[GraphPass]) -> None:
-    """See that every pass finds what it needs and that none undoes what another has given."""
+    """Check that every pass finds what it requires and undoes nothing.
+
+    Raises:
+        ValueError: a pass has an unknown stage.
+        PassOrderError: the list can't run.
+    """
     for p in passes:
         if p.stage not in ("joint", "forward_backward"):
             raise ValueError(
                 f"{p.name}.stage must be 'joint' or 'forward_backward', got {p.stage!r}"
             )
-    given: dict[type[Fact], GraphPass] = {}
-    for p in sorted(passes, key=lambda p: p.stage != "joint"):
-        for fact in p.requires:
-            if fact is not Baseline and fact not in given:
-                raise ValueError(f"{p.name} needs {fact.text}: no pass before it gives that")
-        decides = {type(fact) for fact in p.provides if fact.once}
-        for fact in given.keys() & decides:
-            raise ValueError(
-                f"{given[fact].name} and {p.name} both decide {fact.text}: give one of them"
-            )
-        for fact in given.keys() & p.conflicts_with:
-            right = ", ".join(_right_order([q for q in passes if q.stage == p.stage]))
-            raise ValueError(
-                f"{p.name} comes after {given[fact].name} and would undo what that decides, "
-                f"{fact.text}. The right order: [{right}]"
-            )
-        given.update((type(fact), p) for fact in p.provides)
+    passes = sorted(passes, key=lambda p: p.stage != "joint")
+    conflict = _first_conflict(passes)
+    if conflict is None:
+        return
+    text, working = conflict
+    for _ in range(len(passes) ** 2):  # resolving one conflict may make another
+        following = _first_conflict(working)
+        if following is None:
+            break
+        working = following[1]
+    if len(working) == len(passes) and all(any(p is q for q in passes) for p in working):
+        text += f". The right order: [{', '.join(p.name for p in working)}]"
+    raise PassOrderError(text, working)
 
 
-def _right_order(passes: list[GraphPass]) -> list[str]:
-    """Names of the passes in an order in which none undoes what another has given."""
+def _first_conflict(passes: list[GraphPass]) -> tuple[str, list[GraphPass]] | None:
+    """Find the first pass that can't run at its place.
 
-    def undoes(p: GraphPass, other: GraphPass) -> bool:
-        return any(isinstance(fact, p.conflicts_with) for fact in other.provides)
+    Returns:
+        Why, and the list without that conflict; empty if no such list is known.
+    """
+    provided: list[tuple[Fact, int]] = []
+    for late, p in enumerate(passes):
+        for wanted in p.requires:
+            if wanted is not Baseline and not any(isinstance(f, wanted) for f, _ in provided):
+                return f"{p.name} requires {wanted.text}, which no pass before it provides", []
+        for fact, early in provided:
+            if fact.once and any(isinstance(mine, type(fact)) for mine in p.provides):
+                text = f"{passes[early].name} and {p.name} both decide {fact.text}: give one"
+                # Keep the pass that decides more.
+                less = late if len(p.provides) <= len(passes[early].provides) else early
+                return f"{text} of them", [*passes[:less], *passes[less + 1 :]]
+        for fact, early in provided:
+            if isinstance(fact, p.conflicts_with):
+                text = f"{p.name} comes after {passes[early].name} and would undo what that decides"
+                return _without_conflict(f"{text}, {fact.text}", passes, early, late)
+        provided += [(fact, late) for fact in p.provides]
+    return None
 
-    names = []
-    while passes:
-        free = (p for p in passes if not any(undoes(q, p) for q in passes if q is not p))
-        first = next(free, passes[0])
-        names.append(first.name)
-        passes = [p for p in passes if p is not first]
-    return names
+
+def _without_conflict(
+    text: str, passes: list[GraphPass], early: int, late: int
+) -> tuple[str, list[GraphPass]]:
+    """Move the late pass before the early one, or make one of them a part of the other."""
+    first, second = passes[early], passes[late]
+    before, rest = passes[:early], [*passes[early + 1 : late], *passes[late + 1 :]]
+    if not any(isinstance(fact, first.conflicts_with) for fact in second.provides):
+        return text, [*before, second, first, *rest]
+    for whole, part in ((first, second), (second, first)):
+        both = whole.with_part(part)
+        if both is not None:
+            option = next(f.name for f in fields(both) if getattr(both, f.name) is part)
+            text = f"{text}. Give {both.name}(..., {option}={part!r})"
+            return text, [*before, both, *rest]
+    return text, []
 
 
 def _switched_off(passes: Iterable[GraphPass]) -> tuple[str, ...]:
-    """Names of the classes among ``passes`` that are switched off, each once. A class's subclasses
-    stay: ``Schedule`` does not stand for ``BucketAndSchedule``."""
+    """List the class names that are switched off; subclasses of these classes stay on."""
     wanted = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
     if not wanted:
         return ()
@@ -184,15 +215,20 @@ def _switched_off(passes: Iterable[GraphPass]) -> tuple[str, ...]:
 
 
 def _names_of_passes() -> list[str]:
-    """The public passes of this package, whether imported yet or not."""
+    """List the passes of the package, imported or not."""
     package = importlib.import_module(__package__.partition(".")[0])
-    public = [getattr(package, name) for name in package.__all__]
-    passes = [p for p in public if isinstance(p, type) and issubclass(p, GraphPass)]
-    return [p.__name__ for p in passes if p is not GraphPass]
+    for name in package.__all__:
+        getattr(package, name)
+    found, names = [GraphPass], []
+    for cls in found:
+        found += cls.__subclasses__()
+        if cls.__module__.startswith(f"{package.__name__}.") and not inspect.isabstract(cls):
+            names.append(cls.__name__)
+    return names
 
 
 def _show(graph: fx.Graph, name: str) -> None:
-    """Log a graph and trace it as an artifact, where somebody looks."""
+    """Trace a graph as an artifact, and log it at DEBUG."""
     trace_artifact(f"torch_ext_bucketing_{name}", lambda: readable(graph))
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s\n%s", name, readable(graph))

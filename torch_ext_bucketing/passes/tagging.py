@@ -1,4 +1,4 @@
-"""The pass that tags every collective of the joint graph with the parameters that it serves."""
+"""The pass that tags collectives with their parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 
 from .._torch import dynamo_inputs as _dynamo_inputs
 from .._torch.inductor import check_passes_run_here
+from ..errors import PayloadOrderWarning
+from ..fqns import format_names, nearest_names
 from ..fsdp.order import FSDPParamOrder
 from ..fsdp.tag_graph import FqnOf, tag_joint_graph
 from ..graph.unwrap import GraphLike, graph_of
@@ -21,15 +23,17 @@ PAYLOAD_FIELD = "fsdp_payload_order"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TagParameters(GraphPass):
-    """Tag every collective with the parameters that it serves (see :func:`.tag_joint_graph`, also
-    for ``model`` and ``fqn_of``). A backend runs it by itself. On its own it is a value for
+    """Tag each collective of the joint graph with the parameters that it serves.
+
+    Every backend runs this pass. Alone it is a value for
     ``torch._inductor.config.joint_custom_post_pass``.
 
     Args:
-        order: write each collective's place in this order into ``node.meta[PAYLOAD_FIELD]``: a pair
-            of ints, payload and position in it. For torch's own bucketing, which packs by it where
-            ``aten_distributed_optimizations.bucket_payload_order_key`` is ``PAYLOAD_FIELD``. What
-            has no tag, or a parameter that the order doesn't know, gets none, with a warning.
+        model: see :func:`.tag_joint_graph`, also for ``fqn_of``.
+        order: write each collective's place in this order, a pair of ints (payload, position), to
+            ``node.meta[PAYLOAD_FIELD]``. torch's own bucketing packs by it if
+            ``aten_distributed_optimizations.bucket_payload_order_key`` is ``PAYLOAD_FIELD``. A
+            collective without a tag, or of an unknown parameter, gets none, with a warning.
     """
 
     stage: ClassVar[Stage] = "joint"
@@ -45,16 +49,25 @@ class TagParameters(GraphPass):
         fqn_of = compilation.input_fqns if self.fqn_of is None else self.fqn_of
         if fqn_of is None:
             fqn_of = _dynamo_inputs.traced_input_fqns(graph_of(graph))
-        tags = tag_joint_graph(graph, fqn_of, model=self.model)
+        tags = tag_joint_graph(graph, fqn_of)
         if self.order is not None:
-            for start in tags:
+            unknown: dict[str, None] = {}
+            for start, tag in tags.items():
                 if (place := self.order(start)) is not None:
                     start.meta[PAYLOAD_FIELD] = place
+                unknown.update(dict.fromkeys(self.order.unknown(tag.fqns)))
+            if unknown:
+                known = (fqn for unit in self.order.units for fqn in unit)
+                compilation.warn(
+                    f"the order holds no {format_names(unknown)}, so buckets with their "
+                    f"collectives keep graph order{nearest_names(next(iter(unknown)), known)}",
+                    PayloadOrderWarning,
+                )
         compilation.tagged = len(tags)
 
     def settings(self) -> tuple[Any, ...]:
-        """The names of the model's parameters, and of the inputs of the graph that is being
-        compiled, which are what a tag can say. Cache keys hold no names themselves: two graphs
-        that differ in nothing else would have one."""
+        """Return the names that a tag can have."""
+        # Cache keys have no names of parameters, so graphs that differ in names only would share
+        # an entry.
         names = [] if self.model is None else [n for n, _ in self.model.named_parameters()]
         return (names, self.fqn_of, self.order, _dynamo_inputs.traced_fqns())

@@ -1,4 +1,4 @@
-"""The passes on a trace of a whole step, for trainers that trace without Dynamo."""
+"""Run the passes on a trace of a whole step, made without Dynamo."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from .pipeline import Pipeline
 def whole_step_pass(
     model: nn.Module, passes: Iterable[GraphPass], compilation: Compilation | None = None
 ) -> Callable[..., fx.GraphModule]:
-    """One pass, ``(graph_module, example_inputs) -> graph_module``, that runs ``passes``;
-    ``compilation`` gets its report.
+    """Combine ``passes`` into one, ``(graph_module, example_inputs) -> graph_module``.
 
-    For torchtitan's graph trainer, in the place of its bucketing pass, whose pipeline is a list:
+    For the list of passes of torchtitan's graph trainer, in place of its bucketing:
     ``passes[i] = whole_step_pass(model, recipe(model, reference=eager_model))``.
 
-    The graph is a function of the parameters and then the buffers of ``model``, the one that was
-    traced, by name and shared ones once per name, and of the step's inputs; it returns the
-    gradients of the parameters that require one, in the same order, behind other values. A
-    ``DTensor`` stands for the plain tensors that it is made of, its shard first. What is gathered
-    again in backward stays so: that is decided by the trainer, and passes that decide it
-    (``ReshardAfterForward``) are left out.
+    The graph's inputs are the parameters and buffers of ``model``, one per name, and then the
+    step's inputs. Its last outputs are the gradients of the trained parameters, in the same order.
+    A ``DTensor`` is its plain tensors, the shard first. The trainer chooses what backward gathers
+    again, so passes that choose it (``ReshardAfterForward``) are left out.
 
-    The pass raises a ``ValueError``, and leaves the graph as it was, where that has fewer inputs
-    than the model has parameters, or fewer results than it has parameters to train.
+    Args:
+        model: the module that was traced.
+        compilation: gets the report.
+
+    Raises:
+        ValueError: from the pass, which leaves the graph unchanged: the graph has fewer inputs than
+            ``model`` has parameters, or fewer outputs than trained parameters.
     """
     pipeline = Pipeline((p for p in passes if last_fact(p.provides, Regathers) is None), model)
     shared = compilation or pipeline.compilation()
@@ -47,19 +49,19 @@ def whole_step_pass(
         others = len(pytree.tree_leaves(output.args[0])) - len(trained)
         if others < 0 or len(inputs) < len(names):
             raise ValueError(
-                f"this is no step of {type(model).__name__}, whose parameters are {len(names)} "
-                f"tensors, {len(trained)} of them to train: the graph has {len(inputs)} inputs "
-                f"and {others + len(trained)} results. Give the model that was traced"
+                f"this is not a step of {type(model).__name__}, whose parameters are {len(names)} "
+                f"tensors, {len(trained)} of them trained: the graph has {len(inputs)} inputs "
+                f"and {others + len(trained)} outputs. Give the model that was traced"
             )
         fqns = {node: name for node, name in zip(inputs, names, strict=False) if name}
-        run_passes(gm, pipeline, shared, fqns, [*(None,) * others, *trained], model)
+        run_passes(gm, pipeline, shared, fqns, [*(None,) * others, *trained])
         return gm
 
     return torch_ext_bucketing_pass
 
 
 def names_per_tensor(model: nn.Module) -> tuple[list[str | None], list[str | None]]:
-    """The parameter's name for each tensor that one is made of; of all, and of those to train."""
+    """List the parameter's name for each of its tensors: for all, and for trained parameters."""
     parameters = list(model.named_parameters(remove_duplicate=False))
     names = [name_per_tensor(*each) for each in parameters]
     trained = [of for of, (_, p) in zip(names, parameters, strict=True) if p.requires_grad]
@@ -72,11 +74,14 @@ def run_passes(
     compilation: Compilation,
     fqns: dict[fx.Node, str],
     grad_fqns: Sequence[str | None],
-    model: nn.Module,
 ) -> None:
-    """Run all passes on one graph of any part of a step, in place. ``fqns`` names the placeholders
-    that are parameters of ``model``, ``grad_fqns`` whose gradient each flattened output is."""
-    tag_joint_graph(gm, fqns.get, grad_fqns=grad_fqns, model=model)
+    """Run all passes on a graph of any part of a step, in place.
+
+    Args:
+        fqns: parameters by placeholder.
+        grad_fqns: for each flattened output, the parameter whose gradient it is.
+    """
+    tag_joint_graph(gm, fqns.get, grad_fqns=grad_fqns)
     for stage in ("joint", "forward_backward"):
         pipeline.run(stage, gm, compilation)  # type: ignore[arg-type]
     gm.graph.lint()

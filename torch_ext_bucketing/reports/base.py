@@ -1,4 +1,4 @@
-"""The base of all reports, and the record of what was left alone."""
+"""The base classes of reports, and the record of what was left alone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Record:
     """A dataclass of plain data."""
 
     derived: ClassVar[tuple[str, ...]] = ()
-    """Attributes beside the fields that the data for JSON has, too."""
+    """Attributes that JSON has besides the fields."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The data, for JSON."""
+        """Return the data for JSON."""
         names = [*self.derived, *(f.name for f in fields(self))]  # type: ignore[arg-type]
         return {name: _plain(getattr(self, name)) for name in names}
 
@@ -26,12 +26,12 @@ class Report(Record):
     """A report of what was done to a graph, as text and as JSON."""
 
     def to_json(self) -> str:
-        """:meth:`as_dict` as JSON."""
+        """Dump :meth:`as_dict` as JSON."""
         return json.dumps(self.as_dict(), indent=2)
 
     @abstractmethod
     def to_text(self) -> str:
-        """The report in words; empty, or lines that end with a newline each."""
+        """Format the report: lines that end with a newline each, or an empty string."""
 
 
 def _plain(value: Any) -> Any:
@@ -47,10 +47,9 @@ def _plain(value: Any) -> Any:
 
 
 class Cause(enum.Enum):
-    """Why something was left alone, as far as a program decides by it."""
+    """Why something was left alone, for code that depends on it."""
 
     UNTAGGED = "untagged"
-    NO_UNIT = "no unit"
     WRITTEN = "written"
     OTHER = "other"
 
@@ -60,10 +59,9 @@ class LeftAlone:
     """A collective, or the collectives of some parameters, that a pass did not change.
 
     Args:
-        fqns: its parameters; empty where it has no tag.
-        reason: why, for people. Nothing is decided by it.
-        node: its start's name; empty where several are meant.
-        cause: why, for programs.
+        fqns: its parameters; empty if it has no tag.
+        reason: why, in words. Code depends on ``cause`` only.
+        node: name of its start; empty for several collectives.
     """
 
     fqns: tuple[str, ...]

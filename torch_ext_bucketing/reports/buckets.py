@@ -1,4 +1,4 @@
-"""One record for each collective: a member of a bucket, or not merged."""
+"""Records of collectives: in a bucket, or not merged."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from typing import Any, Literal
 
 from .base import LeftAlone, Record
 
+# Values of BucketReport.packed_by.
 GRAPH_ORDER = "graph order"
 NO_KEY = f"{GRAPH_ORDER}: a member has no key"
-"""Two values of :attr:`BucketReport.packed_by`."""
 
 ClosedBy = Literal["bytes", "run", "dependency", "end"]
 
 
 @dataclass(frozen=True)
 class PayloadMember:
-    """One member's place in a bucket's packed buffer: ``offset`` and ``nbytes``, padding included,
-    in one rank's part of it (the rank's shards in an all-gather, the rows that the rank receives in
-    a reduce-scatter, the whole buffer in an all-reduce), and its shape there. ``fqns`` are the
-    parameters that it serves, none when it has no tag."""
+    """A member's place in the packed buffer, in bytes of one rank's part.
+
+    That part is the rank's shards in an all-gather, the rows that the rank receives in a
+    reduce-scatter, and the whole buffer in an all-reduce.
+
+    Args:
+        fqns: its parameters; empty if it has no tag.
+        nbytes: its size, padding included; ``shape`` has the padding, too.
+    """
 
     fqns: tuple[str, ...]
     offset: int
@@ -30,23 +35,23 @@ class PayloadMember:
 
 @dataclass(frozen=True)
 class BucketReport(Record):
-    """One bucket, its members in payload order.
+    """A bucket.
 
     Args:
         kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
         unit: index of the unit in the order or plan; None for a bucket by size.
         group: name of the process group.
         reduce_op: ``"avg"``, ``"sum"``, ...; None for a gather.
-        node: name of the bucket's start in the graph.
+        node: name of the bucket's start.
+        members: in payload order.
         closed_by: what kept the next candidate out: the byte cap, the bound on compute runs, a
-            dependency (or a write to a tensor), or ``"end"``: there was none.
+            dependency or write, or ``"end"``: no candidate was left.
         detail: which candidate, and why, in words.
-        wire_bytes: what the members count against the cap, ``cap_bytes``: per member the larger of
-            its input and its output; None where no cap was kept.
-        packed_by: what decides the order of ``members``: the name of the payload order that was
-            asked for, such as ``"FSDPParamOrder"``; ``"graph order"``; or ``"graph order: a member
-            has no key"``.
-        no_key: the members without a key: their parameters, or the node's name for want of a tag.
+        wire_bytes: bytes that count against ``cap_bytes``: per member the larger of its input and
+            its output; None without a cap.
+        packed_by: name of the payload order, such as ``"FSDPParamOrder"``, or ``"graph order"``,
+            or ``"graph order: a member has no key"``.
+        no_key: members without a key: their parameters, or the node's name if it has no tag.
     """
 
     derived = ("nbytes",)
@@ -72,9 +77,10 @@ class BucketReport(Record):
 
 @dataclass(frozen=True)
 class Unmerged(LeftAlone):
-    """A collective that could have been in a bucket and is in none; its fields are as of
-    :class:`BucketReport`. ``closed_by`` is what kept the next candidate of its bucket key out;
-    ``reason`` says which one, and why."""
+    """An eligible collective that is in no bucket.
+
+    ``reason`` names the next candidate of its bucket key, and what kept it out (``closed_by``).
+    """
 
     kind: str = ""
     group: str = ""
@@ -84,9 +90,14 @@ class Unmerged(LeftAlone):
 
 @dataclass(frozen=True, kw_only=True)
 class NotMerged:
-    """The collectives of one graph that are in no bucket, and why: parameters in no unit, what
-    can't be in a bucket, what had to go into a bucket of its own to avoid a cycle, in words, and
-    what could have been in one; each in graph order."""
+    """The collectives of one graph that are in no bucket, each in graph order.
+
+    Args:
+        uncovered: parameters that are in no unit.
+        ineligible: collectives that can't be in a bucket.
+        splits: collectives that got a further bucket to avoid a cycle, in words.
+        unmerged: eligible collectives.
+    """
 
     uncovered: tuple[str, ...] = ()
     ineligible: tuple[LeftAlone, ...] = ()
@@ -94,5 +105,5 @@ class NotMerged:
     unmerged: tuple[Unmerged, ...] = ()
 
     def not_merged(self) -> dict[str, Any]:
-        """These fields, to hand them on."""
+        """Return these fields, to pass them on."""
         return {f.name: getattr(self, f.name) for f in fields(NotMerged)}

@@ -1,4 +1,4 @@
-"""How byte caps were chosen for one graph."""
+"""The report of the search for byte caps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ NamedCaps: TypeAlias = tuple[tuple[str, float | tuple[float, ...]], ...]
 
 @dataclass(frozen=True)
 class TriedCaps:
-    """Caps that were tried on the cost model, and the best order that was found with them.
+    """Caps that were tried on the cost model, and the best order found with them.
 
     Args:
-        caps_mb: byte cap in MiB per process group and kind, such as ``"0 all_gather"``; where
-            members were moved between buckets, what each of them holds.
+        caps_mb: byte cap in MiB per process group and kind, such as ``"0 all_gather"``; if members
+            were moved between buckets, the MiB of each bucket.
         longest_run: most compute nodes between two reduce-scatters.
-        misses: by how much bounds are missed, as parts of them added up; 0: all are kept.
-        order: the name of that order, as :attr:`.ScheduleReport.chosen`.
+        misses: sum over the bounds of (value - bound) / bound; 0: all are kept.
+        order: name of that order, see :attr:`.ScheduleReport.chosen`.
     """
 
     caps_mb: NamedCaps
@@ -32,10 +32,13 @@ class TriedCaps:
 
 @dataclass(frozen=True)
 class CapsReport(Report):
-    """What :func:`.choose_caps` tried, in that order, and what it chose: the caps that miss the
-    bounds least, then the fastest. Caps that can't be faster than others were passed over and are
-    not among those ``tried``. A ``warning`` says why nothing was tried and the caps are torch's
-    own."""
+    """What :func:`.choose_caps` tried and chose.
+
+    Args:
+        chosen: the caps that miss the bounds least, and of these the fastest.
+        tried: in the order they were tried, without caps that can't be faster than others.
+        warning: why nothing was tried, and the caps are torch's own.
+    """
 
     chosen: TriedCaps
     tried: tuple[TriedCaps, ...]
@@ -44,11 +47,11 @@ class CapsReport(Report):
 
     @property
     def caps_mb(self) -> NamedCaps:
-        """As of :class:`TriedCaps`."""
+        """See :class:`TriedCaps`."""
         return self.chosen.caps_mb
 
     def to_text(self) -> str:
-        """The caps that were chosen, and of how many, in one line."""
+        """Format the chosen caps, without a newline."""
         caps = ", ".join(f"{_cap_text(cap)} for {name}" for name, cap in self.caps_mb)
         return f"{caps}, of {len(self.tried)} tried"
 

@@ -1,4 +1,4 @@
-"""The report of all graphs of one compile."""
+"""The report of one compile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .text import aligned, change
 
 @dataclass(frozen=True)
 class PassTime:
-    """The wall time that one pass took on the graph of a stage."""
+    """Wall time of one pass on one graph."""
 
     stage: str
     name: str
@@ -25,14 +25,14 @@ class PassTime:
 
 @dataclass
 class CompileReport(Report):
-    """The report of one compile. The backward graph appears once it is compiled. Graphs, schedules
-    and passes are in the order in which they ran.
+    """The report of one compile, each list in the order of the passes.
+
+    The backward graph is added once it is compiled.
 
     Args:
-        warnings: texts of the warnings that were given.
-        passes: the time of each pass on each graph.
-        disabled: the passes that ``TORCH_EXT_BUCKETING_DISABLE`` switched off.
-        rewrites: of the joint graph, in the order in which they were made.
+        warnings: texts of the warnings.
+        disabled: passes that ``TORCH_EXT_BUCKETING_DISABLE`` switched off.
+        rewrites: changes of the joint graph.
     """
 
     derived = ("collectives_before", "collectives_after")
@@ -45,7 +45,7 @@ class CompileReport(Report):
 
     @classmethod
     def joined(cls, reports: Iterable[CompileReport]) -> CompileReport:
-        """One report of several compiles."""
+        """Join the reports of several compiles."""
         whole = cls()
         for report in reports:
             for f in fields(cls):
@@ -54,8 +54,11 @@ class CompileReport(Report):
         return whole
 
     def since(self, graphs: int, schedules: int) -> CompileReport:
-        """A copy of what a cache keeps with a graph: this report without so many first graphs and
-        schedules, which are of other graphs, and without what only this compile knows."""
+        """Copy what a cache stores with a graph.
+
+        Args:
+            graphs: number of earlier graphs, which are left out; ``schedules`` likewise.
+        """
         return CompileReport(
             self.graphs[graphs:],
             list(self.warnings),
@@ -64,23 +67,23 @@ class CompileReport(Report):
         )
 
     def add_cached(self, kept: CompileReport) -> None:
-        """Add what was reported of a graph when it was compiled, now that a cache had it."""
+        """Add the report of a graph that was loaded from a cache."""
         for graph in kept.graphs:
             self.graphs.append(replace(graph, from_cache=True))
             emit(self.graphs[-1])
         self.schedules += kept.schedules
-        # Of the joint graph, which may have been made again.
+        # If the joint graph was traced again, this compile has reported its rewrites.
         self.rewrites = self.rewrites or list(kept.rewrites)
         self.warnings += [text for text in kept.warnings if text not in self.warnings]
 
     @property
     def collectives_before(self) -> dict[str, int]:
-        """Collectives per kind in all graphs together, before bucketing."""
+        """Number of collectives per kind in all graphs, before bucketing."""
         return _total(g.collectives_before for g in self.graphs)
 
     @property
     def collectives_after(self) -> dict[str, int]:
-        """Collectives per kind in all graphs together, after bucketing."""
+        """Number of collectives per kind in all graphs, after bucketing."""
         return _total(g.collectives_after for g in self.graphs)
 
     @property
@@ -89,15 +92,11 @@ class CompileReport(Report):
         return tuple(b for g in self.graphs for b in g.buckets)
 
     def graph(self, stage: str) -> GraphReport | None:
-        """The last graph of a stage, or None."""
+        """Return the last graph of a stage, or None."""
         return next((g for g in reversed(self.graphs) if g.stage == stage), None)
 
     def to_text(self, members: bool = True) -> str:
-        """Aligned tables, graph by graph, and the totals.
-
-        Args:
-            members: list each bucket's members with their byte offsets.
-        """
+        """Format tables graph by graph, and totals; ``members`` lists those of each bucket."""
         parts = [text for rewrite in self.rewrites if (text := rewrite.to_text())]
         parts += [graph.to_text(members) for graph in self.graphs]
         parts += [schedule.to_text() for schedule in self.schedules]

@@ -1,4 +1,4 @@
-"""The report of bucketing on one graph, and where it is logged."""
+"""The report of bucketing on one graph, and its logging."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ from .buckets import BucketReport, ClosedBy, NotMerged, PayloadMember, Unmerged
 from .text import change, size_text, table
 
 ARTIFACT = "torch_ext_bucketing_report"
-"""Name of the artifact in TORCH_TRACE's logs: JSON, one per graph."""
-
+"""Name of the artifact in ``TORCH_TRACE`` logs: JSON, one per graph."""
 
 _log = logging.getLogger("torch_ext_bucketing")
 
 
 @dataclass(frozen=True)
 class GraphReport(NotMerged, Report):
-    """The result of bucketing on one graph, with what is in no bucket (:class:`.NotMerged`).
+    """The buckets of one graph, and what is in none.
 
     Args:
         stage: ``"forward"``, ``"backward"`` or ``"inference"``.
         collectives_before: number of collectives per kind.
-        buckets: those that were merged, in graph order.
-        kinds: what was to be bucketed.
-        from_cache: Inductor had the compiled graph in a cache; this is of the compile that filled
-            it.
+        buckets: in graph order.
+        kinds: kinds that the pass buckets.
+        from_cache: whether the compiled graph, with this report, was loaded from a cache.
     """
 
     stage: str
@@ -42,7 +40,7 @@ class GraphReport(NotMerged, Report):
     from_cache: bool = False
 
     def to_text(self, members: bool = True) -> str:
-        """An aligned table of the buckets, and what is in none.
+        """Format a table of the buckets, and what is in none.
 
         Args:
             members: list each bucket's members with their byte offsets.
@@ -75,7 +73,7 @@ class GraphReport(NotMerged, Report):
         return "\n".join(lines) + "\n"
 
     def summary(self) -> str:
-        """One line: collectives per kind before and after, and what closed the buckets."""
+        """Format one line: collectives per kind before and after, and what closed the buckets."""
         closed: Counter[str] = Counter(b.closed_by for b in self.buckets)
         stage = f"{self.stage}, from cache" if self.from_cache else self.stage
         parts = [f"{stage}: {change(self.collectives_before, self.collectives_after)}"]
@@ -92,9 +90,11 @@ class GraphReport(NotMerged, Report):
 
 
 def emit(report: GraphReport) -> None:
-    """Log a graph's report: a line at INFO on the package's logger (``TORCH_LOGS`` takes its name,
-    ``torch_ext_bucketing``), the whole of it at DEBUG, and an artifact for ``TORCH_TRACE``, which
-    tlparse shows."""
+    """Log a graph's report.
+
+    The logger is ``torch_ext_bucketing``, also for ``TORCH_LOGS``: the summary at INFO, the rest at
+    DEBUG. ``TORCH_TRACE`` gets an artifact, which tlparse shows.
+    """
     _log.info("%s", report.summary())
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("%s", report.to_text())

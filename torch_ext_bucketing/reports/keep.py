@@ -12,17 +12,16 @@ from .text import size_text, table
 
 @dataclass(frozen=True)
 class KeptUnit:
-    """One unit that can be kept or gathered again, or activations of one sort that can be saved or
-    computed again.
+    """A unit that is kept or gathered again, or a group of activations, saved or recomputed.
 
     Args:
-        name: of the unit; of activations with the sort behind it.
-        nbytes: what it holds from forward to backward if it is kept.
-        gather_ms: time that its gathers in backward take, or computing it again.
-        saved_ms: by how much the step is shorter because it is kept, or would be if it were, all
-            other units as they are, in the order that backward has with everything gathered again.
-        parameters: number of its parameters that backward reads; 0 of activations.
-        part: whether only a part of each is held, of which a smaller group gathers them again.
+        name: the unit's; for activations with their sort.
+        nbytes: bytes from forward to backward if it is kept.
+        gather_ms: time of its gathers in backward, or of its recomputation.
+        saved_ms: by how much keeping it shortens the step, with all other units as chosen, in the
+            backward order with everything gathered again.
+        parameters: number of its parameters that backward reads; 0 for activations.
+        part: whether a part of each parameter is kept, and a smaller group gathers from it.
     """
 
     name: str
@@ -36,25 +35,26 @@ class KeptUnit:
 
 @dataclass(frozen=True)
 class KeepReport(Report):
-    """What :class:`.ReshardAfterForward` with ``keep="auto"`` chose for one graph. Times are the
-    cost model's, of forward and backward together, scheduled; bytes are estimated peaks of the two.
-    Pairs are with everything gathered again, and as chosen.
+    """What ``ReshardAfterForward(keep="auto")`` chose for one graph.
+
+    Times are estimates for forward and backward together, scheduled; bytes are estimates of their
+    peak. Pairs: with everything gathered again, and as chosen.
 
     Args:
-        units: all that could be kept, in the order of the plan.
-        all_peak_bytes: with everything kept, in the order of the graph.
-        state_bytes: beside them on each rank, such as the optimizer's state; not in the bound.
-        measured_bytes: the device's peak in the first step, all of it; 0: not measured.
-        unread: units of which backward reads nothing, which are never kept.
-        next_ms: what one more GiB would save, by keeping ``next_units``, too.
-        less_ms: what one GiB less would cost; None: no choice found keeps that bound.
-        curve: by bound in bytes: step in ms, peak in bytes, number of units kept; empty where it
-            was not asked for.
-        tried: how many choices were scheduled.
-        warning: why nothing is kept, or why the bound is missed; empty: neither is so.
-        size_hints: what sizes that depend on data were taken as; empty: there are none.
-        machine: what times are for, and how many ranks a node is taken to have.
-        seconds: what choosing took; ``model_seconds`` of it went into the model of the graph.
+        units: all candidates, in the order of the plan.
+        all_peak_bytes: peak with everything kept, in graph order.
+        state_bytes: bytes on each rank outside of the graphs, such as optimizer state; not in
+            ``bound_bytes``.
+        measured_bytes: peak of the device in the first step; 0: not measured.
+        unread: units that backward does not read, so that nothing is kept.
+        next_ms: time that one more GiB would save, by keeping ``next_units``, too.
+        less_ms: time that one GiB less would cost; None: no choice found keeps that bound.
+        curve: bound in bytes, step in ms, peak in bytes and number of units kept; on request.
+        tried: number of choices that were scheduled.
+        warning: why nothing is kept, or why the bound is missed.
+        size_hints: values taken for sizes that depend on data.
+        machine: the machine of the cost model, and its ranks per node.
+        seconds: time of the search, including ``model_seconds`` for the model of the graph.
     """
 
     derived = ("rewrite",)
@@ -80,11 +80,11 @@ class KeepReport(Report):
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The names of the units that are kept."""
+        """Names of the kept units."""
         return tuple(u.name for u in self.units if u.kept)
 
     def to_text(self) -> str:
-        """A few lines, and a table of the units."""
+        """Format a few lines, and a table of the units."""
         kept = [u for u in self.units if u.kept]
         gathers = [u.kept for u in self.units if u.parameters and not u.part]
         parts = sum(u.part for u in kept)

@@ -11,34 +11,35 @@ from .text import size_text
 
 
 class RewriteReport(Report):
-    """The report of one rewrite of the joint graph.
-
-    Subclasses are dataclasses with ``left``: what the rewrite did not touch.
-    """
+    """The report of one rewrite of the joint graph; subclasses are dataclasses."""
 
     derived: ClassVar[tuple[str, ...]] = ("rewrite",)
     rewrite: ClassVar[str]
     heading: ClassVar[str]
     left: tuple[LeftAlone, ...]
+    """What the rewrite did not touch."""
 
     def to_text(self) -> str:
-        """A line for each change, and for each thing left alone; empty where there is nothing to
-        say."""
-        said = self._lines()
-        said += [f"left alone: {', '.join(x.fqns) or '-'}: {x.reason}" for x in self.left]
-        return "".join([f"{self.heading}:\n", *(f"  {line}\n" for line in said)]) if said else ""
+        """Format a line for each change, and for each thing left alone."""
+        lines = self._lines()
+        lines += [f"left alone: {', '.join(x.fqns) or '-'}: {x.reason}" for x in self.left]
+        return "".join([f"{self.heading}:\n", *(f"  {x}\n" for x in lines)]) if lines else ""
 
     @abstractmethod
     def _lines(self) -> list[str]:
-        """What was done, in words."""
+        """Describe the changes, a line each."""
 
 
 @dataclass(frozen=True)
 class CombinedUses:
-    """One parameter, or several that are gathered as one: the numbers of its all-gathers, and of
-    gradients that are reduced on their own, before and after. ``added_dtype`` is where the
-    gradients of the uses are added now, None where there was nothing to add; ``saved_bytes`` what a
-    rank no longer sends and receives, counted per collective as its larger side."""
+    """A parameter, or several that are gathered as one, with fewer collectives.
+
+    Args:
+        gathers: number of all-gathers, before and after.
+        reductions: number of reductions, before and after.
+        added_dtype: dtype of the sum of the gradients; None if there was nothing to add.
+        saved_bytes: larger side of each collective that is gone.
+    """
 
     fqns: tuple[str, ...]
     gathers: tuple[int, int]
@@ -49,37 +50,41 @@ class CombinedUses:
 
 @dataclass(frozen=True)
 class CombineReport(RewriteReport):
-    """The result of :class:`.CombineUses` on one graph: parameters with fewer collectives than
-    before; parameters whose uses are still gathered or reduced on their own (where it is the
-    reductions, their gradients are not eager FSDP2's bit for bit); and the estimated peak of live
-    bytes before and after, None where no bound was given."""
+    """The result of :class:`.CombineUses` on one graph.
+
+    Args:
+        left: parameters whose uses are gathered or reduced one by one. Gradients that are reduced
+            one by one do not match eager FSDP2's bit for bit.
+    """
 
     rewrite = "combine uses"
     heading = "uses combined"
     combined: tuple[CombinedUses, ...] = ()
     left: tuple[LeftAlone, ...] = ()
-    peak_bytes: tuple[int, int] | None = None
 
     def _lines(self) -> list[str]:
         lines = []
         for c in self.combined:
-            said = []
+            parts = []
             if c.gathers[0] != c.gathers[1]:
-                said.append(f"{c.gathers[0]} gathers -> {c.gathers[1]}")
+                parts.append(f"{c.gathers[0]} gathers -> {c.gathers[1]}")
             if c.reductions[0] != c.reductions[1]:
-                said.append(
+                parts.append(
                     f"{c.reductions[0]} reductions -> {c.reductions[1]}, added in {c.added_dtype}"
                 )
-            lines.append(
-                f"{', '.join(c.fqns)}: {'; '.join(said)}; saves {size_text(c.saved_bytes)}"
-            )
+            parts.append(f"saves {size_text(c.saved_bytes)}")
+            lines.append(f"{', '.join(c.fqns)}: {'; '.join(parts)}")
         return lines
 
 
 @dataclass(frozen=True)
 class AmaxReport(RewriteReport):
-    """The result of :class:`.MergeAmax` on one graph: the number of all-reduces that became one,
-    for each one, and those that are in none, with the parameters whose gathers wait for them."""
+    """The result of :class:`.MergeAmax` on one graph.
+
+    Args:
+        merged: number of all-reduces in each merged one.
+        left: other all-reduces, with the parameters whose gathers wait for them.
+    """
 
     rewrite = heading = "largest values merged"
     merged: tuple[int, ...] = ()
@@ -91,8 +96,10 @@ class AmaxReport(RewriteReport):
 
 @dataclass(frozen=True)
 class ReducedShard:
-    """A gradient that is now scattered over the shards before it is reduced over the replicas;
-    ``replica_bytes`` are of the all-reduce's input, before and after."""
+    """A gradient that is scattered over the shards before it is reduced over the replicas.
+
+    ``replica_bytes`` is the size of the all-reduce's input, before and after.
+    """
 
     fqns: tuple[str, ...]
     replica_bytes: tuple[int, int]
@@ -100,8 +107,12 @@ class ReducedShard:
 
 @dataclass(frozen=True)
 class ScatterReport(RewriteReport):
-    """The result of :class:`.ReduceScatterFirst` on one graph: the gradients that are swapped, in
-    graph order, and all-reduces that are followed by a reduce-scatter still."""
+    """The result of :class:`.ReduceScatterFirst` on one graph.
+
+    Args:
+        swapped: in graph order.
+        left: all-reduces that a reduce-scatter still follows.
+    """
 
     derived = ("rewrite", "replica_bytes")
     rewrite = heading = "reduce-scatter first"
@@ -110,22 +121,24 @@ class ScatterReport(RewriteReport):
 
     @property
     def replica_bytes(self) -> tuple[int, int]:
-        """Bytes of the inputs of all swapped all-reduces, before and after."""
+        """Sum over the swapped gradients, before and after."""
         each = [s.replica_bytes for s in self.swapped]
         return sum(before for before, _ in each), sum(after for _, after in each)
 
     def _lines(self) -> list[str]:
-        """The total."""
         before, after = map(size_text, self.replica_bytes)
-        said = f"{len(self.swapped)} gradients; all-reduced over the replicas: {before} -> {after}"
-        return [said] if self.swapped else []
+        line = f"{len(self.swapped)} gradients; all-reduced over the replicas: {before} -> {after}"
+        return [line] if self.swapped else []
 
 
 @dataclass(frozen=True)
 class Resharded:
-    """A gather whose result is sharded over a smaller group after forward: the parameters, the
-    number of ranks that forward gathers them from, and what this rank keeps from forward to
-    backward."""
+    """Parameters that are sharded over a smaller group after forward.
+
+    Args:
+        ranks: number of ranks that forward gathers from.
+        saved_bytes: bytes that this rank keeps from forward to backward.
+    """
 
     fqns: tuple[str, ...]
     ranks: int
@@ -134,8 +147,12 @@ class Resharded:
 
 @dataclass(frozen=True)
 class ReshardReport(RewriteReport):
-    """The result of :class:`.ReshardAfterForward` with ``to=`` on one graph: the size of the
-    smaller group, what is gathered there, and what is gathered again over its own group."""
+    """The result of ``ReshardAfterForward(to=...)`` on one graph.
+
+    Args:
+        ranks: size of the smaller group.
+        left: parameters that backward gathers over their own group.
+    """
 
     rewrite = heading = "reshard after forward"
     ranks: int
@@ -143,17 +160,20 @@ class ReshardReport(RewriteReport):
     left: tuple[LeftAlone, ...] = ()
 
     def _lines(self) -> list[str]:
-        """The total."""
         nbytes = sum(r.saved_bytes for r in self.resharded)
-        said = f"{len(self.resharded)} gathers of backward among {self.ranks} ranks; kept for them:"
-        return [f"{said} {size_text(nbytes)}"] if self.resharded else []
+        line = f"{len(self.resharded)} gathers of backward among {self.ranks} ranks; kept for them:"
+        return [f"{line} {size_text(nbytes)}"] if self.resharded else []
 
 
 @dataclass(frozen=True)
 class AddedByUnit:
-    """An activation whose gradients are added unit by unit: the node that makes it, the FQN of the
-    module around that where it is known, and the number of sums of units that are added to what
-    came before where autograd would have added use by use."""
+    """An activation whose gradients are added unit by unit.
+
+    Args:
+        node: name of the node that computes it.
+        module: FQN of the module of that node, if known.
+        sums: number of units whose sum is added where autograd would add use by use.
+    """
 
     node: str
     module: str | None
@@ -162,8 +182,10 @@ class AddedByUnit:
 
 @dataclass(frozen=True)
 class AddReport(RewriteReport):
-    """The result of :class:`.AddByUnit` on one graph, in the order of backward. Activations whose
-    gradients are added in the same order either way are not among them."""
+    """The result of :class:`.AddByUnit` on one graph.
+
+    ``added`` has the activations whose gradients are added in another order now, in backward order.
+    """
 
     rewrite = heading = "added by unit"
     added: tuple[AddedByUnit, ...] = ()

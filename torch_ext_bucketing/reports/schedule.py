@@ -1,4 +1,4 @@
-"""What scheduling did to one graph."""
+"""The report of scheduling on one graph."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from .text import aligned, sizes_text
 
 @dataclass(frozen=True)
 class PolicyReport:
-    """What one policy, by its ``repr``, says of the order that was taken: its bound and what was
-    reached by name, for JSON, and in a few words for a line of the text (empty: no line); and by
-    how much the bound is missed and what stands in the way (empty: it is kept)."""
+    """How the chosen order meets one policy.
+
+    Args:
+        policy: its ``repr``.
+        figures: its bound and the value reached, by name.
+        text: these in a few words; empty: no line in the report.
+        warning: by how much the bound is missed, and why; empty: it is kept.
+    """
 
     policy: str
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -25,28 +30,29 @@ class PolicyReport:
 
 @dataclass(frozen=True)
 class ScheduleReport(Report):
-    """What :func:`.schedule` reached. Pairs are before and after; times are the cost model's, in
-    milliseconds; ``peak_bytes`` are estimates of live bytes.
+    """The result of :func:`.schedule` on one graph.
+
+    Pairs are before and after. Times are estimates in milliseconds, bytes estimates of live bytes.
 
     Args:
-        policies: what was asked for.
-        machine: what times are for, and how many ranks a node is taken to have.
-        bound_ms: what no order can beat: the largest of longest path, compute, busiest group.
+        policies: the given policies.
+        machine: the machine of the cost model, and its ranks per node.
+        bound_ms: lower bound of all orders: the largest of the critical path, the compute stream
+            and the busiest process group.
         exposed_ms: time that the compute stream waits for communication.
         reference_bytes: the peak that ratios refer to.
         longest_run: most compute nodes between two reduce-scatters.
-        bounds: what each policy says of it.
-        misses: by how much bounds are missed, as parts of them added up; 0: all are kept.
-        chosen: which of the orders tried, ``alternatives`` (name, ms, bytes), was taken.
-        caps: how the byte caps of the graph's buckets were chosen, where that was part of it.
-        notes: what was asked for and does not apply to this graph, or is no more than a guess.
-        warnings: the bounds that are not kept, or why the graph kept its order.
-        order: the movable nodes' names, in the new order.
-        bounds_cost_ms: by how much an order of the same graph without any bound would be faster.
-        rank_order_ms: by how much the step would be shorter with rings, in this order, where
-            gradients are added in the order of the ranks; None: none are.
-        size_hints: what sizes that depend on data were taken as; empty: there are none.
-        seconds: what it took.
+        bounds: how the order meets each policy.
+        misses: sum over the bounds of (value - bound) / bound; 0: all are kept.
+        chosen: name of the chosen order, one of ``alternatives`` (name, ms, bytes).
+        caps: how the byte caps were chosen, if they were.
+        notes: policies that do not apply to this graph, and values that are guesses.
+        warnings: bounds that are missed, or why the graph kept its order.
+        order: names of the movable nodes, in the new order.
+        bounds_cost_ms: time that an order without any bound would save.
+        rank_order_ms: time that sums in rank order add over rings; None: there are none.
+        size_hints: values taken for sizes that depend on data.
+        seconds: time of the search.
     """
 
     derived = ("limit_bytes",)
@@ -73,16 +79,16 @@ class ScheduleReport(Report):
     seconds: float = 0.0
 
     def figure(self, name: str) -> int | None:
-        """A figure that one of the policies reports; None where none does."""
+        """Return a figure that a policy reports, or None."""
         return next((b.figures[name] for b in self.bounds if name in b.figures), None)
 
     @property
     def limit_bytes(self) -> int | None:
-        """The bound of ``PeakMemory``; None where there was none."""
+        """The bound of ``PeakMemory``, or None."""
         return self.figure("limit_bytes")
 
     def to_text(self) -> str:
-        """A few lines."""
+        """Format a table, and lines of notes and warnings."""
 
         def two(pair: Sequence[float]) -> list[str]:
             return [f"{value:.2f}" for value in pair]

@@ -11,12 +11,17 @@ from .text import change, size_text
 
 @dataclass(frozen=True)
 class StageReport(Report):
-    """What a stage of a pipeline does and holds in one step, on one rank: how often it gathers
-    its parameters and reduces its gradients; the most microbatches between forward and backward
-    (``under_way``), of ``saved_bytes`` each; its whole parameters, and their gradients, summed
-    over microbatches; the most of all these at a time, with what the graph that runs then makes,
-    of the stage and of all stages of the rank together (shards and the optimizer's state are
-    beside it)."""
+    """What a pipeline stage does in one step on one rank, and its memory.
+
+    Args:
+        gathers: number of times that it gathers its parameters.
+        reductions: number of times that it reduces its gradients.
+        under_way: most microbatches between forward and backward, of ``saved_bytes`` each.
+        gathered_bytes: its unsharded parameters.
+        gradient_bytes: their gradients, summed over microbatches.
+        peak_bytes: the peak of all these and of the running graph, without shards and optimizer
+            state; ``rank_peak_bytes`` for all stages of the rank.
+    """
 
     stage: int
     compiled: CompileReport
@@ -30,7 +35,7 @@ class StageReport(Report):
     rank_peak_bytes: int
 
     def to_text(self) -> str:
-        """One line."""
+        """Format one line."""
         counts = change(self.compiled.collectives_before, self.compiled.collectives_after)
         return (
             f"pipeline stage {self.stage}: {counts}; gathered {self.gathers} and reduced "

@@ -1,4 +1,4 @@
-"""Prints numbers, shapes and tables in reports."""
+"""Format numbers and tables."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def size_text(nbytes: int) -> str:
 
 
 def sizes_text(*sizes: int) -> list[str]:
-    """Numbers of bytes, in the unit that suits the largest and with as many digits as it takes to
-    show which of them differ; in bytes where that is shorter than six digits behind the point."""
+    """Format sizes in the unit of the largest, with enough digits to tell them apart.
+
+    Five decimals are the limit; beyond that, all are in bytes.
+    """
     most = max(map(abs, sizes), default=0)
     unit, factor = next(
         ((u, f) for u, f in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if most >= f), ("B", 1)
@@ -41,7 +43,7 @@ def sizes_text(*sizes: int) -> list[str]:
 def table(
     columns: Mapping[str, Callable[[Any], object]], items: Iterable[Any], right: Sequence[int] = ()
 ) -> list[str]:
-    """Aligned lines: the columns' names, and a row of their cells for each item."""
+    """Format aligned lines: the columns' names, and a row for each item."""
     rows = [[str(cell(item)) for cell in columns.values()] for item in items]
     return aligned([list(columns), *rows], right)
 

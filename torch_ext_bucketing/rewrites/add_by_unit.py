@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.fx as fx
@@ -24,8 +24,10 @@ from ..fsdp.units import UnitSpec
 from ..graph.moves import keeps_values
 from ..graph.unwrap import GraphLike, graph_of
 from ..passes.base import GraphPass, Stage
-from ..passes.compilation import Compilation
 from ..reports.rewrites import AddedByUnit, AddReport
+
+if TYPE_CHECKING:
+    from ..passes.compilation import Compilation
 
 
 @dataclass(frozen=True, eq=False, repr=False)

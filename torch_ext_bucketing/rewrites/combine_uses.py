@@ -26,7 +26,7 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -37,21 +37,21 @@ from .._torch.sorting import sort_topologically
 from .._torch.symbols import same_shape
 from ..fsdp.chains import in_other_form
 from ..graph.analysis import GraphAnalysis
-from ..graph.calls import call, contiguous_copy
+from ..graph.calls import call, contiguous_copy, nodes_behind
 from ..graph.collectives import group_name, group_size, is_view, kind_of, only_wait, wire_bytes
 from ..graph.moves import is_linear, keeps_values
-from ..graph.regions import Cut, Structures, cuts_behind, erase_unused, nodes_behind, outside_reader
-from ..graph.size_hints import GivenHints, SizeHints
-from ..graph.snapshot import Snapshot, unchanged_on_error
+from ..graph.regions import Cut, Structures, cuts_behind, erase_unused, outside_reader
+from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
 from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
 from ..passes.base import GraphPass, Stage
-from ..passes.compilation import Compilation
 from ..passes.facts import Tags
-from ..planner.schedule.memory import PeakMemory
-from ..planner.schedule.model import peak_bytes
-from ..reports.rewrites import CombinedUses, CombineReport, LeftAlone
+from ..reports.base import Cause, LeftAlone
+from ..reports.rewrites import CombinedUses, CombineReport
+
+if TYPE_CHECKING:
+    from ..passes.compilation import Compilation
 
 _aten = torch.ops.aten
 
@@ -64,63 +64,27 @@ class CombineUses(GraphPass):
     A parameter is left alone where something writes to it, or to what is gathered or reduced of it,
     between its uses; where its uses are reduced in different ways; and where something else reads
     what is to be replaced. The report names it and says why.
-
-    Args:
-        peak: bounds what that may cost in memory, as gathered parameters and gradients stay alive
-            from their first use to the last: a parameter whose uses would bring the estimated peak
-            above it keeps one gather and one reduction per use. The estimate is of the joint graph
-            in its own order, with everything that forward computes kept until its last use in
-            backward. A ratio refers to the graph as given. None: no bound.
-
-    Raises:
-        TypeError: ``peak`` is no ``PeakMemory``.
     """
 
     stage: ClassVar[Stage] = "joint"
     requires = (Tags,)
-    peak: PeakMemory | None = None
-
-    def __post_init__(self) -> None:
-        if self.peak is not None and not isinstance(self.peak, PeakMemory):
-            raise TypeError(f"peak must be a PeakMemory or None, got {self.peak!r}")
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
-        report = combine_uses(graph_of(graph), self.peak, compilation.size_hints)
-        compilation.report.rewrites.append(report)
+        compilation.report.rewrites.append(combine_uses(graph_of(graph)))
 
 
-def combine_uses(
-    graph: fx.Graph, peak: PeakMemory | None = None, size_hints: SizeHints | GivenHints = None
-) -> CombineReport:
+def combine_uses(graph: fx.Graph) -> CombineReport:
     """:class:`CombineUses` on a tagged joint or inference graph in topological order."""
-    hints = SizeHints.of(size_hints)
     combined: list[CombinedUses] = []
     left: list[LeftAlone] = []
-    before = now = limit = 0
     with unchanged_on_error(graph):
-        if peak is not None:
-            before = now = peak_bytes(graph, size_hints=hints)
-            limit = peak.limit_bytes(before)
         for fqns in _repeated(graph):
-            snapshot = None if peak is None else Snapshot(graph)
-            found, reasons = _combine(graph, fqns)
-            if snapshot is not None and found is not None:
-                after = peak_bytes(graph, size_hints=hints)
-                if after > max(limit, now):
-                    snapshot.restore()
-                    found = None
-                    reasons = [
-                        f"with its uses combined the estimated peak is {after} bytes, above the "
-                        f"bound of {limit}"
-                    ]
-                else:
-                    now = after
-            if found is not None:
-                combined.append(found)
-            left += [LeftAlone(fqns, reason) for reason in reasons]
+            found, kept = _combine(graph, fqns)
+            combined += found
+            left += kept
         if combined:
             graph.lint()
-    return CombineReport(tuple(combined), tuple(left), None if peak is None else (before, now))
+    return CombineReport(tuple(combined), tuple(left))
 
 
 def _repeated(graph: fx.Graph) -> list[tuple[str, ...]]:
@@ -129,24 +93,23 @@ def _repeated(graph: fx.Graph) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(tag.fqns for (tag, _), count in Counter(tags).items() if count > 1))
 
 
-def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[CombinedUses | None, list[str]]:
-    """Combine the uses of one parameter; what was done, and why the rest was not."""
+def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[list[CombinedUses], list[LeftAlone]]:
+    """Combine the uses of one parameter; return what was done, and what was left alone."""
     if not Writes(graph.nodes).unordered:
         _share_forms(graph, _gathers(_serving(graph, fqns)))
     mine = _serving(graph, fqns)
     gathers = _gathers(mine)
     facts = GraphAnalysis(graph)
     tree = _find_tree(facts, mine)
-    reasons: list[str] = []
     saved = 0
 
-    mergeable = [] if len(gathers) < 2 else _same_gathers(gathers, facts, reasons)
-    plan: dict[fx.Node, Cut] | str | None = None
-    if tree is not None:
-        written = reasons[0] if any("writes to" in r for r in reasons) else ""
-        plan = written or _plan_reduction(tree, gathers, facts)
-    if isinstance(plan, str) and plan not in reasons:
-        reasons.append(plan)
+    mergeable, kept = _same_gathers(fqns, gathers, facts) if len(gathers) > 1 else ([], [])
+    plan: dict[fx.Node, Cut] = {}
+    # Gradients of what a parameter was before a write and after it are not those of one value.
+    if tree.uses and not any(x.cause is Cause.WRITTEN for x in kept):
+        plan, reason = _plan_reduction(tree, gathers, facts)
+        if reason:
+            kept.append(LeftAlone(fqns, reason))
 
     # A parameter may be looked at and not read: torch drops such a gather, nothing is saved.
     read = [n for n in gathers if _is_read(n)]
@@ -156,20 +119,20 @@ def _combine(graph: fx.Graph, fqns: tuple[str, ...]) -> tuple[CombinedUses | Non
         left -= unread
         saved += unread * wire_bytes(first)
         for start in others:
-            (wait,), (kept,) = start.users, first.users
-            wait.replace_all_uses_with(kept)
+            (wait,), (shared,) = start.users, first.users
+            wait.replace_all_uses_with(shared)
             erase_unused([wait])
     dtype = None
-    if tree is not None and isinstance(plan, dict):
+    if plan:
         dtype = _name(next(iter(plan.values())).node.meta["val"].dtype)
         saved += _reduce_once(graph, tree, plan, facts.position)
-    if dtype is not None or mergeable:
+    if plan or mergeable:
         sort_topologically(graph)
-    if left == len(read) and dtype is None:
-        return None, reasons
-    number = 0 if tree is None else len(tree.uses)
-    reduced = (number, number if dtype is None else 1)
-    return CombinedUses(fqns, (len(read), left), reduced, dtype, saved), reasons
+    if left == len(read) and not plan:
+        return [], kept
+    number = len(tree.uses)
+    reduced = (number, 1 if plan else number)
+    return [CombinedUses(fqns, (len(read), left), reduced, dtype, saved)], kept
 
 
 def _serving(graph: fx.Graph, fqns: tuple[str, ...]) -> list[fx.Node]:
@@ -185,9 +148,10 @@ def _gathers(starts: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _same_gathers(
-    gathers: Sequence[fx.Node], facts: GraphAnalysis, reasons: list[str]
-) -> list[list[fx.Node]]:
-    """Gathers of the same value, two or more each; appends why others are not among them."""
+    fqns: tuple[str, ...], gathers: Sequence[fx.Node], facts: GraphAnalysis
+) -> tuple[list[list[fx.Node]], list[LeftAlone]]:
+    """Group gathers of the same value, two or more each; also return what is left alone."""
+    left: list[LeftAlone] = []
     position, writes = facts.position, facts.writes
     structures = Structures(position)
     groups: dict[Any, list[fx.Node]] = {}
@@ -195,10 +159,12 @@ def _same_gathers(
     for start in gathers:
         wait = only_wait(start)
         if "out" in start.kwargs or wait is None:
-            reasons.append(f"{start.name} is read by other nodes than one wait")
+            reason = f"{start.name} is read by other nodes than one wait"
+            left.append(LeftAlone(fqns, reason))
             continue
         if writes.is_written(start) or writes.is_written(wait):
-            reasons.append(f"a node writes to what {start.name} gathers")
+            reason = f"a node writes to what {start.name} gathers"
+            left.append(LeftAlone(fqns, reason, cause=Cause.WRITTEN))
             continue
         source, number = structures.from_source(start.all_input_nodes[0])
         # How many writes to the source stand before each node that leads from it to the gather:
@@ -212,8 +178,9 @@ def _same_gathers(
         groups.setdefault(key, []).append(start)
     for node, found in epochs.items():
         if len(found) > 1:
-            reasons.append(f"{_writes_to(node, writes)[0].name} writes to it between its uses")
-    return [group for group in groups.values() if len(group) > 1]
+            reason = f"{_writes_to(node, writes)[0].name} writes to it between its uses"
+            left.append(LeftAlone(fqns, reason, cause=Cause.WRITTEN))
+    return [group for group in groups.values() if len(group) > 1], left
 
 
 def _writes_to(source: fx.Node, writes: Writes) -> list[fx.Node]:
@@ -275,8 +242,9 @@ def _summands_of(add: fx.Node) -> tuple[fx.Node, ...]:
     return nodes if same_shape(one.shape, other.shape) and one.dtype == other.dtype else ()
 
 
-def _find_tree(facts: GraphAnalysis, mine: Sequence[fx.Node]) -> _Tree | None:
-    """The sum that holds two or more of the reductions among a parameter's collectives."""
+def _find_tree(facts: GraphAnalysis, mine: Sequence[fx.Node]) -> _Tree:
+    """Find the sum that holds two or more of the reductions among a parameter's collectives; one
+    without uses if there is none."""
     for output in facts.graph.find_nodes(op="output"):
         for node in output.all_input_nodes:
             while not _summands_of(node) and is_linear(node) and len(node.all_input_nodes) == 1:
@@ -291,21 +259,25 @@ def _find_tree(facts: GraphAnalysis, mine: Sequence[fx.Node]) -> _Tree | None:
                     tree.uses[leaf] = cuts
             if len(tree.uses) > 1:
                 return tree
-    return None
+    return _Tree([], [], {})
 
 
 def _plan_reduction(
     tree: _Tree, gathers: Sequence[fx.Node], facts: GraphAnalysis
-) -> dict[fx.Node, Cut] | str:
-    """Per use, the place at which the full gradient is to be added; or why they can't be added."""
+) -> tuple[dict[fx.Node, Cut], str]:
+    """Find per use the place at which the full gradient is to be added; none, and the reason why,
+    where the gradients can't be added."""
     if len(dict.fromkeys(tree.leaves)) != len(tree.leaves):
-        return "one gradient is added to itself after its reduction"
+        return {}, "one gradient is added to itself after its reduction"
     dtypes = dict.fromkeys(g.meta["val"].dtype for g in gathers) or _kept_dtype(tree, facts)
     if any(map(in_other_form, gathers)):
         dtypes = dict.fromkeys(map(_before_cast, tree.uses.values()))
     if len(dtypes) != 1:
         said = ", ".join(map(_name, dtypes)) or "an unknown dtype"
-        return f"its uses have it in {said}, so that no one dtype is that of their gradients' sum"
+        return (
+            {},
+            f"its uses have it in {said}, so that no one dtype is that of their gradients' sum",
+        )
     (dtype,) = dtypes
     # Gradients may have been reduced over further groups on the way, each use over its own.
     most = min(len(cuts[-1].reductions) for cuts in tree.uses.values())
@@ -322,8 +294,9 @@ def _plan_reduction(
         elif len({structures.of(cut, leaf) for leaf, cut in plan.items()}) > 1:
             reason = reason or "the gradients of its uses are reduced in different ways"
         else:
-            return _unsafe(plan, tree, facts.writes) or plan
-    return reason
+            reason = _unsafe(plan, tree, facts.writes)
+            return {} if reason else plan, reason
+    return {}, reason
 
 
 def _before_cast(cuts: Sequence[Cut]) -> torch.dtype:

@@ -13,23 +13,25 @@ A maximum is exact: the bits stay.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.fx as fx
 
 from .._torch.sorting import sort_topologically
 from ..bucketing.pack import pack
+from ..graph.calls import nodes_behind
 from ..graph.collectives import bucket_key, kind_of, reduce_op
-from ..graph.records import unmergeable
-from ..graph.regions import nodes_behind
+from ..graph.mergeable import unmergeable
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import tag_of
 from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
 from ..passes.base import GraphPass, Stage
-from ..passes.compilation import Compilation
 from ..passes.facts import Tags
 from ..reports.rewrites import AmaxReport, LeftAlone
+
+if TYPE_CHECKING:
+    from ..passes.compilation import Compilation
 
 
 @dataclass(frozen=True, eq=False, repr=False)

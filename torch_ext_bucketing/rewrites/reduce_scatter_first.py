@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.fx as fx
@@ -34,9 +34,11 @@ from ..graph.tags import tag_of
 from ..graph.unwrap import GraphLike, graph_of
 from ..graph.writes import Writes
 from ..passes.base import GraphPass, Stage
-from ..passes.compilation import Compilation
 from ..passes.facts import Tags
 from ..reports.rewrites import LeftAlone, ReducedShard, ScatterReport
+
+if TYPE_CHECKING:
+    from ..passes.compilation import Compilation
 
 _c10d = torch.ops._c10d_functional
 

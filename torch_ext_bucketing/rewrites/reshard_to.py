@@ -30,7 +30,7 @@ dtype that was gathered: equal parts on every rank, with the bytes that eager ke
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,6 @@ from ..graph.collectives import group_name, group_size, kind_of, nbytes_of, only
 from ..graph.regions import erase_unused
 from ..graph.snapshot import unchanged_on_error
 from ..graph.tags import Tag, home_group, is_bucket, set_tag, tag_of
-from ..planner.keep.partitioned import Smaller
 from ..reports.rewrites import LeftAlone, Resharded, ReshardReport
 
 # A copy, so that the whole can be freed. Not slice and clone: Inductor takes such a clone for one
@@ -63,6 +62,21 @@ class SmallerGroup:
     name: str
     ranks: tuple[int, ...]
     place: int
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """A smaller group that backward may gather in.
+
+    Args:
+        group: its name.
+        ranks: in it.
+        starts: the gathers of which it can.
+    """
+
+    group: str
+    ranks: int
+    starts: Collection[fx.Node]
 
 
 def make_smaller_group(to: DeviceMesh | int) -> SmallerGroup | None:

@@ -12,9 +12,9 @@ They share the network's bandwidth all the same, and NCCL keeps buffers for each
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,8 +24,10 @@ from ..graph.collectives import Kind, check_kinds, group_name, kind_of, set_grou
 from ..graph.tags import tag_of
 from ..graph.unwrap import GraphLike, graph_of
 from ..passes.base import GraphPass, Stage
-from ..passes.compilation import Compilation
 from ..passes.facts import Buckets, Order, Tags
+
+if TYPE_CHECKING:
+    from ..passes.compilation import Compilation
 
 _REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter",)
 
@@ -39,12 +41,12 @@ class SeparateGroups(GraphPass):
     a tag, and those on groups that the mesh does not have, stay where they are.
 
     Args:
-        mesh: whose groups get a second one, dimension after dimension.
+        mesh: whose groups get a second one, dimension after dimension; a part of the mesh, such as
+            ``mesh["shard"]``, where some of its groups are to stay as they are.
         kinds: which collectives move; reduce-scatters by default.
-        dims: names or numbers of the dimensions of ``mesh`` that matter; None: all of them.
 
     Raises:
-        ValueError: an unknown kind or dimension.
+        ValueError: an unknown kind.
     """
 
     stage: ClassVar[Stage] = "forward_backward"
@@ -52,16 +54,14 @@ class SeparateGroups(GraphPass):
     conflicts_with = (Buckets, Order)
     mesh: DeviceMesh
     kinds: Collection[Kind] = _REDUCTIONS
-    dims: Iterable[str | int] | None = None
     second: dict[str, str] = field(init=False, default_factory=dict)
     """The second group's name by the first one's."""
     _groups: list[dist.ProcessGroup] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        mesh, dims = self.mesh, None if self.dims is None else tuple(self.dims)
-        self._set(kinds=check_kinds(self.kinds), dims=dims)
-        given = range(mesh.ndim) if dims is None else dims
-        for dim in dict.fromkeys([_number_of(dim, mesh) for dim in given]):
+        mesh = self.mesh
+        self._set(kinds=check_kinds(self.kinds))
+        for dim in range(mesh.ndim):
             mine = mesh.get_group(dim)
             rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
             second = new_groups(rows, dist.get_backend(mine))
@@ -79,14 +79,3 @@ class SeparateGroups(GraphPass):
     def settings(self) -> tuple[Any, ...]:
         """The kinds that move, and the groups that they move to."""
         return (self.kinds, tuple(self.second.items()))
-
-
-def _number_of(dim: str | int, mesh: DeviceMesh) -> int:
-    """The number of a mesh's dimension."""
-    names = mesh.mesh_dim_names or ()
-    if isinstance(dim, str) and dim in names:
-        return names.index(dim)
-    if isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < mesh.ndim:
-        return dim
-    known = f"; its names are {', '.join(names)}" if names else ""
-    raise ValueError(f"the mesh has {mesh.ndim} dimension(s) and none {dim!r}{known}")

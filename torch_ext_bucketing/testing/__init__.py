@@ -35,8 +35,7 @@
 
 The ranks are processes that never outlive the run (``ranks``), in a process group over gloo that
 adds in the order of NCCL's rings (``ring``; ``sums`` has these additions as functions of tensors).
-``payloads`` are compared byte by byte, ``rounding`` makes Inductor's kernels round as eager's, and
-``untouched`` sees that torch is as it was installed.
+``payloads`` are compared byte by byte.
 
 :func:`compare` does all of the above for a model that a function returns, and says why weights
 differ: ``comparison`` is its result, ``trial`` the ways to train a model, and ``experiments`` what

@@ -293,10 +293,10 @@ def _bucket(stage: Any) -> CompileReport:
         values = (*output.args[0], *(None,) * (meta.num_flat_param_values - len(gathered)))
         output.args = (values,)
         fqns = {node: name for node, name in zip(inputs, gathered, strict=True) if name}
-        run_passes(modules.unshard, pipeline, compilation, fqns, [None] * len(values), model)
+        run_passes(modules.unshard, pipeline, compilation, fqns, [None] * len(values))
     if modules.reduce_grad is not None:
         _undescribed_output(modules.reduce_grad.graph)
-        run_passes(modules.reduce_grad, pipeline, compilation, {}, trained, model)
+        run_passes(modules.reduce_grad, pipeline, compilation, {}, trained)
     return compilation.report
 
 

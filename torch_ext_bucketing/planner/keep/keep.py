@@ -30,10 +30,11 @@ from typing import TypeAlias
 import torch.fx as fx
 
 from ..._gc import paused_gc
-from ...graph.collectives import KINDS, Kind
+from ...graph.collectives import FSDP_KINDS, Kind
 from ...graph.size_hints import GivenHints, SizeHints
 from ...reports.keep import KeepReport, KeptUnit
 from ...reports.text import size_text
+from ...rewrites.reshard_to import Smaller
 from ..cost.cost import Costs
 from ..cost.machine import H100, Machine
 from ..schedule.memory import within
@@ -43,7 +44,7 @@ from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import schedule_model
 from ..schedule.timeline import step_ms
 from .held import HeldUnits
-from .partitioned import PartitionedModel, Smaller, UnitOf
+from .partitioned import PartitionedModel, UnitOf
 
 _Set: TypeAlias = frozenset[int]
 _GIB = 2**30
@@ -120,7 +121,7 @@ class KeepPlanner:
         policies: Policy | Iterable[Policy] = DEFAULT_POLICIES,
         machine: Machine = H100,
         size_hints: SizeHints | GivenHints = None,
-        kinds: Collection[Kind] = KINDS[:2],
+        kinds: Collection[Kind] = FSDP_KINDS,
         rank_order: bool = False,
         activations: bool = False,
         smaller: Smaller | None = None,

@@ -36,7 +36,7 @@ from ...bucketing.plan import Bucket
 from ...fsdp.chains import parameter_chains, read_in_forward
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import (
-    KINDS,
+    FSDP_KINDS,
     Kind,
     bucket_key,
     is_collective,
@@ -45,8 +45,9 @@ from ...graph.collectives import (
     kind_of,
 )
 from ...graph.liveness import Storages
-from ...graph.records import unmergeable
+from ...graph.mergeable import unmergeable
 from ...graph.tags import tag_of
+from ...rewrites.reshard_to import Smaller
 from ..cost.cost import Costs
 from ..schedule.model import Model, Row, model_of
 from ..search.merged_model import merged_model
@@ -79,21 +80,6 @@ class Unit:
     nbytes: int = 0
     held: tuple[int, ...] = ()
     whole: int = -1
-
-
-@dataclass(frozen=True)
-class Smaller:
-    """A smaller group that backward may gather in.
-
-    Args:
-        group: its name.
-        ranks: in it.
-        starts: the gathers of which it can.
-    """
-
-    group: str
-    ranks: int
-    starts: Collection[fx.Node]
 
 
 @dataclass(frozen=True)
@@ -165,7 +151,7 @@ class PartitionedModel:
         graph: fx.Graph,
         costs: Costs,
         unit_of: UnitOf,
-        kinds: Collection[Kind] = KINDS[:2],
+        kinds: Collection[Kind] = FSDP_KINDS,
         rank_order: bool = False,
         activations: bool = False,
         smaller: Smaller | None = None,

@@ -20,7 +20,7 @@ from ...graph.unwrap import GraphLike, graph_of
 from ...passes.base import GraphPass, Stage
 from ...passes.cache_key import digest
 from ...passes.compilation import Choice, Compilation
-from ...passes.facts import Buckets, Order, RankOrder, Regathers, Tags, last_fact
+from ...passes.facts import Buckets, RankOrder, Regathers, Tags, last_fact
 from ...rewrites.reshard_to import (
     SmallerGroup,
     make_smaller_group,
@@ -34,6 +34,8 @@ from ..keep.keep import KeepPlanner, block_units
 from ..keep.partitioned import PartitionedModel, UnitOf
 from ..schedule.memory import PeakMemory
 from ..schedule.overlap import Overlap
+from .order import PlannedOrder
+from .step_memory import watch_peak
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -158,6 +160,10 @@ class ReshardAfterForward(GraphPass):
         if self._smaller is not None:
             read_first_gathers(graph_of(graph))
 
+    def wrap(self, compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+        """Compare the first step's peak with the one that was chosen by."""
+        return watch_peak(compiled, compilation)
+
     def _choose(self, graph: fx.Graph, chains: Chains, compilation: Compilation) -> _Choice:
         """Choose with the passes that will run on the halves of a joint graph."""
         inside = _aot.forward_nodes(graph)
@@ -165,7 +171,7 @@ class ReshardAfterForward(GraphPass):
         if _aot.stage_of(graph) == "inference" or not backward:
             return _Choice()
         smaller = None if self._smaller is None else what_fits(chains, self._smaller)
-        order = last_fact(compilation.ahead, Order) or Order((Overlap(),))
+        order = last_fact(compilation.ahead, PlannedOrder) or PlannedOrder((Overlap(),))
         merged = last_fact(compilation.ahead, Buckets) or Buckets()
         by_rank = last_fact(compilation.ahead, RankOrder) is not None
         assert self.memory is not None

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from ...bucketing.caps import CapPlanner, Eligible, check_options
 from ...bucketing.groups import GroupFilter
 from ...bucketing.merge import PayloadKey, check_payload_order, merge_and_report
-from ...graph.collectives import Kind, check_kinds
+from ...graph.collectives import FSDP_KINDS, Kind, check_kinds
 from ...graph.snapshot import reading_only
 from ...graph.unwrap import GraphLike, graph_of
 from ...passes.all_to_all import ReduceByAllToAll
@@ -28,6 +28,7 @@ from ..schedule.memory import within
 from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import schedule
 from ..search.cap_search import check_caps, choose_caps
+from .order import PlannedOrder
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -61,7 +62,7 @@ class Schedule(GraphPass):
 
     @property
     def provides(self) -> tuple[Fact, ...]:
-        return (Order(self._policies, self._machine),)
+        return (PlannedOrder(self._policies, self._machine),)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         self._schedule(graph, compilation)
@@ -122,7 +123,7 @@ class BucketAndSchedule(Schedule):
     conflicts_with = (RankOrder, Order)
     _: KW_ONLY
     caps_mb: Sequence[float] | None = None
-    kinds: Collection[Kind] = ("all_gather", "reduce_scatter")
+    kinds: Collection[Kind] = FSDP_KINDS
     eligible: Eligible = "tag"
     group_filter: GroupFilter | None = None
     payload_order: PayloadKey | None = None
@@ -148,6 +149,11 @@ class BucketAndSchedule(Schedule):
     def provides(self) -> tuple[Fact, ...]:
         reduced = () if self.reduce is None else self.reduce.provides
         return (Buckets(tuple(self.kinds)), *reduced, *super().provides)
+
+    def with_part(self, other: GraphPass) -> GraphPass | None:
+        if self.reduce is None and isinstance(other, ReduceByAllToAll):
+            return replace(self, reduce=other)
+        return None
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis, reduce = compilation.analysis(graph), self.reduce

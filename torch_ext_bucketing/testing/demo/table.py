@@ -15,7 +15,6 @@ _LABELS = {
     "fsdp_order": "compiled, FSDP2 order",
     "graph_order": "compiled, graph order",
     "fsdp_order_again": "  FSDP2 order, again",
-    "fsdp_order_precise": "  with eager's rounding",
 }
 _HASH = 12
 

@@ -26,10 +26,8 @@ from ..comparison import Options
 from ..model import ModelConfig, Transformer
 from ..payloads import bucket_payloads, fsdp_payloads
 from ..ranks import Rank
-from ..rounding import eager_rounding
 from ..training import Training, count_collectives
 from ..trial import Run, Trial
-from ..untouched import touched_torch
 from .results import RankReport, RunRecord
 from .settings import HEAD_DIM, Settings
 
@@ -76,7 +74,7 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
     runs, compilers = {"eager": training(eager, eager)}, dict[str, BucketingBackend]()
     names = ["fsdp_order", "graph_order"]
     if settings.backend == "inductor":
-        names += ["fsdp_order_again", "fsdp_order_precise"]
+        names.append("fsdp_order_again")
     for name in names:
         model, compilers[name], run = trial.ours(partial(_passes, name != "graph_order"))
         runs[name] = training(model, run)
@@ -85,11 +83,9 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
         for name, one in runs.items():
             if step == 0:
                 rank.send((0, name, ""))
-            precise = name == "fsdp_order_precise" and step == 0
-            rounding = eager_rounding() if precise else nullcontext()
             counting = count_collectives() if name == "eager" else nullcontext(called)
             dist.barrier()  # so that no run pays for another one's stragglers
-            with rounding, counting as called:
+            with counting as called:
                 one.take()
             rank.send((step + 1, name, one.done.digests[-1]))
     order = FSDPParamOrder.from_fsdp(eager)
@@ -114,8 +110,6 @@ def train_rank(rank: Rank, settings: Settings) -> RankReport:
             after=sum(report.collectives_after.values()),
             payloads=bucket_payloads(report.buckets),
         )
-    if touched := touched_torch():
-        raise RuntimeError(f"this package changed torch: {', '.join(touched)}")
     sizes = [parameter.numel() for parameter in eager.parameters()]
     return RankReport(
         records,

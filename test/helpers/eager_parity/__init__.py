@@ -1,0 +1,1 @@
+"""The models, rows and ranks of the comparisons with eager FSDP2."""

@@ -1,0 +1,280 @@
+"""The rows of the parity harness: what is trained, and in which way. Data alone, no torch.
+
+A :class:`Row` trains one model of :data:`.models.MODELS` under eager FSDP2 and compiled, on
+the passes of :func:`.recipe`, and the weights are compared after every step. To add
+
+- a model: an entry of ``MODELS``. Every row of the matrix there is for it comes of its own:
+  models x topologies x backends x parallelism x dtypes (:func:`matrix`);
+- a way to train: a field of :class:`Row`, read in ``ranks.Runs``, and rows in :data:`ROWS`;
+- something around the step (a checkpoint, an evaluation, graph breaks): a case of
+  ``cases.CASES``, which is a row by itself.
+
+A model with ``needs``, or a row on torchtitan, is left out where that is not installed, and the
+table says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .base import Model
+
+
+CHANNELS = 8
+CHUNK_BYTES = 128
+"""Bytes of a buffer that go to one ring channel in a row: small, for small models."""
+
+TOPOLOGIES = ("2x2", "4x2")
+MORE_TOPOLOGIES = ("1x2",)
+"""For GPUs: one pair of ranks, of which HSDP would have no replicas."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train one model.
+
+    Args:
+        name: what ``--rows`` and ``--only`` match.
+        model: of ``models.MODELS``; of torchtitan's own where ``client`` says so.
+        nodes: simulated.
+        mesh: sizes of the mesh: (ranks), (replicas, shards) or (shards, tensor-parallel ranks).
+        backend: of ``torch.compile``.
+        mode: of ``data_parallel``.
+        dtype: of gathers, computation and reductions; weights and optimizer are float32. Gradients
+            computed in bfloat16 would prove little about float32 reductions: the sum of a few of
+            them is mostly exact in float32, in whatever order.
+        device: ``"cpu"``, on a ring group, or ``"cuda"``, on NCCL.
+        client: whose sharding is compiled: this package's ``data_parallel``, or torchtitan's as it
+            is installed; or torchtitan's of its own model, by Dynamo or by its graph trainer's
+            tracer.
+        tensor: tensor parallelism over the mesh's second dimension: parameters cut by hand, or by
+            ``parallelize_module``, with the sequence sharded between blocks or not.
+        layers: blocks; of torchtitan's models from the first on, 0 for all.
+        chunks: in how many parts the loss is computed.
+        to: gather again for backward among so many ranks, or with ``memory`` let it be chosen; 0:
+            among all.
+        memory: one bound on what a step holds, in parts of its peak with all computed and gathered
+            again, under which it is chosen what is not; 0: none.
+        microbatches: forwards and backwards per step.
+        sync: when gradients are reduced, after each backward or after the last.
+        gather_once: whether parameters are gathered before the first forward of a step alone.
+        checkpoint: activation checkpointing of every block, of all of it or saving its matmuls.
+        regional: each block is compiled by itself, and the rest, whose every parameter is a unit,
+            is not: what that sends is not counted.
+        graphs: pairs of forward and backward graphs that a run compiles.
+        chunk_bytes: of a buffer that go to one ring channel in a row.
+        expert: ranks that share the experts.
+        spmd: of torchtitan's own models: its backend for what is no data parallelism.
+        case: of ``cases.CASES``, which has a model of its own, and no control.
+        layout: whether members and byte offsets of all buckets have to be those of eager FSDP2.
+        unlike: why the bits can't be eager FSDP2's. Then they must not be, and a warning says so.
+    """
+
+    name: str
+    model: str = "decoder"
+    nodes: int = 2
+    mesh: tuple[int, ...] = (4,)
+    backend: Literal["aot_eager", "inductor"] = "aot_eager"
+    mode: Literal["fully_shard", "hybrid_shard", "replicate"] = "fully_shard"
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    device: Literal["cpu", "cuda"] = "cpu"
+    client: Literal["ours", "torchtitan", "torchtitan's model", "torchtitan's trainer"] = "ours"
+    tensor: Literal["", "cut", "module", "module+sequence"] = ""
+    layers: int = 2
+    chunks: int = 1
+    to: int = 0
+    memory: float = 0.0
+    microbatches: int = 1
+    sync: Literal["each", "last"] = "each"
+    gather_once: bool = False
+    checkpoint: Literal["", "full", "selective"] = ""
+    regional: bool = False
+    graphs: int = 1
+    chunk_bytes: int = CHUNK_BYTES
+    expert: int = 1
+    spmd: Literal["partial_dtensor", "spmd_types"] = "partial_dtensor"
+    case: str = ""
+    layout: bool = True
+    unlike: str = ""
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.mesh)
+
+    @property
+    def per_node(self) -> int:
+        return self.ranks // self.nodes
+
+    @property
+    def data_sizes(self) -> tuple[int, ...]:
+        """The mesh of data parallelism alone: (shards) or (replicas, shards)."""
+        return self.mesh[:1] if self.tensor else self.mesh
+
+    @property
+    def why_no_control(self) -> str:
+        """Why payload order can't change a bit here, or "" where it can."""
+        if self.case:
+            return "the case has no control"
+        if max(self.data_sizes) == 2:
+            return "groups of two ranks: a + b is b + a"
+        if self.device == "cuda":
+            return "whether NCCL's order depends on the place in a buffer is up to the machine"
+        return ""
+
+    def why_left_out(self, models: Mapping[str, Model]) -> str:
+        """What is missing to run it; "" where nothing is."""
+        missing = models[self.model].missing if self.model in models else []
+        if self.client != "ours" and importlib.util.find_spec("torchtitan") is None:
+            missing = [*missing, "torchtitan"]
+        return f"needs {', '.join(missing)}, which is not installed" if missing else ""
+
+
+PARALLELISM: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    # Replicates across nodes and shards inside them.
+    "hsdp": {"mode": "hybrid_shard"},
+    "fsdp+chunked_loss": {"chunks": 4},
+    # Tensor parallelism inside nodes.
+    "fsdp+tp": {"tensor": "cut"},
+}
+"""The matrix's kinds of parallelism, and the fields of a row that they set."""
+
+
+def matrix(
+    models: Mapping[str, Model],
+    topologies: Sequence[str] = TOPOLOGIES,
+    device: Literal["cpu", "cuda"] = "cpu",
+    layers: int = 1,
+) -> Iterator[Row]:
+    """Models x topologies (nodes x ranks per node) x parallelism x dtypes x backends, as far as a
+    model is meant for them; names look like ``llama/2x2/aot_eager/fsdp/bf16``."""
+    dtypes: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
+    for topology in topologies:
+        nodes, per_node = (int(n) for n in topology.split("x"))
+        for model, about in models.items():
+            for parallelism in about.parallelism:
+                two = parallelism in ("hsdp", "fsdp+tp")
+                if nodes == 1 and two:
+                    continue
+                mesh = (nodes, per_node) if two else (nodes * per_node,)
+                for dtype in dtypes:
+                    for backend in about.backends:
+                        yield Row(
+                            "/".join((model, topology, backend, parallelism, dtype)),
+                            model,
+                            nodes,
+                            mesh,
+                            backend,
+                            dtype=dtype,
+                            device=device,
+                            layers=layers,
+                            **PARALLELISM[parallelism],
+                        )
+
+
+_TITAN: dict[str, Any] = {"client": "torchtitan"}
+_TENSOR: dict[str, Any] = {**_TITAN, "model": "tensor", "layout": False}
+_TENSOR_SHARED = {**_TENSOR, "model": "tensor_shared"}
+_OWN: dict[str, Any] = {"layers": 0, "chunk_bytes": 4096, "layout": False}
+_MODEL: dict[str, Any] = {**_OWN, "client": "torchtitan's model"}
+_TRAINER: dict[str, Any] = {**_OWN, "client": "torchtitan's trainer", "layers": 2}
+_SPLIT = (
+    "one unit's gradients come in two graphs: two reductions, each with offsets of its own, where "
+    "eager FSDP2 has one"
+)
+
+
+def _spmd_types() -> Iterator[Row]:
+    """torchtitan's models on its default backend."""
+    ways: dict[str, dict[str, Any]] = {
+        "llama3": {},
+        "llama3_hsdp": {"mesh": (2, 2), "mode": "hybrid_shard"},
+        "llama3_tp": {"mesh": (2, 2), "tensor": "module"},
+        "llama3_tp_sp": {"mesh": (2, 2), "tensor": "module+sequence"},
+        "deepseek_v3": {},
+        "deepseek_v3_experts": {"expert": 2},
+    }
+    for by, fields in (("model", _MODEL), ("trainer", _TRAINER)):
+        for name, way in ways.items():
+            model = "deepseek_v3" if name.startswith("deepseek") else "llama3"
+            yield Row(f"spmd_types/{by}/{name}", model, spmd="spmd_types", **{**fields, **way})
+
+
+def _case(name: str, unlike: str = "") -> Row:
+    return Row(f"everyday/{name}", case=name, unlike=unlike, layout=False)
+
+
+ROWS: tuple[Row, ...] = (
+    Row("torchtitan/fully_shard", **_TITAN),
+    Row("torchtitan/replicate", mode="replicate", layout=False, **_TITAN),
+    Row("torchtitan/hybrid_shard_2x4", mesh=(2, 4), mode="hybrid_shard", nodes=4, **_TITAN),
+    Row("torchtitan/hybrid_shard_4x2", mesh=(4, 2), mode="hybrid_shard", nodes=4, **_TITAN),
+    Row("torchtitan/fsdp2_tp2", mesh=(2, 2), tensor="module", **_TENSOR),
+    Row("torchtitan/fsdp2_tp2_sp", mesh=(2, 2), tensor="module+sequence", **_TENSOR),
+    Row("torchtitan/hybrid_shard_2x2", mesh=(2, 2), mode="hybrid_shard", **_TITAN),
+    Row("torchtitan/fsdp4_tp2", nodes=4, mesh=(4, 2), tensor="module", **_TENSOR),
+    Row("torchtitan/fsdp4_tp2_sp", nodes=4, mesh=(4, 2), tensor="module+sequence", **_TENSOR),
+    Row("torchtitan/shared_activation", "translator", **_TITAN),
+    Row("torchtitan/shared_activation_tp2", mesh=(2, 2), tensor="module", **_TENSOR_SHARED),
+    Row("torchtitan/blocks", regional=True, layout=False, **_TITAN),
+    Row("blocks", regional=True, layout=False),
+    Row("checkpoint/every_block", checkpoint="full"),
+    Row("checkpoint/selective", checkpoint="selective"),
+    Row("accumulate/reduce_each", microbatches=3),
+    # Units of 8-bit and bfloat16 members.
+    Row("float8/fsdp", "float8"),
+    Row("float8/hsdp", "float8", mesh=(2, 2), mode="hybrid_shard"),
+    Row("float8/fsdp+tp", "float8", mesh=(2, 2), tensor="cut"),
+    # The reduction is a graph of its own.
+    Row("accumulate/reduce_last", microbatches=3, sync="last", graphs=2, layout=False),
+    # And so are the gathers.
+    Row(
+        "accumulate/gather_once",
+        microbatches=3,
+        sync="last",
+        gather_once=True,
+        graphs=3,
+        layout=False,
+    ),
+    Row("frozen_parameter", "frozen"),
+    # An activation that several units read; the matrix has more.
+    Row("shared_activation/inductor", "translator", backend="inductor"),
+    # Eager FSDP2 has no place for a parameter without a gradient.
+    Row("unused_parameter", "unused", layout=False),
+    Row("branch", "branch", graphs=2, layout=False),
+    Row("torchtitan_model/llama3", "llama3", **_MODEL),
+    Row("torchtitan_model/deepseek_v3", "deepseek_v3", **_MODEL),
+    Row("torchtitan_model/deepseek_v3_experts", "deepseek_v3", expert=2, **_MODEL),
+    Row("graph_trainer/llama3", "llama3", **_TRAINER),
+    Row("graph_trainer/deepseek_v3_experts", "deepseek_v3", expert=2, **_TRAINER),
+    *_spmd_types(),
+    *(
+        Row(f"reshard_to/{model}", model, to=2)
+        for model in ("llama", "moe", "vit", "uneven", "tied_chunked", "checkpointed")
+    ),
+    *(
+        Row(f"memory/{model}/{bound}", model, memory=bound, layers=3)
+        for model in ("llama", "moe", "vit", "translator")
+        for bound in (1.0, 1.1, 1.25, 1.5, 2.0)
+    ),
+    *(  # not as eager's backward gathers
+        Row(f"memory_to/{model}/{bound}", model, memory=bound, to=2, layers=3, layout=False)
+        for model in ("llama", "moe", "vit", "translator")
+        for bound in (1.05, 1.25)
+    ),
+    *map(_case, ("plain", "resume", "resume_on_fewer_ranks", "regional")),
+    _case("regional_rest_in_a_unit", "parameters outside the compiled blocks are reduced singly"),
+    _case("regional_planned_unlike", "blocks that share a graph are packed as the first one's"),
+    _case("regional_block_twice", "a block that is called twice reduces twice"),
+    *map(_case, ("graph_break", "graph_break_in_loop")),
+    _case("graph_break_in_a_unit", _SPLIT),
+    _case("graph_break_in_block_unit", _SPLIT),
+    *map(_case, ("lengths", "lengths_dynamic", "evaluation_no_grad", "evaluation_inference_mode")),
+    *map(_case, ("autocast", "optimizer_foreach", "optimizer_fused", "two_models")),
+    _case("max_autotune"),
+)

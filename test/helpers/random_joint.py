@@ -1,0 +1,153 @@
+"""Random joint graphs for the choice of what stays gathered or saved, and planners for them."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_ext_bucketing.fsdp.chains import parameter_chains
+from torch_ext_bucketing.graph.tags import Tag, set_tag
+from torch_ext_bucketing.planner.cost.machine import Level, Machine
+from torch_ext_bucketing.planner.keep.keep import KeepPlanner
+from torch_ext_bucketing.rewrites.reshard_to import make_smaller_group, what_fits
+
+GROUP = "0"
+_MODE = FakeTensorMode()
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+
+def unit_of(fqn: str) -> tuple[int, str]:
+    """The unit of ``layers.3.w0``: number and name."""
+    number = int(fqn.split(".")[1])
+    return number, f"layers.{number}"
+
+
+class _Joint:
+    """A joint graph in the making; ``tag`` is what tracing would mark its nodes with."""
+
+    def __init__(self, ranks: int) -> None:
+        self.graph = fx.Graph()
+        self.ranks = ranks
+        self.tag = "is_forward"
+
+    def given(self, name: str, *shape: int) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with _MODE:
+            node.meta = {"val": torch.empty(shape), "partitioner_tag": self.tag}
+        return node
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        with _MODE:
+            value = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
+        node.meta = {"val": value, "partitioner_tag": self.tag}
+        return node
+
+    def mm(self, x: fx.Node, y: fx.Node) -> fx.Node:
+        return self.call(_aten.mm.default, x, y)
+
+    def t(self, x: fx.Node) -> fx.Node:
+        return self.call(_aten.t.default, x)
+
+    def gather(self, shard: fx.Node, fqn: str) -> fx.Node:
+        start = self.call(_c10d.all_gather_into_tensor.default, shard, self.ranks, GROUP)
+        set_tag(start, Tag("all_gather", (fqn,)))
+        return self.call(_c10d.wait_tensor.default, start)
+
+    def scatter(self, full: fx.Node, fqn: str) -> fx.Node:
+        start = self.call(_c10d.reduce_scatter_tensor.default, full, "avg", self.ranks, GROUP)
+        set_tag(start, Tag("reduce_scatter", (fqn,)))
+        return self.call(_c10d.wait_tensor.default, start)
+
+
+def random_joint(seed: int, units: int, ranks: int = 2) -> tuple[fx.Graph, Machine]:
+    """A chain of layers of random widths, and a machine on which communication takes between a
+    quarter and four times as long as computation.
+
+    Each layer is a unit: one or two sharded matrices, and up to three products with a matrix that
+    is not sharded. Some layers are followed by a wide activation that is saved.
+    """
+    rng = random.Random(seed)
+    j = _Joint(ranks)
+    rows = 64 * rng.randint(1, 8)
+    widths = [64 * rng.randint(1, 8) for _ in range(units + 1)]
+    names: list[list[str]] = []
+    shards: dict[str, fx.Node] = {}
+    square: dict[int, fx.Node] = {}
+    inner = [64 * rng.randint(1, 12) if rng.random() < 0.4 else 0 for _ in range(units)]
+    more = [rng.choice((0, 0, 1, 3)) for _ in range(units)]
+    for k in range(units):
+        sizes = [(widths[k], widths[k + 1])]
+        if inner[k]:
+            sizes = [(widths[k], inner[k]), (inner[k], widths[k + 1])]
+        mine = [f"layers.{k}.w{i}" for i in range(len(sizes))]
+        for name, (first, second) in zip(mine, sizes, strict=True):
+            shards[name] = j.given(name.replace(".", "_"), first // ranks, second)
+        names.append(mine)
+        if more[k]:
+            square[k] = j.given(f"square_{k}", widths[k + 1], widths[k + 1])
+    x = j.given("x", rows, widths[0])
+    tangent = j.given("tangents_1", rows, widths[-1])
+
+    undo: list[tuple[str, fx.Node, fx.Node]] = []  # what backward does, last first
+    for k in range(units):
+        for name in names[k]:
+            full = j.gather(shards[name], name)
+            undo.append((name, x, full))
+            x = j.mm(x, full)
+        for _ in range(more[k]):
+            undo.append(("", x, square[k]))
+            x = j.mm(x, square[k])
+        if rng.random() < 0.5:
+            x = j.call(_aten.relu.default, x)
+            undo.append(("relu", x, x))
+    loss = x
+
+    j.tag = "is_backward"
+    grad, gradients = tangent, {}
+    for name, given, weight in reversed(undo):
+        if name == "relu":
+            grad = j.call(_aten.threshold_backward.default, grad, given, 0)
+            continue
+        if name:
+            gradients[name] = j.scatter(j.mm(j.t(given), grad), name)
+        grad = j.mm(grad, j.t(weight))
+    j.graph.output((loss, *(gradients[name] for mine in names for name in mine)))
+
+    rate = 1e12
+    flops = sum(2.0 * rows * n.meta["val"].numel() for n in shards.values()) * ranks * 3
+    nbytes = sum(4.0 * n.meta["val"].numel() for n in shards.values()) * ranks * 3
+    bandwidth = nbytes / (flops / rate * rng.choice((0.25, 0.5, 1.0, 2.0, 4.0)))
+    network = Level(bandwidth, latency_ms=1e-4)
+    machine = Machine(
+        name="random",
+        flops={"float32": rate},
+        bandwidth=1e15,
+        kernel_ms=1e-6,
+        ranks_per_node=ranks,
+        intra=network,
+        inter=network,
+    )
+    return j.graph, machine
+
+
+def random_planner(
+    seed: int, units: int, activations: bool = False, to: int = 0, more: int = 4
+) -> KeepPlanner:
+    """What chooses for one of :func:`random_joint`, ``activations`` that are saved, too. With
+    ``to``, in a job of twice as many ranks, backward may gather in a group of that size, whose
+    network is ``more`` times as fast; 0: a job of two ranks."""
+    graph, machine = random_joint(seed, units, 2 * max(1, to))
+    smaller = None
+    if to:
+        network, group = machine.inter, make_smaller_group(to)
+        assert network is not None
+        assert group is not None
+        fast = replace(network, bandwidth=network.bandwidth * more)
+        machine = replace(machine, ranks_per_node=to, intra=fast)
+        smaller = what_fits(parameter_chains(graph), group)
+    return KeepPlanner(graph, unit_of, machine=machine, activations=activations, smaller=smaller)

@@ -1,0 +1,82 @@
+"""Plan with wrong times and score the plan with the true ones.
+
+Each draw multiplies the time of every sort of kernel (operator and sizes) and of collective (kind
+and process group) by a factor of its own, log-normal. Caps and order are chosen with these times,
+and the step is then timed with the true ones.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.fx as fx
+
+from torch_ext_bucketing.bucketing.caps import CapPlanner
+from torch_ext_bucketing.graph.analysis import GraphAnalysis
+from torch_ext_bucketing.graph.collectives import group_name, is_collective, tensors_in
+from torch_ext_bucketing.graph.size_hints import GivenHints, SizeHints
+from torch_ext_bucketing.planner.cost.cost import Costs
+from torch_ext_bucketing.planner.cost.machine import H100, Machine
+from torch_ext_bucketing.planner.schedule.model import Model, model_of
+from torch_ext_bucketing.planner.schedule.policy import Policy
+from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
+from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.planner.search.cap_search import choose_caps
+from torch_ext_bucketing.planner.search.merged_model import merged_model
+
+SIGMA = 0.3
+
+
+def off_by(machine: Machine, seed: int, sigma: float = SIGMA, hints: GivenHints = None) -> Machine:
+    """``machine`` with times that are off, the same for the same seed; ``sigma`` is the standard
+    deviation of a factor's logarithm, and the median factor 1."""
+    true = Costs(machine, SizeHints(hints))
+    factors: dict[tuple[Any, ...], float] = {}
+
+    def estimate(node: fx.Node, nbytes: int | None) -> float:
+        sort: tuple[Any, ...] = (str(node.target),)
+        if is_collective(node):
+            sort += (group_name(node),)
+            ms = true.collective(node, nbytes)
+        else:
+            inputs = (tensors_in(n.meta.get("val")) for n in node.all_input_nodes)
+            sort += tuple(tuple(map(str, t.shape)) for ts in inputs for t in ts)
+            ms = true(node)
+        if sort not in factors:
+            factors[sort] = math.exp(random.Random(f"{seed} {sort}").gauss(0.0, sigma))
+        return ms * factors[sort]
+
+    return replace(machine, estimate=estimate)
+
+
+def steps_off(
+    analysis: GraphAnalysis,
+    policies: Sequence[Policy],
+    draws: int,
+    reference_bytes: int,
+    options: dict[str, Any],
+    sigma: float = SIGMA,
+    machine: Machine = H100,
+) -> tuple[float, float, list[float]]:
+    """Milliseconds of the step, planned with the times of ``machine``, what no order of the same
+    buckets can beat, and the steps planned with each draw of other times. ``options`` are
+    those of :class:`.CapPlanner`."""
+    hints, planner = analysis.hints, CapPlanner(analysis, **options)
+    true = Costs(machine, hints)
+    unmerged = model_of(analysis, true)
+
+    def planned(by: Machine) -> tuple[float, Model]:
+        plan, _ = choose_caps(planner, policies, machine=by, reference_bytes=reference_bytes)
+        costs = Costs(by, hints)
+        believed = merged_model(model_of(analysis, costs), plan.buckets, costs)
+        real = merged_model(unmerged, plan.buckets, true)
+        if believed is None or real is None:
+            raise RuntimeError("the buckets stand on both sides of a side effect")
+        _, order = schedule_model(believed, policies, reference_bytes)
+        return Timeline.of(real, order).step_ms, real
+
+    step, merged = planned(machine)
+    off = (off_by(machine, seed, sigma, hints) for seed in range(draws))
+    return step, merged.paths.bound_ms, [planned(by)[0] for by in off]

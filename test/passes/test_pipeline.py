@@ -1,0 +1,179 @@
+"""Lists of passes: their order, what is wrong with one, and what to give instead."""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from sharded_models import TwoBlocks
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_ext_bucketing as teb
+from torch_ext_bucketing.errors import PassOrderError
+from torch_ext_bucketing.passes.base import GraphPass
+from torch_ext_bucketing.passes.facts import Order
+from torch_ext_bucketing.passes.pipeline import Pipeline
+
+UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
+
+
+REFUSED = {
+    r"BucketByCap comes after Schedule and would undo what that decides, the order of the "
+    r"nodes\. The right order: \[TagParameters, BucketByCap, BucketUnits, Schedule\]": (
+        lambda: [teb.Schedule(teb.Overlap()), teb.BucketByCap(), teb.BucketUnits(UNITS)]
+    ),
+    "Schedule and Schedule both decide the order of the nodes: give one of them": (
+        lambda: [teb.Schedule(teb.Overlap()), teb.ReshardAfterForward(), teb.Schedule([])]
+    ),
+    "BucketAndSchedule and Schedule both decide the order": (
+        lambda: [teb.BucketAndSchedule(teb.Overlap()), teb.Schedule(teb.Overlap())]
+    ),
+    r"ReduceByAllToAll comes after BucketAndSchedule .* "
+    r"Give BucketAndSchedule\(\.\.\., reduce=ReduceByAllToAll\(\)\)": (
+        lambda: [teb.BucketAndSchedule(teb.Overlap()), teb.ReduceByAllToAll()]
+    ),
+    "both decide which parameters backward gathers again": (
+        lambda: [teb.ReshardAfterForward(), teb.ReshardAfterForward(keep=["head"])]
+    ),
+    "both decide the tags of collectives": lambda: [teb.TagParameters(), teb.TagParameters()],
+}
+
+
+@pytest.mark.parametrize("match", REFUSED)
+def test_a_list_in_which_passes_undo_each_others_work_is_refused(match):
+    with pytest.raises(PassOrderError, match=match):
+        teb.backend("aot_eager", REFUSED[match]())
+
+
+def test_the_right_order_is_taken():
+    passes = [teb.BucketByCap(), teb.BucketUnits(UNITS), teb.Schedule(teb.Overlap())]
+    assert Pipeline(passes).forward_backward == tuple(passes)
+
+
+def test_a_pass_that_misses_what_it_requires_is_refused():
+    class Needs(GraphPass):
+        stage = "forward_backward"
+        requires = (Order,)
+
+        def run(self, graph, compilation):
+            raise AssertionError("only looked at")
+
+    text = "Needs requires the order of the nodes, which no pass before it provides"
+    with pytest.raises(PassOrderError, match=text) as refused:
+        Pipeline([Needs(), teb.Schedule(teb.Overlap())])
+    assert refused.value.working == ()
+    assert len(Pipeline([teb.Schedule(teb.Overlap()), Needs()]).forward_backward) == 2
+
+
+# -- advice -------------------------------------------------------------------------------------
+
+
+def one_of_each(world):
+    mesh, model = init_device_mesh("cpu", (world,)), TwoBlocks()
+    passes = [
+        teb.TagParameters(),
+        teb.AddByUnit(model, ["layers.0", "layers.1", ""]),
+        teb.CombineUses(),
+        teb.MergeAmax(),
+        teb.ReduceScatterFirst(),
+        teb.ReshardAfterForward(),
+        teb.SeparateGroups(mesh),
+        teb.BucketUnits(UNITS),
+        teb.BucketByCap(),
+        teb.ReduceByAllToAll(),
+        teb.Schedule(teb.Overlap()),
+        teb.BucketAndSchedule(teb.Overlap()),
+        teb.BucketAndSchedule(teb.Overlap(), reduce=teb.ReduceByAllToAll(torch.float64)),
+    ]
+    classes = {getattr(teb, name) for name in teb.__all__}
+    known = {c for c in classes if isinstance(c, type) and issubclass(c, GraphPass)} - {GraphPass}
+    assert {type(p) for p in passes} == known
+    return passes
+
+
+def test_following_the_advice_works_for_every_list_of_three(fake_world):
+    """Every pair is part of such a list; a pass may be in it twice."""
+    refused = set()
+    for given in itertools.product(one_of_each(fake_world), repeat=3):
+        working = advice(given)
+        if working is None:
+            continue
+        refused.update(itertools.combinations([p.name for p in given], 2))
+        assert working, given
+        Pipeline(working)
+        # Each pass that was given is there, or a part of one, or what it decides is decided.
+        kept = {q for p in working for q in (p, *p.parts)}
+        decided = {type(fact) for p in kept for fact in p.provides}
+        for p in given:
+            assert p in kept or decided.issuperset(map(type, p.provides)), given
+    assert ("BucketAndSchedule", "ReduceByAllToAll") in refused
+    assert ("ReduceByAllToAll", "BucketAndSchedule") in refused
+
+
+def advice(given):
+    """What the error suggests for a list; None where there is no error."""
+    try:
+        Pipeline(given)
+    except PassOrderError as error:
+        return error.working
+    return None
+
+
+def test_a_pass_that_can_be_a_part_becomes_one(fake_world):
+    both = [teb.BucketAndSchedule(teb.Overlap(depth=3), kinds=["all_gather"])]
+    sums = teb.ReduceByAllToAll(torch.float64)
+    for given in ([*both, sums], [sums, *both]):
+        with pytest.raises(PassOrderError) as refused:
+            Pipeline(given)
+        *_, merged = refused.value.working
+        assert isinstance(merged, teb.BucketAndSchedule)
+        assert merged.reduce is sums
+        assert merged.policies == both[0].policies
+        assert merged.kinds == both[0].kinds
+
+
+# -- passes of a user ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limited(GraphPass):
+    """A pass as the documentation has it."""
+
+    stage = "forward_backward"
+    limit: int = 3
+
+    def run(self, graph, compilation):
+        raise AssertionError("only looked at")
+
+
+def test_fields_are_the_settings():
+    assert Limited().settings() == (3,)
+    assert Limited(4).settings() == (4,)
+    assert repr(Limited(4)) == "Limited(limit=4)"
+
+
+def test_a_subclass_that_adds_nothing_has_the_settings_of_its_base():
+    class Own(teb.BucketByCap):
+        """With another name."""
+
+    assert Own(25).settings() == teb.BucketByCap(25).settings()
+    assert repr(Own(25)) == "Own(cap_mb=25)"
+
+
+def test_settings_that_are_in_no_field_keep_the_caches_away(caplog):
+    class Own(GraphPass):
+        stage = "forward_backward"
+
+        def __init__(self, limit):
+            self.limit = limit
+
+        def run(self, graph, compilation):
+            raise AssertionError("only looked at")
+
+    class Named(Own):
+        def settings(self):
+            return (self.limit,)
+
+    assert Own(3).uuid() is None
+    assert "make it a frozen dataclass, or define settings()" in caplog.text
+    assert Named(3).settings() == (3,)

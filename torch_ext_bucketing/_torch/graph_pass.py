@@ -1,0 +1,8 @@
+"""The base class of passes that Inductor takes."""
+
+from __future__ import annotations
+
+from .private import private_torch
+
+with private_torch():
+    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
