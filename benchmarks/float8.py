@@ -41,6 +41,8 @@ from torch_ext_bucketing.graph.collectives import (
 )
 from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.planner.cost.cost import Costs
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
 from torch_ext_bucketing.testing.demo.table import columns
 
 WAYS = ("bfloat16", "float8", "float8, amax one by one")
@@ -89,9 +91,9 @@ def measured(way: str, config: LlamaConfig) -> tuple[int, int, Merged, Merged]:
         shard_llama(llama, world)
         return llama
 
-    joint: list[teb.GraphPass] = [teb.CombineUses(), teb.ReshardAfterForward()]
+    joint: list[teb.GraphPass] = [CombineUses(), teb.ReshardAfterForward()]
     if way == "float8":
-        joint.insert(1, teb.MergeAmax())
+        joint.insert(1, MergeAmax())
     shape = (config.batch, config.seq)
     graphs = trace_model(build, shape, lambda text: None, {way: joint})
     gathered = before = 0
@@ -130,7 +132,7 @@ def _kernels(name: str, mesh: DeviceMesh, bucketed: bool) -> tuple[int, int, int
     """Functions that Inductor generates, other kernels that it calls, and collectives."""
     model = build(name, layers=2)
     teb.data_parallel(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    passes: list[teb.GraphPass] = [teb.CombineUses(), teb.ReshardAfterForward()]
+    passes: list[teb.GraphPass] = [CombineUses(), teb.ReshardAfterForward()]
     if bucketed:
         passes = teb.recipe(model, units=units_of(name, model))
     torch.compiler.reset()

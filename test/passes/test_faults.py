@@ -28,10 +28,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.agreement.before_run import agree
 from torch_ext_bucketing.bucketing import merge as merging
-from torch_ext_bucketing.bucketing.caps import plan_by_cap
-from torch_ext_bucketing.bucketing.groups import primary_group
+from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.units import plan_units
+from torch_ext_bucketing.bucketing.units import ByUnit
 from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
 from torch_ext_bucketing.fsdp.units import Units, UnitSpec
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
@@ -40,6 +39,10 @@ from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 
 ODD: dict[str, Callable[[], fx.GraphModule]] = {}
 CAN_RUN: set[str] = set()
@@ -254,7 +257,7 @@ def by_cap(gm: fx.GraphModule, cap_mb: Any = 1.0, **options: Any) -> Any:
 
 
 BUCKETERS: dict[str, Callable[..., Any]] = {
-    "BucketUnits": lambda gm, **k: run_pass(teb.BucketUnits([["m"]], KIND_NAMES, **k), gm),
+    "BucketByUnit": lambda gm, **k: run_pass(teb.BucketByUnit([["m"]], KIND_NAMES, **k), gm),
     "BucketByCap": by_cap,
     "BucketAndSchedule": lambda gm, **k: run_pass(
         teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(gib=1)], **{"kinds": KIND_NAMES, **k}),
@@ -264,25 +267,25 @@ BUCKETERS: dict[str, Callable[..., Any]] = {
 FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
     **BUCKETERS,
     "by structure": lambda gm: by_cap(
-        gm, None, eligible="structure", group_filter=primary_group, non_adjacent=False
+        gm, None, eligible="structure", groups="primary", non_adjacent=False
     ),
     "Overlap": lambda gm: schedule(gm, teb.Overlap()),
-    "CapComputeRun": lambda gm: schedule(gm, teb.CapComputeRun(1)),
+    "MaxComputeRun": lambda gm: schedule(gm, teb.MaxComputeRun(1)),
     "PeakMemory": lambda gm: schedule(gm, teb.PeakMemory(ratio=0.5)),
     "Schedule": lambda gm: run_pass(teb.Schedule(teb.Overlap()), gm),
     "peak_bytes": peak_bytes,
     "tag_joint_graph": tag_joint_graph,
-    "TagParameters": lambda gm: run_pass(teb.TagParameters(), gm),
+    "TagParameters": lambda gm: run_pass(teb.hooks.TagParameters(), gm),
     "ReshardAfterForward": lambda gm: run_pass(teb.ReshardAfterForward(), gm),
-    "AddByUnit": lambda gm: run_pass(teb.AddByUnit(Blocks(), ["layers.0", "norm"]), gm),
-    "CombineUses": lambda gm: run_pass(teb.CombineUses(), gm),
-    "MergeAmax": lambda gm: run_pass(teb.MergeAmax(), gm),
-    "ReduceScatterFirst": lambda gm: run_pass(teb.ReduceScatterFirst(), gm),
-    "ReduceByAllToAll": lambda gm: run_pass(teb.ReduceByAllToAll(), gm),
+    "AddByUnit": lambda gm: run_pass(AddByUnit(Blocks(), ["layers.0", "norm"]), gm),
+    "CombineUses": lambda gm: run_pass(CombineUses(), gm),
+    "MergeAmax": lambda gm: run_pass(MergeAmax(), gm),
+    "ReduceScatterFirst": lambda gm: run_pass(ReduceScatterFirst(), gm),
+    "FixedOrderReduce": lambda gm: run_pass(teb.FixedOrderReduce(), gm),
     "SeparateGroups": lambda gm: run_pass(teb.SeparateGroups(init_device_mesh("cpu", (2,))), gm),
     "agree": agree,
 }
-PLANNERS = (*BUCKETERS, "by structure", "peak_bytes", "ReduceByAllToAll")
+PLANNERS = (*BUCKETERS, "by structure", "peak_bytes", "FixedOrderReduce")
 # What raises, of the functions in PLANNERS; scheduling says the same in a warning.
 RAISES = {
     "out_of_order": (
@@ -333,7 +336,7 @@ def test_odd_graphs(name, function):
             assert described(gm) == before
             return
         report = FUNCTIONS[function](gm)
-    said = [str(w.message) for w in warned if w.category is teb.BoundNotKeptWarning]
+    said = [str(w.message) for w in warned if w.category is teb.errors.BoundNotKeptWarning]
     if name in RAISES:
         assert all(re.search(RAISES[name][1], text) for text in said)
         if function != "ReshardAfterForward":  # which only marks nodes
@@ -445,7 +448,7 @@ UNITS = [["m.a"], ["m.b"]]
 def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     gm = gathers_and_scatters()
     before, nodes = described(gm), list(gm.graph.nodes)
-    plan = plan_units(gm.graph, Units(UNITS))
+    plan = ByUnit(Units(UNITS)).plan(gm.graph)
     assert len(plan.buckets) == 4
     pack, calls = merging.pack, []
 
@@ -464,7 +467,7 @@ def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     gm.recompile()
     monkeypatch.undo()
     # Nothing is lost: the same again, and now it works.
-    assert len(apply_plan(gm.graph, plan_units(gm.graph, Units(UNITS)))) == 4
+    assert len(apply_plan(gm.graph, ByUnit(Units(UNITS)).plan(gm.graph))) == 4
     gm.graph.lint()
 
 
@@ -640,48 +643,16 @@ def communicates(counts: Any) -> Any:
     return list(counts)
 
 
-BAD_FILTERS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "raises": (lambda c: 1 / 0, "division by zero"),
-    "raises late": (lambda c: (1 / 0 for _ in c), "division by zero"),
-    "NaN": (lambda c: math.nan, "not iterable"),
-    "None": (lambda c: None, "not iterable"),
-    "a string": (lambda c: "0", "str"),
-    "mixed types": (lambda c: ["0", 1, None], "none of the groups"),
-    "NaN inside": (lambda c: [math.nan], "none of the groups"),
-    "unhashable": (lambda c: [["0"]], "unhashable"),
-    "very many": (lambda c: map(str, range(10**5)), "none of the groups"),
-    "mutates": (clears, "clear"),
-    "assigns": (sets, "item assignment"),
-}
-FILTER_ROADS = {name: f for name, f in BUCKETERS.items() if name != "BucketUnits"}
+CAP_ROADS = {name: f for name, f in BUCKETERS.items() if name != "BucketByUnit"}
 
 
-@pytest.mark.parametrize("bad", BAD_FILTERS)
-def test_bad_group_filters(bad):
-    group_filter, match = BAD_FILTERS[bad]
-    text = r"group_filter failed on groups \{'0': \{'all_gather': 4"
-    for road in FILTER_ROADS.values():
-        own = refused(lambda gm, road=road: road(gm, group_filter=group_filter), RuntimeError, text)
-        assert match in str(own.__cause__)
-
-
-@pytest.mark.parametrize("road", FILTER_ROADS)
-def test_group_filters_that_communicate_or_change_the_graph(road):
-    def filtered(gm: fx.GraphModule, by: Callable[[Any], Any]) -> Any:
-        return FILTER_ROADS[road](gm, group_filter=by)
-
-    text = "group_filter failed on groups"
-    found = refused(lambda gm: filtered(gm, communicates), RuntimeError, text)
-    assert "called the collective c10d.barrier" in str(found.__cause__)
-
-    def changes(gm: fx.GraphModule) -> Any:
-        return filtered(gm, lambda counts: _erase(gm.graph) or list(counts))
-
-    refused(changes, RuntimeError, "group_filter changed the graph", same_nodes=False)
+@pytest.mark.parametrize("road", CAP_ROADS)
+def test_groups_that_a_graph_has_not(road):
     gm = gathers_and_scatters()
     before = described(gm)
-    assert filtered(gm, lambda counts: ()).buckets == ()
-    assert described(gm) == before
+    for groups in ((), ["7"], list(map(str, range(1, 10**5)))):
+        assert CAP_ROADS[road](gm, groups=groups).buckets == ()
+        assert described(gm) == before
 
 
 BAD_CAPS: dict[str, tuple[Any, type[Exception], str]] = {
@@ -705,7 +676,7 @@ BAD_CAPS: dict[str, tuple[Any, type[Exception], str]] = {
 def test_bad_caps(bad):
     cap, error, match = BAD_CAPS[bad]
     refused(lambda gm: by_cap(gm, cap), error, match)
-    refused(lambda gm: plan_by_cap(gm.graph, cap), error, match)
+    refused(lambda gm: ByCap(cap).plan(gm.graph), error, match)
 
 
 @pytest.mark.parametrize("cap", [1e308, 10**400, 1e-300, {"unheard of": 1.0}, {}])
@@ -716,18 +687,18 @@ def test_caps_of_any_size(cap):
     gm.graph.lint()
 
 
-@pytest.mark.parametrize("road", FILTER_ROADS)
+@pytest.mark.parametrize("road", CAP_ROADS)
 def test_eligibility_that_fails(road):
     for eligible, text in (
         (lambda n: {}[n], r"failed at .*all_gather_into_tensor"),
         (lambda n: torch.ones(2), "failed at"),  # no truth value
         (lambda n: _insert(n.graph) or True, "changed the graph"),
     ):
-        call = partial(FILTER_ROADS[road], eligible=eligible)
+        call = partial(CAP_ROADS[road], eligible=eligible)
         refused(call, RuntimeError, f"eligible {text}", same_nodes=False)
     gm = gathers_and_scatters()
     before = described(gm)
-    assert FILTER_ROADS[road](gm, eligible=lambda n: None).buckets == ()
+    assert CAP_ROADS[road](gm, eligible=lambda n: None).buckets == ()
     assert described(gm) == before
 
 
@@ -748,11 +719,11 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             lambda: teb.manual_plan(["layers.[0-99999999999999]"], Blocks()),
         ),
         ("no module is named 'head'", lambda: UnitSpec((("head",),)).uncovered(Blocks())),
-        ("'b' is in two units, 0 and 1", lambda: teb.BucketUnits([["a", "b"], ["b"]])),
+        ("'b' is in two units, 0 and 1", lambda: teb.BucketByUnit([["a", "b"], ["b"]])),
         ("needs a bound: memory=PeakMemory", lambda: teb.ReshardAfterForward("auto")),
         (
-            "memory= belongs to keep='auto'",
-            lambda: teb.ReshardAfterForward(["a"], memory=teb.PeakMemory(gib=1)),
+            "memory= belongs to 'auto', got True",
+            lambda: teb.ReshardAfterForward(keep=["a"], memory=teb.PeakMemory(gib=1)),
         ),
         (
             "'a' is in two units, 0 and 1",
@@ -766,7 +737,7 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("positive", lambda: teb.PeakMemory(ratio=-1)),
         ("either gib or ratio", lambda: teb.PeakMemory()),
         ("either gib or ratio", lambda: teb.PeakMemory(gib=1, ratio=1)),
-        ("max_consecutive", lambda: teb.CapComputeRun(0)),
+        ("max_consecutive", lambda: teb.MaxComputeRun(0)),
         ("depth", lambda: teb.Overlap(depth=-1)),
         ("bandwidth must be a positive", lambda: teb.Machine(bandwidth="fast")),
         ("bandwidth", lambda: teb.Machine(bandwidth=0)),
@@ -784,20 +755,24 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ),
     ],
     TypeError: [
-        ("got the string", lambda: teb.BucketUnits("layers.0")),
-        ("must be a string, got 3", lambda: teb.BucketUnits([["a", 3]])),
-        ("got the string 'head'", lambda: teb.ReshardAfterForward("head")),
-        ("must be a string, got 1", lambda: teb.ReshardAfterForward([1])),
+        ("got the string", lambda: teb.BucketByUnit("layers.0")),
+        ("must be a string, got 3", lambda: teb.BucketByUnit([["a", 3]])),
+        ("or 'auto', got 'head'", lambda: teb.ReshardAfterForward("head")),
+        (r"keep=\[\.\.\.\]", lambda: teb.ReshardAfterForward(["head"])),
+        ("got the string 'head'", lambda: teb.ReshardAfterForward(keep="head")),
+        ("must be a string, got 1", lambda: teb.ReshardAfterForward(keep=[1])),
         (
             "memory must be a PeakMemory or None, got 70",
             lambda: teb.ReshardAfterForward("auto", memory=70),
         ),
         (
             "payload_order must be a callable",
-            lambda: teb.BucketUnits([["a"]], payload_order="name"),
+            lambda: teb.BucketByUnit([["a"]], payload_order="name"),
         ),
         ("prefetch_under must map names", lambda: teb.Overlap(prefetch_under=["a"])),
-        ("group_filter must be a callable", lambda: teb.BucketByCap(group_filter="0")),
+        ("groups must be a list of names", lambda: teb.BucketByCap(groups="0")),
+        ("groups must be a list of names", lambda: teb.BucketByCap(groups=len)),
+        ("groups must be names", lambda: teb.BucketByCap(groups=["0", 1])),
         ("eligibel", lambda: teb.BucketAndSchedule([], eligibel="tag")),
         ("max_spam", lambda: teb.BucketByCap(1.0, max_spam=3)),
         ("payload_order must be a callable", lambda: teb.BucketByCap(1.0, payload_order=True)),
@@ -819,7 +794,7 @@ def test_units_that_no_parameter_has_are_no_units():
     """A misspelt unit shows as parameters that no unit covers, which are warned about by name."""
     gm = gathers_and_scatters()
     before = described(gm)
-    buckets = teb.BucketUnits([["m.c"], ["m.b.nothing"]])
+    buckets = teb.BucketByUnit([["m.c"], ["m.b.nothing"]])
     with pytest.warns(UserWarning, match="8 parameter.s. are in no unit.*m.a.all_gather"):
         report = run_pass(buckets, gm)
     assert described(gm) == before
@@ -841,7 +816,7 @@ def test_memory_bounds_of_any_size(policy):
     gm = gathers_and_scatters()
     assert schedule(gm, policy).misses == 0
     small = teb.PeakMemory(gib=1e-300)
-    with pytest.warns(teb.BoundNotKeptWarning, match="PeakMemory: .* above the bound"):
+    with pytest.warns(teb.errors.BoundNotKeptWarning, match="PeakMemory: .* above the bound"):
         assert schedule(gm, small).misses > 0
 
 

@@ -5,8 +5,8 @@ what, what is written to, how many bytes are live. Each answer takes a pass over
 and holds as long as nothing in the graph changes::
 
     analysis = GraphAnalysis(graph)
-    plan_by_cap(analysis, 25.0)         writes
-    choose_caps(analysis, policies)     writes, dependencies, live bytes
+    ByCap(25.0).plan(analysis)          writes
+    BySearch(policies).plan(analysis)   writes, dependencies, live bytes
     apply_plan(graph, plan)             now the analysis is of a graph that is no more
 """
 

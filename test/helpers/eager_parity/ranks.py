@@ -37,6 +37,7 @@ from torch_ext_bucketing.graph.unwrap import GraphLike, graph_of
 from torch_ext_bucketing.passes.backends import BucketingBackend
 from torch_ext_bucketing.passes.base import Stage
 from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.testing.payloads import (
     Payload,
     bucket_payloads,
@@ -111,7 +112,7 @@ class RowReport:
         """Keep a run."""
         self.digests[name], self.loss[name] = done.digests, done.loss
 
-    def look(self, reports: Sequence[teb.CompileReport], expected: int = 0) -> None:
+    def look(self, reports: Sequence[CompileReport], expected: int = 0) -> None:
         """Keep what the reports of a compiled run say, which has so many of them, or any number."""
         found = []
         if expected and len(reports) != expected:
@@ -274,7 +275,7 @@ class Runs:
         model, tally = self.sharded(), Tally(self.row.per_node)
         passes = self.passes(model, eager)
         if payloads is None:
-            passes = [in_graph_order(p) if isinstance(p, teb.BucketUnits) else p for p in passes]
+            passes = [in_graph_order(p) if isinstance(p, teb.BucketByUnit) else p for p in passes]
         inner: Any = "inductor"
         if self.row.backend == "aot_eager":
             inner, passes = tally.compile, [tally, *passes]
@@ -472,9 +473,9 @@ def wrap_units(
         wrap(modules[0] if len(modules) == 1 else modules, **options)
 
 
-def in_graph_order(bucket: teb.BucketUnits) -> teb.BucketUnits:
+def in_graph_order(bucket: teb.BucketByUnit) -> teb.BucketByUnit:
     """The same buckets, packed in graph order."""
-    return teb.BucketUnits(bucket.units, kinds=bucket.kinds, payload_order=None)
+    return teb.BucketByUnit(bucket.units, kinds=bucket.kinds, payload_order=None)
 
 
 def checkpoint_blocks(model: nn.Module, kind: str) -> None:
