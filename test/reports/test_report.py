@@ -142,7 +142,11 @@ step(torch.compile(model, backend=backend), torch.zeros(2, 3, dtype=torch.long))
 PASSES = [
     f"{stage}_{i}_{name}"
     for stage, names in {
-        "joint": ("TagParameters", "AddByUnit", "CombineUses", "ReshardAfterForward"),
+        "joint": (
+            "TagParameters",
+            *("AddByUnit", "CombineUses", "MergeAmax", "ReduceScatterFirst"),
+            "ReshardAfterForward",
+        ),
         "forward": ("BucketByUnit", "Schedule"),
         "backward": ("BucketByUnit", "Schedule"),
     }.items()
