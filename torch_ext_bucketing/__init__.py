@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .rewrites.match_fsdp2 import MatchFSDP2 as MatchFSDP2
     from .rewrites.separate_groups import SeparateGroups as SeparateGroups
 
-__version__ = "0.1.0"
+__version__: str
 
 _MODULES = ("errors", "fsdp", "hooks", "testing")
 _HOME = {
@@ -95,7 +95,18 @@ _RENAMED = {
 __all__ = sorted(_HOME)
 
 # Importing the package stays cheap: what is used is imported when it is used.
-__getattr__ = lazy_exports(__name__, _HOME, _MODULES, _RENAMED)
+_export = lazy_exports(__name__, _HOME, _MODULES, _RENAMED)
+
+
+def __getattr__(name: str) -> object:
+    if name != "__version__":
+        return _export(name)
+    from importlib import metadata
+
+    try:
+        return metadata.version(__name__)
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

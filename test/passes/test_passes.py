@@ -614,7 +614,7 @@ def test_manager_orders_the_passes():
     ("make", "error", "match"),
     [
         (lambda: backend("aot"), ValueError, "must be 'aot_eager', 'inductor' or a callable"),
-        (lambda: backend("aot_eager", [print]), TypeError, "is no pass"),
+        (lambda: backend("aot_eager", [print]), TypeError, "is not a pass"),
         (lambda: BucketByUnit(UNITS, kinds=("gather",)), ValueError, "kinds must be some of"),
         (lambda: BucketByUnit(UNITS, payload_order=True), TypeError, "payload_order must be"),
         (lambda: backend("aot_eager").last_report(), RuntimeError, "nothing has been compiled"),
