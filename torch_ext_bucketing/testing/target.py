@@ -73,9 +73,7 @@ def check_options(options: Any) -> None:
         if isinstance(each.default, int | float) and each.default > 0 and value <= 0:
             raise ValueError(f"{each.name} must be positive, got {value:g}")
         if each.name in ("nodes", "replicas") and options.ranks % value:
-            raise ValueError(
-                f"{each.name} must divide ranks ({options.ranks}) evenly, got {value}"
-            )
+            raise ValueError(f"{each.name} must divide ranks ({options.ranks}) evenly, got {value}")
 
 
 def options_of(args: argparse.Namespace, kind: Callable[..., T]) -> T:

@@ -144,9 +144,9 @@ class Trial:
 
     def passes(self, model: nn.Module) -> Sequence[GraphPass]:
         """Return the options' passes for a sharded model."""
-        if self.options.passes is not None:
-            return self.options.passes(model)
-        return recipe(model, units=self.options.units)
+        options = self.options
+        given = options.passes(model) if options.passes else recipe(model, units=options.units)
+        return [part for each in given for part in each.expanded()]
 
     def train(
         self, model: nn.Module, run: Run, steps: int, stop_unlike: Sequence[str] | None = None
