@@ -35,7 +35,7 @@ class Options:
         units: modules of each ``fully_shard`` call, for the eager training and the recipe; None
             takes :func:`.transformer_block_plan`.
         shard: shards the model to compile on a mesh, in place; None takes :func:`.data_parallel`.
-        nodes: reductions add in the order of NCCL's rings over so many nodes; divides ``ranks``.
+        nodes: reductions add in the order of NCCL's rings over these nodes; divides ``ranks``.
         replicas: with more than 1, the mesh's first dimension; divides ``ranks``.
         steps: AdamW steps. Both trainings draw the same random numbers (dropout) in a step.
         param_dtype: dtype of gathers as in FSDP2's ``MixedPrecisionPolicy``, or its name;
