@@ -108,7 +108,7 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
 
     def look(graph):
         partitioned = PartitionedModel(graph, Costs(), MODULES, UNMERGED)
-        chosen = [k for k, u in enumerate(partitioned.units) if u.name.startswith(kept or ("-",))]
+        chosen = [k for k, u in enumerate(partitioned.keepables) if u.name.startswith(kept or ("-",))]
         found["models"] = partitioned.models(chosen)
         found["peak"] = HeldUnits(partitioned).peak_bytes(chosen)
 
@@ -145,7 +145,7 @@ class Chosen(teb.GraphPass):
         partitioned = PartitionedModel(
             g, Costs(), units, UNMERGED, activations=True, smaller=smaller
         )
-        self.units = partitioned.units
+        self.units = partitioned.keepables
         held = [k for k, u in enumerate(self.units) if u.held]
         chance = [0.9 if k in partitioned.parts else 0.5 for k in held]
         kept = [k for k, p in zip(held, chance, strict=True) if self.rng.random() < p]
@@ -199,7 +199,7 @@ def test_what_a_user_marked_or_chance_decides_is_computed_as_it_was(fake_world):
 
     def look(graph):
         partitioned = PartitionedModel(graph, Costs(), MODULES, UNMERGED, activations=True)
-        found["units"] = [u for u in partitioned.units if not u.starts]
+        found["units"] = [u for u in partitioned.keepables if not u.starts]
 
     compiled(Look(look), again=True, model=Dropped)
     nodes = [n for u in found["units"] for n in u.chains]
@@ -217,7 +217,7 @@ def test_schedules_count_what_only_forward_reads(fake_world):
     def look(graph):
         partitioned = PartitionedModel(graph, Costs(), MODULES, UNMERGED)
         found["partitioned"] = partitioned
-        found["chosen"] = [k for k, u in enumerate(partitioned.units) if u.name.startswith(kept)]
+        found["chosen"] = [k for k, u in enumerate(partitioned.keepables) if u.name.startswith(kept)]
 
     graphs, report = compiled(
         Look(look), ReshardAfterForward(keep=kept), teb.Schedule(teb.PeakMemory(ratio=1.0))

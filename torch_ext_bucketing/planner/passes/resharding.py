@@ -255,14 +255,16 @@ def _mark(chains: Chains, choice: _Choice, is_freed: Callable[[Tag], bool]) -> N
 
 
 def _choice(partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
-    parts = frozenset(f for k in kept if k in partitioned.parts for f in partitioned.units[k].fqns)
-    whole = [partitioned.units[k] for k in kept if k not in partitioned.parts]
+    parts = frozenset(
+        f for k in kept if k in partitioned.parts for f in partitioned.keepables[k].fqns
+    )
+    whole = [partitioned.keepables[k] for k in kept if k not in partitioned.parts]
     gathered = dict.fromkeys(n for unit in whole if unit.starts for n in unit.chains)
     found = partitioned.activations
     if found is None:
         return _Choice(gathered, parts=parts)
     again, saved = dict(found.views), dict(found.saved)
-    for k, unit in enumerate(partitioned.units):
+    for k, unit in enumerate(partitioned.keepables):
         if not unit.starts:
             (saved if k in kept else again).update(dict.fromkeys(unit.chains))
     return _Choice(gathered, again, saved, parts)
