@@ -2,9 +2,8 @@
 
 Keeping a unit's gathered parameters saves its all-gathers in backward and holds their bytes from
 the last use in forward to the first in backward. What it saves depends on the other choices: a
-gather that is hidden under computation saves nothing, until so many others are kept that the stream
-idles; and kept bytes leave less room for prefetching. So choices are compared by schedules of both
-halves.
+gather that is hidden under computation saves nothing until enough others are kept; and kept bytes
+leave less room for prefetching. So choices are compared by schedules of both halves.
 
 The first choices are greedy. They rank
 
@@ -194,7 +193,7 @@ class KeepPlanner:
         return Outcome(kept, first[0] + second[0], peak, max(0, peak - limit), misses)
 
     def _known_forward(self, model: Model, limit: int) -> tuple[float, int, float] | None:
-        """Evaluate a choice's forward in the order found before, or return None if it needs more."""
+        """Evaluate a choice's forward in the order found before; None if it exceeds the bound."""
         if self._forward is None:
             return None
         order, step, misses = self._forward
@@ -328,7 +327,7 @@ class KeepPlanner:
         Args:
             limit: the bound in bytes.
             curve: whether to report the choices for the bounds of :data:`CURVE`.
-            more: bytes by which the report raises and lowers the bound, to show what they buy.
+            more: bytes to raise and lower the bound by, to report what they buy.
         """
         clock = time.perf_counter()
         before = self.tried
@@ -372,7 +371,7 @@ class KeepPlanner:
         )
 
     def curve(self, bounds: Sequence[int] | None = None) -> tuple[tuple[int, Outcome], ...]:
-        """Return the choices for several bounds in bytes, ascending; None: those of :data:`CURVE`."""
+        """Return the choices for ``bounds`` in bytes, ascending; None: those of :data:`CURVE`."""
         given = bounds or [int(part * self.reference_bytes) for part in CURVE]
         found: list[tuple[int, Outcome]] = []
         for bound in sorted(given):
