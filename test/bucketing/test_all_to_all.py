@@ -38,6 +38,7 @@ from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
+from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
@@ -305,7 +306,10 @@ def test_caps_are_chosen_for_all_to_alls_and_their_buffers(fake_world):
 
 def test_what_stays_gathered_leaves_room_for_what_is_received(fake_world):
     joint, _ = random_joint(1, 3)
-    rings, sums = (KeepPlanner(joint, BLOCKS, rank_order=order) for order in (False, True))
+    rings, sums = (
+        KeepPlanner(PartitionedModel(joint, Costs(), BLOCKS, rank_order=order))
+        for order in (False, True)
+    )
     live = [p.partitioned.backward.liveness for p in (rings, sums)]
     made = [sum(m.size[s] for new in m.allocates for s in new) for m in live]
     starts_ = [n for n in joint.nodes if kind_of(n) == "reduce_scatter"]

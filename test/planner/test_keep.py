@@ -501,7 +501,8 @@ def test_more_memory_is_never_slower_and_never_exceeded(two_ranks, activations):
     shorter = 0
     for seed in range(5, 11):
         graph, machine = random_joint(seed, 5)
-        planner = KeepPlanner(graph, BLOCKS, machine=machine, activations=activations)
+        costs = Costs(machine)
+        planner = KeepPlanner(PartitionedModel(graph, costs, BLOCKS, activations=activations))
         nothing = planner.scheduled((), planner.reference_bytes)
         peaks = [int(part * nothing.peak_bytes) for part in (1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 20.0)]
         curve = planner.curve(peaks)

@@ -21,24 +21,16 @@ Ties and ranks don't depend on clocks or hash order, so all ranks choose alike.
 from __future__ import annotations
 
 import bisect
-import operator
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import torch.fx as fx
-
 from ..._gc import paused_gc
-from ...bucketing.plan import BucketPlanner
 from ...fsdp.units import Units
-from ...graph.size_hints import GivenHints, SizeHints
 from ...reports.keep import KeepReport, KeptUnit
 from ...reports.text import size_text
-from ...rewrites.reshard_to import Smaller
-from ..cost.cost import Costs
-from ..cost.machine import H100, Machine
 from ..schedule.memory import within
 from ..schedule.model import Model
 from ..schedule.overlap import Overlap
@@ -91,89 +83,67 @@ class Outcome:
         """Sort key, the smallest is the best; of equals the choice that keeps more."""
         return self.above, *rank(self.misses, self.step_ms, -len(self.kept))
 
-
-_rank = operator.attrgetter("rank")
+    def __lt__(self, other: Outcome) -> bool:
+        return self.rank < other.rank
 
 
 class KeepPlanner:
     """Choose what stays in one graph, for any number of bounds.
 
     Args:
-        graph: a tagged joint graph.
-        units: see :class:`.PartitionedModel`.
+        partitioned: model of the graph.
         policies: see :func:`.schedule`; for both halves.
-        machine: see :func:`.schedule`.
-        size_hints: see :func:`.backend`.
-        planner: see :class:`.PartitionedModel`.
-        rank_order: see :func:`.merged_model`.
-        activations: see :class:`.PartitionedModel`.
-        smaller: see :class:`.PartitionedModel`.
+
+    Attributes:
+        candidates: indices of keepables that are worth keeping.
+        reference_bytes: peak with nothing kept, collectives merged, in graph order.
+        tried: number of choices that were scheduled.
 
     Raises:
-        TypeError: see :func:`.schedule`.
-        ValueError: the graph is not in topological order; or see :func:`.schedule`.
+        TypeError, ValueError: see :func:`.schedule`.
     """
 
     def __init__(
         self,
-        graph: fx.Graph,
-        units: Units,
+        partitioned: PartitionedModel,
         policies: Policy | Iterable[Policy] = DEFAULT_POLICIES,
-        machine: Machine = H100,
-        size_hints: SizeHints | GivenHints = None,
-        planner: BucketPlanner | None = None,
-        rank_order: bool = False,
-        activations: bool = False,
-        smaller: Smaller | None = None,
     ) -> None:
         clock = time.perf_counter()
-        self.hints = SizeHints.of(size_hints)
-        self.machine = machine
+        self.partitioned = partitioned
+        self._keepables = keepables = partitioned.keepables
         self._policies = policies_of(policies)
         with paused_gc():
-            costs = Costs(machine, self.hints)
-            self.partitioned = PartitionedModel(
-                graph, costs, units, planner, rank_order, activations, smaller
-            )
-            self._held = HeldUnits(self.partitioned)
-        self.candidates = [k for k, unit in enumerate(self.partitioned.keepables) if unit.held]
-        gathers = [k for k in self.candidates if self.partitioned.keepables[k].starts]
-        others = [k for k in self.candidates if not self.partitioned.keepables[k].starts]
+            self._held = HeldUnits(partitioned)
+        self.candidates = [k for k, one in enumerate(keepables) if one.held]
+        gathers = [k for k in self.candidates if keepables[k].starts]
+        others = [k for k in self.candidates if not keepables[k].starts]
         gathers.sort(key=self._worth, reverse=True)
         others.sort(key=self._density, reverse=True)
-        parts = [k for k in gathers if k in self.partitioned.parts]
-        whole = [k for k in gathers if k not in self.partitioned.parts]
+        parts = [k for k in gathers if k in partitioned.parts]
+        whole = [k for k in gathers if k not in partitioned.parts]
         self._rankings = [*dict.fromkeys([(*others, *whole), (*whole, *others)])]
         self._with_parts = [*dict.fromkeys([(*parts, *others, *whole), (*others, *parts, *whole)])]
-        self._largest = max(
-            (self.partitioned.keepables[k].nbytes for k in self.candidates), default=0
-        )
+        self._largest = max((keepables[k].nbytes for k in self.candidates), default=0)
         # Nodes that pad and cut shards are not counted: ranks may differ in them.
-        halves = (self.partitioned.forward, self.partitioned.backward)
         self._size = sum(
-            len(h) - sum(n in h.graph.shard_side.nodes for n in h.dependencies.nodes)
-            for h in halves
+            len(half) - sum(n in half.graph.shard_side.nodes for n in half.dependencies.nodes)
+            for half in (partitioned.forward, partitioned.backward)
         )
-        self._distinct = self.partitioned.distinct
+        self._distinct = partitioned.distinct
         self._outcomes: dict[tuple[_Set, int], Outcome] = {}
         self._forward: tuple[Sequence[int], float, float] | None = None
-        self._order: Sequence[int] = ()  # of backward with everything gathered again
-        self._nothing_bytes = self._held.peak_bytes(())
-        self._at_start = self.partitioned.backward.liveness.at_start
+        self._order: Sequence[int] = ()  # of backward with nothing kept
+        self.reference_bytes = self._held.peak_bytes(())
+        self._at_start = partitioned.backward.liveness.at_start
         self.tried = 0
-        self.seconds = time.perf_counter() - clock
-
-    @property
-    def reference_bytes(self) -> int:
-        """Peak with nothing kept, collectives merged, in graph order."""
-        return self._nothing_bytes
+        self._seconds = partitioned.seconds + time.perf_counter() - clock
 
     def choose(self, limit: int) -> Outcome:
         """Return the fastest choice within ``limit`` bytes, or the one with the smallest peak."""
         with paused_gc():
             best = self._choose(limit, self._rankings)
             if self.partitioned.parts:  # a further choice never makes the step longer
-                best = min(best, self._choose(limit, self._with_parts), key=_rank)
+                best = min(best, self._choose(limit, self._with_parts))
             return best
 
     def scheduled(self, kept: Collection[int], limit: int) -> Outcome:
@@ -232,16 +202,14 @@ class KeepPlanner:
         least = frozenset[int]() if self._fits(frozenset(), limit) else self._least()
         found = [self._fitting(room, ranked, least) for room in rooms for ranked in rankings]
         if len(rankings) > 1:  # leave the rest for prefetching
-            found.insert(
-                1, frozenset(k for k in found[0] if not self.partitioned.keepables[k].starts)
-            )
+            found.insert(1, frozenset(k for k in found[0] if not self._keepables[k].starts))
         firsts = dict.fromkeys(map(self._distinct, [(), *found]))
         seen = {kept: self.scheduled(kept, limit) for kept in firsts}
         left -= len(seen) - 1
-        best = min(seen.values(), key=_rank)
+        best = min(seen.values())
         unexplored = dict(seen) if most > _FEW else {}
         while unexplored:
-            here = min(unexplored.values(), key=_rank)
+            here = min(unexplored.values())
             for kept in self._near(here.kept, limit + self._largest, rankings[0]):
                 if kept in seen:
                     continue
@@ -249,7 +217,7 @@ class KeepPlanner:
                     return best
                 left -= 1
                 seen[kept] = unexplored[kept] = self.scheduled(kept, limit)
-                if seen[kept].rank < best.rank:
+                if seen[kept] < best:
                     best = seen[kept]
                     break
             else:
@@ -258,21 +226,21 @@ class KeepPlanner:
 
     def _worth(self, k: int) -> tuple[float, int]:
         """Return the time of a unit's gathers per byte and time held."""
-        cost = self.partitioned.keepables[k].nbytes * max(self._held.held_ms[k], 1e-6)
+        cost = self._keepables[k].nbytes * max(self._held.held_ms[k], 1e-6)
         return self._held.again_ms[k] / cost, -k
 
     def _density(self, k: int) -> tuple[float, int]:
         """Return the time to recompute activations per byte; later ones are preferred."""
-        return round(self._held.again_ms[k] / self.partitioned.keepables[k].nbytes, 15), k
+        return round(self._held.again_ms[k] / self._keepables[k].nbytes, 15), k
 
     def _fits(self, kept: _Set, room: int) -> bool:
         """Return whether a choice fits in graph order."""
-        if not any(self.partitioned.keepables[k].starts for k in kept):
+        if not any(self._keepables[k].starts for k in kept):
             return self._held.peak_bytes(kept) <= room
-        more = sum(self.partitioned.keepables[k].nbytes for k in self._distinct(kept))
+        more = sum(self._keepables[k].nbytes for k in self._distinct(kept))
         if self._at_start + more > room and len(self._rankings) == 1:
             return False  # backward begins with as much
-        return self._nothing_bytes + more <= room or self._held.peak_bytes(kept) <= room
+        return self.reference_bytes + more <= room or self._held.peak_bytes(kept) <= room
 
     def _fitting(self, room: int, ranked: Sequence[int], kept: _Set = frozenset()) -> _Set:
         """Add to ``kept`` what fits beside it, in the order of ``ranked``."""
@@ -284,17 +252,17 @@ class KeepPlanner:
                 range(1, len(left)), False, key=lambda n: not self._fits(kept.union(left[:n]), room)
             )
             kept = kept.union(left[:most])
-            nbytes = self.partitioned.keepables[left[most]].nbytes
+            nbytes = self._keepables[left[most]].nbytes
             many = len(left) > _MANY
             left = left[most + 1 :]
             if many:
-                left = [k for k in left if self.partitioned.keepables[k].nbytes < nbytes]
+                left = [k for k in left if self._keepables[k].nbytes < nbytes]
         return kept.union(left)
 
     def _least(self) -> _Set:
         """Return activations that must be kept for a low peak: recomputing them holds more."""
-        others = [k for k in self._rankings[0] if not self.partitioned.keepables[k].starts]
-        kept, peak = frozenset[int](), self._nothing_bytes
+        others = [k for k in self._rankings[0] if not self._keepables[k].starts]
+        kept, peak = frozenset[int](), self.reference_bytes
         each = 1 + len(others) // _MANY
         for first in range(0, len(others), each):
             more = kept.union(others[first : first + each])
@@ -311,9 +279,7 @@ class KeepPlanner:
         if len(ranked) <= _MANY:
             near += [kept - {k} | {other} for k in inside for other in out]
         near += [kept - {k} for k in inside]
-        whole = (
-            (k, self.partitioned.keepables[k].whole) for k in ranked if k in self.partitioned.parts
-        )
+        whole = ((k, self._keepables[k].whole) for k in ranked if k in self.partitioned.parts)
         near += [kept - {k} | {part} for part, k in whole if k in kept]
         return (self._distinct(other) for other in near if self._fits(other, room))
 
@@ -347,7 +313,7 @@ class KeepPlanner:
                 fit = [o for less in tried if not (o := self.scheduled(less, room)).above]
                 less_ms = max(0.0, fit[0].step_ms - chosen.step_ms) if fit else None
             units = self._units(kept)
-        named = self.partitioned.keepables
+        named = self._keepables
         if next_ms <= 0.0:
             next_kept = kept
         drawn = self.curve() if curve else ()
@@ -364,10 +330,10 @@ class KeepPlanner:
             curve=tuple((b, o.step_ms, o.peak_bytes, len(o.kept)) for b, o in drawn),
             tried=self.tried - before,
             warning=self._warning(chosen, limit),
-            size_hints=self.hints.to_text(),
-            machine=self.machine.describe(),
-            seconds=self.seconds + time.perf_counter() - clock,
-            model_seconds=self.seconds,
+            size_hints=self.partitioned.costs.hints.to_text(),
+            machine=self.partitioned.costs.machine.describe(),
+            seconds=self._seconds + time.perf_counter() - clock,
+            model_seconds=self._seconds,
         )
 
     def curve(self, bounds: Sequence[int] | None = None) -> tuple[tuple[int, Outcome], ...]:
@@ -379,7 +345,7 @@ class KeepPlanner:
             if found:  # a choice within a smaller bound also keeps this one: more is never slower
                 last = found[-1][1]
                 above = max(0, last.peak_bytes - bound)
-                outcome = min(outcome, replace(last, above=above), key=lambda o: o.rank)
+                outcome = min(outcome, replace(last, above=above))
             found.append((bound, outcome))
         return tuple(found)
 
@@ -396,7 +362,7 @@ class KeepPlanner:
                 unit.whole >= 0,
             )
             for k in self.candidates
-            for unit in [self.partitioned.keepables[k]]
+            for unit in [self._keepables[k]]
         )
 
     def _backward_ms(self, kept: _Set) -> float:
@@ -416,7 +382,7 @@ class KeepPlanner:
             return ""
         peaks = {k: self._held.peak_bytes((k,)) for k in self.candidates}
         k = min(peaks, key=lambda k: (peaks[k], k))
-        unit = self.partitioned.keepables[k]
+        unit = self._keepables[k]
         if peaks[k] > limit:
             return (
                 f"nothing is kept: the cheapest unit, {unit.name}, needs a peak of "

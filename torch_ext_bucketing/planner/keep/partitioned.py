@@ -26,12 +26,14 @@ from __future__ import annotations
 
 import itertools
 import posixpath
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
 
+from ..._gc import paused_gc
 from ..._torch import aot as _aot
 from ...bucketing.plan import BucketPlanner, checked_plan
 from ...bucketing.units import ByUnit, unit_of
@@ -136,6 +138,7 @@ class PartitionedModel:
         smaller: a smaller group for parts; None: no parts.
 
     Attributes:
+        seconds: time that making the models took.
         keepables: parameters by the index of their unit, then activations, then parts.
         parts: what keeping a part changes, by index.
         activations: groups of activations, and nodes saved beside these; None: not keepable.
@@ -146,6 +149,7 @@ class PartitionedModel:
         ValueError: the graph is not in topological order.
     """
 
+    @paused_gc()
     def __init__(
         self,
         graph: fx.Graph,
@@ -156,6 +160,8 @@ class PartitionedModel:
         activations: bool = False,
         smaller: Smaller | None = None,
     ) -> None:
+        clock = time.perf_counter()
+        self.costs = costs
         analysis = GraphAnalysis(graph, costs.hints, donated=lambda node: False)
         joint = model_of(analysis, costs)
         chains = parameter_chains(graph)
@@ -203,11 +209,12 @@ class PartitionedModel:
         self.keepables = [self._with_bytes(one, mine) for one, mine in held]
         self.parts: dict[int, Part] = {}
         if smaller is not None:
-            self._add_parts(smaller, costs)
+            self._add_parts(smaller)
+        self.seconds = time.perf_counter() - clock
 
-    def _add_parts(self, smaller: Smaller, costs: Costs) -> None:
+    def _add_parts(self, smaller: Smaller) -> None:
         """Add a part of each unit with buckets that can be gathered in ``smaller``."""
-        forward, backward = self.forward, self.backward
+        forward, backward, costs = self.forward, self.backward, self.costs
         live, nodes = backward.liveness, backward.dependencies.nodes
         owner = {n: k for k, one in enumerate(self.keepables) if one.held for n in one.starts}
         made: dict[fx.Node, int] = {}

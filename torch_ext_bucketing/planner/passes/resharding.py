@@ -15,6 +15,7 @@ from ...bucketing.units import ByUnit
 from ...errors import BoundNotKeptWarning, NothingKeptWarning
 from ...fsdp.chains import Chains, parameter_chains, read_in_forward
 from ...fsdp.units import Units
+from ...graph.size_hints import SizeHints
 from ...graph.tags import Tag, tag_of
 from ...graph.unwrap import GraphLike, graph_of
 from ...passes.base import GraphPass, Stage
@@ -28,6 +29,7 @@ from ...rewrites.reshard_to import (
     reshard_to,
     what_fits,
 )
+from ..cost.cost import Costs
 from ..cost.devices import job_machine
 from ..cost.machine import Machine, check_machine
 from ..keep.keep import KeepPlanner, block_units
@@ -196,8 +198,11 @@ class ReshardAfterForward(GraphPass):
             fqns = (f for t in tags if t is not None for f in t.fqns)
             units = Units.of(self.units or merged.units or block_units(fqns))
             buckets = merged.planner or ByUnit(units, merged.kinds)
-            given = (order.policies, machine, compilation.size_hints, buckets, by_rank)
-            planner = KeepPlanner(graph, units, *given, self.activations, smaller)
+            costs = Costs(machine, SizeHints.of(compilation.size_hints))
+            model = PartitionedModel(
+                graph, costs, units, buckets, by_rank, self.activations, smaller
+            )
+            planner = KeepPlanner(model, order.policies)
             limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
             outcome, report = planner.report(limit, self.curve)
         except Exception as error:  # losing a compile over it would be worse than keeping nothing
