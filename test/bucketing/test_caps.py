@@ -487,8 +487,8 @@ def test_group_names_that_are_nodes():
         ({"cap_mb": (1.0, 0.0)}, "positive number"),
         ({"kinds": "all_gather"}, "kinds must be some of"),
         ({"eligible": "names"}, "eligible must be"),
-        ({"max_compute_run": 0}, "max_compute_run must be a number of nodes of at least 1"),
-        ({"max_compute_run": 2.5}, "max_compute_run must be a number"),
+        ({"max_compute_run": 0}, "max_compute_run must be a whole number of at least 1"),
+        ({"max_compute_run": 2.5}, "max_compute_run must be a whole number"),
     ],
 )
 def test_bad_arguments(options, match):

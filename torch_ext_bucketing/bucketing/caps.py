@@ -42,7 +42,6 @@ CapMb: TypeAlias = Cap | Mapping[str, Cap] | Mapping[tuple[str, str], Cap] | Non
 Eligible: TypeAlias = Literal["tag", "structure"] | Callable[[fx.Node], bool]
 
 _MIB = 1024 * 1024
-_ALL = 2**63  # bytes: more than any bucket has
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,9 @@ class ByCap:
             raise ValueError(
                 f"eligible must be 'tag', 'structure' or a callable, got {self.eligible!r}"
             )
-        most = self.max_compute_run
-        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-            raise ValueError(
-                f"max_compute_run must be a number of nodes of at least 1, got {most!r}"
-            )
+        run = self.max_compute_run
+        if run is not None and (not isinstance(run, int) or isinstance(run, bool) or run < 1):
+            raise ValueError(f"max_compute_run must be a whole number of at least 1, got {run!r}")
         check_caps(self.cap_mb)
 
     def plan(self, graph: fx.Graph | GraphAnalysis) -> MergePlan:
@@ -315,7 +312,7 @@ class _Planner:
                     where = f"bucket {index} of the {c.kind} group {c.group}"
                     raise RuntimeError(f"cap_mb failed for {where}") from error
             check_cap(value, f"the cap of bucket {index}")
-            return int(min(value * _MIB, _ALL))
+            return int(min(value * _MIB, 2**63))
 
         return cap_bytes
 
