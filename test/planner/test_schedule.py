@@ -65,6 +65,7 @@ from torch_ext_bucketing.planner.schedule.timeline import Timeline, longest_comp
 from torch_ext_bucketing.planner.search import cap_search
 from torch_ext_bucketing.planner.search.cap_search import BySearch, _Search
 from torch_ext_bucketing.planner.search.merged_model import merged_model
+from torch_ext_bucketing.planner.search.moves import layout
 from torch_ext_bucketing.reports.text import sizes_text
 
 _aten = torch.ops.aten
@@ -728,9 +729,10 @@ def test_no_times_that_are_off_beat_the_true_ones(level, seed):
 def test_members_move_between_buckets_and_the_report_says_what_each_holds():
     analysis = GraphAnalysis(uneven_training(1).graph)
     plan, report = choose_caps(analysis, TIGHT, machine=on_network(Level(3e6, 4.0)))
-    sizes = CapPlanner(analysis, ByCap())._sizes(plan)
-    for (name, caps), (_, buckets) in zip(report.caps_mb, sizes.items(), strict=True):
-        assert caps == tuple(sum(b) / 2**20 for b in buckets), name
+    sizes, cuts = layout(CapPlanner(analysis, ByCap()).runs(), plan)
+    for (name, caps), (key, ends) in zip(report.caps_mb, cuts.items(), strict=True):
+        buckets = itertools.pairwise(ends)
+        assert caps == tuple(sum(sizes[key][i:j]) / 2**20 for i, j in buckets), name
     one_cap = [t.step_ms for t in report.tried if all(isinstance(c, float) for _, c in t.caps_mb)]
     assert report.chosen.step_ms < 0.95 * min(one_cap)
     assert_expected_inline(
