@@ -26,6 +26,8 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
 from benchmarks.command import add_number, document_of, parser_of, sayer, title
 from benchmarks.models import Llama, LlamaConfig
 from benchmarks.parallel import Layout, shard_llama, start_world
@@ -89,9 +91,9 @@ def measured(way: str, config: LlamaConfig) -> tuple[int, int, Merged, Merged]:
         shard_llama(llama, world)
         return llama
 
-    joint: list[teb.GraphPass] = [teb.CombineUses(), teb.ReshardAfterForward()]
+    joint: list[teb.GraphPass] = [CombineUses(), teb.ReshardAfterForward()]
     if way == "float8":
-        joint.insert(1, teb.MergeAmax())
+        joint.insert(1, MergeAmax())
     shape = (config.batch, config.seq)
     graphs = trace_model(build, shape, lambda text: None, {way: joint})
     gathered = before = 0
@@ -130,7 +132,7 @@ def _kernels(name: str, mesh: DeviceMesh, bucketed: bool) -> tuple[int, int, int
     """Functions that Inductor generates, other kernels that it calls, and collectives."""
     model = build(name, layers=2)
     teb.data_parallel(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    passes: list[teb.GraphPass] = [teb.CombineUses(), teb.ReshardAfterForward()]
+    passes: list[teb.GraphPass] = [CombineUses(), teb.ReshardAfterForward()]
     if bucketed:
         passes = teb.recipe(model, units=units_of(name, model))
     torch.compiler.reset()

@@ -7,7 +7,7 @@
     python -m benchmarks.keep_ranks --json out.json
 
 The demo's model trains on ranks of a ring group (:mod:`torch_ext_bucketing.testing.ring`), compiled
-with ``ReshardAfterForward(keep="auto")``, ``BucketUnits`` and ``Schedule``; and as eager FSDP2,
+with ``ReshardAfterForward(keep="auto")``, ``BucketByUnit`` and ``Schedule``; and as eager FSDP2,
 ``reshard_after_forward=False`` on the units that were kept. Compared are
 
 - the bits of losses and weights after some steps;
@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from benchmarks.command import add_json, add_number, parser_of, write_json
 from eager_parity.devices import start
 from torch_ext_bucketing.reports.keep import KeepReport
@@ -141,7 +142,7 @@ def _train_ours(
     torch._dynamo.reset()
     ours = teb.data_parallel(_model(device), mesh)
     order = teb.FSDPParamOrder.from_model(ours, units=UNITS)
-    passes = [teb.CombineUses(), reshard, teb.BucketUnits(order), teb.Schedule(teb.Overlap())]
+    passes = [CombineUses(), reshard, teb.BucketByUnit(order), teb.Schedule(teb.Overlap())]
     compiler = teb.backend(backend, passes, ours)
     compiled = torch.compile(ours, backend=compiler)
     losses = _train(compiled, ours, rank, STEPS)

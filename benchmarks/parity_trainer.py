@@ -36,7 +36,7 @@ from eager_parity.ranks import (
 )
 from torch_ext_bucketing._torch.aot import in_backward
 from torch_ext_bucketing.passes.base import GraphPass
-from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.passes.bucketing import BucketByUnit
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
 
@@ -59,7 +59,7 @@ class TrainerRuns(TitanRuns):
             model = self.sharded()
             passes = self.passes(model, eager)
             if name == "control":
-                passes = [in_graph_order(p) if isinstance(p, BucketUnits) else p for p in passes]
+                passes = [in_graph_order(p) if isinstance(p, BucketByUnit) else p for p in passes]
             compilation = Compilation()
             traced, graph = self.traced(model, passes, compilation)
             if name == "fsdp_order":

@@ -117,7 +117,7 @@ def compiled_buckets(
     teb.data_parallel(module, mesh, param_dtype=DTYPE, reduce_dtype=DTYPE)
     passes = teb.recipe(module, units=units_of(model, module))
     if not in_order:
-        passes = [in_graph_order(p) if isinstance(p, teb.BucketUnits) else p for p in passes]
+        passes = [in_graph_order(p) if isinstance(p, teb.BucketByUnit) else p for p in passes]
     compiler = teb.backend("aot_eager", passes=passes, model=module)
     torch.compile(module, backend=compiler, fullgraph=True)(*batch_of(0, 0)).backward()
     backward = compiler.last_report().graph("backward")

@@ -4,7 +4,7 @@
     python benchmarks/rank_order.py --models moe --topologies 2x2 --backend inductor
 
 Each model is trained under eager FSDP2 with ``AllToAllReduceScatter`` (per block, and as one unit),
-and compiled with ``ReduceByAllToAll`` for each byte cap and each schedule, on every topology. All
+and compiled with ``FixedOrderReduce`` for each byte cap and each schedule, on every topology. All
 weights of all ranks make one hash per run: there has to be one of a model and mesh, wherever the
 nodes end. Rings are run beside them (two sets of eager's units, two byte caps), to see how many
 results they have on the same model.
@@ -28,6 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from benchmarks.command import (
     add_json,
     add_names,
@@ -58,7 +60,7 @@ CAPS_MB = (1.0, 25.0, 500.0)
 SCHEDULES: dict[str, list[Any]] = {
     "graph order": [],
     "overlap": [teb.Schedule(teb.Overlap())],
-    "memory": [teb.Schedule([teb.Overlap(), teb.PeakMemory(ratio=1.0), teb.CapComputeRun(2)])],
+    "memory": [teb.Schedule([teb.Overlap(), teb.PeakMemory(ratio=1.0), teb.MaxComputeRun(2)])],
 }
 
 
@@ -82,7 +84,7 @@ class RankOrderRuns(Runs):
                 model = self.eager()
                 for module in model.modules():
                     if isinstance(module, FSDPModule) and not rings:
-                        module.set_custom_reduce_scatter(teb.AllToAllReduceScatter())
+                        module.set_custom_reduce_scatter(teb.fsdp.AllToAllReduceScatter())
                 name = f"eager, {'one unit' if self.one_unit else 'per block'}"
                 yield f"{'rings ' * rings}{name}", self._hash(model, model)
             self.one_unit = False
@@ -97,12 +99,12 @@ class RankOrderRuns(Runs):
         model = self.sharded()
         if cap is None:
             order = teb.FSDPParamOrder.from_model(model, units=self.units(model))
-            bucket: Any = teb.BucketUnits(order, KINDS)
+            bucket: Any = teb.BucketByUnit(order, KINDS)
         else:
             bucket = teb.BucketByCap(cap, kinds=KINDS)
-        hybrid = [teb.ReduceScatterFirst()] if len(self.row.mesh) > 1 else []
-        passes = [teb.CombineUses(), *hybrid, teb.ReshardAfterForward(), bucket]
-        passes += [] if rings else [teb.ReduceByAllToAll()]
+        hybrid = [ReduceScatterFirst()] if len(self.row.mesh) > 1 else []
+        passes = [CombineUses(), *hybrid, teb.ReshardAfterForward(), bucket]
+        passes += [] if rings else [teb.FixedOrderReduce()]
         compiler = teb.backend(self.row.backend, [*passes, *schedule], model=model)
         return self._hash(model, self.compiled(model, compiler))
 

@@ -85,7 +85,7 @@ def partitioner(
         joint: fx.GraphModule, inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         say("tag")
-        teb.TagParameters(fqn_of=fqn_of)(joint, Compilation())
+        teb.hooks.TagParameters(fqn_of=fqn_of)(joint, Compilation())
         for way, passes in wanted.items():
             say(f"partition, {way}" if ways else "partition")
             last = way == list(wanted)[-1]

@@ -269,7 +269,7 @@ def make_way(name: str, training: Training, mesh: DeviceMesh, machine: teb.Machi
     passes: Mapping[str, list[teb.GraphPass]] = {
         "unbucketed": [],
         "torch": [TorchBuckets()] if training.backend == "aot_eager" else [],
-        "units": [teb.BucketUnits(order), teb.Schedule([teb.Overlap()], machine)],
+        "units": [teb.BucketByUnit(order), teb.Schedule([teb.Overlap()], machine)],
         "cap": [
             teb.BucketByCap(CAP_MB, kinds=kinds, payload_order=order),
             teb.Schedule([teb.Overlap()], machine),

@@ -182,7 +182,7 @@ def run_rank(way: str, rank: int, world: int, port: int) -> None:
         import torch_ext_bucketing as teb
 
         order = teb.FSDPParamOrder.from_model(model, units=model.unit_names())
-        passes = [teb.BucketUnits(order), teb.Schedule(teb.Overlap())]
+        passes = [teb.BucketByUnit(order), teb.Schedule(teb.Overlap())]
         compiler: Any = teb.backend("inductor", passes)
     else:
         compiler = "inductor"

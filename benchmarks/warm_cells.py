@@ -50,7 +50,7 @@ from .warm import cache_counts, counted, environment, pair, step_of_pair
 
 LIMIT_S = 1200
 ROOT = Path(__file__).resolve().parents[1]
-HOOKS = "import torch_ext_bucketing as teb\n\nclass OwnPass(teb.BucketUnits):\n    number = 1\n"
+HOOKS = "import torch_ext_bucketing as teb\n\nclass OwnPass(teb.BucketByUnit):\n    number = 1\n"
 
 OURS = ("ours, FSDP", "ours, HSDP")
 TORCHTITAN = ("torchtitan, FSDP", "torchtitan, HSDP", "torchtitan, FSDP and TP")
@@ -180,7 +180,7 @@ def run_cell(cell: str) -> dict[str, Any]:
     if cell == OWN:
         bucket = importlib.import_module("hooks").OwnPass(order)
     else:
-        bucket = teb.BucketUnits(order)
+        bucket = teb.BucketByUnit(order)
     overlap = teb.Overlap(depth=2) if cell == "other policy" else teb.Overlap()
     compiled = torch.compile(
         model, backend=teb.backend("inductor", [bucket, teb.Schedule(overlap)])

@@ -21,7 +21,7 @@ from torch_ext_bucketing.fsdp import simple_fsdp
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.passes.bucketing import BucketByUnit
 from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.recipes import recipe
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
@@ -198,7 +198,7 @@ class Broken(Lean):
 def divided(model, units):
     """The warnings of two steps, of which the second has another length."""
     order = FSDPParamOrder.from_model(model, units)
-    b = backend("aot_eager", [ReshardAfterForward(), BucketUnits(order)], agree=False)
+    b = backend("aot_eager", [ReshardAfterForward(), BucketByUnit(order)], agree=False)
     run = torch.compile(sharded(model), backend=b, dynamic=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -251,7 +251,7 @@ def test_what_only_running_shows_is_warned_of(fake_world, units, make, expected)
         model.layers[1] = model.layers[0]
     order = FSDPParamOrder.from_model(model, units)
     sharded(model)
-    passes = [CombineUses(), ReshardAfterForward(), BucketUnits(order)]
+    passes = [CombineUses(), ReshardAfterForward(), BucketByUnit(order)]
     backends = [backend("aot_eager", passes, agree=False) for _ in range(2)]
     run = model
     if make == "one block, whole":
@@ -300,7 +300,7 @@ def test_what_a_list_of_passes_leaves_out_is_warned_of(fake_world, make, mode, p
             data_parallel(model.layers, mesh)
         elif mode:
             data_parallel(model, mesh, mode)
-        given = [ReshardAfterForward(), BucketUnits(FSDPParamOrder.from_model(model, units))]
+        given = [ReshardAfterForward(), BucketByUnit(FSDPParamOrder.from_model(model, units))]
         if passes == "recipe":
             given = recipe(model, units=units)
         run = torch.compile(model, backend=backend("aot_eager", given, agree=False))

@@ -69,7 +69,7 @@ recipe(model, 'parity'):
   AddByUnit(model, manual_plan(['embedding', 'layers.[0-1]', 'head'], model))
   CombineUses()
   ReshardAfterForward(keep=['head'])
-  BucketUnits(FSDPParamOrder.from_model(model, units=manual_plan(\
+  BucketByUnit(FSDPParamOrder.from_model(model, units=manual_plan(\
 ['embedding', 'layers.[0-1]', 'head'], model)))
   Schedule([Overlap()], machine=Machine("""
 

@@ -43,17 +43,17 @@ RESHARD = "ReshardAfterForward()"
         (
             "fully_shard",
             "parity",
-            f"{MATCH}, {KEEP}, BucketUnits({ORDER}), Schedule([Overlap()])",
+            f"{MATCH}, {KEEP}, BucketByUnit({ORDER}), Schedule([Overlap()])",
         ),
         (
             "hybrid_shard",
             "parity",
-            f"{MATCH}, {KEEP}, BucketUnits({ORDER}, {ALL}), Schedule([Overlap()])",
+            f"{MATCH}, {KEEP}, BucketByUnit({ORDER}, {ALL}), Schedule([Overlap()])",
         ),
         (
             "replicate",
             "parity",
-            f"{MATCH}, BucketUnits({ORDER}, {ONE}), Schedule([Overlap()])",
+            f"{MATCH}, BucketByUnit({ORDER}, {ONE}), Schedule([Overlap()])",
         ),
         ("fully_shard", "speed", f"MatchFSDP2(), {RESHARD}, BucketAndSchedule({BOUNDS})"),
         ("hybrid_shard", "speed", f"MatchFSDP2(), {RESHARD}, BucketAndSchedule({BOUNDS}, {ALL})"),
@@ -124,7 +124,7 @@ def test_a_reference_gives_units_and_order(fake_world):
     reference = wrapped(init_device_mesh("cpu", MESHES["fully_shard"]))
     passes = teb.recipe(sharded(), reference=reference)
     assert passes[2].units == teb.FSDPParamOrder.from_fsdp(reference)
-    assert "BucketUnits(FSDPParamOrder.from_fsdp(model))" in repr(passes)
+    assert "BucketByUnit(FSDPParamOrder.from_fsdp(model))" in repr(passes)
 
 
 def flat(mesh):

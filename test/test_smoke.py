@@ -12,6 +12,10 @@ from demo_checks import check_demo
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing import testing
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.testing.ring import on_ranks
@@ -23,17 +27,17 @@ def lists(order, mesh, model, units):
     """Lists of passes by what decides the buckets."""
     return {
         "units": [
-            teb.TagParameters(model),
-            teb.AddByUnit(model, units),
-            teb.CombineUses(),
-            teb.MergeAmax(),
-            teb.ReduceScatterFirst(),
+            teb.hooks.TagParameters(model),
+            AddByUnit(model, units),
+            CombineUses(),
+            MergeAmax(),
+            ReduceScatterFirst(),
             teb.SeparateGroups(mesh),
             teb.ReshardAfterForward(),
-            teb.BucketUnits(order),
+            teb.BucketByUnit(order),
             teb.Schedule(teb.Overlap()),
         ],
-        "cap": [teb.BucketByCap(1.0), teb.ReduceByAllToAll()],
+        "cap": [teb.BucketByCap(1.0), teb.FixedOrderReduce()],
         "scheduled": [teb.BucketAndSchedule(teb.Overlap())],
     }
 

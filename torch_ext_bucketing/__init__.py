@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from .fsdp.manual import manual_plan as manual_plan
     from .fsdp.order import FSDPParamOrder as FSDPParamOrder
     from .fsdp.simple_fsdp import data_parallel as data_parallel
-    from .passes.all_to_all import ReduceByAllToAll as ReduceByAllToAll
+    from .passes.all_to_all import FixedOrderReduce as FixedOrderReduce
     from .passes.backends import backend as backend
     from .passes.base import GraphPass as GraphPass
     from .passes.bucketing import BucketByCap as BucketByCap
-    from .passes.bucketing import BucketUnits as BucketUnits
+    from .passes.bucketing import BucketByUnit as BucketByUnit
     from .planner.cost.machine import Machine as Machine
     from .planner.passes.resharding import ReshardAfterForward as ReshardAfterForward
     from .planner.passes.scheduling import BucketAndSchedule as BucketAndSchedule
     from .planner.passes.scheduling import Schedule as Schedule
-    from .planner.schedule.memory import CapComputeRun as CapComputeRun
+    from .planner.schedule.memory import MaxComputeRun as MaxComputeRun
     from .planner.schedule.memory import PeakMemory as PeakMemory
     from .planner.schedule.overlap import Overlap as Overlap
     from .planner.schedule.policy import Policy as Policy
@@ -56,13 +56,13 @@ _MODULES = ("errors", "fsdp", "hooks", "testing")
 _HOME = {
     "BucketAndSchedule": "planner.passes.scheduling",
     "BucketByCap": "passes.bucketing",
-    "BucketUnits": "passes.bucketing",
+    "BucketByUnit": "passes.bucketing",
     "FSDPParamOrder": "fsdp.order",
-    "ReduceByAllToAll": "passes.all_to_all",
+    "FixedOrderReduce": "passes.all_to_all",
     "GraphPass": "passes.base",
     "Machine": "planner.cost.machine",
     "MatchFSDP2": "rewrites.match_fsdp2",
-    "CapComputeRun": "planner.schedule.memory",
+    "MaxComputeRun": "planner.schedule.memory",
     "Overlap": "planner.schedule.overlap",
     "PeakMemory": "planner.schedule.memory",
     "Policy": "planner.schedule.policy",
@@ -76,6 +76,9 @@ _HOME = {
     "transformer_block_plan": "fsdp.blocks",
 }
 _RENAMED = {
+    "BucketUnits": "BucketByUnit",
+    "CapComputeRun": "MaxComputeRun",
+    "ReduceByAllToAll": "FixedOrderReduce",
     "AddByUnit": "rewrites.add_by_unit.AddByUnit",
     "AllToAllAllReduce": "fsdp.AllToAllAllReduce",
     "AllToAllReduceScatter": "fsdp.AllToAllReduceScatter",

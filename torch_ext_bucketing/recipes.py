@@ -19,9 +19,9 @@ from .fsdp.order import FSDPParamOrder
 from .fsdp.simple_fsdp import ignored_extensions
 from .fsdp.units import UnitSpec
 from .graph.collectives import KINDS, Kind
-from .passes.all_to_all import ReduceByAllToAll
+from .passes.all_to_all import FixedOrderReduce
 from .passes.base import GraphPass
-from .passes.bucketing import BucketUnits
+from .passes.bucketing import BucketByUnit
 from .planner.cost.machine import Machine
 from .planner.passes.resharding import ReshardAfterForward
 from .planner.passes.scheduling import BucketAndSchedule, Schedule
@@ -70,7 +70,7 @@ def recipe(
             are read instead.
         machine: what the cost model times nodes for; None: this job's (:func:`.job_machine`).
         reduce: ``"all_to_all"`` adds gradients up in the order of the ranks
-            (:class:`.ReduceByAllToAll`): with either goal, whatever the buckets, the bits are those
+            (:class:`.FixedOrderReduce`): with either goal, whatever the buckets, the bits are those
             of eager FSDP2 with :class:`.AllToAllReduceScatter`. None: the process group adds.
         memory: a bound on all that a rank has in memory in a step: shards, gradients, optimizer
             state, inputs, activations, gathered parameters, buckets. What stays gathered, and which
@@ -133,7 +133,7 @@ def recipe(
             "optimizer=, state_bytes_per_parameter= and to= belong to memory=; without a bound, "
             "ReshardAfterForward(to=...)"
         )
-    sums = ReduceByAllToAll() if reduce else None
+    sums = FixedOrderReduce() if reduce else None
     if goal == "speed":
         if units is not None or reference is not None:
             raise ValueError('units= and reference= belong to goal "parity"; "speed" has no units')
@@ -146,7 +146,7 @@ def recipe(
     order, keep, named = _order(model, units, reference)
     if memory is None and gathers:
         reshard = [ReshardAfterForward(keep=keep)]
-    buckets = [BucketUnits(order, kinds=kinds), *([sums] if sums is not None else [])]
+    buckets = [BucketByUnit(order, kinds=kinds), *([sums] if sums is not None else [])]
     last = Schedule([Overlap()], machine)
     return [MatchFSDP2(model, named), *reshard, *buckets, last]
 

@@ -173,7 +173,7 @@ def disagree(rank):
         return module, compiled, backend
 
     before = agreement.groups.default_store().num_keys()
-    same = [teb.BucketUnits(order), teb.ReshardAfterForward()]
+    same = [teb.BucketByUnit(order), teb.ReshardAfterForward()]
     module, compiled, backend = case("same", same)
     expected = gradients(module)
     dist.barrier()
@@ -188,9 +188,9 @@ def disagree(rank):
 
     case("other model", same, two_layers(model=OtherLayers if second else Layers))
     hook = Backwards(order) if second else order
-    case("other hook", [teb.BucketUnits(order, payload_order=hook)])
+    case("other hook", [teb.BucketByUnit(order, payload_order=hook)])
     units = [["layers.0"], ["layers.1", "head"]] if second else [["layers.0"], ["layers.1"]]
-    case("other units", [teb.BucketUnits(units, payload_order=order)])
+    case("other units", [teb.BucketByUnit(units, payload_order=order)])
     overlap = teb.Schedule([teb.Overlap()] if second else [])
     case("other schedule", [*same, overlap])
     machine = teb.Machine("measured", bandwidth=2e9 if second else 1e9)
@@ -204,7 +204,7 @@ def disagree(rank):
     agreement.package_digest = digest
 
     # What comes of it without a comparison: the bytes of one parameter as those of another.
-    module, _, _ = case("off", [teb.BucketUnits(order, payload_order=hook)], agree=False)
+    module, _, _ = case("off", [teb.BucketByUnit(order, payload_order=hook)], agree=False)
     found = gradients(module)
     results["mixed"] = any(
         not torch.allclose(torch.tensor(found[n]), torch.tensor(expected[n])) for n in expected
@@ -217,7 +217,7 @@ def in_another_group(rank):
     order = fsdp_order()
     hook = Backwards(order, ("reduce_scatter",)) if rank == 3 else order
     module = two_layers(mode="hybrid_shard")
-    passes = [teb.BucketUnits(order, KINDS, payload_order=hook)]
+    passes = [teb.BucketByUnit(order, KINDS, payload_order=hook)]
     compiled = torch.compile(module, backend=teb.backend("aot_eager", passes, agree_timeout=SOON))
     return {"backward": outcome(lambda: step(compiled, tokens()))}
 
@@ -227,7 +227,7 @@ def dies(rank):
     store = _tcp_store(rank)
     sizes = {"rank": rank.rank, "world_size": rank.world_size}
     dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=90), **sizes)
-    passes = [teb.BucketUnits(fsdp_order()), *([Die()] if rank.rank == 2 else [])]
+    passes = [teb.BucketByUnit(fsdp_order()), *([Die()] if rank.rank == 2 else [])]
     backend = teb.backend("aot_eager", passes, agree_timeout=timedelta(seconds=2))
     compiled = torch.compile(two_layers(), backend=backend)
     results = {"step": outcome(lambda: step(compiled, tokens()))}
@@ -258,7 +258,7 @@ def _inductor(hook, order):
     torch.manual_seed(0)
     module = Plain()
     backend = teb.backend(
-        "inductor", [teb.BucketUnits(order, payload_order=hook)], agree_timeout=SOON
+        "inductor", [teb.BucketByUnit(order, payload_order=hook)], agree_timeout=SOON
     )
     compiled = torch.compile(module, backend=backend)
     x = torch.arange(12.0).view(2, 6).add(dist.get_rank())

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.agreement.launches import launches_of
 from torch_ext_bucketing.bucketing.all_to_all import reduce_by_all_to_all
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
@@ -108,7 +109,7 @@ def test_gradients_are_added_in_the_order_of_the_ranks(fake_world, made, cap_mb,
     gm, inputs = graph_of(made, fake_world)
     compilation = Compilation()
     teb.BucketByCap(cap_mb)(gm, compilation)
-    teb.ReduceByAllToAll()(gm, compilation)
+    teb.FixedOrderReduce()(gm, compilation)
     left = [n for n in starts(gm) if kind_of(n) != "all_gather"]
     assert not left
     generator = torch.Generator().manual_seed(seed)
@@ -135,7 +136,7 @@ def test_tags_and_launches_name_the_parameters(fake_world):
     gm, _ = graph_of(BUCKET, fake_world)
     compilation = Compilation()
     teb.BucketByCap(25)(gm, compilation)
-    teb.ReduceByAllToAll()(gm, compilation)
+    teb.FixedOrderReduce()(gm, compilation)
     (start,) = (n for n in gm.graph.nodes if n.target is ALL_TO_ALL)
     assert [tag.fqns for tag in member_tags(start)] == [("w0",), ("w1",), ("w2",)]
     assert {tag.kind for tag in member_tags(start)} == {"reduce_scatter"}
@@ -156,7 +157,7 @@ def test_what_is_no_sum_of_gradients_stays(fake_world):
     gm, _ = graph_of(made, fake_world)
     untagged = starts(gm)[1]
     untagged.meta.pop("custom")
-    teb.ReduceByAllToAll()(gm, Compilation())
+    teb.FixedOrderReduce()(gm, Compilation())
     kept = [n for n in gm.graph.nodes if kind_of(n) == "reduce_scatter"]
     assert [n.args[1] for n in kept] == ["max", "sum"]
     assert kept[1] is untagged
@@ -174,7 +175,7 @@ def test_what_tensor_parallel_ranks_add_up_stays(fake_world):
     gm = trace(step, torch.empty(8), torch.empty(8))
     for start, fqn in zip(starts(gm), "aabb", strict=True):
         set_tag(start, Tag(kind_of(start), (fqn,)))
-    teb.ReduceByAllToAll()(gm, Compilation())
+    teb.FixedOrderReduce()(gm, Compilation())
     left = [group_name(n) for n in starts(gm) if kind_of(n) == "all_reduce"]
     assert left == [inner.group_name] * 2
     assert not [n for n in starts(gm) if kind_of(n) == "reduce_scatter"]
@@ -184,37 +185,37 @@ def test_what_tensor_parallel_ranks_add_up_stays(fake_world):
 def test_one_rank_adds_nothing(fake_world):
     gm, _ = graph_of(BUCKET, fake_world)
     before = gm.code
-    teb.ReduceByAllToAll()(gm, Compilation())
+    teb.FixedOrderReduce()(gm, Compilation())
     assert gm.code == before
 
 
 def test_the_list_is_checked(fake_world):
-    cap, sums, order = teb.BucketByCap(25), teb.ReduceByAllToAll(), teb.Schedule([teb.Overlap()])
+    cap, sums, order = teb.BucketByCap(25), teb.FixedOrderReduce(), teb.Schedule([teb.Overlap()])
     teb.backend("aot_eager", [cap, sums, order])
-    right = r"The right order: \[BucketByCap, ReduceByAllToAll, Schedule\]"
+    right = r"The right order: \[BucketByCap, FixedOrderReduce, Schedule\]"
     for wrong in ([sums, cap, order], [cap, order, sums]):
         with pytest.raises(ValueError, match=right):
             teb.backend("aot_eager", wrong)
     both = [teb.BucketAndSchedule([teb.Overlap()], reduce=sums), sums]
     with pytest.raises(ValueError, match="both decide"):
         teb.backend("aot_eager", both)
-    with pytest.raises(TypeError, match="reduce must be a ReduceByAllToAll or None"):
+    with pytest.raises(TypeError, match="reduce must be a FixedOrderReduce or None"):
         teb.BucketAndSchedule([teb.Overlap()], reduce=cap)
     with pytest.raises(ValueError, match=r"accumulate must be torch\.float32 or torch\.float64"):
-        teb.ReduceByAllToAll(torch.bfloat16)
-    assert teb.ReduceByAllToAll(torch.float64).uuid() != sums.uuid()
+        teb.FixedOrderReduce(torch.bfloat16)
+    assert teb.FixedOrderReduce(torch.float64).uuid() != sums.uuid()
 
 
 def test_recipes_take_it_by_name(fake_world):
     model = teb.data_parallel(small_transformer(), init_device_mesh("cpu", (4,)))
     parity = teb.recipe(model, reduce="all_to_all")
     assert [type(p).__name__ for p in parity][-3:] == [
-        "BucketUnits",
-        "ReduceByAllToAll",
+        "BucketByUnit",
+        "FixedOrderReduce",
         "Schedule",
     ]
     *_, last = teb.recipe(model, "speed", reduce="all_to_all")
-    assert repr(last).endswith("reduce=ReduceByAllToAll())")
+    assert repr(last).endswith("reduce=FixedOrderReduce())")
     assert last.uuid() != teb.recipe(model, "speed")[-1].uuid()
     with pytest.raises(ValueError, match="reduce must be 'all_to_all' or None"):
         teb.recipe(model, reduce="ring")
@@ -264,7 +265,7 @@ def test_the_report_tells_what_the_bits_cost(fake_world):
     (start,) = starts(gm)
     nbytes = Costs(SLOW).collective_bytes(start)
     before = schedule(gm, teb.Overlap(), machine=SLOW)
-    teb.ReduceByAllToAll()(gm, Compilation())
+    teb.FixedOrderReduce()(gm, Compilation())
     after = schedule(gm, teb.Overlap(), machine=SLOW)
     assert before.rank_order_ms is None
     sent = nbytes * fake_world / (fake_world + 1)
@@ -293,7 +294,7 @@ def test_caps_are_chosen_for_all_to_alls_and_their_buffers(fake_world):
     plan, found = choose_caps(gm.graph, teb.Overlap(), accumulate=torch.float32, **search)
     step = [t.step_ms for t in found.tried]
     assert min(step) > min(t.step_ms for t in rings.tried)
-    passes = teb.BucketAndSchedule(teb.Overlap(), **search, reduce=teb.ReduceByAllToAll())
+    passes = teb.BucketAndSchedule(teb.Overlap(), **search, reduce=teb.FixedOrderReduce())
     report = passes(gm)
     assert report.schedules[0].step_ms[1] == pytest.approx(found.chosen.step_ms, rel=0.02)
     assert len(report.graphs[0].buckets) == len(plan.buckets)
@@ -311,11 +312,11 @@ def test_what_stays_gathered_leaves_room_for_what_is_received(fake_world):
 
 
 def test_it_is_switched_off_inside_another_pass(fake_world, monkeypatch):
-    passes = [teb.BucketAndSchedule(teb.Overlap(), kinds=KINDS, reduce=teb.ReduceByAllToAll())]
+    passes = [teb.BucketAndSchedule(teb.Overlap(), kinds=KINDS, reduce=teb.FixedOrderReduce())]
     key, on = Pipeline(passes).uuid(), Pipeline(passes)
-    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "ReduceByAllToAll")
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "FixedOrderReduce")
     off = Pipeline(passes)
-    assert off.disabled == ("ReduceByAllToAll",)
+    assert off.disabled == ("FixedOrderReduce",)
     assert off.uuid() != key
     planned = []
     for pipeline in (on, off):
@@ -326,7 +327,7 @@ def test_it_is_switched_off_inside_another_pass(fake_world, monkeypatch):
     assert planned[0].endswith("sums in rank order in torch.float32")
     assert "rank order" not in planned[1]
     monkeypatch.delenv("TORCH_EXT_BUCKETING_DISABLE")
-    wide = Pipeline([teb.ReduceByAllToAll(torch.float64)])
+    wide = Pipeline([teb.FixedOrderReduce(torch.float64)])
     gm, _ = graph_of(BUCKET, fake_world)
     assert "torch.float64" in _run_each(wide, gm, wide.compilation())().planned_with
 
@@ -343,7 +344,7 @@ def test_inductor_rounds_where_eager_rounds(fake_world, dtype):
     """The sum alone, in one kernel with what casts and scales it: the reads that follow a rounding
     see the rounded value."""
     gm, _ = graph_of([("reduce_scatter", 40, [3], dtype, "avg")], fake_world)
-    teb.ReduceByAllToAll()(gm, Compilation())
+    teb.FixedOrderReduce()(gm, Compilation())
     (wait,) = (n for n in gm.graph.nodes if n.target is C10D.wait_tensor.default)
     placeholder = gm.graph.find_nodes(op="placeholder")[0]
     (start,) = wait.all_input_nodes
@@ -379,7 +380,7 @@ def test_inductor_reads_what_is_received_once(fake_world):
     compilation = Compilation()
     teb.BucketByCap(25)(gm, compilation)
     nodes = len(gm.graph.nodes)
-    teb.ReduceByAllToAll()(gm, compilation)
+    teb.FixedOrderReduce()(gm, compilation)
     assert len(gm.graph.nodes) == nodes + 2  # a view of the packed buffer, and the sum
     inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     context = torch._guards.TracingContext(inputs[0].fake_mode)
@@ -429,7 +430,7 @@ def eager(mesh, reduce_dtype, units, twin):
     if twin:
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(teb.AllToAllReduceScatter())
+                module.set_custom_reduce_scatter(teb.fsdp.AllToAllReduceScatter())
     return model
 
 
@@ -454,13 +455,13 @@ def passes_of(name, order, kinds, model):
     if name == "speed":
         return teb.recipe(model, "speed", reduce="all_to_all")
     buckets, ordered, scheduled = WAYS[name]
-    made = [] if len(kinds) == 2 else [teb.ReduceScatterFirst()]
+    made = [] if len(kinds) == 2 else [ReduceScatterFirst()]
     if buckets == "units":
-        made.append(teb.BucketUnits(order, kinds))
+        made.append(teb.BucketByUnit(order, kinds))
     elif buckets:
         key = order if ordered else None
         made.append(teb.BucketByCap(buckets, kinds=kinds, payload_order=key))
-    made += [teb.ReduceByAllToAll()] * (name != RING)
+    made += [teb.FixedOrderReduce()] * (name != RING)
     return made + [teb.Schedule([teb.Overlap()])] * scheduled
 
 
@@ -556,13 +557,13 @@ def _fails_in(rank, methods, *passes):
         setattr(RingProcessGroup, method, failing)
         model = Mlp()
         units = ["embed", ["norm", "up"], ""]
-        buckets = teb.BucketUnits(teb.FSDPParamOrder.from_model(model, units))
+        buckets = teb.BucketByUnit(teb.FSDPParamOrder.from_model(model, units))
         teb.data_parallel(model, init_device_mesh("cpu", (rank.world_size,)))
         backend = teb.backend("aot_eager", [buckets, *passes])
         hashes(rank, model, torch.compile(model, backend=backend))
 
 
-@pytest.mark.parametrize("reduces", [[], [teb.ReduceByAllToAll()]], ids=["rings", "all-to-alls"])
+@pytest.mark.parametrize("reduces", [[], [teb.FixedOrderReduce()]], ids=["rings", "all-to-alls"])
 def test_a_fault_on_one_rank_ends_all_and_names_it(reduces):
     # The newer name first, which C++ looks for.
     methods = ("all_to_all_single", "alltoall_base") if reduces else ("_reduce",)
@@ -577,7 +578,7 @@ def over_replicas(rank, *shape):
     with ring_rank(rank, RingTopology(ranks_per_node=shape[1])):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         sharded = (mesh, "hybrid_shard") if shape[1] > 1 else (mesh["replicate"], "replicate")
-        average = teb.AllToAllAllReduce(mesh["replicate"].get_group())
+        average = teb.fsdp.AllToAllAllReduce(mesh["replicate"].get_group())
         for name, units in (("twin", BY_MODULE), ("twin, other units", OTHER_UNITS)):
             model = eager(mesh["shard"], torch.bfloat16, units, True)
             for module in model.modules():
@@ -589,8 +590,8 @@ def over_replicas(rank, *shape):
             bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
             model = Mlp()
             teb.data_parallel(model, *sharded, **bf16)
-            passes = [teb.ReduceScatterFirst()] * (shape[1] > 1)
-            passes += [teb.BucketByCap(cap_mb, kinds=KINDS), teb.ReduceByAllToAll()]
+            passes = [ReduceScatterFirst()] * (shape[1] > 1)
+            passes += [teb.BucketByCap(cap_mb, kinds=KINDS), teb.FixedOrderReduce()]
             compiled = torch.compile(model, backend=teb.backend("aot_eager", passes))
             found[f"{cap_mb} MiB"] = hashes(rank, model, compiled)
         model = eager(mesh, torch.bfloat16, BY_MODULE, True)
@@ -612,7 +613,7 @@ def test_one_hash_over_more_than_two_replicas(shape):
 def twin_alone(rank):
     group = dist.group.WORLD
     world = dist.get_world_size()
-    comm = teb.AllToAllReduceScatter()
+    comm = teb.fsdp.AllToAllReduceScatter()
     for dtype in DTYPES:
         gradients = [
             torch.randn(world * 37, generator=torch.Generator().manual_seed(r)).to(dtype)

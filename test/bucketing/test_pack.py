@@ -27,7 +27,7 @@ from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph.collectives import bucket_key, kind_of
 from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.passes.bucketing import BucketByUnit
 
 WORLD = 4
 MUL = torch.ops.aten.mul.Tensor
@@ -185,7 +185,7 @@ def test_a_gathered_parameter_can_be_viewed_whatever_the_rows_of_a_shard(
     model = Experts(rows * fake_world)
     order = FSDPParamOrder.from_model(model)
     data_parallel(model, init_device_mesh("cpu", (fake_world,)))
-    passes = backend(compiler, passes=[BucketUnits(order)], model=model)
+    passes = backend(compiler, passes=[BucketByUnit(order)], model=model)
     torch.compile(model, backend=passes, fullgraph=True)(torch.randn(5, 2)).sum().backward()
     assert passes.last_report().collectives_after == {"all_gather": 1, "reduce_scatter": 1}
 
@@ -197,7 +197,7 @@ def test_inductor_packs_a_bucket_with_one_kernel(fake_world):
     order = FSDPParamOrder.from_model(model)
     mesh = init_device_mesh("cpu", (fake_world,))
     data_parallel(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    compiled = torch.compile(model, backend=backend("inductor", [BucketUnits(order)], model=model))
+    compiled = torch.compile(model, backend=backend("inductor", [BucketByUnit(order)], model=model))
 
     def step() -> None:
         compiled(torch.randn(5, 2, dtype=torch.bfloat16)).sum().backward()

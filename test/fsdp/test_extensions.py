@@ -220,7 +220,7 @@ def test_a_sharding_that_ignores_them_is_warned_of(fake_world: int) -> None:
             if param is not None:
                 module._parameters[name] = nn.Parameter(distribute_tensor(param, mesh, [Shard(0)]))
     with pytest.warns(
-        teb.NotBucketedWarning,
+        teb.errors.NotBucketedWarning,
         match=r"5 .*fsdp_pre_all_gather of RowScaled, TensorScaled.*blocks.0.up",
     ):
         teb.recipe(model)

@@ -24,7 +24,7 @@ from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
 from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.passes.bucketing import BucketByUnit
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -132,7 +132,7 @@ def test_tied_weights_have_one_name(fake_world):
 
 def test_inference_graph(fake_world):
     model = data_parallel(TwoBlocks(), mesh_1d())
-    b = backend("aot_eager", [BucketUnits([["layers.0"], ["layers.1"], ["embedding", "head"]])])
+    b = backend("aot_eager", [BucketByUnit([["layers.0"], ["layers.1"], ["embedding", "head"]])])
     with torch.no_grad():
         torch.compile(model, backend=b)(TOKENS)
     (graph,) = b.last_report().graphs

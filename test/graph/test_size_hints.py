@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.graph.collectives import is_collective
 from torch_ext_bucketing.graph.size_hints import DEFAULT, SizeHints
@@ -86,8 +87,8 @@ def whole_graph():
 
 PASSES = {
     "peak": lambda model: [
-        teb.CombineUses(),
-        teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(gib=1), teb.CapComputeRun(100)]),
+        CombineUses(),
+        teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(gib=1), teb.MaxComputeRun(100)]),
     ],
     "parity": lambda model: teb.recipe(model, "parity"),
     "speed": lambda model: teb.recipe(model, "speed"),
@@ -100,7 +101,7 @@ def test_a_dropless_mixture_of_experts_is_bucketed_and_scheduled(passes, fake_wo
     backend = teb.backend("aot_eager", passes=PASSES[passes](model), size_hints=5)
     with warnings.catch_warnings():
         if passes != "speed":  # whose bound on memory a model this small can't keep
-            warnings.simplefilter("error", teb.BoundNotKeptWarning)
+            warnings.simplefilter("error", teb.errors.BoundNotKeptWarning)
         torch.compile(model, backend=backend, fullgraph=True)(torch.arange(12)).sum().backward()
     report = backend.last_report()
     assert len(report.schedules) == 2
@@ -122,7 +123,7 @@ def _equals_uncompiled(rank):
             backend = teb.backend("aot_eager", passes=teb.recipe(model, "speed"), size_hints=6)
             run = torch.compile(model, backend=backend, fullgraph=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", teb.BoundNotKeptWarning)
+            warnings.simplefilter("ignore", teb.errors.BoundNotKeptWarning)
             loss = run(tokens).logsumexp(-1).mean()
             loss.backward()
         gradients = {n: p.grad.to_local().clone() for n, p in model.named_parameters()}
@@ -240,7 +241,7 @@ def test_an_estimate_that_fails_leaves_the_caps_to_torch(fake_world):
         return all_gather(a, group).sum() + all_gather(b, group).sum()
 
     graph = trace(two, torch.zeros(3, 4), torch.zeros(5, 4)).graph
-    with pytest.warns(teb.BoundNotKeptWarning, match="caps are torch's own.*no such time"):
+    with pytest.warns(teb.errors.BoundNotKeptWarning, match="caps are torch's own.*no such time"):
         plan, report = choose_caps(graph, Broken(), eligible="structure")
     assert plan.buckets == plan_by_cap(graph, eligible="structure").buckets != ()
     assert "no such time" in report.warning

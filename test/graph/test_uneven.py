@@ -22,7 +22,7 @@ from torch_ext_bucketing.graph.uneven import ShardSide, shard_side
 from torch_ext_bucketing.passes.backends import backend
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
-from torch_ext_bucketing.planner.schedule.memory import CapComputeRun, PeakMemory
+from torch_ext_bucketing.planner.schedule.memory import MaxComputeRun, PeakMemory
 from torch_ext_bucketing.planner.schedule.model import model_of, peak_bytes
 from torch_ext_bucketing.planner.schedule.overlap import Overlap
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
@@ -90,7 +90,7 @@ def launches(gm):
     bounds = [
         [Overlap()],
         [Overlap(depth=2, window=4), PeakMemory(ratio=1.0)],
-        [Overlap(depth=0, window=0), PeakMemory(ratio=1.3), CapComputeRun(1)],
+        [Overlap(depth=0, window=0), PeakMemory(ratio=1.3), MaxComputeRun(1)],
         [PeakMemory(ratio=1.0)],
     ]
     for cap in CAPS_MB:

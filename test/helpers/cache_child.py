@@ -134,7 +134,7 @@ def compile_step(way: str, mesh: Any = None) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
     model = model_of(way, mesh)
-    backend = teb.backend("inductor", [teb.BucketUnits(ORDER)])
+    backend = teb.backend("inductor", [teb.BucketByUnit(ORDER)])
     found: list[Any] = []
     compiled = torch.compile(model, backend=backend)
     codes = run_and_get_code(lambda: found.extend(step(compiled)))[1]
@@ -248,7 +248,7 @@ BA = teb.FSDPParamOrder.from_fqns([["b.weight", "a.weight"]])
 ENTRIES = "aten_distributed_optimizations."
 
 
-class PassOfAScript(teb.BucketUnits):
+class PassOfAScript(teb.BucketByUnit):
     """Adds nothing, and is defined where no import finds it."""
 
 
@@ -269,7 +269,7 @@ def by_config(order, own_pass=False, **entries):
         }
         if order is not None or own_pass:
             write = (
-                from_hooks("OwnOrder", model) if own_pass else teb.TagParameters(model, order=order)
+                from_hooks("OwnOrder", model) if own_pass else teb.hooks.TagParameters(model, order=order)
             )
             settings["joint_custom_post_pass"] = write
             settings[ENTRIES + "bucket_payload_order_key"] = "fsdp_payload_order"
@@ -292,10 +292,10 @@ def edited(model):
 
 
 SETUPS = {
-    "backend": by_backend(lambda: teb.BucketUnits(AB)),
-    "backend, other order": by_backend(lambda: teb.BucketUnits(BA)),
+    "backend": by_backend(lambda: teb.BucketByUnit(AB)),
+    "backend, other order": by_backend(lambda: teb.BucketByUnit(BA)),
     "backend, by cap": by_backend(lambda: teb.BucketByCap(1.0, payload_order=AB)),
-    "backend, lambda": by_backend(lambda: teb.BucketUnits(AB, payload_order=lambda start: 0)),
+    "backend, lambda": by_backend(lambda: teb.BucketByUnit(AB, payload_order=lambda start: 0)),
     "backend, pass of a script": by_backend(lambda: PassOfAScript(AB)),
     "backend, own pass": by_backend(lambda: from_hooks("OwnPass", AB)),
     "backend, edited": edited,
@@ -375,12 +375,12 @@ def uuids(name: str) -> dict[str, Any]:
     order = teb.FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
     passes = [
         teb.ReshardAfterForward(["a"]),
-        teb.TagParameters(),
+        teb.hooks.TagParameters(),
         teb.ReshardAfterForward(),
-        teb.BucketUnits(order),
-        teb.BucketUnits(order, payload_order=None),
-        teb.BucketUnits(order, kinds=("all_gather",)),
-        teb.BucketUnits([["a"]]),
+        teb.BucketByUnit(order),
+        teb.BucketByUnit(order, payload_order=None),
+        teb.BucketByUnit(order, kinds=("all_gather",)),
+        teb.BucketByUnit([["a"]]),
     ]
     found = [*(p.uuid() for p in passes), Pipeline(passes[1:]).uuid()]
     del os.environ["TORCH_EXT_BUCKETING_DISABLE"]

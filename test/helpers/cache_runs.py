@@ -37,9 +37,9 @@ def assert_state(result: dict[str, Any], state: list[int]) -> None:
 
 
 HOOKS = """
-from torch_ext_bucketing import BucketUnits
+from torch_ext_bucketing import BucketByUnit
 
-class OwnPass(BucketUnits):
+class OwnPass(BucketByUnit):
     def run(self, graph, compilation):
         if 1 > 0:
             super().run(graph, compilation)

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.unwrap import GraphLike, graph_of
 from torch_ext_bucketing.passes.base import GraphPass
@@ -119,7 +120,7 @@ def other_units(model: nn.Module) -> Any:
 
 def graph_order(model: nn.Module) -> Any:
     order = teb.FSDPParamOrder.from_model(model, units=teb.transformer_block_plan(model))
-    return [teb.CombineUses(), teb.BucketUnits(order, payload_order=None)]
+    return [CombineUses(), teb.BucketByUnit(order, payload_order=None)]
 
 
 def rank_order(model: nn.Module) -> Any:

@@ -122,7 +122,7 @@ def changes_nothing(rank: Rank) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     teb.data_parallel(model, init_device_mesh("cpu", (2,)), mode="fully_shard")
     order = teb.FSDPParamOrder.from_model(model, units=[["0", "1"]])
-    backend = teb.backend("aot_eager", [teb.BucketUnits(order)])
+    backend = teb.backend("aot_eager", [teb.BucketByUnit(order)])
     torch.compile(model, backend=backend)(torch.ones(2, 4)).sum().backward()
     assert sum(len(g.buckets) for g in backend.last_report().graphs) >= 2
 

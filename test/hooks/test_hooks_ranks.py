@@ -67,7 +67,7 @@ def one_unit(rank: Rank) -> dict[str, tuple[list[str], dict[str, int]]]:
         for name, field in RUNS.items():
             torch._dynamo.reset()
             model = teb.data_parallel(small_model(), mesh, **dtypes)
-            tags = teb.TagParameters(model, order=order)
+            tags = teb.hooks.TagParameters(model, order=order)
             settings = {
                 "joint_custom_post_pass": tags,
                 "bucket_all_gathers_fx": "fsdp",

@@ -24,6 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_features import CONFIG
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing._source import _sources
 from torch_ext_bucketing._torch.caches import watched_caches
 from torch_ext_bucketing.bucketing.groups import primary_group
@@ -78,7 +82,7 @@ def test_the_same_settings_hit_in_a_new_process_and_others_miss(warm, cold):
 def test_a_plain_function_bypasses_with_a_reason(warm):
     name = "backend, lambda"
     assert_state(warm[name], BYPASS)
-    reason = "torch_ext_bucketing.passes.bucketing.BucketUnits: <lambda>"
+    reason = "torch_ext_bucketing.passes.bucketing.BucketByUnit: <lambda>"
     assert any(reason in line for line in warm[name]["log"]), warm[name]["log"]
     # Torch says only that a pass is unsupported, and on a level that is not shown.
     (line,) = (line for line in warm[name]["log"] if "torch_ext_bucketing" in line)
@@ -125,13 +129,13 @@ OTHER = teb.FSDPParamOrder.from_fqns([["b", "a"], ["c"]])
 
 MACHINE = teb.Machine(flops={"bfloat16": 1e12})
 MADE = [
-    teb.TagParameters(torch.nn.Linear(1, 1), fqn_of={0: "a"}),
-    teb.CombineUses(),
-    teb.MergeAmax(),
-    teb.ReduceScatterFirst(),
-    teb.ReduceByAllToAll(),
+    teb.hooks.TagParameters(torch.nn.Linear(1, 1), fqn_of={0: "a"}),
+    CombineUses(),
+    MergeAmax(),
+    ReduceScatterFirst(),
+    teb.FixedOrderReduce(),
     teb.ReshardAfterForward(),
-    teb.BucketUnits(ORDER),
+    teb.BucketByUnit(ORDER),
     teb.BucketByCap({("g", "all_gather"): 1.0, "h": 2.0}, payload_order=ORDER),
     teb.Schedule(teb.Overlap(), MACHINE),
     teb.BucketAndSchedule(teb.Overlap(), caps_mb=(8.0,), machine=MACHINE),
@@ -142,7 +146,7 @@ def test_every_pass_is_listed():
     passes = {getattr(teb, n) for n in teb.__all__ if inspect.isclass(getattr(teb, n))}
     passes = {c for c in passes if issubclass(c, teb.GraphPass) and c is not teb.GraphPass}
     # Those two have tests of their own.
-    assert passes == {*map(type, MADE), teb.SeparateGroups, teb.AddByUnit}
+    assert passes == {*map(type, MADE), teb.SeparateGroups, AddByUnit}
 
 
 @pytest.mark.parametrize("made", MADE, ids=lambda p: p.name)
@@ -162,15 +166,15 @@ def test_every_argument_of_a_pass_counts(made):
 @pytest.mark.parametrize(
     ("make", "first", "second"),
     [
-        (teb.BucketUnits, ORDER, OTHER),
-        (teb.BucketUnits, [["a", "b"]], [["a"], ["b"]]),
+        (teb.BucketByUnit, ORDER, OTHER),
+        (teb.BucketByUnit, [["a", "b"]], [["a"], ["b"]]),
         (teb.BucketByCap, {("g", "all_gather"): 1.0}, {("g", "all_gather"): 1.5}),
-        (teb.Schedule, teb.Overlap(), (teb.Overlap(), teb.CapComputeRun())),
+        (teb.Schedule, teb.Overlap(), (teb.Overlap(), teb.MaxComputeRun())),
         (teb.Schedule, teb.Overlap(), teb.Overlap(depth=3)),
-        (teb.ReduceByAllToAll, torch.float32, torch.float64),
+        (teb.FixedOrderReduce, torch.float32, torch.float64),
         (teb.ReshardAfterForward, ["a"], ["b"]),
         (lambda group_filter: teb.BucketByCap(group_filter=group_filter), None, primary_group),
-        (lambda reduce: teb.BucketAndSchedule((), reduce=reduce), None, teb.ReduceByAllToAll()),
+        (lambda reduce: teb.BucketAndSchedule((), reduce=reduce), None, teb.FixedOrderReduce()),
     ],
 )
 def test_other_values_of_an_argument_count(make, first, second):
@@ -210,7 +214,7 @@ NETWORK = {"ranks_per_node": 8, "intra": Level(1e9), "inter": Level(1e8)}
     "made",
     [
         teb.Overlap(),
-        teb.CapComputeRun(),
+        teb.MaxComputeRun(),
         teb.PeakMemory(gib=1.0),
         teb.Machine(**NETWORK, estimate=Estimate()),
     ],
@@ -242,7 +246,7 @@ def test_what_has_no_uuid(caplog):
 
     _cache_key._logged.clear()
     with caplog.at_level(logging.WARNING, "torch_ext_bucketing"):
-        assert teb.BucketUnits(ORDER, payload_order=NoUuid()).uuid() is None
+        assert teb.BucketByUnit(ORDER, payload_order=NoUuid()).uuid() is None
         assert "NoUuid.uuid() returned None" in caplog.messages[-1]
         assert OfANotebook().uuid() is None
         assert (
@@ -252,7 +256,7 @@ def test_what_has_no_uuid(caplog):
         assert "builtin_function_or_method is a plain callable" in caplog.messages[-1]
         said = len(caplog.messages)
         assert said == 3
-        assert teb.BucketUnits(ORDER, payload_order=NoUuid()).uuid() is None
+        assert teb.BucketByUnit(ORDER, payload_order=NoUuid()).uuid() is None
         assert len(caplog.messages) == said, "said once"
     with pytest.raises(NoUuidError, match="is not a plain value"):
         _cache_key.describe({"a": [Plain()]})

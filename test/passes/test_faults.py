@@ -26,6 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.agreement.before_run import agree
 from torch_ext_bucketing.bucketing import merge as merging
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
@@ -254,7 +258,7 @@ def by_cap(gm: fx.GraphModule, cap_mb: Any = 1.0, **options: Any) -> Any:
 
 
 BUCKETERS: dict[str, Callable[..., Any]] = {
-    "BucketUnits": lambda gm, **k: run_pass(teb.BucketUnits([["m"]], KIND_NAMES, **k), gm),
+    "BucketByUnit": lambda gm, **k: run_pass(teb.BucketByUnit([["m"]], KIND_NAMES, **k), gm),
     "BucketByCap": by_cap,
     "BucketAndSchedule": lambda gm, **k: run_pass(
         teb.BucketAndSchedule([teb.Overlap(), teb.PeakMemory(gib=1)], **{"kinds": KIND_NAMES, **k}),
@@ -267,22 +271,22 @@ FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
         gm, None, eligible="structure", group_filter=primary_group, non_adjacent=False
     ),
     "Overlap": lambda gm: schedule(gm, teb.Overlap()),
-    "CapComputeRun": lambda gm: schedule(gm, teb.CapComputeRun(1)),
+    "MaxComputeRun": lambda gm: schedule(gm, teb.MaxComputeRun(1)),
     "PeakMemory": lambda gm: schedule(gm, teb.PeakMemory(ratio=0.5)),
     "Schedule": lambda gm: run_pass(teb.Schedule(teb.Overlap()), gm),
     "peak_bytes": peak_bytes,
     "tag_joint_graph": tag_joint_graph,
-    "TagParameters": lambda gm: run_pass(teb.TagParameters(), gm),
+    "TagParameters": lambda gm: run_pass(teb.hooks.TagParameters(), gm),
     "ReshardAfterForward": lambda gm: run_pass(teb.ReshardAfterForward(), gm),
-    "AddByUnit": lambda gm: run_pass(teb.AddByUnit(Blocks(), ["layers.0", "norm"]), gm),
-    "CombineUses": lambda gm: run_pass(teb.CombineUses(), gm),
-    "MergeAmax": lambda gm: run_pass(teb.MergeAmax(), gm),
-    "ReduceScatterFirst": lambda gm: run_pass(teb.ReduceScatterFirst(), gm),
-    "ReduceByAllToAll": lambda gm: run_pass(teb.ReduceByAllToAll(), gm),
+    "AddByUnit": lambda gm: run_pass(AddByUnit(Blocks(), ["layers.0", "norm"]), gm),
+    "CombineUses": lambda gm: run_pass(CombineUses(), gm),
+    "MergeAmax": lambda gm: run_pass(MergeAmax(), gm),
+    "ReduceScatterFirst": lambda gm: run_pass(ReduceScatterFirst(), gm),
+    "FixedOrderReduce": lambda gm: run_pass(teb.FixedOrderReduce(), gm),
     "SeparateGroups": lambda gm: run_pass(teb.SeparateGroups(init_device_mesh("cpu", (2,))), gm),
     "agree": agree,
 }
-PLANNERS = (*BUCKETERS, "by structure", "peak_bytes", "ReduceByAllToAll")
+PLANNERS = (*BUCKETERS, "by structure", "peak_bytes", "FixedOrderReduce")
 # What raises, of the functions in PLANNERS; scheduling says the same in a warning.
 RAISES = {
     "out_of_order": (
@@ -333,7 +337,7 @@ def test_odd_graphs(name, function):
             assert described(gm) == before
             return
         report = FUNCTIONS[function](gm)
-    said = [str(w.message) for w in warned if w.category is teb.BoundNotKeptWarning]
+    said = [str(w.message) for w in warned if w.category is teb.errors.BoundNotKeptWarning]
     if name in RAISES:
         assert all(re.search(RAISES[name][1], text) for text in said)
         if function != "ReshardAfterForward":  # which only marks nodes
@@ -653,7 +657,7 @@ BAD_FILTERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "mutates": (clears, "clear"),
     "assigns": (sets, "item assignment"),
 }
-FILTER_ROADS = {name: f for name, f in BUCKETERS.items() if name != "BucketUnits"}
+FILTER_ROADS = {name: f for name, f in BUCKETERS.items() if name != "BucketByUnit"}
 
 
 @pytest.mark.parametrize("bad", BAD_FILTERS)
@@ -748,7 +752,7 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             lambda: teb.manual_plan(["layers.[0-99999999999999]"], Blocks()),
         ),
         ("no module is named 'head'", lambda: UnitSpec((("head",),)).uncovered(Blocks())),
-        ("'b' is in two units, 0 and 1", lambda: teb.BucketUnits([["a", "b"], ["b"]])),
+        ("'b' is in two units, 0 and 1", lambda: teb.BucketByUnit([["a", "b"], ["b"]])),
         ("needs a bound: memory=PeakMemory", lambda: teb.ReshardAfterForward("auto")),
         (
             "memory= belongs to keep='auto'",
@@ -766,7 +770,7 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("positive", lambda: teb.PeakMemory(ratio=-1)),
         ("either gib or ratio", lambda: teb.PeakMemory()),
         ("either gib or ratio", lambda: teb.PeakMemory(gib=1, ratio=1)),
-        ("max_consecutive", lambda: teb.CapComputeRun(0)),
+        ("max_consecutive", lambda: teb.MaxComputeRun(0)),
         ("depth", lambda: teb.Overlap(depth=-1)),
         ("bandwidth must be a positive", lambda: teb.Machine(bandwidth="fast")),
         ("bandwidth", lambda: teb.Machine(bandwidth=0)),
@@ -784,8 +788,8 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ),
     ],
     TypeError: [
-        ("got the string", lambda: teb.BucketUnits("layers.0")),
-        ("must be a string, got 3", lambda: teb.BucketUnits([["a", 3]])),
+        ("got the string", lambda: teb.BucketByUnit("layers.0")),
+        ("must be a string, got 3", lambda: teb.BucketByUnit([["a", 3]])),
         ("got the string 'head'", lambda: teb.ReshardAfterForward("head")),
         ("must be a string, got 1", lambda: teb.ReshardAfterForward([1])),
         (
@@ -794,7 +798,7 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ),
         (
             "payload_order must be a callable",
-            lambda: teb.BucketUnits([["a"]], payload_order="name"),
+            lambda: teb.BucketByUnit([["a"]], payload_order="name"),
         ),
         ("prefetch_under must map names", lambda: teb.Overlap(prefetch_under=["a"])),
         ("group_filter must be a callable", lambda: teb.BucketByCap(group_filter="0")),
@@ -819,7 +823,7 @@ def test_units_that_no_parameter_has_are_no_units():
     """A misspelt unit shows as parameters that no unit covers, which are warned about by name."""
     gm = gathers_and_scatters()
     before = described(gm)
-    buckets = teb.BucketUnits([["m.c"], ["m.b.nothing"]])
+    buckets = teb.BucketByUnit([["m.c"], ["m.b.nothing"]])
     with pytest.warns(UserWarning, match="8 parameter.s. are in no unit.*m.a.all_gather"):
         report = run_pass(buckets, gm)
     assert described(gm) == before
@@ -841,7 +845,7 @@ def test_memory_bounds_of_any_size(policy):
     gm = gathers_and_scatters()
     assert schedule(gm, policy).misses == 0
     small = teb.PeakMemory(gib=1e-300)
-    with pytest.warns(teb.BoundNotKeptWarning, match="PeakMemory: .* above the bound"):
+    with pytest.warns(teb.errors.BoundNotKeptWarning, match="PeakMemory: .* above the bound"):
         assert schedule(gm, small).misses > 0
 
 

@@ -39,7 +39,7 @@ from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag, tag_of
 from torch_ext_bucketing.passes import backends as backend_module
 from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketUnits
+from torch_ext_bucketing.passes.bucketing import BucketByCap, BucketByUnit
 from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.passes.tagging import PAYLOAD_FIELD, TagParameters
 from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
@@ -195,7 +195,7 @@ def compiled_step(passes, model=None, backend_of="aot_eager", **options):
 def test_bucketed_graphs(fake_world):
     keep = Keep()
     model = sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    passes = [BucketUnits(order()), ReshardAfterForward(keep=["head"])]
+    passes = [BucketByUnit(order()), ReshardAfterForward(keep=["head"])]
     report = compiled_step(passes, model, keep)
     forward, backward = keep.values()
     for graph in keep.values():
@@ -279,12 +279,12 @@ class Shuffled:
 def test_an_order_packs_by_itself_unless_told_otherwise(fake_world):
     """That it has to be asked to is what a new user does not expect."""
     o = order()
-    found, by_order = packed_by([BucketUnits(o)])
+    found, by_order = packed_by([BucketByUnit(o)])
     assert found == {"FSDPParamOrder"}
     assert [bucket_fqns(b) for b in by_order.buckets if b.unit == 0] == [list(o.units[0])] * 2
-    assert packed_by([BucketUnits(o, payload_order=None)])[0] == {"graph order"}
-    assert packed_by([BucketUnits(UNITS)])[0] == {"graph order"}
-    assert packed_by([BucketUnits(o, payload_order=Shuffled())])[0] == {"Shuffled"}
+    assert packed_by([BucketByUnit(o, payload_order=None)])[0] == {"graph order"}
+    assert packed_by([BucketByUnit(UNITS)])[0] == {"graph order"}
+    assert packed_by([BucketByUnit(o, payload_order=Shuffled())])[0] == {"Shuffled"}
     assert packed_by([BucketByCap(1.0, payload_order=o)])[0] == {"FSDPParamOrder"}
 
 
@@ -294,7 +294,7 @@ def test_what_has_no_key_is_said_once_per_compile(fake_world):
     other = FSDPParamOrder.from_fqns([["embedding.weight", "layers.0.w1.weight"]])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found, report = packed_by([BucketUnits(UNITS, payload_order=other)])
+        found, report = packed_by([BucketByUnit(UNITS, payload_order=other)])
     assert found == {"graph order: a member has no key"}
     (said,) = [str(w.message) for w in caught if w.category is PayloadOrderWarning]
     assert "3 of 3 buckets of the forward graph keep graph order" in said
@@ -321,12 +321,12 @@ def silence(passes, module=None):
     [
         (lambda: [BucketByCap(1e-6)], "closed by bytes (9), closed by end (1)", "raise cap_mb"),
         (
-            lambda: [BucketUnits(order(), ["all_reduce"])],
+            lambda: [BucketByUnit(order(), ["all_reduce"])],
             "no pass buckets all_gather (10)",
             "kinds=",
         ),
         (
-            lambda: [BucketUnits([[f] for f in TWO_BLOCKS_FQNS])],
+            lambda: [BucketByUnit([[f] for f in TWO_BLOCKS_FQNS])],
             "same kind, group and dtype",
             "larger units",
         ),
@@ -343,7 +343,7 @@ def test_nothing_bucketed_is_said_once_per_compile(fake_world, make, because, wa
 WITH_ADVICE = {
     "raise cap_mb": lambda: [BucketByCap(1e-6)],
     "model=model": lambda: [TagParameters(fqn_of={}), BucketByCap()],
-    "give the backend the model": lambda: [TagParameters(fqn_of={}), BucketUnits(order())],
+    "give the backend the model": lambda: [TagParameters(fqn_of={}), BucketByUnit(order())],
 }
 
 
@@ -376,10 +376,10 @@ def reversed_reason(init):
 def test_nothing_to_bucket_is_not_worth_a_word(fake_world):
     assert silence([ReshardAfterForward()]) == []  # no pass was asked to
     assert silence([BucketByCap(kinds=())]) == []
-    assert silence([BucketUnits(order())]) == []
+    assert silence([BucketByUnit(order())]) == []
     # No collective in forward, and one for each parameter in backward.
     replicated = data_parallel(TwoBlocks(), init_device_mesh("cpu", (4,)), "replicate")
-    assert silence([BucketUnits(order(), ["all_reduce"])], replicated) == []
+    assert silence([BucketByUnit(order(), ["all_reduce"])], replicated) == []
 
 
 @pytest.mark.parametrize("mode", ["replicate", "hybrid_shard"])
@@ -387,14 +387,14 @@ def test_all_reduces_only_when_asked_for(fake_world, mode):
     mesh = init_device_mesh("cpu", (4,) if mode == "replicate" else (2, 2))
     for kinds, left in ((("all_gather", "reduce_scatter"), 10), (("all_reduce",), 3)):
         model = data_parallel(TwoBlocks(), mesh, mode)
-        report = compiled_step([BucketUnits(order(), kinds=kinds)], model)
+        report = compiled_step([BucketByUnit(order(), kinds=kinds)], model)
         assert report.collectives_after["all_reduce"] == left
 
 
 def test_activation_checkpointing_is_respected(fake_world):
     model, keep = sharded(), Keep()
     checkpointed(model.layers[0])
-    report = compiled_step([BucketUnits(UNITS), ReshardAfterForward()], model, keep)
+    report = compiled_step([BucketByUnit(UNITS), ReshardAfterForward()], model, keep)
     relus = [sum("relu" in n.name for n in g.graph.nodes) for g in keep.values()]
     assert relus == [2, 1]  # the checkpointed block's is computed again
     assert report.graph("backward").collectives_after["all_gather"] <= 3
@@ -403,7 +403,7 @@ def test_activation_checkpointing_is_respected(fake_world):
 def test_uncovered_parameters_are_named_once(fake_world):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = compiled_step([BucketUnits([["layers.0"], ["layers.1"]])])
+        report = compiled_step([BucketByUnit([["layers.0"], ["layers.1"]])])
     texts = [str(w.message) for w in caught if w.category is UncoveredParametersWarning]
     assert texts == [
         "2 parameter(s) are in no unit; their collectives are not bucketed: embedding.weight, "
@@ -455,7 +455,7 @@ def test_chunked_loss_stays_in_the_heads_unit(fake_world):
             )
 
     model = data_parallel(Chunked(), init_device_mesh("cpu", (4,)))
-    last = [b for b in compiled_step([BucketUnits(order())], model).buckets if b.unit == 2]
+    last = [b for b in compiled_step([BucketByUnit(order())], model).buckets if b.unit == 2]
     assert [bucket_fqns(b) for b in last] == [["embedding.weight", "head.weight"]] * 2
 
 
@@ -489,7 +489,7 @@ def test_inductor_config_is_left_as_it_was(fake_world):
     copied = getattr(inductor_config, "get_config_copy", inductor_config.shallow_copy_dict)
     before = copied()
     with inductor_config.patch(set_by_the_user), lowered() as graphs:
-        report = compiled_step([BucketUnits(order())], backend_of="inductor")
+        report = compiled_step([BucketByUnit(order())], backend_of="inductor")
     assert copied() == before
     assert seen == [False, False], "forward and backward"
     found = [GraphAnalysis(gm.graph).counts for gm in graphs]
@@ -562,7 +562,7 @@ def test_backend_passes_its_prefetch_depth_on(monkeypatch):
 def test_config_hooks_alone(fake_world):
     reports = []
 
-    class Kept(BucketUnits):
+    class Kept(BucketByUnit):
         def run(self, graph, compilation):
             super().run(graph, compilation)
             reports.append(compilation.report.graphs[-1])
@@ -602,7 +602,7 @@ def test_torchs_own_bucketing_packs_in_the_order_that_tags_hand_it(fake_world):
 
 
 def test_manager_orders_the_passes():
-    bucket, reshard = BucketUnits(UNITS), ReshardAfterForward()
+    bucket, reshard = BucketByUnit(UNITS), ReshardAfterForward()
     manager = Pipeline([bucket, reshard])
     assert [type(p) for p in manager.joint] == [TagParameters, ReshardAfterForward]
     assert manager.forward_backward == (bucket,)
@@ -615,8 +615,8 @@ def test_manager_orders_the_passes():
     [
         (lambda: backend("aot"), ValueError, "must be 'aot_eager', 'inductor' or a callable"),
         (lambda: backend("aot_eager", [print]), TypeError, "is not a pass"),
-        (lambda: BucketUnits(UNITS, kinds=("gather",)), ValueError, "kinds must be some of"),
-        (lambda: BucketUnits(UNITS, payload_order=True), TypeError, "payload_order must be"),
+        (lambda: BucketByUnit(UNITS, kinds=("gather",)), ValueError, "kinds must be some of"),
+        (lambda: BucketByUnit(UNITS, payload_order=True), TypeError, "payload_order must be"),
         (lambda: backend("aot_eager").last_report(), RuntimeError, "nothing has been compiled"),
     ],
 )
@@ -626,22 +626,22 @@ def test_bad_arguments(make, error, match):
 
 
 def test_passes_are_switched_off_by_name(fake_world, monkeypatch):
-    passes = [ReshardAfterForward(), BucketUnits(order()), BucketAndSchedule([Overlap()])]
+    passes = [ReshardAfterForward(), BucketByUnit(order()), BucketAndSchedule([Overlap()])]
     key = Pipeline(passes).uuid()
     monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "")
     assert Pipeline(passes).uuid() == key
     # Schedule is a pass, but none of these; its subclass is another one.
-    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "Schedule, BucketUnits")
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "Schedule, BucketByUnit")
     without = Pipeline(passes)
-    assert without.disabled == ("BucketUnits",)
+    assert without.disabled == ("BucketByUnit",)
     assert without.uuid() not in (key, Pipeline([passes[0], passes[2]]).uuid(), None)
-    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "BucketAndSchedule,BucketUnits")
+    monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "BucketAndSchedule,BucketByUnit")
     report = compiled_step(passes)
     assert not report.graphs
-    assert report.disabled == ("BucketUnits", "BucketAndSchedule")
-    off = "switched off by TORCH_EXT_BUCKETING_DISABLE: BucketUnits, BucketAndSchedule\n"
+    assert report.disabled == ("BucketByUnit", "BucketAndSchedule")
+    off = "switched off by TORCH_EXT_BUCKETING_DISABLE: BucketByUnit, BucketAndSchedule\n"
     assert off in report.to_text()
-    assert report.as_dict()["disabled"] == ["BucketUnits", "BucketAndSchedule"]
+    assert report.as_dict()["disabled"] == ["BucketByUnit", "BucketAndSchedule"]
     assert [p.name for p in report.passes] == ["TagParameters", "ReshardAfterForward"]
 
 
@@ -650,12 +650,12 @@ def test_an_unknown_name_to_switch_off_is_an_error(monkeypatch, name):
     monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", name)
     unknown = name.rpartition(",")[2]
     known = (
-        "AddByUnit, BucketAndSchedule, BucketByCap, BucketUnits, .*SeparateGroups, TagParameters"
+        "AddByUnit, BucketAndSchedule, BucketByCap, BucketByUnit, .*SeparateGroups, TagParameters"
     )
     with pytest.raises(ValueError, match=f"names {unknown}; the passes are {known}"):
-        backend("aot_eager", [BucketUnits(UNITS)])
+        backend("aot_eager", [BucketByUnit(UNITS)])
 
-    class Own(BucketUnits):
+    class Own(BucketByUnit):
         """A user's."""
 
     if name == "Own":
@@ -663,12 +663,12 @@ def test_an_unknown_name_to_switch_off_is_an_error(monkeypatch, name):
 
 
 def test_every_passs_time_is_in_the_report(fake_world):
-    report = compiled_step([BucketUnits(order()), Schedule([Overlap()])])
+    report = compiled_step([BucketByUnit(order()), Schedule([Overlap()])])
     assert [(p.stage, p.name) for p in report.passes] == [
         ("joint", "TagParameters"),
-        ("forward", "BucketUnits"),
+        ("forward", "BucketByUnit"),
         ("forward", "Schedule"),
-        ("backward", "BucketUnits"),
+        ("backward", "BucketByUnit"),
         ("backward", "Schedule"),
     ]
     assert all(p.seconds > 0 for p in report.passes)
@@ -676,14 +676,14 @@ def test_every_passs_time_is_in_the_report(fake_world):
     assert report.passes[2].seconds > report.schedules[0].seconds
     (line,) = [x for x in report.to_text().splitlines() if x.startswith("joint")]
     assert line.split() == ["joint", "TagParameters", f"{report.passes[0].seconds:.3f}"]
-    assert report.as_dict()["passes"][1]["name"] == "BucketUnits"
+    assert report.as_dict()["passes"][1]["name"] == "BucketByUnit"
 
 
 def test_plain_functions_are_not_cached():
     """All else is told apart by ``test_caches``."""
     for one in (
-        BucketUnits(UNITS, payload_order=lambda n: 0),
-        Pipeline([BucketUnits(UNITS, payload_order=lambda n: 0)]),
+        BucketByUnit(UNITS, payload_order=lambda n: 0),
+        Pipeline([BucketByUnit(UNITS, payload_order=lambda n: 0)]),
         TagParameters(fqn_of=lambda d: None),
         BucketByCap({"a": lambda i: 1.0}),
         BucketByCap(eligible=lambda n: True),
@@ -694,9 +694,9 @@ def test_plain_functions_are_not_cached():
 
 
 def test_a_backend_reads_as_code():
-    made = backend("aot_eager", [BucketUnits(UNITS, payload_order=None), Schedule(Overlap())])
+    made = backend("aot_eager", [BucketByUnit(UNITS, payload_order=None), Schedule(Overlap())])
     assert repr(made) == (
-        "backend(compiler='aot_eager', passes=[BucketUnits([['layers.0'], ['layers.1'], "
+        "backend(compiler='aot_eager', passes=[BucketByUnit([['layers.0'], ['layers.1'], "
         "['embedding', 'head']], payload_order=None), Schedule([Overlap()])])"
     )
     off = backend("inductor", prefetch=None, agree=False, model=TwoBlocks())

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_ext_bucketing.fsdp.order import FSDPParamOrder
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.passes.backends import backend
-from torch_ext_bucketing.passes.bucketing import BucketUnits
+from torch_ext_bucketing.passes.bucketing import BucketByUnit
 from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward
 from torch_ext_bucketing.rewrites.separate_groups import SeparateGroups
 from torch_ext_bucketing.testing.ring import on_ranks
@@ -24,7 +24,7 @@ MORE = (pytest.mark.slow, pytest.mark.once)
 
 def bucketing_passes(reshard):
     order = FSDPParamOrder.from_model(TwoBlocks(), ["layers.0", "layers.1", ""])
-    passes = [BucketUnits(order, KINDS)]
+    passes = [BucketByUnit(order, KINDS)]
     return [*passes, ReshardAfterForward()] if reshard else passes
 
 

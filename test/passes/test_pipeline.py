@@ -9,6 +9,10 @@ from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.errors import PassOrderError
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.facts import Order
@@ -19,8 +23,8 @@ UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 
 REFUSED = {
     r"BucketByCap comes after Schedule and would undo what that decides, the order of the "
-    r"nodes\. The right order: \[TagParameters, BucketByCap, BucketUnits, Schedule\]": (
-        lambda: [teb.Schedule(teb.Overlap()), teb.BucketByCap(), teb.BucketUnits(UNITS)]
+    r"nodes\. The right order: \[TagParameters, BucketByCap, BucketByUnit, Schedule\]": (
+        lambda: [teb.Schedule(teb.Overlap()), teb.BucketByCap(), teb.BucketByUnit(UNITS)]
     ),
     "Schedule and Schedule both decide the order of the nodes: give one of them": (
         lambda: [teb.Schedule(teb.Overlap()), teb.ReshardAfterForward(), teb.Schedule([])]
@@ -28,14 +32,14 @@ REFUSED = {
     "BucketAndSchedule and Schedule both decide the order": (
         lambda: [teb.BucketAndSchedule(teb.Overlap()), teb.Schedule(teb.Overlap())]
     ),
-    r"ReduceByAllToAll comes after BucketAndSchedule .* "
-    r"Give BucketAndSchedule\(\.\.\., reduce=ReduceByAllToAll\(\)\)": (
-        lambda: [teb.BucketAndSchedule(teb.Overlap()), teb.ReduceByAllToAll()]
+    r"FixedOrderReduce comes after BucketAndSchedule .* "
+    r"Give BucketAndSchedule\(\.\.\., reduce=FixedOrderReduce\(\)\)": (
+        lambda: [teb.BucketAndSchedule(teb.Overlap()), teb.FixedOrderReduce()]
     ),
     "both decide which parameters backward gathers again": (
         lambda: [teb.ReshardAfterForward(), teb.ReshardAfterForward(keep=["head"])]
     ),
-    "both decide the tags of collectives": lambda: [teb.TagParameters(), teb.TagParameters()],
+    "both decide the tags of collectives": lambda: [teb.hooks.TagParameters(), teb.hooks.TagParameters()],
 }
 
 
@@ -46,7 +50,7 @@ def test_a_list_in_which_passes_undo_each_others_work_is_refused(match):
 
 
 def test_the_right_order_is_taken():
-    passes = [teb.BucketByCap(), teb.BucketUnits(UNITS), teb.Schedule(teb.Overlap())]
+    passes = [teb.BucketByCap(), teb.BucketByUnit(UNITS), teb.Schedule(teb.Overlap())]
     assert Pipeline(passes).forward_backward == tuple(passes)
 
 
@@ -71,19 +75,19 @@ def test_a_pass_that_misses_what_it_requires_is_refused():
 def one_of_each(world):
     mesh, model = init_device_mesh("cpu", (world,)), TwoBlocks()
     passes = [
-        teb.TagParameters(),
-        teb.AddByUnit(model, ["layers.0", "layers.1", ""]),
-        teb.CombineUses(),
-        teb.MergeAmax(),
-        teb.ReduceScatterFirst(),
+        teb.hooks.TagParameters(),
+        AddByUnit(model, ["layers.0", "layers.1", ""]),
+        CombineUses(),
+        MergeAmax(),
+        ReduceScatterFirst(),
         teb.ReshardAfterForward(),
         teb.SeparateGroups(mesh),
-        teb.BucketUnits(UNITS),
+        teb.BucketByUnit(UNITS),
         teb.BucketByCap(),
-        teb.ReduceByAllToAll(),
+        teb.FixedOrderReduce(),
         teb.Schedule(teb.Overlap()),
         teb.BucketAndSchedule(teb.Overlap()),
-        teb.BucketAndSchedule(teb.Overlap(), reduce=teb.ReduceByAllToAll(torch.float64)),
+        teb.BucketAndSchedule(teb.Overlap(), reduce=teb.FixedOrderReduce(torch.float64)),
     ]
     classes = {getattr(teb, name) for name in teb.__all__}
     known = {c for c in classes if isinstance(c, type) and issubclass(c, GraphPass)} - {GraphPass}
@@ -106,8 +110,8 @@ def test_following_the_advice_works_for_every_list_of_three(fake_world):
         decided = {type(fact) for p in kept for fact in p.provides}
         for p in given:
             assert p in kept or decided.issuperset(map(type, p.provides)), given
-    assert ("BucketAndSchedule", "ReduceByAllToAll") in refused
-    assert ("ReduceByAllToAll", "BucketAndSchedule") in refused
+    assert ("BucketAndSchedule", "FixedOrderReduce") in refused
+    assert ("FixedOrderReduce", "BucketAndSchedule") in refused
 
 
 def advice(given):
@@ -121,7 +125,7 @@ def advice(given):
 
 def test_a_pass_that_can_be_a_part_becomes_one(fake_world):
     both = [teb.BucketAndSchedule(teb.Overlap(depth=3), kinds=["all_gather"])]
-    sums = teb.ReduceByAllToAll(torch.float64)
+    sums = teb.FixedOrderReduce(torch.float64)
     for given in ([*both, sums], [sums, *both]):
         with pytest.raises(PassOrderError) as refused:
             Pipeline(given)

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
@@ -114,7 +115,7 @@ def test_what_is_gathered_again_in_backward_stays_so(model):
     before = copy.deepcopy(gm)
     whole_step_pass(model, teb.recipe(model, units=UNITS))(gm)
     assert len(gathers(gm.graph)) == 4
-    whole_step_pass(model, [teb.CombineUses()])(before)
+    whole_step_pass(model, [CombineUses()])(before)
     assert len(gathers(before.graph)) == 8
 
 

@@ -15,6 +15,7 @@ from sharded_models import Keep, TwoBlocks, checkpointed, eager_fsdp2, tokens_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing._torch.aot import must_recompute
 from torch_ext_bucketing.errors import BoundNotKeptWarning, NothingKeptWarning
 from torch_ext_bucketing.fsdp.chains import parameter_chains
@@ -246,7 +247,7 @@ def test_what_an_activation_checkpoint_computes_again_is_computed_in_backward(fa
 def test_what_is_kept_is_gathered_once(fake_world):
     """Also inside an activation checkpoint, which would gather it again by itself."""
     reshard = auto(PeakMemory(ratio=1.01), curve=True)
-    passes = [reshard, teb.BucketUnits(UNITS), teb.Schedule(teb.Overlap())]
+    passes = [reshard, teb.BucketByUnit(UNITS), teb.Schedule(teb.Overlap())]
     graphs, report = compiled(*passes, again=True)
     (made,) = report.rewrites
     kept = set(made.kept)
@@ -378,7 +379,7 @@ def test_ranks_with_uneven_shards_choose_alike():
         torch._dynamo.reset()
         with fake_group(2, rank):
             reshard = auto(PeakMemory(ratio=1.04))
-            _, report = compiled(reshard, teb.BucketUnits(UNITS), vocabulary=65)
+            _, report = compiled(reshard, teb.BucketByUnit(UNITS), vocabulary=65)
         (made,) = report.rewrites
         found.append((made.units, made.step_ms, made.peak_bytes, made.next_ms, made.tried))
     assert found[0] == found[1]
@@ -397,7 +398,7 @@ def _checkpointed_beside_eager(rank):
     model = data_parallel(fresh(), mesh)
     order = teb.FSDPParamOrder.from_model(model, units=UNITS)
     reshard = auto(PeakMemory(ratio=1.005))
-    b = backend("aot_eager", [teb.CombineUses(), reshard, teb.BucketUnits(order)], model)
+    b = backend("aot_eager", [CombineUses(), reshard, teb.BucketByUnit(order)], model)
     found = trained(model, torch.compile(model, backend=b, fullgraph=True), tokens)
     kept = b.last_report().rewrites[-1].kept
 

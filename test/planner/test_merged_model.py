@@ -18,7 +18,7 @@ from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.liveness import LiveBytes
 from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
-from torch_ext_bucketing.planner.schedule.memory import CapComputeRun, PeakMemory
+from torch_ext_bucketing.planner.schedule.memory import MaxComputeRun, PeakMemory
 from torch_ext_bucketing.planner.schedule.model import Model, model_of
 from torch_ext_bucketing.planner.schedule.overlap import Overlap
 from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
@@ -109,7 +109,7 @@ def traced(world):
     return demo_graphs()
 
 
-POLICIES = [Overlap(), PeakMemory(ratio=1.1), CapComputeRun(3)]
+POLICIES = [Overlap(), PeakMemory(ratio=1.1), MaxComputeRun(3)]
 
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])

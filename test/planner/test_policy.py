@@ -125,7 +125,7 @@ def test_a_bound_that_cannot_be_kept_is_a_warning():
     for wait in waits:
         unknown.append(wait)
     assert reached(gm) == 3
-    with pytest.warns(teb.BoundNotKeptWarning, match="InFlight: 3 collectives .* above 2"):
+    with pytest.warns(teb.errors.BoundNotKeptWarning, match="InFlight: 3 collectives .* above 2"):
         report = schedule(gm, [teb.Overlap(), InFlight(2)], machine=machine())
     assert report.misses == 0.5
     assert report.warnings == ("InFlight: 3 collectives are under way at once, above 2",)
@@ -138,16 +138,16 @@ def test_it_goes_with_the_others(seed: int, size: int, most: int):
     gm = random_graph(seed, size, ["0"], share=False)
     inputs = real_inputs(gm)
     expected = run_all_ranks(gm, inputs)
-    policies = [teb.Overlap(depth=3), InFlight(most), teb.CapComputeRun(1), teb.PeakMemory(ratio=1)]
+    policies = [teb.Overlap(depth=3), InFlight(most), teb.MaxComputeRun(1), teb.PeakMemory(ratio=1)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", teb.BoundNotKeptWarning)
+        warnings.simplefilter("ignore", teb.errors.BoundNotKeptWarning)
         report = schedule(gm, policies)
     assert report.order, report.warnings
     figures = report.figure("in_flight")
     assert figures[1] == reached(gm)
     for name, kept in (
         ("InFlight", figures[1] <= most),
-        ("CapComputeRun", report.longest_run[1] <= 1),
+        ("MaxComputeRun", report.longest_run[1] <= 1),
         ("PeakMemory", report.peak_bytes[1] <= (report.limit_bytes or 0)),
     ):
         assert kept != any(w.startswith(name) for w in report.warnings)
@@ -175,7 +175,7 @@ class ShortRuns(Policy):
 
 def test_of_several_bounds_on_buckets_the_smallest_holds():
     gm = backward_graph(layers=6, products=1)
-    policies = [teb.CapComputeRun(8), ShortRuns()]
+    policies = [teb.MaxComputeRun(8), ShortRuns()]
     found = []
     for bounds in (policies, policies[::-1], policies[:1]):
         plan, _ = choose_caps(gm.graph, bounds, caps_mb=[100.0], eligible=lambda start: True)

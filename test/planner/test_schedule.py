@@ -56,7 +56,7 @@ from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.cost.machine import Level
 from torch_ext_bucketing.planner.passes.scheduling import Schedule
 from torch_ext_bucketing.planner.schedule.list_schedule import ListScheduler, list_schedule
-from torch_ext_bucketing.planner.schedule.memory import CapComputeRun, PeakMemory, forced_run
+from torch_ext_bucketing.planner.schedule.memory import MaxComputeRun, PeakMemory, forced_run
 from torch_ext_bucketing.planner.schedule.model import model_of, peak_bytes
 from torch_ext_bucketing.planner.schedule.options import Options
 from torch_ext_bucketing.planner.schedule.overlap import Overlap
@@ -251,7 +251,7 @@ def test_runs_between_reduce_scatters_are_capped(bucketed):
         two = 2 * DIM * DIM * 4 / 2**20
         apply_plan(gm.graph, plan_by_cap(gm.graph, two, eligible=lambda start: True))
         assert old.isdisjoint(n.name for n in gm.graph.nodes)
-    report = schedule(gm, CapComputeRun(4))
+    report = schedule(gm, MaxComputeRun(4))
     assert report.longest_run == (16, 4)
     assert report.figure("forced_run") == 4
     assert not report.warnings
@@ -345,7 +345,7 @@ def test_the_same_values_within_the_bounds_that_are_reported(seed, size, merge, 
         apply_plan(gm.graph, plan_by_cap(gm.graph, 1.0, eligible=lambda start: True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BoundNotKeptWarning)
-        report = schedule(gm, [Overlap(), CapComputeRun(2), PeakMemory(ratio=ratio)])
+        report = schedule(gm, [Overlap(), MaxComputeRun(2), PeakMemory(ratio=ratio)])
     gm.graph.lint()
     assert report.order, report.warnings
     model = model_of(gm.graph)
@@ -744,7 +744,7 @@ def test_a_report_in_words():
     with pytest.warns(BoundNotKeptWarning):
         report = schedule(
             gm,
-            [Overlap(prefetch_under={"a": "b"}), CapComputeRun(8), PeakMemory(gib=1e-4)],
+            [Overlap(prefetch_under={"a": "b"}), MaxComputeRun(8), PeakMemory(gib=1e-4)],
             machine=machine(),
         )
     assert_expected_inline(
@@ -757,7 +757,7 @@ peak                 80.000 KiB  88.000 KiB  unreordered 80.000 KiB, bound 104.8
 longest compute run          20          10  bound 8, dependencies force 10
 times are for: machine, nodes unknown
 prefetch_under: no gather in this graph serves a
-CapComputeRun(8): 10 compute nodes in a row before reduce_scatter_tensor_default; dependencies force a run of at least 10. Smaller reduce-scatter buckets make shorter runs.
+MaxComputeRun(8): 10 compute nodes in a row before reduce_scatter_tensor_default; dependencies force a run of at least 10. Smaller reduce-scatter buckets make shorter runs.
 """,
     )
     figures = {"limit_bytes": 107374, "max_run": 8, "forced_run": 10}
@@ -778,7 +778,7 @@ def test_the_collector_runs_again_after_an_error_and_only_if_it_did():
 
 
 @pytest.mark.parametrize(
-    ("bound", "longest"), [(CapComputeRun(8), 8), (PeakMemory(ratio=1.2), 20)], ids=repr
+    ("bound", "longest"), [(MaxComputeRun(8), 8), (PeakMemory(ratio=1.2), 20)], ids=repr
 )
 def test_buckets_leave_short_runs_where_a_bound_needs_them(bound, longest):
     """Layers of three products: a cap for all of a layer's reductions, or each on its own, would be

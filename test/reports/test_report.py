@@ -143,8 +143,8 @@ PASSES = [
     f"{stage}_{i}_{name}"
     for stage, names in {
         "joint": ("TagParameters", "AddByUnit", "CombineUses", "ReshardAfterForward"),
-        "forward": ("BucketUnits", "Schedule"),
-        "backward": ("BucketUnits", "Schedule"),
+        "forward": ("BucketByUnit", "Schedule"),
+        "backward": ("BucketByUnit", "Schedule"),
     }.items()
     for i, name in enumerate(names)
 ]

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
 from torch_ext_bucketing._torch.fsdp2 import WRAPS_DATACLASSES
 from torch_ext_bucketing.fsdp.unit_inputs import give_nodes
 
@@ -152,7 +153,7 @@ def both(model, units, x, starts=(0, 1), **options):
         torch._dynamo.reset()
         compiled = teb.data_parallel(copy.deepcopy(model), mesh, **DTYPES)
         passes = teb.recipe(compiled, units=units)
-        assert isinstance(passes[0], teb.AddByUnit)
+        assert isinstance(passes[0], AddByUnit)
         backend = teb.backend("aot_eager", passes[start:])
         found.append(gradients(compiled, torch.compile(compiled, backend=backend, **options), x))
         if not start:
@@ -381,14 +382,14 @@ def test_hooks_come_with_the_backend_and_once():
 def test_a_unit_that_holds_no_parameter_gets_none():
     """Nor does eager FSDP2 give it one."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    teb.backend("aot_eager", [teb.AddByUnit(model, ["0", "1", ""])])
+    teb.backend("aot_eager", [AddByUnit(model, ["0", "1", ""])])
     assert hooks(model) == ["0", "1"]
 
 
 def test_switched_off_there_are_no_hooks(monkeypatch):
     monkeypatch.setenv("TORCH_EXT_BUCKETING_DISABLE", "AddByUnit")
     model = nn.Linear(2, 2)
-    teb.backend("aot_eager", [teb.AddByUnit(model, [""])])
+    teb.backend("aot_eager", [AddByUnit(model, [""])])
     assert hooks(model) == []
 
 
@@ -407,13 +408,13 @@ def test_a_dict_with_a_default_stays_one(compiled):
 
 def test_units_that_do_not_fit():
     with pytest.raises(ValueError, match="no module is named 'layers'"):
-        teb.AddByUnit(nn.Linear(2, 2), ["layers"])
+        AddByUnit(nn.Linear(2, 2), ["layers"])
 
 
 def test_units_and_modules_with_hooks_count_in_keys():
     one, none = nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.ReLU())
     given = [(one, ["0"]), (none, ["0"]), (one, ["0", ""])]
-    uuids = [teb.AddByUnit(*each).uuid() for each in given]
+    uuids = [AddByUnit(*each).uuid() for each in given]
     assert None not in uuids
     assert len(set(uuids)) == 3
-    assert uuids[0] == teb.AddByUnit(*given[0]).uuid()
+    assert uuids[0] == AddByUnit(*given[0]).uuid()

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from eager_parity.devices import nodes
 from torch_ext_bucketing.bucketing.caps import plan_by_cap
 from torch_ext_bucketing.bucketing.groups import primary_group
@@ -175,7 +176,7 @@ def test_backward_gathers_in_the_smaller_group(fake_world):
 
     check_the_primary_group(backward)
     order = teb.FSDPParamOrder.from_model(model_of(), UNITS)
-    buckets = teb.BucketUnits(order)
+    buckets = teb.BucketByUnit(order)
     bucketed = [buckets(gm).graphs[0] for gm in (forward, backward)]
     assert (gathers(forward), gathers(backward)) == (Counter({4: 2}), Counter({2: 2}))
     # In eager FSDP2's order, and as many rows as a rank of the smaller group has.
@@ -322,7 +323,7 @@ def _beside_eager(rank, memory):
     if memory is not None:
         machine = replace(nodes(1), ranks_per_node=2)
         reshard = teb.ReshardAfterForward("auto", memory=memory, machine=machine, to=2)
-    passes = [teb.CombineUses(), reshard, teb.BucketUnits(order)]
+    passes = [CombineUses(), reshard, teb.BucketByUnit(order)]
     compiler = teb.backend("aot_eager", passes, model)
     found = trained(model, torch.compile(model, backend=compiler, fullgraph=True), tokens)
     launched = Counter(

@@ -51,7 +51,7 @@ from torch_ext_bucketing.fsdp.order import FSDPParamOrder  # noqa: E402
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of  # noqa: E402
 from torch_ext_bucketing.passes.backends import backend  # noqa: E402
 from torch_ext_bucketing.passes.base import Compilation  # noqa: E402
-from torch_ext_bucketing.passes.bucketing import BucketUnits  # noqa: E402
+from torch_ext_bucketing.passes.bucketing import BucketByUnit  # noqa: E402
 from torch_ext_bucketing.passes.whole_step import whole_step_pass  # noqa: E402
 from torch_ext_bucketing.planner.passes.resharding import ReshardAfterForward  # noqa: E402
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory  # noqa: E402
@@ -177,7 +177,7 @@ def test_debug_model_is_bucketed_as_fsdp2_does(fake_world, name, gathers, scatte
     order = FSDPParamOrder.from_model(model, plan)
     policy = simple_fsdp.MixedPrecisionPolicy(PARAM_DTYPE, REDUCE_DTYPE)
     simple_fsdp.data_parallel(model, mesh, "fully_shard", policy)
-    passes = [ReshardAfterForward(keep=plan.units[-1]), BucketUnits(order)]
+    passes = [ReshardAfterForward(keep=plan.units[-1]), BucketByUnit(order)]
     report = _trace(model, passes)
     _check_payloads(report, eager)
     assert report.collectives_before == {"all_gather": gathers, "reduce_scatter": scatters}
@@ -227,7 +227,7 @@ def test_experts_on_a_mesh_of_their_own(fake_world, monkeypatch):
     assert sorted(order.units) == sorted(eager.units)
     model.parallelize(dims)
     model = apply_simple_fsdp(model, parallel_dims=dims, training=training)
-    passes = [ReshardAfterForward(keep=plan.units[-1]), BucketUnits(order)]
+    passes = [ReshardAfterForward(keep=plan.units[-1]), BucketByUnit(order)]
     report = _trace(model, passes)
     _check_payloads(report, eager)
     of_experts = {b.group_size for b in report.buckets if "inner_experts" in b.members[0].fqns[0]}

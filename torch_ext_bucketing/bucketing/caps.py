@@ -75,7 +75,7 @@ def plan_by_cap(
             (``ReshardAfterForward(to=...)``) counts for the group of the parameter's shards.
         max_compute_run: bound on the compute nodes (see :func:`.is_compute`), in graph order, that
             a bucket of reduce-scatters has to wait for after the one before of its bucket key; see
-            :class:`.CapComputeRun`.
+            :class:`.MaxComputeRun`.
         non_adjacent: False merges only members whose waits follow each other among the eligible
             waits of one kind; the bucket index then starts at 0 at each such run.
 

@@ -1,7 +1,7 @@
 """Reproduce eager FSDP2: its units, the order of their parameters, sharding, and tags.
 
 ``AllToAllReduceScatter`` and ``AllToAllAllReduce`` are for eager FSDP2 itself, which then adds
-gradients in the order of :class:`.ReduceByAllToAll`.
+gradients in the order of :class:`.FixedOrderReduce`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Eager FSDP2's reduce-scatter as an all-to-all and a sum over the ranks in their order.
 
-The eager twin of the pass :class:`.ReduceByAllToAll`: both do the same additions on the same
+The eager twin of the pass :class:`.FixedOrderReduce`: both do the same additions on the same
 values, so their bits are equal whatever is packed with what.
 """
 
@@ -78,7 +78,7 @@ class AllToAllReduceScatter(DefaultAllocMixin, ReduceScatter):
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(reduce)
 
-    Gradients are then those of a model compiled with :class:`.ReduceByAllToAll`, bit for bit, with
+    Gradients are then those of a model compiled with :class:`.FixedOrderReduce`, bit for bit, with
     any units and byte caps there. A rank receives as many bytes as it sends, the size of the
     unit's packed gradients, and holds these as well while it adds.
 

@@ -18,7 +18,7 @@ from .facts import Fact, Order, RankOrder, Tags
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ReduceByAllToAll(GraphPass):
+class FixedOrderReduce(GraphPass):
     """Replace reductions of gradients by an all-to-all and a local sum in rank order.
 
     The bits of a gradient then depend on the ranks' values and the number of ranks only, and not on

@@ -4,7 +4,7 @@
 
     order = FSDPParamOrder.from_model(model, units=[...])
     compiled = torch.compile(
-        model, backend=backend("inductor", passes=[ReshardAfterForward(), BucketUnits(order)])
+        model, backend=backend("inductor", passes=[ReshardAfterForward(), BucketByUnit(order)])
     )
 """
 

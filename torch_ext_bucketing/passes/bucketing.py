@@ -20,7 +20,7 @@ from .facts import Buckets, Fact, Order, RankOrder, Tags
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BucketUnits(GraphPass):
+class BucketByUnit(GraphPass):
     """Merge collectives by unit, kind, process group and dtype.
 
     Args:

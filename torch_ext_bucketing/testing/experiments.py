@@ -26,7 +26,7 @@ from ..fsdp.order import FSDPParamOrder
 from ..graph.collectives import KINDS
 from ..passes.backends import BucketingBackend, backend
 from ..passes.base import GraphPass
-from ..passes.bucketing import BucketUnits
+from ..passes.bucketing import BucketByUnit
 from ..passes.facts import Buckets, Order, RankOrder
 from ..reports.rewrites import RewriteReport
 from ..rewrites.combine_uses import CombineReport, CombineUses
@@ -309,7 +309,7 @@ def _payloads(search: _Search) -> Iterator[Cause]:
         ]
         place = next((n for n, p in enumerate(given) if _gives(p, Buckets, Order)), len(given))
         rest = [p for p in given[place:] if not _gives(p, Buckets)]
-        return [*given[:place], BucketUnits(order, KINDS), *rest]
+        return [*given[:place], BucketByUnit(order, KINDS), *rest]
 
     search.trial.say("all ranks: with eager FSDP2's payloads")
     if names := search.take(with_eagers):
@@ -414,7 +414,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
     "rank order": (
         "gradients are added by all-to-alls in the order of the ranks, by eager FSDP2 over rings",
-        "compare without ReduceByAllToAll; to train eager FSDP2 on the same bits, give "
+        "compare without FixedOrderReduce; to train eager FSDP2 on the same bits, give "
         "AllToAllReduceScatter() to set_custom_reduce_scatter() of each of its modules",
     ),
     "units": (
@@ -424,7 +424,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
     "payload order": (
         "reductions carry the parameters of eager FSDP2's in another order",
-        "BucketUnits(FSDPParamOrder.from_model(model, units=[...])), as recipe() has it",
+        "BucketByUnit(FSDPParamOrder.from_model(model, units=[...])), as recipe() has it",
     ),
     "unknown": (
         "with all that the experiments change gradients still differ, and they found nothing on "

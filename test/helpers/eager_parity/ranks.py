@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import torch_ext_bucketing as teb
+from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
 from torch_ext_bucketing.fqns import parameter_names
@@ -111,7 +112,7 @@ class RowReport:
         """Keep a run."""
         self.digests[name], self.loss[name] = done.digests, done.loss
 
-    def look(self, reports: Sequence[teb.CompileReport], expected: int = 0) -> None:
+    def look(self, reports: Sequence[CompileReport], expected: int = 0) -> None:
         """Keep what the reports of a compiled run say, which has so many of them, or any number."""
         found = []
         if expected and len(reports) != expected:
@@ -274,7 +275,7 @@ class Runs:
         model, tally = self.sharded(), Tally(self.row.per_node)
         passes = self.passes(model, eager)
         if payloads is None:
-            passes = [in_graph_order(p) if isinstance(p, teb.BucketUnits) else p for p in passes]
+            passes = [in_graph_order(p) if isinstance(p, teb.BucketByUnit) else p for p in passes]
         inner: Any = "inductor"
         if self.row.backend == "aot_eager":
             inner, passes = tally.compile, [tally, *passes]
@@ -472,9 +473,9 @@ def wrap_units(
         wrap(modules[0] if len(modules) == 1 else modules, **options)
 
 
-def in_graph_order(bucket: teb.BucketUnits) -> teb.BucketUnits:
+def in_graph_order(bucket: teb.BucketByUnit) -> teb.BucketByUnit:
     """The same buckets, packed in graph order."""
-    return teb.BucketUnits(bucket.units, kinds=bucket.kinds, payload_order=None)
+    return teb.BucketByUnit(bucket.units, kinds=bucket.kinds, payload_order=None)
 
 
 def checkpoint_blocks(model: nn.Module, kind: str) -> None:

@@ -61,7 +61,7 @@ class ReshardAfterForward(GraphPass):
     scheduled, is the shortest on the cost model among those with an estimated peak of forward and
     backward under the bound ``memory`` (:mod:`.planner.keep.keep`)::
 
-        [ReshardAfterForward(keep="auto", memory=PeakMemory(gib=70)), BucketUnits(order), ...]
+        [ReshardAfterForward(keep="auto", memory=PeakMemory(gib=70)), BucketByUnit(order), ...]
 
     With ``to`` as well, each unit is gathered again over all ranks, or inside the node, or kept
     whole. With ``activations``, groups of these, by unit and sort, are saved or computed again
@@ -78,8 +78,8 @@ class ReshardAfterForward(GraphPass):
             arguments but ``to`` belong.
         memory: the bound. A ratio refers to the peak with everything gathered again, the
             collectives of each unit merged, in the order of the graph.
-        units: what is kept or not together, as of ``BucketUnits``. None takes the units of the
-            backend's ``BucketUnits``, and without one modules: what is below the first number in a
+        units: what is kept or not together, as of ``BucketByUnit``. None takes the units of the
+            backend's ``BucketByUnit``, and without one modules: what is below the first number in a
             name (``layers.3``), and each other module.
         machine: what the cost model times nodes for. None takes that of the pass that schedules in
             the same backend, and without one :func:`.job_machine`.

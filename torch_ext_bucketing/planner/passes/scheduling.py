@@ -17,7 +17,7 @@ from ...bucketing.merge import PayloadKey, check_payload_order, merge_and_report
 from ...graph.collectives import FSDP_KINDS, Kind, check_kinds
 from ...graph.snapshot import reading_only
 from ...graph.unwrap import GraphLike, graph_of
-from ...passes.all_to_all import ReduceByAllToAll
+from ...passes.all_to_all import FixedOrderReduce
 from ...passes.base import GraphPass, Stage
 from ...passes.compilation import Compilation
 from ...passes.facts import Baseline, Buckets, Fact, Order, RankOrder, Tags
@@ -109,7 +109,7 @@ class BucketAndSchedule(Schedule):
         machine: as of :class:`Schedule`.
         eligible: see :func:`.plan_by_cap`.
         group_filter: see :func:`.plan_by_cap`.
-        reduce: a :class:`.ReduceByAllToAll`, which replaces the merged reductions before they are
+        reduce: a :class:`.FixedOrderReduce`, which replaces the merged reductions before they are
             scheduled. The caps are chosen for what it makes of them.
 
     Raises:
@@ -128,12 +128,12 @@ class BucketAndSchedule(Schedule):
     group_filter: GroupFilter | None = None
     payload_order: PayloadKey | None = None
     machine: Machine | None = None
-    reduce: ReduceByAllToAll | None = None
+    reduce: FixedOrderReduce | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reduce is not None and not isinstance(self.reduce, ReduceByAllToAll):
-            raise TypeError(f"reduce must be a ReduceByAllToAll or None, got {self.reduce!r}")
+        if self.reduce is not None and not isinstance(self.reduce, FixedOrderReduce):
+            raise TypeError(f"reduce must be a FixedOrderReduce or None, got {self.reduce!r}")
         check_options(kinds=self.kinds, eligible=self.eligible, group_filter=self.group_filter)
         caps_mb = None if self.caps_mb is None else tuple(self.caps_mb)
         if caps_mb is not None:
@@ -151,7 +151,7 @@ class BucketAndSchedule(Schedule):
         return (Buckets(tuple(self.kinds)), *reduced, *super().provides)
 
     def with_part(self, other: GraphPass) -> GraphPass | None:
-        if self.reduce is None and isinstance(other, ReduceByAllToAll):
+        if self.reduce is None and isinstance(other, FixedOrderReduce):
             return replace(self, reduce=other)
         return None
 

@@ -19,7 +19,7 @@ _ALL = 2**63  # bytes: more than any graph needs
 
 
 @dataclass(frozen=True)
-class CapComputeRun(Policy):
+class MaxComputeRun(Policy):
     """No more than so many compute nodes between two reduce-scatters.
 
     Buckets tie far-apart nodes together, and the sort that follows may run the recomputation of
@@ -65,7 +65,7 @@ class CapComputeRun(Policy):
         runs = compute_runs(case.model, timeline.order)
         at = next(i for i, run in runs if run == timeline.longest_run)
         warning = (
-            f"CapComputeRun({most}): {timeline.longest_run} compute nodes in a row before "
+            f"MaxComputeRun({most}): {timeline.longest_run} compute nodes in a row before "
             f"{case.model.dependencies.nodes[at].name}; {why}. Smaller reduce-scatter buckets make "
             "shorter runs."
         )

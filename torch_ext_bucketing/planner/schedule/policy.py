@@ -129,7 +129,7 @@ def policies_of(policy: Policy | Iterable[Policy]) -> tuple[Policy, ...]:
     for p in given:
         if not isinstance(p, Policy):
             raise TypeError(
-                f"{p!r} is no policy: give Overlap, CapComputeRun, PeakMemory or other Policy "
+                f"{p!r} is no policy: give Overlap, MaxComputeRun, PeakMemory or other Policy "
                 "objects"
             )
         if type(p) in found:

@@ -1,6 +1,6 @@
 """Reorder a graph under policies (:mod:`.policy`), and report what was reached.
 
-    report = schedule(gm, [Overlap(), CapComputeRun(8), PeakMemory(ratio=1.02)])
+    report = schedule(gm, [Overlap(), MaxComputeRun(8), PeakMemory(ratio=1.02)])
 
 Several orders are made, each in one pass (:mod:`.list_schedule`), and looked at on the cost model
 (:mod:`.timeline`). One that is faster than all that keep the bounds, and misses them, is made again

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from ...fsdp.order import FSDPParamOrder
 from ...passes.backends import BucketingBackend
 from ...passes.base import GraphPass
-from ...passes.bucketing import BucketUnits
+from ...passes.bucketing import BucketByUnit
 from ...planner.passes.resharding import ReshardAfterForward
 from .. import text
 from ..comparison import Options
@@ -123,4 +123,4 @@ def _passes(by_unit: bool, model: Any) -> list[GraphPass]:
     order = FSDPParamOrder.from_model(model, units=model.unit_names())
     # fully_shard leaves the root's parameters gathered between forward and backward.
     reshard = ReshardAfterForward(keep=order.units[-1])
-    return [reshard, BucketUnits(order, payload_order="units" if by_unit else None)]
+    return [reshard, BucketByUnit(order, payload_order="units" if by_unit else None)]
