@@ -10,7 +10,7 @@ after the other on the same graph:
 - ``unset``: the same function of the patched torch, with no entry set;
 - ``hooks``: the same function of the patched torch, with ``bucket_non_adjacent`` and, as
   ``fsdp_group_filter``, the groups on which parameters are sharded;
-- ``ours``: :func:`.plan_by_cap`, then :func:`.apply_plan`.
+- ``ours``: :class:`.ByCap`, then :func:`.apply_plan`.
 
 Counts are of all-gathers and reduce-scatters on those groups. The byte lower bound is what bytes
 alone force: per bucket key, one bucket for each member above the cap, and the others' bytes over
@@ -130,17 +130,16 @@ def run_hooks(graph: Graph, cap_mb: float) -> dict[str, float]:
 
 
 def run_ours(graph: Graph, cap_mb: float) -> dict[str, Any]:
-    from torch_ext_bucketing.bucketing.caps import plan_by_cap
+    from torch_ext_bucketing.bucketing.caps import ByCap
     from torch_ext_bucketing.bucketing.merge import apply_plan
 
     keep = parameter_groups(graph)
     started = time.process_time()
-    plan = plan_by_cap(
-        graph.gm.graph,
+    plan = ByCap(
         cap_mb,
         kinds=("all_gather", "reduce_scatter"),
-        group_filter=lambda found: [g for g in found if g in keep],
-    )
+        groups=keep,
+    ).plan(graph.gm.graph)
     planned = time.process_time()
     apply_plan(graph.gm.graph, plan)
     done = time.process_time()

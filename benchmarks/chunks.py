@@ -118,7 +118,7 @@ def estimate(chunks: Chunks, layers: int) -> dict[str, Any]:
     assert model.dependencies.is_order(order)
     torchtitans = Timeline.of(model, order)
     most = PeakMemory(gib=torchtitans.peak_bytes / GIB)
-    report, found = schedule_model(model, [Overlap(), most], torchtitans.peak_bytes)
+    report, found, _ = schedule_model(model, [Overlap(), most], torchtitans.peak_bytes)
     ours = Timeline.of(model, found)
     (output,) = given.graph.find_nodes(op="output")
     loss = index[output.all_input_nodes[0].name]

@@ -43,6 +43,8 @@ from torch_ext_bucketing.graph.collectives import (
 )
 from torch_ext_bucketing.graph.tags import tag_of
 from torch_ext_bucketing.planner.cost.cost import Costs
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
 from torch_ext_bucketing.testing.demo.table import columns
 
 WAYS = ("bfloat16", "float8", "float8, amax one by one")

@@ -5,7 +5,7 @@
     python -m benchmarks.keep --layers 8 --between 12.5     a slower network
 
 For each model of :mod:`.graphs` the joint graph is put together again from its forward and
-backward graphs, and ``ReshardAfterForward(keep="auto")`` chooses for bounds of 1.0 to 2.0 times the
+backward graphs, and ``ReshardAfterForward("auto")`` chooses for bounds of 1.0 to 2.0 times the
 peak with everything gathered again. Each choice is then carried out, and measured on what comes of
 it:
 
@@ -19,7 +19,6 @@ both graphs; the model's own time, once per graph, stands beside it.
 """
 
 import itertools
-import re
 import sys
 import time
 import warnings
@@ -30,6 +29,7 @@ import torch.fx as fx
 
 import torch_ext_bucketing as teb
 from eager_parity.devices import nodes
+from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.machine import H100
 from torch_ext_bucketing.planner.keep.keep import CURVE, KeepPlanner, Outcome
@@ -64,7 +64,7 @@ class Sharded:
     ) -> KeepPlanner:
         """For its joint graph, or one like it."""
         graph = joint or self.joint
-        return KeepPlanner(graph, unit_of, machine=machine, size_hints=self.size_hints, **more)
+        return KeepPlanner(graph, UNITS, machine=machine, size_hints=self.size_hints, **more)
 
     def scheduling_s(self, machine: teb.Machine) -> float:
         """CPU seconds of ``BucketAndSchedule`` on both graphs with everything gathered again."""
@@ -109,12 +109,10 @@ def joint_of(forward: fx.Graph, backward: fx.Graph) -> fx.Graph:
     return joint
 
 
-def unit_of(fqn: str) -> tuple[int, str]:
-    """Units as trainers have them: embedding, blocks, norm and head together."""
-    block = re.match(r"layers\.(\d+)\.", fqn)
-    if block:
-        return int(block[1]), block[0][:-1]
-    return (-1, "tok_embeddings") if fqn.startswith("tok") else (10**6, "norm, output")
+UNITS = Units.of(
+    [("tok_embeddings",), *((f"layers.{i}",) for i in range(1000)), ("norm", "output")]
+)
+"""As trainers have them: embedding, blocks, norm and head together."""
 
 
 def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[float, int]:
@@ -122,7 +120,7 @@ def carried_out(planner: KeepPlanner, outcome: Outcome, limit: int) -> tuple[flo
     step, peak = 0.0, 0
     for model in planner.partitioned.models(outcome.kept):
         policies = [teb.Overlap(), teb.PeakMemory(gib=limit / GIB)]
-        report, _ = schedule_model(model, policies, None)
+        report = schedule_model(model, policies, None).report
         step += report.step_ms[1]
         peak = max(peak, report.peak_bytes[1])
     return step, peak

@@ -7,7 +7,7 @@
     python -m benchmarks.keep_ranks --json out.json
 
 The demo's model trains on ranks of a ring group (:mod:`torch_ext_bucketing.testing.ring`), compiled
-with ``ReshardAfterForward(keep="auto")``, ``BucketByUnit`` and ``Schedule``; and as eager FSDP2,
+with ``ReshardAfterForward("auto")``, ``BucketByUnit`` and ``Schedule``; and as eager FSDP2,
 ``reshard_after_forward=False`` on the units that were kept. Compared are
 
 - the bits of losses and weights after some steps;
@@ -37,6 +37,7 @@ from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from benchmarks.command import add_json, add_number, parser_of, write_json
 from eager_parity.devices import start
 from torch_ext_bucketing.reports.keep import KeepReport
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 from torch_ext_bucketing.testing.ranks import Rank, run_ranks
 from torch_ext_bucketing.testing.ring import ring_rank
@@ -174,7 +175,9 @@ def _compare(
     kept = [u.name for u in gathered if u.kept]
     if backend == "inductor":
         names = [n for unit in kept for n in unit.split(", ")]
-        _, expected, values, *_ = _train_ours(rank, backend, teb.ReshardAfterForward(names), device)
+        _, expected, values, *_ = _train_ours(
+            rank, backend, teb.ReshardAfterForward(keep=names), device
+        )
     else:
         expected, values = _train_eager(rank, kept, device)
     same = (losses, weights) == (expected, values)

@@ -9,7 +9,7 @@ For each model of :mod:`.graphs`, the joint graph as in :mod:`.keep`: every bloc
 every second one, all but matrix products and attention, nothing; each with all parameters gathered
 again, scheduled without a bound; and what torch's own partitioner saves for some values of
 ``torch._functorch.config.activation_memory_budget``, timed by the same model. Then
-``ReshardAfterForward(keep="auto", activations=True)`` chooses under the peak that each came to.
+``ReshardAfterForward("auto", activations=True)`` chooses under the peak that each came to.
 ``--bounds`` makes each choice anew, from the least peak to that with all activations saved.
 With ``--to`` it may also gather again in that group, if the parameters are sharded over several,
 and is compared with the choice without, under bounds in parts of the peak with nothing kept.

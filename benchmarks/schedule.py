@@ -10,7 +10,7 @@ Each row is one graph of :mod:`.graphs`. Two ways, each in a process of its own:
 - ``unpatched``: ``schedule_overlap_bucketing`` of the installed torch's own source, with buckets,
   torch's own byte cap (or ``--cap``), and our cost model as its runtime estimation, sizes that
   depend on data included;
-- ``ours``: :func:`.plan_by_cap` (HSDP's all-reduces, too), :func:`.apply_plan`, and
+- ``ours``: :class:`.ByCap` (HSDP's all-reduces, too), :func:`.apply_plan`, and
   :func:`.schedule` with ``Overlap()`` and ``PeakMemory`` at 1.02 times the peak of the graph
   without buckets.
 
@@ -86,7 +86,7 @@ def what_ours_plans(graph: Graph, reference: int) -> tuple[list[Policy], Options
     policies: list[Policy] = [Overlap(), PeakMemory(gib=1.02 * reference / GIB)]
     return policies, {
         "kinds": ("all_gather", "reduce_scatter", "all_reduce"),
-        "group_filter": lambda found: [g for g in found if g in keep],
+        "groups": keep,
     }
 
 
@@ -98,23 +98,23 @@ def run_ours(
 ) -> dict[str, Any]:
     """Our buckets, then our schedule."""
     from eager_parity.devices import nodes
-    from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
+    from torch_ext_bucketing.bucketing.caps import ByCap
     from torch_ext_bucketing.bucketing.merge import apply_plan
     from torch_ext_bucketing.graph.analysis import GraphAnalysis
     from torch_ext_bucketing.planner.schedule.scheduler import schedule
-    from torch_ext_bucketing.planner.search.cap_search import choose_caps
+    from torch_ext_bucketing.planner.search.cap_search import BySearch
 
     machine = nodes(between)
     policies, options = what_ours_plans(graph, reference)
-    like = ""
+    like = None
     if cap_mb is None:
         analysis = GraphAnalysis(graph.gm.graph, graph.config.size_hints)
-        planner = CapPlanner(analysis, **options)
-        plan, search = choose_caps(planner, policies, machine=machine, reference_bytes=reference)
-        like = search.chosen.order
-        caps = [c for _, cap in search.caps_mb for c in (cap if isinstance(cap, tuple) else (cap,))]
+        by_cap = ByCap(**options)
+        search = BySearch(tuple(policies), by_cap, machine=machine, reference_bytes=reference)
+        plan, found, like = search.search(analysis)
+        caps = [c for _, cap in found.caps_mb for c in (cap if isinstance(cap, tuple) else (cap,))]
     else:
-        plan = plan_by_cap(graph.gm.graph, cap_mb, **options)
+        plan = ByCap(cap_mb, **options).plan(graph.gm.graph)
         caps = [cap_mb]
     apply_plan(graph.gm.graph, plan)
     report = schedule(

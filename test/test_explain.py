@@ -238,7 +238,7 @@ def test_a_picture_of_before_and_after(tmp_path, capsys):
     options = ["--goal", "speed", "--world-size", "4", "--plot", str(file), "--memory-gib", "1"]
     assert main(["explain", f"{HERE}:two_blocks", *options]) == 0
     said = capsys.readouterr().out
-    assert "ReshardAfterForward(keep='auto', memory=PeakMemory(gib=1.0), activations=True" in said
+    assert "ReshardAfterForward('auto', memory=PeakMemory(gib=1.0), activations=True" in said
     assert re.search(r"kept from forward to backward: \d of \d units and [1-9] of [1-9]", said)
     assert file.read_bytes().startswith(b"\x89PNG")
     height = int.from_bytes(file.read_bytes()[20:24], "big")

@@ -57,7 +57,7 @@ def test_quick_start(scope: dict[str, Any]):
         assert tuple(members) == scope["order"].units[bucket.unit]
 
 
-@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.BoundNotKeptWarning")
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
 @pytest.mark.parametrize("name", ["parity", "speed"])
 def test_passes_written_out(scope: dict[str, Any], name: str):
     """On a model this small one all-gather is more than 2% of memory; that is said, and it runs."""

@@ -78,7 +78,7 @@ def test_without_a_goal_it_is_parity(fake_world):
 
 @pytest.mark.parametrize("mode", MESHES)
 @pytest.mark.parametrize("goal", ["parity", "speed"])
-@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.BoundNotKeptWarning")
+@pytest.mark.filterwarnings("ignore::torch_ext_bucketing.errors.BoundNotKeptWarning")
 def test_every_kind_of_a_mode_is_bucketed(fake_world, mode, goal):
     model = sharded(mode, TwoBlocks())
     b = teb.backend("aot_eager", passes=teb.recipe(model, goal))
@@ -175,7 +175,7 @@ def test_one_bound_for_the_memory_of_a_step(fake_world, goal):
     ):
         passes = teb.recipe(model, goal, memory=memory, **given)
         (reshard,) = (p for p in passes if isinstance(p, teb.ReshardAfterForward))
-        assert (reshard.keep, reshard.memory, reshard.activations) == ("auto", memory, True)
+        assert (reshard.auto, reshard.memory, reshard.activations) == (True, memory, True)
         assert reshard.state_bytes == each * elements
         assert "PeakMemory(ratio=1.02)" not in repr(passes)
     for p in model.parameters():

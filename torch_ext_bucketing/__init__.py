@@ -12,9 +12,9 @@ What most programs need is here; a module of its own has each of the rest:
 - ``fsdp.simple_fsdp.ReduceOnce``: several backwards, one reduction;
 - ``planner.cost.machine.Level``, ``H100``: networks and machines for the cost model;
 - ``planner.schedule.scheduler.schedule``, ``planner.schedule.model.peak_bytes``,
-  ``bucketing.caps.plan_by_cap``, ``agreement.before_run.agree``, ``graph.tags``: what the passes
+  ``bucketing.caps.ByCap``, ``agreement.before_run.agree``, ``graph.tags``: what the passes
   do, as functions of one graph;
-- ``bucketing.groups.primary_group``: a filter of process groups;
+- ``bucketing.plan.BucketPlanner``: the protocol of planners of buckets, for one of your own;
 - ``testing``: for testing a model of your own on CPU ranks, bit for bit against eager FSDP2.
 """
 

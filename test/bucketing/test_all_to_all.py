@@ -18,7 +18,7 @@ from collective_graphs import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import choose_caps
-from random_joint import random_joint, unit_of
+from random_joint import BLOCKS, random_joint
 from sharded_models import eager_fsdp2, small_transformer, tokens_of, trained
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
@@ -30,7 +30,7 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.agreement.launches import launches_of
 from torch_ext_bucketing.bucketing.all_to_all import reduce_by_all_to_all
-from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.merge import merge_buckets
 from torch_ext_bucketing.graph.collectives import KINDS, group_name, kind_of
 from torch_ext_bucketing.graph.tags import Tag, member_tags, set_tag
@@ -43,6 +43,7 @@ from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
 from torch_ext_bucketing.planner.search.merged_model import merged_model
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.testing.ranks import RankError, run_ranks
 from torch_ext_bucketing.testing.ring import RingProcessGroup, RingTopology, on_ranks, ring_rank
 
@@ -246,7 +247,7 @@ SLOW = teb.Machine(
 def test_a_planned_bucket_has_the_time_and_the_memory_of_the_real_one(fake_world, cap_mb):
     gm, _ = graph_of(LARGE, fake_world)
     costs = Costs(SLOW)
-    plan = plan_by_cap(gm.graph, cap_mb)
+    plan = ByCap(cap_mb).plan(gm.graph)
     planned = merged_model(model_of(gm, costs), plan.buckets, costs, rank_order=True)
     merge_buckets(gm.graph, plan)
     rings = Timeline.of(model_of(gm, costs))
@@ -303,7 +304,7 @@ def test_caps_are_chosen_for_all_to_alls_and_their_buffers(fake_world):
 
 def test_what_stays_gathered_leaves_room_for_what_is_received(fake_world):
     joint, _ = random_joint(1, 3)
-    rings, sums = (KeepPlanner(joint, unit_of, rank_order=order) for order in (False, True))
+    rings, sums = (KeepPlanner(joint, BLOCKS, rank_order=order) for order in (False, True))
     live = [p.partitioned.backward.liveness for p in (rings, sums)]
     made = [sum(m.size[s] for new in m.allocates for s in new) for m in live]
     starts_ = [n for n in joint.nodes if kind_of(n) == "reduce_scatter"]

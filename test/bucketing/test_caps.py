@@ -34,9 +34,9 @@ from torch_features import needs_pre_bucketing
 
 from torch_ext_bucketing._torch.estimates import default_cap_mb
 from torch_ext_bucketing.bucketing import caps as caps_module
-from torch_ext_bucketing.bucketing.caps import CapPlanner, fsdp_starts, plan_by_cap
+from torch_ext_bucketing.bucketing.caps import ByCap, CapPlanner, fsdp_starts
 from torch_ext_bucketing.bucketing.contraction import Contraction
-from torch_ext_bucketing.bucketing.groups import primary_group
+from torch_ext_bucketing.bucketing.groups import chosen_groups
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
@@ -127,7 +127,7 @@ def test_plans_are_sound(seed, size, caps, tagged):
     gm = random_graph(seed, size, GROUPS)
     before = str(gm.graph)
     eligible = "tag" if tagged else everything
-    plan = plan_by_cap(gm.graph, cap_of(caps), kinds=KINDS, eligible=eligible)
+    plan = ByCap(cap_of(caps), kinds=KINDS, eligible=eligible).plan(gm.graph)
     assert str(gm.graph) == before
     check_plan(gm, plan, caps)
 
@@ -144,7 +144,7 @@ def test_same_buckets_as_torch(seed, size, caps):
         mode = {"mode": "custom_ops_multidtype"} if kind == "all_gather" else {}
         with config.patch({NON_ADJACENT: True}):
             theirs = getattr(bucketing, f"bucket_{kind}_by_mb")(gm, cap, **mode)
-        ours = plan_by_cap(gm.graph, cap, kinds=(kind,), eligible=everything)
+        ours = ByCap(cap, kinds=(kind,), eligible=everything).plan(gm.graph)
         assert {frozenset(b) for b in theirs} == {frozenset(b.members) for b in ours.buckets}
 
 
@@ -152,12 +152,10 @@ def test_same_buckets_as_torch(seed, size, caps):
 @settings(max_examples=200)
 def test_a_planner_forgets_the_plan_before(seed, size, caps, run):
     gm = random_graph(seed, size, GROUPS)
-    planner = CapPlanner(gm.graph, group_filter=lambda counts: list(counts)[:2])
+    options = ByCap(groups=GROUPS[:2])
+    planner = CapPlanner(gm.graph, options)
     for cap in (*caps, *caps):
-        fresh = CapPlanner(gm.graph, group_filter=lambda counts: list(counts)[:2])
-        assert planner.plan(cap / MIB, max_compute_run=run) == fresh.plan(
-            cap / MIB, max_compute_run=run
-        )
+        assert planner.plan(cap / MIB, run) == CapPlanner(gm.graph, options).plan(cap / MIB, run)
 
 
 @given(seed=SEEDS, size=st.integers(2, 12), cap=st.integers(50, 1500), writes=st.booleans())
@@ -166,14 +164,14 @@ def test_merging_computes_the_same(seed, size, cap, writes):
     gm = random_graph(seed, size, GROUPS[:2], writes, share=False)
     inputs = real_inputs(gm)
     expected = run_all_ranks(gm, inputs)
-    plan = plan_by_cap(gm.graph, cap / MIB, eligible=everything)
+    plan = ByCap(cap / MIB, eligible=everything).plan(gm.graph)
     count = sum(kind_of(n) is not None for n in gm.graph.nodes)
     reports = apply_plan(gm.graph, plan)
     gm.graph.lint()
     left = [n for n in gm.graph.nodes if kind_of(n) is not None]
     assert len(left) == count - sum(len(b.members) - 1 for b in plan.buckets)
     assert_same(run_all_ranks(gm, inputs), expected)
-    again = plan_by_cap(gm.graph, 1000.0, eligible=everything)
+    again = ByCap(1000.0, eligible=everything).plan(gm.graph)
     assert not {r.node for r in reports} & {m.name for b in again.buckets for m in b.members}
 
 
@@ -183,7 +181,7 @@ def test_merging_computes_the_same(seed, size, cap, writes):
 def test_torchs_pass_with_the_hooks_merges_the_same(cap):
     """All kinds, only the primary group: torch's own pre-bucketing against plan and apply."""
     theirs, ours = (layered_graph(500, 60, GROUPS, share=False) for _ in range(2))
-    plan = plan_by_cap(ours.graph, cap / MIB, eligible="structure", group_filter=primary_group)
+    plan = ByCap(cap / MIB, eligible="structure", groups="primary").plan(ours.graph)
     (group,) = {group_name(bucket.members[0]) for bucket in plan.buckets}
     with config.patch({NON_ADJACENT: True, GROUP_FILTER: [group]}):
         fsdp.pre_bucket_fsdp_collectives(theirs, bucket_cap_mb=cap / MIB)
@@ -204,13 +202,13 @@ def test_planning_again_changes_nothing():
     ]
     gm = builder.finish(outputs)
     cap = 2 * 8 * 4 * WORLD / MIB
-    first = plan_by_cap(gm.graph, cap, eligible=everything)
+    first = ByCap(cap, eligible=everything).plan(gm.graph)
     assert [len(b.members) for b in first.buckets] == [2, 2, 2]
     assert [b.closed_by for b in first.buckets] == ["bytes", "bytes", "bytes"]
     assert [(a.closed_by, a.wire_bytes) for a in first.unmerged] == [("end", 8 * 4 * WORLD)]
     apply_plan(gm.graph, first)
     code = str(gm.graph)
-    second = plan_by_cap(gm.graph, cap, eligible=everything)
+    second = ByCap(cap, eligible=everything).plan(gm.graph)
     assert not second.buckets
     assert {left.reason for left in second.ineligible} == {"it is a bucket already"}
     apply_plan(gm.graph, second)
@@ -226,7 +224,7 @@ def test_four_collectives_of_two_kinds_that_can_only_half_merge():
     b1 = builder.collective("reduce_scatter", a1, "1")
     a2 = builder.collective("all_gather", b2, "0")
     gm = builder.finish([b1, a2])
-    plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
+    plan = ByCap(1.0, eligible=everything).plan(gm.graph)
     assert [b.kind for b in plan.buckets] == ["all_gather"]
     assert [a.closed_by for a in plan.unmerged] == ["dependency", "end"]
     assert "by way of other buckets" in plan.unmerged[0].reason
@@ -245,7 +243,7 @@ def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
     gm = trace(step, *(torch.randn(8, 8) for _ in range(6)))
 
     def planned(run: int | None) -> tuple[list[int], list[str]]:
-        plan = plan_by_cap(gm.graph, 1.0, eligible=everything, max_compute_run=run)
+        plan = ByCap(1.0, eligible=everything, max_compute_run=run).plan(gm.graph)
         closed = [*(b.closed_by for b in plan.buckets), *(a.closed_by for a in plan.unmerged)]
         assert all("compute nodes" in b.detail for b in plan.buckets if b.closed_by == "run")
         return [len(b.members) for b in plan.buckets], closed
@@ -262,7 +260,7 @@ def test_reduce_scatters_are_closed_by_the_compute_nodes_between_them():
 def merged(gm: fx.GraphModule, inputs: list[list[torch.Tensor]], **options: Any) -> MergePlan:
     """The plan by which a graph was merged, which computes the same on every rank."""
     expected = run_all_ranks(gm, inputs)
-    plan = plan_by_cap(gm.graph, 1.0, **{"kinds": KINDS, "eligible": everything, **options})
+    plan = ByCap(1.0, **{"kinds": KINDS, "eligible": everything, **options}).plan(gm.graph)
     apply_plan(gm.graph, plan)
     assert_same(run_all_ranks(gm, inputs), expected)
     return plan
@@ -356,7 +354,7 @@ def test_a_bucket_of_backward_is_marked_as_its_members_were(marked):
         if mark:
             node.meta["autograd_backward"] = True
     old = set(gm.graph.nodes)
-    apply_plan(gm.graph, plan_by_cap(gm.graph, 1.0, eligible=everything))
+    apply_plan(gm.graph, ByCap(1.0, eligible=everything).plan(gm.graph))
     new = [n for n in gm.graph.nodes if n not in old]
     assert len(starts(gm)) == 1
     assert {"autograd_backward" in n.meta for n in new} == {all(marked)}
@@ -367,12 +365,12 @@ def test_the_writes_of_a_bucket_are_no_barrier():
     gm = trace(
         lambda *xs: [gather(x, dist.group.WORLD) for x in xs], *(torch.zeros(2) for _ in range(6))
     )
-    plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
+    plan = ByCap(1.0, eligible=everything).plan(gm.graph)
     some = Bucket("all_gather", None, plan.buckets[0].members[2:4])
     apply_plan(gm.graph, MergePlan((some,)))
     assert any(n.target is C10D.all_gather_into_tensor_out.default for n in gm.graph.nodes)
     assert Writes(gm.graph.nodes).unordered == []
-    assert [len(b.members) for b in plan_by_cap(gm.graph, 1.0, eligible=everything).buckets] == [4]
+    assert [len(b.members) for b in ByCap(1.0, eligible=everything).plan(gm.graph).buckets] == [4]
 
 
 # -- groups, caps, eligibility --------------------------------------------------------------------
@@ -386,40 +384,45 @@ def gathers_on(*groups: str) -> fx.GraphModule:
 
 def test_primary_group_has_the_most_gathers():
     gm = gathers_on("1", "0", "0", "1", "0")
-    plan = plan_by_cap(gm.graph, 1.0, eligible="structure", group_filter=primary_group)
+    plan = ByCap(1.0, eligible="structure", groups="primary").plan(gm.graph)
     assert [{group_name(m) for m in b.members} for b in plan.buckets] == [{"0"}]
-    assert {left.reason for left in plan.ineligible} == {"the group filter leaves out group 1"}
+    assert {left.reason for left in plan.ineligible} == {
+        "its process group 1 is not one of groups="
+    }
 
     def counts(*found: int) -> dict[str, int]:
         return dict(zip(("all_gather", "reduce_scatter", "all_reduce"), found, strict=True))
 
-    assert primary_group({"b": counts(2, 0, 0), "a": counts(2, 0, 0)}) == ("b",)
-    assert primary_group({"b": counts(0, 1, 9), "a": counts(0, 2, 0)}) == ("a",)
-    assert primary_group({"b": counts(0, 0, 1), "a": counts(0, 0, 2)}) == ("a",)
-    assert primary_group({}) == ()
+    def primary(**groups: dict[str, int]) -> tuple[str, ...]:
+        return chosen_groups("primary", groups)
+
+    assert primary(b=counts(2, 0, 0), a=counts(2, 0, 0)) == ("b",)
+    assert primary(b=counts(0, 1, 9), a=counts(0, 2, 0)) == ("a",)
+    assert primary(b=counts(0, 0, 1), a=counts(0, 0, 2)) == ("a",)
+    assert primary() == ()
     apply_plan(gm.graph, plan)  # one gather on group 0 now, two on group 1
-    again = plan_by_cap(gm.graph, 1.0, eligible="structure", group_filter=primary_group)
+    again = ByCap(1.0, eligible="structure", groups="primary").plan(gm.graph)
     assert not again.buckets
 
 
 def test_each_group_has_its_own_cap(monkeypatch):
     gm = gathers_on(*"010101010101")
     one = 4 * 4 * WORLD
-    plan = plan_by_cap(
-        gm.graph, {"0": 2 * one / MIB, "1": lambda i: (i + 1) * one / MIB}, eligible=everything
-    )
+    plan = ByCap(
+        {"0": 2 * one / MIB, "1": lambda i: (i + 1) * one / MIB}, eligible=everything
+    ).plan(gm.graph)
     members = {g: [] for g in "01"}
     for bucket in plan.buckets:
         members[group_name(bucket.members[0])].append(len(bucket.members))
     assert members == {"0": [2, 2, 2], "1": [2, 3]}
     each = tuple(n * one / MIB for n in (2, 1, 3))
-    plan = plan_by_cap(gathers_on(*"0" * 9).graph, each, eligible=everything)
+    plan = ByCap(each, eligible=everything).plan(gathers_on(*"0" * 9).graph)
     assert [len(b.members) for b in plan.buckets] == [2, 3, 3]
     asked = []
     monkeypatch.setattr(
         caps_module, "default_cap_mb", lambda size: asked.append(size) or 3 * one / MIB
     )
-    plan = plan_by_cap(gm.graph, eligible=everything)
+    plan = ByCap(eligible=everything).plan(gm.graph)
     assert [len(b.members) for b in plan.buckets] == [3, 3, 3, 3]
     assert asked == [WORLD]
 
@@ -467,7 +470,7 @@ def test_group_names_that_are_nodes():
         for start in gm.graph.nodes:
             if kind_of(start) is not None and start.args[-1] == group.group_name:
                 start.args = (*start.args[:-1], node)
-    plan = plan_by_cap(gm.graph, eligible=everything, group_filter=primary_group)
+    plan = ByCap(eligible=everything, groups="primary").plan(gm.graph)
     assert [len(b.members) for b in plan.buckets] == [2]
 
 
@@ -478,13 +481,13 @@ def test_group_names_that_are_nodes():
         ({"cap_mb": (1.0, 0.0)}, "positive number"),
         ({"kinds": "all_gather"}, "kinds must be some of"),
         ({"eligible": "names"}, "eligible must be"),
-        ({"max_compute_run": 0}, "max_compute_run must be at least 1"),
+        ({"max_compute_run": 0}, "max_compute_run must be a number of nodes of at least 1"),
         ({"max_compute_run": 2.5}, "max_compute_run must be a number"),
     ],
 )
 def test_bad_arguments(options, match):
     with pytest.raises(ValueError, match=match):
-        plan_by_cap(gathers_on("0", "0").graph, **{"eligible": everything, **options})
+        ByCap(**{"eligible": everything, **options}).plan(gathers_on("0", "0").graph)
 
 
 # -- symbolic sizes -------------------------------------------------------------------------------
@@ -497,7 +500,7 @@ def test_hinted_symbolic_sizes_are_planned_and_merged():
     gm = make_fx(model, tracing_mode="symbolic")(torch.zeros(6, 3), torch.zeros(6, 3))
     start = next(n for n in gm.graph.nodes if kind_of(n))
     assert isinstance(start.meta["val"].shape[0], torch.SymInt)
-    plan = plan_by_cap(gm.graph, 1.0, eligible=everything)
+    plan = ByCap(1.0, eligible=everything).plan(gm.graph)
     assert [(len(b.members), b.wire_bytes) for b in plan.buckets] == [(2, 2 * 6 * 3 * 4 * WORLD)]
     (report,) = apply_plan(gm.graph, plan)
     assert [(m.shape, m.nbytes) for m in report.members] == [((6, 3), 72), ((6, 3), 72)]
@@ -514,7 +517,7 @@ import torch.distributed as dist
 from benchmarks.graphs import load
 from collective_graphs import described
 from random_graphs import WORLD, layered_graph, random_graph
-from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
 dist.init_process_group("fake", rank=0, world_size=WORLD)
 for _ in "12":
@@ -522,7 +525,7 @@ for _ in "12":
 plans = []
 for seed in range(40):
     gm = random_graph(seed, 20, ("0", "1", "2"))
-    plan = plan_by_cap(gm.graph, 400 / 2**20, eligible=lambda start: True)
+    plan = ByCap(400 / 2**20, eligible=lambda start: True).plan(gm.graph)
     buckets = [[b.kind, [m.name for m in b.members], b.detail] for b in plan.buckets]
     plans.append([buckets, [str(a) for a in plan.unmerged]])
 order = schedule(layered_graph(2000, 100, ["0", "0"], share=False), teb.Overlap()).order
@@ -548,7 +551,7 @@ def planning_steps(nodes: int, collectives: int) -> float:
     plans: list[MergePlan] = []
 
     def plan() -> None:
-        plans.append(plan_by_cap(gm.graph, 512 / MIB, eligible=everything))
+        plans.append(ByCap(512 / MIB, eligible=everything).plan(gm.graph))
 
     count = lines_run(plan, str(Path(caps_module.__file__).parents[1]))
     assert plans[0].buckets
@@ -578,7 +581,7 @@ def test_a_plan_in_words():
     starts = [n for n in gm.graph.nodes if kind_of(n)]
     for i, start in enumerate(starts[:-1]):
         set_tag(start, Tag(kind_of(start), (f"layers.{i}.w",)))
-    plan = plan_by_cap(gm.graph, 512 / MIB, max_compute_run=2)
+    plan = ByCap(512 / MIB, max_compute_run=2).plan(gm.graph)
     lines = [
         f"{b.kind}: {', '.join(m.name for m in b.members)}; {b.wire_bytes} of {b.cap_bytes} bytes, "
         f"closed by {b.closed_by}: {b.detail}"

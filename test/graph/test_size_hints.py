@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.graph.collectives import is_collective
 from torch_ext_bucketing.graph.size_hints import DEFAULT, SizeHints
 from torch_ext_bucketing.graph.tags import Tag, set_tag
@@ -30,6 +29,7 @@ from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.cost.cost import Costs, Machine
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.testing.ring import on_ranks
 
 _aten = torch.ops.aten
@@ -243,7 +243,7 @@ def test_an_estimate_that_fails_leaves_the_caps_to_torch(fake_world):
     graph = trace(two, torch.zeros(3, 4), torch.zeros(5, 4)).graph
     with pytest.warns(teb.errors.BoundNotKeptWarning, match="caps are torch's own.*no such time"):
         plan, report = choose_caps(graph, Broken(), eligible="structure")
-    assert plan.buckets == plan_by_cap(graph, eligible="structure").buckets != ()
+    assert plan.buckets == ByCap(eligible="structure").plan(graph).buckets != ()
     assert "no such time" in report.warning
 
 

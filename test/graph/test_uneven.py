@@ -11,7 +11,7 @@ from random_graphs import choose_caps
 from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 
-from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
 from torch_ext_bucketing.graph import analysis
@@ -97,7 +97,7 @@ def launches(gm):
         for policies in bounds:
             mine = copy.deepcopy(gm)
             reference = peak_bytes(mine)
-            apply_plan(mine.graph, plan_by_cap(mine.graph, cap))
+            apply_plan(mine.graph, ByCap(cap).plan(mine.graph))
             report = schedule(mine, policies, reference_bytes=reference)
             order = [names(n) for n in mine.graph.nodes if kind_of(n)]
             found.append((report.chosen, report.step_ms, report.peak_bytes, order))
@@ -152,7 +152,7 @@ def test_a_merged_model_is_alike_on_all_ranks_and_as_if_merged(uneven, phase, ca
     for rank in range(WORLD):
         gm = copy.deepcopy(uneven[rank][phase])
         costs = Costs(Machine(bandwidth=1e9, kernel_ms=1e-9))  # whatever is moved takes time
-        plan = plan_by_cap(gm.graph, cap)
+        plan = ByCap(cap).plan(gm.graph)
         assert plan.buckets
         planned = merged_model(model_of(gm.graph, costs), plan.buckets, costs)
         assert planned is not None

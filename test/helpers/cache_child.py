@@ -269,7 +269,9 @@ def by_config(order, own_pass=False, **entries):
         }
         if order is not None or own_pass:
             write = (
-                from_hooks("OwnOrder", model) if own_pass else teb.hooks.TagParameters(model, order=order)
+                from_hooks("OwnOrder", model)
+                if own_pass
+                else teb.hooks.TagParameters(model, order=order)
             )
             settings["joint_custom_post_pass"] = write
             settings[ENTRIES + "bucket_payload_order_key"] = "fsdp_payload_order"
@@ -374,7 +376,7 @@ def uuids(name: str) -> dict[str, Any]:
 
     order = teb.FSDPParamOrder.from_fqns([["a.w", "b.w"], ["c.w"]])
     passes = [
-        teb.ReshardAfterForward(["a"]),
+        teb.ReshardAfterForward(keep=["a"]),
         teb.hooks.TagParameters(),
         teb.ReshardAfterForward(),
         teb.BucketByUnit(order),

@@ -12,6 +12,7 @@ from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.unwrap import GraphLike, graph_of
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 
 DIM = 32
 

@@ -16,14 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.bucketing.caps import CapPlanner, Eligible
+from torch_ext_bucketing.bucketing.caps import ByCap, Eligible
 from torch_ext_bucketing.bucketing.plan import MergePlan
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import KINDS, Kind, kind_of
 from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.planner.schedule.options import Options
-from torch_ext_bucketing.planner.schedule.policy import Policy
-from torch_ext_bucketing.planner.search import cap_search
+from torch_ext_bucketing.planner.schedule.policy import Policy, policies_of
+from torch_ext_bucketing.planner.search.cap_search import BySearch
 from torch_ext_bucketing.reports.caps import CapsReport
 from torch_ext_bucketing.testing.model import ModelConfig, Transformer
 
@@ -384,6 +384,7 @@ def choose_caps(
     eligible: Eligible = "tag",
     **options: Any,
 ) -> tuple[MergePlan, CapsReport]:
-    """The search for caps of these kinds, without a guard around hooks."""
-    planner = CapPlanner(graph, kinds=kinds, eligible=eligible)
-    return cap_search.choose_caps(planner, policies, **options)
+    """The search for caps of these kinds: the plan, and what was tried."""
+    by_cap = ByCap(kinds=kinds, eligible=eligible)
+    found = BySearch(policies_of(policies), by_cap, **options).search(GraphAnalysis.of(graph))
+    return found.plan, found.report

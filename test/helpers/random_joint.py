@@ -9,6 +9,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_ext_bucketing.fsdp.chains import parameter_chains
+from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.planner.cost.machine import Level, Machine
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner
@@ -20,10 +21,7 @@ _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
 
-def unit_of(fqn: str) -> tuple[int, str]:
-    """The unit of ``layers.3.w0``: number and name."""
-    number = int(fqn.split(".")[1])
-    return number, f"layers.{number}"
+BLOCKS = Units.of([(f"layers.{number}",) for number in range(100)])
 
 
 class _Joint:
@@ -150,4 +148,4 @@ def random_planner(
         fast = replace(network, bandwidth=network.bandwidth * more)
         machine = replace(machine, ranks_per_node=to, intra=fast)
         smaller = what_fits(parameter_chains(graph), group)
-    return KeepPlanner(graph, unit_of, machine=machine, activations=activations, smaller=smaller)
+    return KeepPlanner(graph, BLOCKS, machine=machine, activations=activations, smaller=smaller)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from torch_ext_bucketing.bucketing.caps import CapPlanner
+from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.graph.analysis import GraphAnalysis
 from torch_ext_bucketing.graph.collectives import group_name, is_collective, tensors_in
 from torch_ext_bucketing.graph.size_hints import GivenHints, SizeHints
@@ -23,7 +23,7 @@ from torch_ext_bucketing.planner.schedule.model import Model, model_of
 from torch_ext_bucketing.planner.schedule.policy import Policy
 from torch_ext_bucketing.planner.schedule.scheduler import schedule_model
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
-from torch_ext_bucketing.planner.search.cap_search import choose_caps
+from torch_ext_bucketing.planner.search.cap_search import BySearch
 from torch_ext_bucketing.planner.search.merged_model import merged_model
 
 SIGMA = 0.3
@@ -62,19 +62,20 @@ def steps_off(
 ) -> tuple[float, float, list[float]]:
     """Milliseconds of the step, planned with the times of ``machine``, what no order of the same
     buckets can beat, and the steps planned with each draw of other times. ``options`` are
-    those of :class:`.CapPlanner`."""
-    hints, planner = analysis.hints, CapPlanner(analysis, **options)
+    those of :class:`.ByCap`."""
+    hints, by_cap = analysis.hints, ByCap(**options)
     true = Costs(machine, hints)
     unmerged = model_of(analysis, true)
 
     def planned(by: Machine) -> tuple[float, Model]:
-        plan, _ = choose_caps(planner, policies, machine=by, reference_bytes=reference_bytes)
+        search = BySearch(policies, by_cap, machine=by, reference_bytes=reference_bytes)
+        plan = search.plan(analysis)
         costs = Costs(by, hints)
         believed = merged_model(model_of(analysis, costs), plan.buckets, costs)
         real = merged_model(unmerged, plan.buckets, true)
         if believed is None or real is None:
             raise RuntimeError("the buckets stand on both sides of a side effect")
-        _, order = schedule_model(believed, policies, reference_bytes)
+        _, order, _ = schedule_model(believed, policies, reference_bytes)
         return Timeline.of(real, order).step_ms, real
 
     step, merged = planned(machine)

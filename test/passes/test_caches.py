@@ -30,10 +30,13 @@ from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
 from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing._source import _sources
 from torch_ext_bucketing._torch.caches import watched_caches
-from torch_ext_bucketing.bucketing.groups import primary_group
 from torch_ext_bucketing.errors import NoUuidError
 from torch_ext_bucketing.passes import cache_key as _cache_key
 from torch_ext_bucketing.planner.cost.machine import Level
+from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 
 pytestmark = pytest.mark.long
 
@@ -173,7 +176,8 @@ def test_every_argument_of_a_pass_counts(made):
         (teb.Schedule, teb.Overlap(), teb.Overlap(depth=3)),
         (teb.FixedOrderReduce, torch.float32, torch.float64),
         (teb.ReshardAfterForward, ["a"], ["b"]),
-        (lambda group_filter: teb.BucketByCap(group_filter=group_filter), None, primary_group),
+        (lambda groups: teb.BucketByCap(groups=groups), None, "primary"),
+        (lambda groups: teb.BucketByCap(groups=groups), ["0"], ["1"]),
         (lambda reduce: teb.BucketAndSchedule((), reduce=reduce), None, teb.FixedOrderReduce()),
     ],
 )

@@ -32,10 +32,9 @@ from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
 from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.agreement.before_run import agree
 from torch_ext_bucketing.bucketing import merge as merging
-from torch_ext_bucketing.bucketing.caps import plan_by_cap
-from torch_ext_bucketing.bucketing.groups import primary_group
+from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.units import plan_units
+from torch_ext_bucketing.bucketing.units import ByUnit
 from torch_ext_bucketing.fsdp.tag_graph import tag_joint_graph
 from torch_ext_bucketing.fsdp.units import Units, UnitSpec
 from torch_ext_bucketing.graph.collectives import KINDS, kind_of
@@ -44,6 +43,10 @@ from torch_ext_bucketing.graph.tags import Tag, set_tag
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.planner.schedule.model import peak_bytes
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 
 ODD: dict[str, Callable[[], fx.GraphModule]] = {}
 CAN_RUN: set[str] = set()
@@ -268,7 +271,7 @@ BUCKETERS: dict[str, Callable[..., Any]] = {
 FUNCTIONS: dict[str, Callable[[fx.GraphModule], Any]] = {
     **BUCKETERS,
     "by structure": lambda gm: by_cap(
-        gm, None, eligible="structure", group_filter=primary_group, non_adjacent=False
+        gm, None, eligible="structure", groups="primary", non_adjacent=False
     ),
     "Overlap": lambda gm: schedule(gm, teb.Overlap()),
     "MaxComputeRun": lambda gm: schedule(gm, teb.MaxComputeRun(1)),
@@ -449,7 +452,7 @@ UNITS = [["m.a"], ["m.b"]]
 def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     gm = gathers_and_scatters()
     before, nodes = described(gm), list(gm.graph.nodes)
-    plan = plan_units(gm.graph, Units(UNITS))
+    plan = ByUnit(Units(UNITS)).plan(gm.graph)
     assert len(plan.buckets) == 4
     pack, calls = merging.pack, []
 
@@ -468,7 +471,7 @@ def test_a_failure_while_merging_leaves_the_graph_as_it_was(monkeypatch):
     gm.recompile()
     monkeypatch.undo()
     # Nothing is lost: the same again, and now it works.
-    assert len(apply_plan(gm.graph, plan_units(gm.graph, Units(UNITS)))) == 4
+    assert len(apply_plan(gm.graph, ByUnit(Units(UNITS)).plan(gm.graph))) == 4
     gm.graph.lint()
 
 
@@ -644,48 +647,16 @@ def communicates(counts: Any) -> Any:
     return list(counts)
 
 
-BAD_FILTERS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "raises": (lambda c: 1 / 0, "division by zero"),
-    "raises late": (lambda c: (1 / 0 for _ in c), "division by zero"),
-    "NaN": (lambda c: math.nan, "not iterable"),
-    "None": (lambda c: None, "not iterable"),
-    "a string": (lambda c: "0", "str"),
-    "mixed types": (lambda c: ["0", 1, None], "none of the groups"),
-    "NaN inside": (lambda c: [math.nan], "none of the groups"),
-    "unhashable": (lambda c: [["0"]], "unhashable"),
-    "very many": (lambda c: map(str, range(10**5)), "none of the groups"),
-    "mutates": (clears, "clear"),
-    "assigns": (sets, "item assignment"),
-}
-FILTER_ROADS = {name: f for name, f in BUCKETERS.items() if name != "BucketByUnit"}
+CAP_ROADS = {name: f for name, f in BUCKETERS.items() if name != "BucketByUnit"}
 
 
-@pytest.mark.parametrize("bad", BAD_FILTERS)
-def test_bad_group_filters(bad):
-    group_filter, match = BAD_FILTERS[bad]
-    text = r"group_filter failed on groups \{'0': \{'all_gather': 4"
-    for road in FILTER_ROADS.values():
-        own = refused(lambda gm, road=road: road(gm, group_filter=group_filter), RuntimeError, text)
-        assert match in str(own.__cause__)
-
-
-@pytest.mark.parametrize("road", FILTER_ROADS)
-def test_group_filters_that_communicate_or_change_the_graph(road):
-    def filtered(gm: fx.GraphModule, by: Callable[[Any], Any]) -> Any:
-        return FILTER_ROADS[road](gm, group_filter=by)
-
-    text = "group_filter failed on groups"
-    found = refused(lambda gm: filtered(gm, communicates), RuntimeError, text)
-    assert "called the collective c10d.barrier" in str(found.__cause__)
-
-    def changes(gm: fx.GraphModule) -> Any:
-        return filtered(gm, lambda counts: _erase(gm.graph) or list(counts))
-
-    refused(changes, RuntimeError, "group_filter changed the graph", same_nodes=False)
+@pytest.mark.parametrize("road", CAP_ROADS)
+def test_groups_that_a_graph_has_not(road):
     gm = gathers_and_scatters()
     before = described(gm)
-    assert filtered(gm, lambda counts: ()).buckets == ()
-    assert described(gm) == before
+    for groups in ((), ["7"], list(map(str, range(1, 10**5)))):
+        assert CAP_ROADS[road](gm, groups=groups).buckets == ()
+        assert described(gm) == before
 
 
 BAD_CAPS: dict[str, tuple[Any, type[Exception], str]] = {
@@ -709,7 +680,7 @@ BAD_CAPS: dict[str, tuple[Any, type[Exception], str]] = {
 def test_bad_caps(bad):
     cap, error, match = BAD_CAPS[bad]
     refused(lambda gm: by_cap(gm, cap), error, match)
-    refused(lambda gm: plan_by_cap(gm.graph, cap), error, match)
+    refused(lambda gm: ByCap(cap).plan(gm.graph), error, match)
 
 
 @pytest.mark.parametrize("cap", [1e308, 10**400, 1e-300, {"unheard of": 1.0}, {}])
@@ -720,18 +691,18 @@ def test_caps_of_any_size(cap):
     gm.graph.lint()
 
 
-@pytest.mark.parametrize("road", FILTER_ROADS)
+@pytest.mark.parametrize("road", CAP_ROADS)
 def test_eligibility_that_fails(road):
     for eligible, text in (
         (lambda n: {}[n], r"failed at .*all_gather_into_tensor"),
         (lambda n: torch.ones(2), "failed at"),  # no truth value
         (lambda n: _insert(n.graph) or True, "changed the graph"),
     ):
-        call = partial(FILTER_ROADS[road], eligible=eligible)
+        call = partial(CAP_ROADS[road], eligible=eligible)
         refused(call, RuntimeError, f"eligible {text}", same_nodes=False)
     gm = gathers_and_scatters()
     before = described(gm)
-    assert FILTER_ROADS[road](gm, eligible=lambda n: None).buckets == ()
+    assert CAP_ROADS[road](gm, eligible=lambda n: None).buckets == ()
     assert described(gm) == before
 
 
@@ -755,8 +726,8 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("'b' is in two units, 0 and 1", lambda: teb.BucketByUnit([["a", "b"], ["b"]])),
         ("needs a bound: memory=PeakMemory", lambda: teb.ReshardAfterForward("auto")),
         (
-            "memory= belongs to keep='auto'",
-            lambda: teb.ReshardAfterForward(["a"], memory=teb.PeakMemory(gib=1)),
+            "memory= belongs to 'auto', got True",
+            lambda: teb.ReshardAfterForward(keep=["a"], memory=teb.PeakMemory(gib=1)),
         ),
         (
             "'a' is in two units, 0 and 1",
@@ -790,8 +761,10 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     TypeError: [
         ("got the string", lambda: teb.BucketByUnit("layers.0")),
         ("must be a string, got 3", lambda: teb.BucketByUnit([["a", 3]])),
-        ("got the string 'head'", lambda: teb.ReshardAfterForward("head")),
-        ("must be a string, got 1", lambda: teb.ReshardAfterForward([1])),
+        ("or 'auto', got 'head'", lambda: teb.ReshardAfterForward("head")),
+        (r"keep=\[\.\.\.\]", lambda: teb.ReshardAfterForward(["head"])),
+        ("got the string 'head'", lambda: teb.ReshardAfterForward(keep="head")),
+        ("must be a string, got 1", lambda: teb.ReshardAfterForward(keep=[1])),
         (
             "memory must be a PeakMemory or None, got 70",
             lambda: teb.ReshardAfterForward("auto", memory=70),
@@ -801,7 +774,9 @@ BAD_CALLS: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             lambda: teb.BucketByUnit([["a"]], payload_order="name"),
         ),
         ("prefetch_under must map names", lambda: teb.Overlap(prefetch_under=["a"])),
-        ("group_filter must be a callable", lambda: teb.BucketByCap(group_filter="0")),
+        ("groups must be a list of names", lambda: teb.BucketByCap(groups="0")),
+        ("groups must be a list of names", lambda: teb.BucketByCap(groups=len)),
+        ("groups must be names", lambda: teb.BucketByCap(groups=["0", 1])),
         ("eligibel", lambda: teb.BucketAndSchedule([], eligibel="tag")),
         ("max_spam", lambda: teb.BucketByCap(1.0, max_spam=3)),
         ("payload_order must be a callable", lambda: teb.BucketByCap(1.0, payload_order=True)),

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from eager_parity.ranks import aten_kernels
 from torch_ext_bucketing._torch.inductor import compile_inductor
 from torch_ext_bucketing.bucketing.merge import apply_plan
-from torch_ext_bucketing.bucketing.units import plan_units
+from torch_ext_bucketing.bucketing.units import ByUnit
 from torch_ext_bucketing.errors import (
     NotBucketedWarning,
     PayloadOrderWarning,
@@ -92,7 +92,7 @@ def test_buckets_of_a_unit_in_payload_order(fake_world):
 
     gm = tagged(trace(grads, *(torch.ones(8, n) for n in (1, 2, 3, 4))), *"abcd")
     units = Units([("d", "a"), ("c", "b")])
-    plan = plan_units(gm.graph, units)
+    plan = ByUnit(units).plan(gm.graph)
     rank = {"d": 0, "a": 1, "c": 2, "b": 3}
     reports = apply_plan(gm.graph, plan, lambda n: rank[tag_of(n).fqns[0]])
     assert [bucket_fqns(r) for r in reports] == [["c", "b"], ["d", "a"]]
@@ -135,7 +135,7 @@ def test_two_buckets_that_make_a_cycle_together(fake_world):
     for node, name in zip(reductions, ["a1", "b1", "b2", "a2"], strict=True):
         set_tag(node, Tag("reduce_scatter", (name,)))
     expected = run_all_ranks(gm, inputs)
-    plan = plan_units(gm.graph, Units([("a1", "a2"), ("b1", "b2")]), ("reduce_scatter",))
+    plan = ByUnit(Units([("a1", "a2"), ("b1", "b2")]), ("reduce_scatter",)).plan(gm.graph)
     assert [[tag_of(m).fqns[0] for m in b.members] for b in plan.buckets] == [["a1", "a2"]]
     assert len(plan.ineligible) == 2
     apply_plan(gm.graph, plan)
@@ -149,7 +149,7 @@ def test_dependent_member_starts_a_bucket_of_its_own(fake_world):
         return dependent, reduce_scatter(y, group()), reduce_scatter(z, group())
 
     gm = tagged(trace(chain, *torch.ones(3, 8)), *"abcd")
-    plan = plan_units(gm.graph, Units([tuple("abcd")]))
+    plan = ByUnit(Units([tuple("abcd")])).plan(gm.graph)
     (bucket,) = plan.buckets
     assert [tag_of(m).fqns[0] for m in bucket.members] == ["a", "c", "d"]
     assert plan.splits
@@ -165,7 +165,7 @@ def test_same_gather_twice_is_one(fake_world):
     gm = tagged(trace(twice, *inputs[0]), "a", "b", "a")
     expected = run_all_ranks(gm, inputs)
     combine_uses(gm.graph)
-    apply_plan(gm.graph, plan_units(gm.graph, Units([("a", "b")])))
+    apply_plan(gm.graph, ByUnit(Units([("a", "b")])).plan(gm.graph))
     (bucket,) = collectives(gm)
     assert [t.fqns for t in member_tags(bucket)] == [("a",), ("b",)]
     assert_same(run_all_ranks(gm, inputs), expected)
@@ -614,7 +614,7 @@ def test_manager_orders_the_passes():
     ("make", "error", "match"),
     [
         (lambda: backend("aot"), ValueError, "must be 'aot_eager', 'inductor' or a callable"),
-        (lambda: backend("aot_eager", [print]), TypeError, "is not a pass"),
+        (lambda: backend("aot_eager", [print]), TypeError, "is no pass"),
         (lambda: BucketByUnit(UNITS, kinds=("gather",)), ValueError, "kinds must be some of"),
         (lambda: BucketByUnit(UNITS, payload_order=True), TypeError, "payload_order must be"),
         (lambda: backend("aot_eager").last_report(), RuntimeError, "nothing has been compiled"),

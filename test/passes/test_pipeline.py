@@ -17,6 +17,10 @@ from torch_ext_bucketing.errors import PassOrderError
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.facts import Order
 from torch_ext_bucketing.passes.pipeline import Pipeline
+from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
+from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
+from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 
 UNITS = [["layers.0"], ["layers.1"], ["embedding", "head"]]
 
@@ -39,7 +43,10 @@ REFUSED = {
     "both decide which parameters backward gathers again": (
         lambda: [teb.ReshardAfterForward(), teb.ReshardAfterForward(keep=["head"])]
     ),
-    "both decide the tags of collectives": lambda: [teb.hooks.TagParameters(), teb.hooks.TagParameters()],
+    "both decide the tags of collectives": lambda: [
+        teb.hooks.TagParameters(),
+        teb.hooks.TagParameters(),
+    ],
 }
 
 

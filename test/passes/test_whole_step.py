@@ -16,6 +16,7 @@ from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.passes.whole_step import whole_step_pass
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 
 UNITS = ["blocks.0", "blocks.1", ""]
 

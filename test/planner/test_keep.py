@@ -10,16 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from collective_graphs import fake_group
-from random_joint import random_joint, random_planner, unit_of
+from random_joint import BLOCKS, random_joint, random_planner
 from sharded_models import Keep, TwoBlocks, checkpointed, eager_fsdp2, tokens_of, trained
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing._torch.aot import must_recompute
+from torch_ext_bucketing.bucketing.units import ByUnit
 from torch_ext_bucketing.errors import BoundNotKeptWarning, NothingKeptWarning
 from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
+from torch_ext_bucketing.fsdp.units import Units
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.tags import member_tags, tag_of
 from torch_ext_bucketing.graph.unwrap import graph_of
@@ -29,17 +31,17 @@ from torch_ext_bucketing.passes.pipeline import Pipeline
 from torch_ext_bucketing.planner.cost.cost import Costs
 from torch_ext_bucketing.planner.keep.held import HeldUnits
 from torch_ext_bucketing.planner.keep.keep import KeepPlanner, block_units
-from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel
+from torch_ext_bucketing.planner.keep.partitioned import PartitionedModel, unit_name
 from torch_ext_bucketing.planner.passes import step_memory
 from torch_ext_bucketing.planner.passes.resharding import (
     ReshardAfterForward,
     _choice,
     _mark,
-    unit_name,
 )
 from torch_ext_bucketing.planner.schedule.memory import PeakMemory
 from torch_ext_bucketing.planner.schedule.model import model_of
 from torch_ext_bucketing.planner.schedule.timeline import Timeline
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.rewrites.reshard_to import (
     make_smaller_group,
     read_first_gathers,
@@ -54,6 +56,7 @@ UNITS = [["embedding"], ["layers.0"], ["layers.1"], ["head"]]
 NAMES = [unit_name(u) for u in UNITS]
 STAGES = ("forward", "backward")
 MODULES = block_units(f"{n}.w" for n in NAMES)
+UNMERGED = ByUnit(MODULES, ())
 
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_dynamo")]
@@ -93,7 +96,7 @@ def gathered(gm):
 
 
 def auto(memory, **options):
-    return ReshardAfterForward(keep="auto", memory=memory, **options)
+    return ReshardAfterForward("auto", memory=memory, **options)
 
 
 # --- estimates against the partitioner -----------------------------------------------------------
@@ -105,7 +108,7 @@ def test_halves_are_what_the_partitioner_makes(fake_world, kept):
     found = {}
 
     def look(graph):
-        partitioned = PartitionedModel(graph, Costs(), MODULES, kinds=())
+        partitioned = PartitionedModel(graph, Costs(), MODULES, UNMERGED)
         chosen = [k for k, u in enumerate(partitioned.units) if u.name.startswith(kept or ("-",))]
         found["models"] = partitioned.models(chosen)
         found["peak"] = HeldUnits(partitioned).peak_bytes(chosen)
@@ -136,21 +139,19 @@ class Chosen(teb.GraphPass):
     def run(self, graph, compilation):
         g = graph_of(graph)
         tags = (tag_of(n) for n in g.nodes)
-        block = block_units(f for t in tags if t for f in t.fqns)
-
-        def unit_of(fqn):
-            return (99, "root") if self.root and not fqn.startswith("blocks") else block(fqn)
-
+        units = block_units(f for t in tags if t for f in t.fqns)
+        if self.root:
+            units = Units([*(u for u in units if u[0].startswith("blocks")), [""]])
         smaller = None if self.smaller is None else what_fits(parameter_chains(g), self.smaller)
         partitioned = PartitionedModel(
-            g, Costs(), unit_of, kinds=(), activations=True, smaller=smaller
+            g, Costs(), units, UNMERGED, activations=True, smaller=smaller
         )
         self.units = partitioned.units
         held = [k for k, u in enumerate(self.units) if u.held]
         chance = [0.9 if k in partitioned.parts else 0.5 for k in held]
         kept = [k for k, p in zip(held, chance, strict=True) if self.rng.random() < p]
         self.kept = partitioned.distinct(kept)
-        self.parts = [k for k in self.kept if k in partitioned.parts]
+        self.in_part = [k for k in self.kept if k in partitioned.parts]
         self.models = partitioned.models(self.kept)
         self.peak = HeldUnits(partitioned).peak_bytes(self.kept)
         choice = _choice(partitioned, self.kept)
@@ -175,9 +176,9 @@ def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed
     names = {u.name for u in chosen.units if not u.starts}
     sorts = ("cheap", "products", "attention")
     assert {f"blocks.{i} {sort}" for i in range(2) for sort in sorts} <= names
-    assert {"root (2) products"} <= names or not chosen.root
+    assert {"the root (2) products"} <= names or not chosen.root
     assert 0 < len(chosen.kept) < len(chosen.units)
-    assert bool(chosen.parts) == (to is not None)
+    assert bool(chosen.in_part) == (to is not None)
     for model, stage in zip(chosen.models, STAGES, strict=True):
         ours, graph = Timeline.of(model), model_of(graphs[stage].graph)
         assert sum(model.compute) == sum(graph.compute)
@@ -185,7 +186,7 @@ def test_halves_with_activations_are_what_the_partitioner_makes(fake_world, seed
         unread = model.liveness.at_start - graph.liveness.at_start
         most = Timeline.of(graph).peak_bytes
         # What is gathered of is taken to be there while forward makes the copies of parts.
-        assert most <= ours.peak_bytes - unread <= (1.01 if chosen.parts else 1) * most
+        assert most <= ours.peak_bytes - unread <= (1.01 if chosen.in_part else 1) * most
     # In an order in which what is made again stands where it would with nothing kept.
     assert chosen.peak >= max(m.liveness.peak(range(len(m))) for m in chosen.models)
 
@@ -198,7 +199,7 @@ def test_what_a_user_marked_or_chance_decides_is_computed_as_it_was(fake_world):
     found = {}
 
     def look(graph):
-        partitioned = PartitionedModel(graph, Costs(), MODULES, kinds=(), activations=True)
+        partitioned = PartitionedModel(graph, Costs(), MODULES, UNMERGED, activations=True)
         found["units"] = [u for u in partitioned.units if not u.starts]
 
     compiled(Look(look), again=True, model=Dropped)
@@ -215,7 +216,7 @@ def test_schedules_count_what_only_forward_reads(fake_world):
     kept, found = ("layers.1", "head"), {}
 
     def look(graph):
-        partitioned = PartitionedModel(graph, Costs(), MODULES, kinds=())
+        partitioned = PartitionedModel(graph, Costs(), MODULES, UNMERGED)
         found["partitioned"] = partitioned
         found["chosen"] = [k for k, u in enumerate(partitioned.units) if u.name.startswith(kept)]
 
@@ -233,7 +234,7 @@ def test_what_an_activation_checkpoint_computes_again_is_computed_in_backward(fa
     found = {}
 
     def look(graph):
-        found["backward"] = PartitionedModel(graph, Costs(), MODULES, kinds=()).models(())[1]
+        found["backward"] = PartitionedModel(graph, Costs(), MODULES, UNMERGED).models(())[1]
 
     graphs, _ = compiled(Look(look), ReshardAfterForward(), again=True)
     real = model_of(graphs["backward"].graph)
@@ -342,7 +343,7 @@ def test_the_choice_is_part_of_what_ranks_compare(fake_world):
 def test_it_reads_as_code():
     """That each setting counts for the caches is shown by ``test_caches``."""
     made = auto(PeakMemory(gib=1), units=[["a"]])
-    code = "ReshardAfterForward(keep='auto', memory=PeakMemory(gib=1), units=[['a']])"
+    code = "ReshardAfterForward('auto', memory=PeakMemory(gib=1), units=[['a']])"
     assert repr(made) == code
 
 
@@ -497,7 +498,7 @@ def test_more_memory_is_never_slower_and_never_exceeded(two_ranks, activations):
     shorter = 0
     for seed in range(5, 11):
         graph, machine = random_joint(seed, 5)
-        planner = KeepPlanner(graph, unit_of, machine=machine, activations=activations)
+        planner = KeepPlanner(graph, BLOCKS, machine=machine, activations=activations)
         nothing = planner.scheduled((), planner.reference_bytes)
         peaks = [int(part * nothing.peak_bytes) for part in (1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 20.0)]
         curve = planner.curve(peaks)
@@ -514,14 +515,9 @@ def test_more_memory_is_never_slower_and_never_exceeded(two_ranks, activations):
 
 
 def test_units_by_names():
-    unit = block_units(["embed.w", "layers.0.wq.w", "layers.0.norm.w", "layers.10.w", "norm.w"])
-    assert [unit(f) for f in ("layers.0.x.w", "layers.10.w", "norm.w", "embed.w", "other.w")] == [
-        (1, "layers.0"),
-        (2, "layers.10"),
-        (3, "norm"),
-        (0, "embed"),
-        None,
-    ]
+    units = block_units(["embed.w", "layers.0.wq.w", "layers.0.norm.w", "layers.10.w", "norm.w"])
+    assert [unit_name(u) for u in units] == ["embed", "layers.0", "layers.10", "norm"]
+    assert list(map(units.unit_of, ("layers.0.x.w", "norm.w", "other.w"))) == [1, 3, None]
     assert unit_name(["layers.3.wq.weight", "layers.3.w1"]) == "layers.3"
     assert unit_name(["norm.weight", "output.weight"]) == "norm, output"
     assert unit_name([""]) == "the root"

@@ -174,7 +174,9 @@ def test_an_own_estimate_is_asked_first_and_may_leave_it_to_the_model(two_ranks)
         bad = Machine(estimate=lambda node, nbytes, ms=wrong: ms)
         with pytest.raises(ValueError, match=f"estimate returned .* for {start.name}"):
             Costs(bad)(start)
-        with pytest.warns(teb.errors.BoundNotKeptWarning, match="the graph keeps its order.*estimate"):
+        with pytest.warns(
+            teb.errors.BoundNotKeptWarning, match="the graph keeps its order.*estimate"
+        ):
             schedule(gm, teb.Overlap(), machine=bad)
 
 

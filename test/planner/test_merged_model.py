@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_graphs import WORLD, Builder, choose_caps, demo_graphs, layered_graph, random_graph
 
-from torch_ext_bucketing.bucketing.caps import plan_by_cap
+from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.bucketing.merge import merge_buckets
 from torch_ext_bucketing.bucketing.plan import Bucket, MergePlan
 from torch_ext_bucketing.graph.collectives import kind_of
@@ -78,7 +78,7 @@ def bytes_left(model: Model) -> int:
 @settings(max_examples=200)
 def test_times_are_those_of_the_merged_graph(seed, size, cap):
     gm = random_graph(seed, size, ["0"], share=False)
-    plan = plan_by_cap(gm.graph, cap / 2**20, eligible=lambda start: True)
+    plan = ByCap(cap / 2**20, eligible=lambda start: True).plan(gm.graph)
     planned, merged = both(gm.graph, plan)
     check_is_model(planned)
     ours, theirs = Timeline.of(planned), Timeline.of(merged)
@@ -97,7 +97,7 @@ def test_times_are_those_of_the_merged_graph(seed, size, cap):
 @pytest.mark.parametrize("cap", [300, 900, 10**6])
 def test_live_bytes_are_those_of_the_merged_graph(cap):
     gm = layered_graph(600, 60, ["0", "0"], share=False)
-    planned, merged = both(gm.graph, plan_by_cap(gm.graph, cap / 2**20))
+    planned, merged = both(gm.graph, ByCap(cap / 2**20).plan(gm.graph))
     check_is_model(planned)
     assert Timeline.of(planned).peak_bytes == Timeline.of(merged).peak_bytes
     assert planned.liveness.at_start == merged.liveness.at_start
@@ -116,7 +116,7 @@ POLICIES = [Overlap(), PeakMemory(ratio=1.1), MaxComputeRun(3)]
 @pytest.mark.parametrize("cap", [0.05, 0.3, 100.0])
 def test_schedules_of_a_traced_model(traced, stage, cap):
     graph = copy.deepcopy(traced[stage]).graph
-    plan = plan_by_cap(graph, cap, kinds=("all_gather", "reduce_scatter"))
+    plan = ByCap(cap, kinds=("all_gather", "reduce_scatter")).plan(graph)
     assert plan.buckets
     planned, merged = both(graph, plan)
     check_is_model(planned)
@@ -144,7 +144,7 @@ def test_the_search_chooses_as_it_would_by_merging(traced, stage, monkeypatch):
 
 def test_a_bucket_is_found_by_the_parameters_of_all_its_members(traced):
     graph = traced["forward"].graph
-    plan = plan_by_cap(graph, 0.3, kinds=("all_gather",))
+    plan = ByCap(0.3, kinds=("all_gather",)).plan(graph)
     costs = Costs()
     model = merged_model(model_of(graph, costs), plan.buckets, costs)
     assert model is not None
@@ -198,7 +198,7 @@ def test_members_on_both_sides_of_a_side_effect_are_tried_by_merging():
     b.graph.call_function(torch.manual_seed, (0,))
     gm = b.finish([first, b.collective("reduce_scatter", q, "0")])
     options = {"eligible": lambda start: True}
-    plan = plan_by_cap(gm.graph, 1.0, **options)
+    plan = ByCap(1.0, **options).plan(gm.graph)
     costs = Costs()
     assert [len(bucket.members) for bucket in plan.buckets] == [2]
     assert merged_model(model_of(gm.graph, costs), plan.buckets, costs) is None

@@ -42,7 +42,7 @@ from torch_features import has_simple_overlap
 
 from torch_ext_bucketing._gc import paused_gc
 from torch_ext_bucketing._torch.estimates import nccl_estimate_ms
-from torch_ext_bucketing.bucketing.caps import CapPlanner, plan_by_cap
+from torch_ext_bucketing.bucketing.caps import ByCap, CapPlanner
 from torch_ext_bucketing.bucketing.merge import apply_plan
 from torch_ext_bucketing.errors import BoundNotKeptWarning
 from torch_ext_bucketing.fsdp.simple_fsdp import data_parallel
@@ -63,7 +63,7 @@ from torch_ext_bucketing.planner.schedule.overlap import Overlap
 from torch_ext_bucketing.planner.schedule.scheduler import schedule, schedule_model
 from torch_ext_bucketing.planner.schedule.timeline import Timeline, longest_compute_run
 from torch_ext_bucketing.planner.search import cap_search
-from torch_ext_bucketing.planner.search.cap_search import _Search
+from torch_ext_bucketing.planner.search.cap_search import BySearch, _Search
 from torch_ext_bucketing.planner.search.merged_model import merged_model
 from torch_ext_bucketing.reports.text import sizes_text
 
@@ -249,7 +249,7 @@ def test_runs_between_reduce_scatters_are_capped(bucketed):
     old = {n.name for n in gm.graph.nodes if kind_of(n)}
     if bucketed:
         two = 2 * DIM * DIM * 4 / 2**20
-        apply_plan(gm.graph, plan_by_cap(gm.graph, two, eligible=lambda start: True))
+        apply_plan(gm.graph, ByCap(two, eligible=lambda start: True).plan(gm.graph))
         assert old.isdisjoint(n.name for n in gm.graph.nodes)
     report = schedule(gm, MaxComputeRun(4))
     assert report.longest_run == (16, 4)
@@ -342,7 +342,7 @@ def test_the_same_values_within_the_bounds_that_are_reported(seed, size, merge, 
     inputs = real_inputs(gm)
     expected = run_all_ranks(gm, inputs)
     if merge:
-        apply_plan(gm.graph, plan_by_cap(gm.graph, 1.0, eligible=lambda start: True))
+        apply_plan(gm.graph, ByCap(1.0, eligible=lambda start: True).plan(gm.graph))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BoundNotKeptWarning)
         report = schedule(gm, [Overlap(), MaxComputeRun(2), PeakMemory(ratio=ratio)])
@@ -438,7 +438,7 @@ def test_on_one_level_no_order_is_given_up_for_what_runs_beside_the_rest():
 
 def test_a_sort_that_misses_a_bound_is_not_the_only_one_tried():
     graph, bounds = random_training(12).graph, [Overlap(), PeakMemory(ratio=1.0)]
-    on, wide = machine(2.0), "window 100, depth 1, by deadline"
+    on, wide = machine(2.0), Options(window=100)
     alone = schedule_model(model_of(graph, on), bounds, None, like=wide, others=False)[0]
     assert alone.chosen == "as given"
     report = schedule(graph, bounds, machine=on, like=wide)
@@ -550,7 +550,7 @@ def real_tensor(fake: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -
 def test_estimated_peak_equals_a_run_on_the_demo_model(stage: str, bucketed: bool):
     gm = demo_graphs()[stage]
     if bucketed:
-        apply_plan(gm.graph, plan_by_cap(gm.graph, 0.2, kinds=("all_gather", "reduce_scatter")))
+        apply_plan(gm.graph, ByCap(0.2, kinds=("all_gather", "reduce_scatter")).plan(gm.graph))
         schedule(gm, [Overlap(), PeakMemory(ratio=1.6)])
     donated = donated_by_autograd(gm.graph)
     storages: dict[int, torch.UntypedStorage] = {}
@@ -629,13 +629,13 @@ def test_of_equal_steps_that_of_the_fewest_collectives_is_taken():
 @pytest.mark.parametrize("graph", [lambda: forward_graph(8), lambda: backward_graph(6)])
 def test_no_step_is_faster_than_what_lets_caps_be_passed_over(graph, on):
     gm = graph()
-    planner = CapPlanner(gm.graph, eligible=lambda start: True)
-    search = _Search(planner, (Overlap(),), Costs(on), None, None)
+    planner = CapPlanner(gm.graph, ByCap(eligible=lambda start: True))
+    search = _Search(BySearch((Overlap(),), machine=on), planner)
     found = []
     for cap in (0.01, 0.05, 0.1, 1.0):
         apart = search.busiest_ms(cap)
         found.append(apart)
-        assert 0 < apart <= search._outcome(search.plan(cap)).step_ms[1]
+        assert 0 < apart <= search._scheduled(search.plan(cap), None).report.step_ms[1]
     assert found[0] > found[-1]
 
 
@@ -648,10 +648,10 @@ def test_caps_are_ranked_by_all_orders(seed):
     analysis, costs = GraphAnalysis(graph), Costs(machine(2.0))
     options: dict[str, Any] = {"eligible": "structure"}
     _, report = choose_caps(analysis, bounds, caps_mb=caps, machine=costs.machine, **options)
-    planner, unmerged = CapPlanner(analysis, **options), model_of(analysis, costs)
+    planner, unmerged = CapPlanner(analysis, ByCap(**options)), model_of(analysis, costs)
     for cap in caps:
         model = merged_model(unmerged, planner.plan(cap).buckets, costs)
-        found, _ = schedule_model(model, bounds, analysis.peak_bytes)
+        found = schedule_model(model, bounds, analysis.peak_bytes).report
         assert found.misses or report.chosen.step_ms <= found.step_ms[1] * (1 + 1e-9)
 
 
@@ -728,7 +728,7 @@ def test_no_times_that_are_off_beat_the_true_ones(level, seed):
 def test_members_move_between_buckets_and_the_report_says_what_each_holds():
     analysis = GraphAnalysis(uneven_training(1).graph)
     plan, report = choose_caps(analysis, TIGHT, machine=on_network(Level(3e6, 4.0)))
-    sizes = CapPlanner(analysis)._sizes(plan)
+    sizes = CapPlanner(analysis, ByCap())._sizes(plan)
     for (name, caps), (_, buckets) in zip(report.caps_mb, sizes.items(), strict=True):
         assert caps == tuple(sum(b) / 2**20 for b in buckets), name
     one_cap = [t.step_ms for t in report.tried if all(isinstance(c, float) for _, c in t.caps_mb)]

@@ -19,6 +19,7 @@ import torch_ext_bucketing as teb
 from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
 from torch_ext_bucketing._torch.fsdp2 import WRAPS_DATACLASSES
 from torch_ext_bucketing.fsdp.unit_inputs import give_nodes
+from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
 
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 

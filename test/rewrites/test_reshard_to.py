@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 import torch_ext_bucketing as teb
 from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from eager_parity.devices import nodes
-from torch_ext_bucketing.bucketing.caps import plan_by_cap
-from torch_ext_bucketing.bucketing.groups import primary_group
+from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.fsdp.chains import parameter_chains
 from torch_ext_bucketing.graph.collectives import group_name, group_size, kind_of
 from torch_ext_bucketing.passes.compilation import Compilation
 from torch_ext_bucketing.planner.schedule.scheduler import schedule
+from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.rewrites.reshard_to import (
     SmallerGroup,
     read_first_gathers,
@@ -165,7 +165,7 @@ def nbytes(nodes):
 
 def test_backward_gathers_in_the_smaller_group(fake_world):
     model = sharded(init_device_mesh("cpu", (4,)))
-    reshard = teb.ReshardAfterForward(to=2)
+    reshard = teb.ReshardAfterForward(2)
     forward, backward, report = compiled([reshard], model)
     assert (gathers(forward), gathers(backward)) == (Counter({4: ALL}), Counter({2: READ}))
     (made,) = report.rewrites
@@ -196,16 +196,12 @@ def test_backward_gathers_in_the_smaller_group(fake_world):
 
 def check_the_primary_group(backward):
     """It has its smaller one: gathers and reductions are of one group, for who chooses."""
-    for group_filter in (None, primary_group):
-        plan = plan_by_cap(backward.graph, 2.0**20, group_filter=group_filter)
+    scatter = next(n for n in backward.graph.nodes if kind_of(n) == "reduce_scatter")
+    for groups in (None, "primary", [group_name(scatter)]):
+        plan = ByCap(2.0**20, groups=groups).plan(backward.graph)
         members = Counter((b.kind, group_size(b.members[0]), len(b.members)) for b in plan.buckets)
         assert members == {("all_gather", 2, READ): 1, ("reduce_scatter", 4, ALL): 1}
         assert not plan.ineligible
-    asked = []
-    plan_by_cap(backward.graph, group_filter=lambda counts: asked.append(dict(counts)) or counts)
-    (counts,) = asked
-    (scatter, *_) = (n for n in backward.graph.nodes if kind_of(n) == "reduce_scatter")
-    assert {g: c["all_gather"] for g, c in counts.items()} == {group_name(scatter): READ}
 
 
 @pytest.mark.parametrize("partitioner", ["default", "min_cut"])
@@ -228,7 +224,7 @@ def test_what_is_computed_again_reads_it_too(fake_world, partitioner):
 def test_inference_is_left_alone(fake_world):
     model = sharded(init_device_mesh("cpu", (4,)))
     kept = Keep()
-    compiler = teb.backend(kept, [teb.ReshardAfterForward(to=2)])
+    compiler = teb.backend(kept, [teb.ReshardAfterForward(2)])
     with torch.no_grad():
         torch.compile(model, backend=compiler, fullgraph=True)(TOKENS)
     (graph,) = kept.values()
@@ -241,16 +237,12 @@ def test_inference_is_left_alone(fake_world):
 def test_shards_of_other_groups(fake_world):
     names = ("replicas", "shards")
     hybrid = init_device_mesh("cpu", (2, 4), mesh_dim_names=names)
-    forward, backward, _ = compiled(
-        [teb.ReshardAfterForward(to=2)], sharded(hybrid, "hybrid_shard")
-    )
+    forward, backward, _ = compiled([teb.ReshardAfterForward(2)], sharded(hybrid, "hybrid_shard"))
     assert (gathers(forward), gathers(backward)) == (Counter({4: ALL}), Counter({2: READ}))
 
     # The group of a parameter itself: as without it.
     torch._dynamo.reset()
-    forward, backward, _ = compiled(
-        [teb.ReshardAfterForward(to=4)], sharded(hybrid, "hybrid_shard")
-    )
+    forward, backward, _ = compiled([teb.ReshardAfterForward(4)], sharded(hybrid, "hybrid_shard"))
     assert gathers(backward) == Counter({4: READ})
     assert not saved_copies(forward)
 
@@ -258,10 +250,8 @@ def test_shards_of_other_groups(fake_world):
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("nodes", "inside", "tp"))
     data = mesh["nodes", "inside"]._flatten("data")
-    with pytest.raises(
-        Exception, match=r"to= does not fit the groups .*ranks 0, 1 .* of ranks 0, 2, 4, 6"
-    ):
-        compiled([teb.ReshardAfterForward(to=2)], sharded(data))
+    with pytest.raises(Exception, match=r"to= fits no group .*ranks 0, 1 .* of ranks 0, 2, 4, 6"):
+        compiled([teb.ReshardAfterForward(2)], sharded(data))
     torch._dynamo.reset()
     smaller = teb.ReshardAfterForward(to=mesh["inside"])
     forward, backward, _ = compiled([smaller], sharded(data))
@@ -283,7 +273,16 @@ def test_what_can_not_be_is_said(fake_world):
         kept = teb.ReshardAfterForward(to=1)
     forward, backward, _ = compiled([kept], sharded(init_device_mesh("cpu", (4,))))
     assert (gathers(forward), gathers(backward)) == (Counter({4: ALL}), Counter())
-    assert repr(teb.ReshardAfterForward(["a"], to=2)) == "ReshardAfterForward(keep=['a'], to=2)"
+    for code in ("ReshardAfterForward(keep=['a'], to=2)", "ReshardAfterForward(2, keep=['a'])"):
+        assert repr(eval(f"teb.{code}")) == code
+    mesh = init_device_mesh("cpu", (4,))
+    forward, backward, _ = compiled([teb.ReshardAfterForward(False)], sharded(mesh))
+    assert (gathers(forward), gathers(backward)) == (Counter({4: ALL}), Counter())
+    with pytest.warns(DeprecationWarning, match=r"is ReshardAfterForward\('auto'\) now"):
+        former = teb.ReshardAfterForward(keep="auto", memory=teb.PeakMemory(gib=1))
+    assert repr(former) == "ReshardAfterForward('auto', memory=PeakMemory(gib=1))"
+    with pytest.raises(ValueError, match="give 2 or to=2, not both"):
+        teb.ReshardAfterForward(2, to=2)
 
 
 def test_a_number_needs_a_process_group():
@@ -297,8 +296,7 @@ def test_the_place_in_the_group_is_part_of_the_key(fake_world):
     uuids = [p.uuid() for p in passes]
     assert len(set(uuids)) == len(uuids)
     other = teb.ReshardAfterForward(to=4)
-    elsewhere = SmallerGroup(other._smaller.name, other._smaller.ranks, 1)
-    object.__setattr__(other, "_smaller", elsewhere)
+    other._set(_smaller=SmallerGroup(other._smaller.name, other._smaller.ranks, 1))
     assert None not in (*uuids, other.uuid())
     assert other.uuid() not in uuids
 

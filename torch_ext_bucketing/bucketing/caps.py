@@ -21,7 +21,7 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
@@ -35,7 +35,7 @@ from ..graph.snapshot import reading_only
 from ..reports.base import Cause, LeftAlone
 from ..reports.buckets import ClosedBy, Unmerged
 from .contraction import Contraction
-from .groups import GroupFilter, chosen_groups
+from .groups import Groups, check_groups, chosen_groups
 from .plan import Bucket, MergePlan, left_alone
 
 Cap: TypeAlias = float | tuple[float, ...] | Callable[[int], float]
@@ -46,20 +46,11 @@ _MIB = 1024 * 1024
 _ALL = 2**63  # bytes: more than any bucket has
 
 
-def plan_by_cap(
-    graph: fx.Graph | GraphAnalysis,
-    cap_mb: CapMb = None,
-    *,
-    kinds: Collection[Kind] = FSDP_KINDS,
-    eligible: Eligible = "tag",
-    group_filter: GroupFilter | None = None,
-    max_compute_run: int | None = None,
-    non_adjacent: bool = True,
-) -> MergePlan:
-    """Buckets filled in wait order up to a byte cap. Reads the graph only.
+@dataclass(frozen=True)
+class ByCap:
+    """Buckets filled in wait order up to a byte cap.
 
     Args:
-        graph: in topological order, or what is known of it.
         cap_mb: in MiB, counted as the larger of a member's input and output: a number, a tuple of
             one per bucket of a bucket key (the last one holds for all further), a callable of the
             bucket's index (0, 1, ...), or any per process group name, or per group name and kind.
@@ -68,58 +59,77 @@ def plan_by_cap(
         kinds: what is bucketed; others are left alone and not reported one by one.
         eligible: ``"tag"``: collectives with a tag, those that serve parameters. ``"structure"``:
             those that torch takes for FSDP's by their place. Or a callable of the start.
-        group_filter: called with ``counts[group][kind]``, the number of eligible collectives of
-            each kind per process group, in graph order; only collectives of the groups that it
-            returns are bucketed, group by group. None buckets all. Of kinds that are not in
-            ``kinds``, all-gathers alone are counted. A gather in a smaller group
-            (``ReshardAfterForward(to=...)``) counts for the group of the parameter's shards.
+        groups: the process groups whose collectives are bucketed; see :data:`.Groups`. A gather in
+            a smaller group (``ReshardAfterForward(to=...)``) counts for the group of the
+            parameter's shards.
         max_compute_run: bound on the compute nodes (see :func:`.is_compute`), in graph order, that
             a bucket of reduce-scatters has to wait for after the one before of its bucket key; see
             :class:`.MaxComputeRun`.
         non_adjacent: False merges only members whose waits follow each other among the eligible
             waits of one kind; the bucket index then starts at 0 at each such run.
 
-    Returns:
-        A plan whose ``buckets`` and ``unmerged`` say why they were closed.
-
     Raises:
-        TypeError: ``group_filter`` is no callable.
-        ValueError: an unknown kind or ``eligible``, a cap that is no positive number, a run below
-            1, or a graph that is not in topological order.
-        RuntimeError: ``eligible``, ``group_filter`` or a cap callable failed (the cause is
-            chained), changed the graph or communicated; a symbolic size has no hint (torch's own).
+        TypeError: ``groups`` is no list of names.
+        ValueError: an unknown kind or ``eligible``, a cap that is no positive number, or a run
+            below 1.
     """
-    analysis = GraphAnalysis.of(graph)
-    caps = list(cap_mb.values()) if isinstance(cap_mb, Mapping) else [cap_mb]
-    hooks = {"cap_mb": next(filter(callable, caps), None)}
-    with reading_only(analysis.graph, **hooks, eligible=eligible, group_filter=group_filter):
-        planner = CapPlanner(analysis, kinds=kinds, eligible=eligible, group_filter=group_filter)
-        return planner.plan(cap_mb, max_compute_run=max_compute_run, non_adjacent=non_adjacent)
+
+    cap_mb: CapMb = None
+    _: KW_ONLY
+    kinds: Collection[Kind] = FSDP_KINDS
+    eligible: Eligible = "tag"
+    groups: Groups = None
+    max_compute_run: int | None = None
+    non_adjacent: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", check_kinds(self.kinds))
+        object.__setattr__(self, "groups", check_groups(self.groups))
+        if self.eligible not in ("tag", "structure") and not callable(self.eligible):
+            raise ValueError(
+                f"eligible must be 'tag', 'structure' or a callable, got {self.eligible!r}"
+            )
+        most = self.max_compute_run
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+            raise ValueError(
+                f"max_compute_run must be a number of nodes of at least 1, got {most!r}"
+            )
+        check_caps(self.cap_mb)
+
+    def plan(self, graph: fx.Graph | GraphAnalysis) -> MergePlan:
+        """Plan a graph, which is only read; ``buckets`` and ``unmerged`` say why they were closed.
+
+        Raises:
+            ValueError: the graph is not in topological order, or a cap callable gave no positive
+                number.
+            RuntimeError: ``eligible`` or a cap callable failed (the cause is chained), changed the
+                graph or communicated; a symbolic size has no hint (torch's own).
+        """
+        analysis = GraphAnalysis.of(graph)
+        caps = list(self.cap_mb.values()) if isinstance(self.cap_mb, Mapping) else [self.cap_mb]
+        cap_mb = next(filter(callable, caps), None)
+        with reading_only(analysis.graph, cap_mb=cap_mb, eligible=self.eligible):
+            return CapPlanner(analysis, self).plan(self.cap_mb, self.max_compute_run)
 
 
 class CapPlanner:
-    """:func:`plan_by_cap` of one graph, which is read once, under several caps. Who gives it
-    ``eligible`` or ``group_filter`` of a user's guards them (:func:`.reading_only`)."""
+    """Plans one graph, which is read once, under several caps.
 
-    def __init__(
-        self,
-        graph: fx.Graph | GraphAnalysis,
-        *,
-        kinds: Collection[Kind] = FSDP_KINDS,
-        eligible: Eligible = "tag",
-        group_filter: GroupFilter | None = None,
-    ) -> None:
-        check_options(kinds=kinds, eligible=eligible, group_filter=group_filter)
+    Args:
+        options: all but the caps and the bound on runs count. Whoever gives ``eligible`` of a user
+            guards it (:func:`.reading_only`).
+    """
+
+    def __init__(self, graph: fx.Graph | GraphAnalysis, options: ByCap) -> None:
         self.analysis = analysis = GraphAnalysis.of(graph)
         self._contracted = Contraction(analysis)
-        mergeable, self._left, counts = _candidates(analysis, kinds, eligible)
+        self._non_adjacent = options.non_adjacent
+        mergeable, self._left, counts = _candidates(analysis, options.kinds, options.eligible)
+        chosen = chosen_groups(options.groups, counts)
         # The groups to plan together, scope after scope.
-        self._scopes: list[Collection[str]] = [counts]
-        if group_filter is not None and counts:
-            self._scopes = [(group,) for group in chosen_groups(group_filter, counts)]
-        chosen = {group for scope in self._scopes for group in scope}
+        self._scopes = [chosen] if options.groups is None else [(group,) for group in chosen]
         self._left += [
-            left_alone(c, f"the group filter leaves out group {c.home}")
+            left_alone(c, f"its process group {c.home} is not one of groups=")
             for c in mergeable
             if c.home not in chosen
         ]
@@ -128,17 +138,14 @@ class CapPlanner:
             key=lambda c: (KINDS.index(c.kind), analysis.position[c.wait]),
         )
 
-    def plan(
-        self, cap_mb: CapMb = None, *, max_compute_run: int | None = None, non_adjacent: bool = True
-    ) -> MergePlan:
-        """The plan under one cap."""
-        check_options(cap_mb, max_compute_run=max_compute_run)
+    def plan(self, cap_mb: CapMb = None, max_compute_run: int | None = None) -> MergePlan:
+        """The plan under one cap and one bound on runs."""
         self._contracted.reset()
         reached = {} if max_compute_run is None else self.analysis.compute_before
         planner = _Planner(self._contracted, cap_mb, max_compute_run, reached)
         for groups in self._scopes:
             members = [c for c in self._in_wait_order if c.home in groups]
-            for run in _runs(members, non_adjacent):
+            for run in _runs(members, self._non_adjacent):
                 planner.fill(run)
         place = self._contracted.position
         return MergePlan(
@@ -353,29 +360,10 @@ class _Planner:
         return cap_bytes
 
 
-def check_options(
-    cap_mb: CapMb = None,
-    *,
-    kinds: Collection[Kind] = FSDP_KINDS,
-    eligible: Eligible = "tag",
-    group_filter: GroupFilter | None = None,
-    max_compute_run: int | None = None,
-) -> None:
-    """Check options of :func:`plan_by_cap` without a graph; errors are those of that function."""
-    check_kinds(kinds)
-    if eligible not in ("tag", "structure") and not callable(eligible):
-        raise ValueError(f"eligible must be 'tag', 'structure' or a callable, got {eligible!r}")
-    if group_filter is not None and not callable(group_filter):
-        raise TypeError(f"group_filter must be a callable or None, got {group_filter!r}")
-    most = max_compute_run
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool)):
-        raise ValueError(f"max_compute_run must be a number of nodes, got {most!r}")
-    if most is not None and most < 1:
-        raise ValueError(f"max_compute_run must be at least 1, got {most!r}")
-    caps: list[tuple[Any, Any]] = (
-        list(cap_mb.items()) if isinstance(cap_mb, Mapping) else [("", cap_mb)]
-    )
-    for group, cap in caps:
+def check_caps(cap_mb: CapMb) -> None:
+    """Raise a ValueError unless the caps of :class:`ByCap` are positive numbers or callables."""
+    caps: dict[Any, Any] = dict(cap_mb) if isinstance(cap_mb, Mapping) else {"": cap_mb}
+    for group, cap in caps.items():
         if cap is not None and not callable(cap):
             for one in cap if isinstance(cap, tuple) and cap else (cap,):
                 check_cap(one, f"cap_mb of group {group}" if group else "cap_mb")

@@ -1,64 +1,38 @@
-"""Filters of process groups, for :mod:`.caps` and for torch's ``fsdp_group_filter``.
-
-A filter is called once per graph with ``counts[group][kind]``, the number of FSDP collectives of
-each kind on each process group that has any, in graph order, and returns those to bucket.
-"""
+"""Which process groups are bucketed: all, those that are named, or the primary one."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Collection, Mapping
+from typing import Literal, TypeAlias
 
-from .._source import package_digest
-from .._torch.inductor import CustomPassBase
 from ..graph.collectives import KINDS
 
-Counts = Mapping[str, Mapping[str, int]]
-GroupFilter = Callable[[Counts], Iterable[str]]
+Groups: TypeAlias = Collection[str] | Literal["primary"] | None
+"""Names of process groups, each of which is planned by itself; ``"primary"``: the one with the most
+all-gathers, as of :func:`chosen_groups`; None: all of them, planned together."""
 
 
-class PrimaryGroup(CustomPassBase):
-    """The process group with the most FSDP all-gathers; of equal ones the first in graph order.
+def check_groups(groups: Groups) -> tuple[str, ...] | Literal["primary"] | None:
+    """``groups``, names as a tuple; a TypeError for what is none."""
+    if groups is None or groups == "primary":
+        return groups  # type: ignore[return-value]
+    if isinstance(groups, str) or not isinstance(groups, Collection):
+        raise TypeError(f"groups must be a list of names, 'primary' or None, got {groups!r}")
+    if not all(isinstance(name, str) for name in groups):
+        raise TypeError(f"groups must be names of process groups, got {groups!r}")
+    return tuple(dict.fromkeys(groups))
 
-    In a graph without gathers that with the most reduce-scatters, and without these that with the
-    most all-reduces. Leaves the others' collectives alone, such as those of experts on a mesh.
+
+def chosen_groups(groups: Groups, counts: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
+    """Those of the groups in ``counts`` that ``groups`` chooses, in the order of ``counts``.
+
+    The primary group has the most FSDP all-gathers; in a graph without gathers the most
+    reduce-scatters, and without these the most all-reduces. Of equals it is the first one. That
+    leaves others' collectives alone, such as those of experts on a mesh of their own.
+
+    Args:
+        counts: by group, in graph order, the number of FSDP collectives of each kind.
     """
-
-    def __call__(self, counts: Counts) -> tuple[str, ...]:
-        """The primary group, or nothing where there are no groups."""
-        if not counts:
-            return ()
-        return (max(counts, key=lambda group: [counts[group][kind] for kind in KINDS]),)
-
-    def uuid(self) -> str:
-        """Equal in every process, for Inductor's caches."""
-        return hashlib.sha256(f"PrimaryGroup\0{package_digest()}".encode()).hexdigest()
-
-    def __repr__(self) -> str:
-        return "primary_group"
-
-
-primary_group = PrimaryGroup()
-
-
-def chosen_groups(group_filter: GroupFilter, counts: Counts) -> tuple[str, ...]:
-    """The groups that ``group_filter`` returns, in the order of ``counts``.
-
-    Raises:
-        RuntimeError: the filter raised, returned something else than a collection of names, or a
-            group that ``counts`` doesn't have; the cause is chained.
-    """
-    try:
-        frozen = {group: MappingProxyType(dict(found)) for group, found in counts.items()}
-        chosen = group_filter(MappingProxyType(frozen))
-        if isinstance(chosen, str):
-            raise TypeError("expected a collection of groups, got a str")
-        wanted = dict.fromkeys(chosen)
-        unknown = [g for g in wanted if g not in counts]
-        if unknown:
-            raise ValueError(f"returned {unknown}, which are none of the groups")
-    except Exception as error:
-        plain = {group: dict(found) for group, found in counts.items()}
-        raise RuntimeError(f"group_filter failed on groups {plain}") from error
-    return tuple(g for g in counts if g in wanted)
+    if groups == "primary":
+        return (max(counts, key=lambda g: [counts[g][k] for k in KINDS]),) if counts else ()
+    return tuple(g for g in counts if groups is None or g in groups)

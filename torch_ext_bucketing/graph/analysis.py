@@ -4,9 +4,9 @@ All three need dependencies, writes and live bytes. Computing each of these take
 graph or more, and the result is valid as long as the graph does not change::
 
     analysis = GraphAnalysis(graph)
-    plan_by_cap(analysis, 25.0)         writes
-    choose_caps(analysis, policies)     writes, dependencies, live bytes
-    apply_plan(graph, plan)             the analysis is outdated now
+    ByCap(25.0).plan(analysis)          writes
+    BySearch(policies).plan(analysis)   writes, dependencies, live bytes
+    apply_plan(graph, plan)             now the analysis is of a graph that is no more
 """
 
 from __future__ import annotations

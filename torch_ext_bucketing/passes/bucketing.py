@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from ..bucketing.caps import CapMb, Eligible, check_options, plan_by_cap
-from ..bucketing.groups import GroupFilter
+from ..bucketing.caps import ByCap, CapMb, Eligible
+from ..bucketing.groups import Groups, check_groups
 from ..bucketing.merge import PayloadKey, check_payload_order, merge_and_report
-from ..bucketing.units import plan_units
+from ..bucketing.units import ByUnit
 from ..fsdp.units import Units
 from ..graph.collectives import FSDP_KINDS, Kind, check_kinds
 from ..graph.unwrap import GraphLike
@@ -58,11 +58,15 @@ class BucketByUnit(GraphPass):
 
     @property
     def provides(self) -> tuple[Fact, ...]:
-        return (Buckets(tuple(self.kinds), self._units),)
+        return (Buckets(tuple(self.kinds), self._units, self._planner),)
+
+    @property
+    def _planner(self) -> ByUnit:
+        return ByUnit(self._units, self.kinds)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
-        plan = plan_units(analysis, self._units, self.kinds)
+        plan = self._planner.plan(analysis)
         report = merge_and_report(analysis, plan, self._payload_key, self.kinds)
         compilation.report.graphs.append(report)
         if plan.uncovered:
@@ -78,7 +82,7 @@ class BucketByUnit(GraphPass):
 class BucketByCap(GraphPass):
     """Merge into as few collectives as a byte cap allows.
 
-    :func:`.plan_by_cap` has the rules, the arguments and their errors.
+    :class:`.ByCap` has the rules, the arguments and their errors.
 
     Args:
         cap_mb: in MiB; None takes torch's estimate for each group.
@@ -93,31 +97,31 @@ class BucketByCap(GraphPass):
     _: KW_ONLY
     kinds: Collection[Kind] = FSDP_KINDS
     eligible: Eligible = "tag"
-    group_filter: GroupFilter | None = None
+    groups: Groups = None
     non_adjacent: bool = True
     payload_order: PayloadKey | None = None
+    _planner: ByCap = field(init=False)
 
     def __post_init__(self) -> None:
         check_payload_order(self.payload_order)
-        check_options(
-            self.cap_mb, kinds=self.kinds, eligible=self.eligible, group_filter=self.group_filter
-        )
         cap_mb = dict(self.cap_mb) if isinstance(self.cap_mb, Mapping) else self.cap_mb
-        self._set(cap_mb=cap_mb, kinds=check_kinds(self.kinds))
+        self._set(cap_mb=cap_mb, kinds=check_kinds(self.kinds), groups=check_groups(self.groups))
+        self._set(
+            _planner=ByCap(
+                cap_mb,
+                kinds=self.kinds,
+                eligible=self.eligible,
+                groups=self.groups,
+                non_adjacent=self.non_adjacent,
+            )
+        )
 
     @property
     def provides(self) -> tuple[Fact, ...]:
-        return (Buckets(tuple(self.kinds)),)
+        return (Buckets(tuple(self.kinds), planner=self._planner),)
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         analysis = compilation.analysis(graph)
-        plan = plan_by_cap(
-            analysis,
-            self.cap_mb,
-            kinds=self.kinds,
-            eligible=self.eligible,
-            group_filter=self.group_filter,
-            non_adjacent=self.non_adjacent,
-        )
+        plan = self._planner.plan(analysis)
         report = merge_and_report(analysis, plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)

@@ -50,7 +50,7 @@ class Compilation:
         size_hints: see :func:`.backend`; so is ``model``.
         ahead: facts that the passes after the partitioner provide, in the order of the passes.
         tagged: number of collectives of the joint graph with a tag.
-        choice: set by ``ReshardAfterForward(keep="auto")``.
+        choice: set by ``ReshardAfterForward("auto")``.
         baseline: memory of the current graph, set by the pipeline.
     """
 

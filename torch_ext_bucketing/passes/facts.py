@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import torch
 
 if TYPE_CHECKING:
+    from ..bucketing.plan import BucketPlanner
     from ..fsdp.units import Units
     from ..graph.collectives import Kind
 
@@ -48,12 +49,17 @@ class Regathers(Fact):
 
 @dataclass(frozen=True)
 class Buckets(Fact):
-    """Collectives of ``kinds`` are merged: by unit, or by size where ``units`` is None."""
+    """Collectives of ``kinds`` are merged: by unit, or by size where ``units`` is None.
+
+    Args:
+        planner: plans the buckets; None: a search, which is too slow to be a part of another one.
+    """
 
     text = "which collectives are merged"
     once = False
     kinds: tuple[Kind, ...] = ()
     units: Units | None = None
+    planner: BucketPlanner | None = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ class TriedCaps:
         longest_run: most compute nodes between two reduce-scatters.
         misses: sum over the bounds of (value - bound) / bound; 0: all are kept.
         order: name of that order, see :attr:`.ScheduleReport.chosen`.
+        planner: ``repr`` of the planner, where the plan is not by caps.
     """
 
     caps_mb: NamedCaps
@@ -28,11 +29,12 @@ class TriedCaps:
     longest_run: int
     misses: float
     order: str = ""
+    planner: str = ""
 
 
 @dataclass(frozen=True)
 class CapsReport(Report):
-    """What :func:`.choose_caps` tried and chose.
+    """What :class:`.BySearch` tried and chose.
 
     Args:
         chosen: the caps that miss the bounds least, and of these the fastest.
@@ -51,8 +53,10 @@ class CapsReport(Report):
         return self.chosen.caps_mb
 
     def to_text(self) -> str:
-        """Format the chosen caps, without a newline."""
-        caps = ", ".join(f"{_cap_text(cap)} for {name}" for name, cap in self.caps_mb)
+        """Format the chosen caps or planner, without a newline."""
+        caps = self.chosen.planner or ", ".join(
+            f"{_cap_text(cap)} for {name}" for name, cap in self.caps_mb
+        )
         return f"{caps}, of {len(self.tried)} tried"
 
 

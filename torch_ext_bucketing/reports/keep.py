@@ -35,7 +35,7 @@ class KeptUnit:
 
 @dataclass(frozen=True)
 class KeepReport(Report):
-    """What ``ReshardAfterForward(keep="auto")`` chose for one graph.
+    """What ``ReshardAfterForward("auto")`` chose for one graph.
 
     Times are estimates for forward and backward together, scheduled; bytes are estimates of their
     peak. Pairs: with everything gathered again, and as chosen.

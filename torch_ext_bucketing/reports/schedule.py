@@ -109,7 +109,7 @@ class ScheduleReport(Report):
         if self.rank_order_ms is not None:
             text = "what all-to-alls and their sums take longer than rings"
             rows.append(("sums in rank order, ms", "", f"{self.rank_order_ms:.2f}", text))
-        if self.caps is not None and self.caps.caps_mb:
+        if self.caps is not None and (self.caps.caps_mb or self.caps.chosen.planner):
             rows.append(("byte cap, MiB", "", "", self.caps.to_text()))
         rows += [(bound.policy, "", "", bound.text) for bound in self.bounds if bound.text]
         notes = [f"times are for: {self.machine}"] if self.machine else []

@@ -38,6 +38,7 @@ from torch_ext_bucketing.graph.unwrap import GraphLike, graph_of
 from torch_ext_bucketing.passes.backends import BucketingBackend
 from torch_ext_bucketing.passes.base import Stage
 from torch_ext_bucketing.passes.compilation import Compilation
+from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing.testing.payloads import (
     Payload,
     bucket_payloads,

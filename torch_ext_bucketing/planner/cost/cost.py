@@ -82,6 +82,21 @@ class Costs:
         """Milliseconds of a kernel that reads and writes so many bytes and does little else."""
         return max(nbytes / self.machine.bandwidth * 1e3, self.machine.kernel_ms)
 
+    def copy(self, nbytes: int) -> float:
+        """Milliseconds of a copy of so many bytes, as into or out of a bucket."""
+        return self.kernel(2 * nbytes)
+
+    def pack(self, given: int, packed: int) -> float:
+        """Milliseconds of packing a gather bucket: torch concatenates the ``given`` bytes, then
+        copies and casts them into this rank's part of the buffer, ``packed`` bytes."""
+        return self.copy(given) + self.kernel(given + 2 * packed)
+
+    def bucket(self, members: Sequence[fx.Node]) -> float:
+        """Milliseconds of the collective that ``members`` make together."""
+        if len(members) == 1:
+            return self.collective(members[0])
+        return self.collective(members[0], sum(map(self.collective_bytes, members)))
+
     def collective(self, node: fx.Node, nbytes: int | None = None) -> float:
         """Milliseconds of a collective; ``nbytes``: as if it moved so many, input and output.
 

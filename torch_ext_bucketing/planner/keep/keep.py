@@ -30,7 +30,8 @@ from typing import TypeAlias
 import torch.fx as fx
 
 from ..._gc import paused_gc
-from ...graph.collectives import FSDP_KINDS, Kind
+from ...bucketing.plan import BucketPlanner
+from ...fsdp.units import Units
 from ...graph.size_hints import GivenHints, SizeHints
 from ...reports.keep import KeepReport, KeptUnit
 from ...reports.text import size_text
@@ -41,10 +42,10 @@ from ..schedule.memory import within
 from ..schedule.model import Model
 from ..schedule.overlap import Overlap
 from ..schedule.policy import Policy, policies_of
-from ..schedule.scheduler import schedule_model
+from ..schedule.scheduler import rank, schedule_model
 from ..schedule.timeline import step_ms
 from .held import HeldUnits
-from .partitioned import PartitionedModel, UnitOf
+from .partitioned import PartitionedModel
 
 _Set: TypeAlias = frozenset[int]
 _GIB = 2**30
@@ -89,7 +90,7 @@ class Outcome:
     @property
     def rank(self) -> tuple[float, ...]:
         """The least is the best; of equals the one that gathers less."""
-        return self.above, round(self.misses, 9), round(self.step_ms, 6), -len(self.kept)
+        return self.above, *rank(self.misses, self.step_ms, -len(self.kept))
 
 
 _rank = operator.attrgetter("rank")
@@ -100,11 +101,11 @@ class KeepPlanner:
 
     Args:
         graph: a tagged joint graph. It is only read.
-        unit_of: which parameters are kept or not together.
+        units: which parameters are kept or not together.
         policies: what bounds and guides the orders of both halves.
         machine: what the cost model times nodes for.
         size_hints: as of :func:`.backend`.
-        kinds: of these, the collectives of a unit are taken to be merged into one.
+        planner: see :class:`.PartitionedModel`.
         rank_order: see :func:`.merged_model`.
         activations: whether to choose which activations are kept, too.
         smaller: a group in which backward may gather what is kept in part.
@@ -117,11 +118,11 @@ class KeepPlanner:
     def __init__(
         self,
         graph: fx.Graph,
-        unit_of: UnitOf,
+        units: Units,
         policies: Policy | Iterable[Policy] = DEFAULT_POLICIES,
         machine: Machine = H100,
         size_hints: SizeHints | GivenHints = None,
-        kinds: Collection[Kind] = FSDP_KINDS,
+        planner: BucketPlanner | None = None,
         rank_order: bool = False,
         activations: bool = False,
         smaller: Smaller | None = None,
@@ -133,7 +134,7 @@ class KeepPlanner:
         with paused_gc():
             costs = Costs(machine, self.hints)
             self.partitioned = PartitionedModel(
-                graph, costs, unit_of, kinds, rank_order, activations, smaller
+                graph, costs, units, planner, rank_order, activations, smaller
             )
             self._held = HeldUnits(self.partitioned)
         self.candidates = [k for k, unit in enumerate(self.partitioned.units) if unit.held]
@@ -204,11 +205,11 @@ class KeepPlanner:
         reference = model.liveness.peak(range(len(model)))
         policies = within(self._policies, limit, reference)
         bound = limit
-        report, order = schedule_model(model, policies, reference, quick=True)
+        report, order, _ = schedule_model(model, policies, reference, quick=True)
         if _FAR * min(a[1] for a in report.alternatives) < report.step_ms[1]:
             lower = limit - 2 * self._largest
             tighter = within(policies, lower, reference)
-            again, other = schedule_model(model, tighter, reference, quick=True)
+            again, other, _ = schedule_model(model, tighter, reference, quick=True)
             if again.peak_bytes[1] <= limit and again.step_ms[1] < report.step_ms[1]:
                 bound, report, order = lower, again, other
         above = max(0, report.peak_bytes[1] - bound) / max(1, bound)
@@ -427,19 +428,16 @@ class KeepPlanner:
 _BLOCK = re.compile(r"(.*?\.?\d+)\.")
 
 
-def block_units(fqns: Iterable[str]) -> UnitOf:
+def block_units(fqns: Iterable[str]) -> Units:
     """Units by names alone: what is below the first number in a name is one unit (``layers.3``),
     and each other module (``tok_embeddings``, ``norm``).
 
     Args:
         fqns: all parameters, in the order of use.
     """
-    numbers: dict[str, int] = {}
 
     def name_of(fqn: str) -> str:
         found = _BLOCK.match(fqn)
         return found.group(1) if found else fqn.rpartition(".")[0] or fqn
 
-    for fqn in fqns:
-        numbers.setdefault(name_of(fqn), len(numbers))
-    return lambda fqn: (numbers[name], name) if (name := name_of(fqn)) in numbers else None
+    return Units.of([(name,) for name in dict.fromkeys(map(name_of, fqns))])

@@ -25,36 +25,27 @@ Parameters can also be kept in part: as much as backward needs to gather them in
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import posixpath
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
 
 from ..._torch import aot as _aot
-from ...bucketing.plan import Bucket
+from ...bucketing.plan import BucketPlanner, planned
+from ...bucketing.units import ByUnit, unit_of
 from ...fsdp.chains import parameter_chains, read_in_forward
+from ...fsdp.units import Units
 from ...graph.analysis import GraphAnalysis
-from ...graph.collectives import (
-    FSDP_KINDS,
-    Kind,
-    bucket_key,
-    is_collective,
-    is_number,
-    is_wait,
-    kind_of,
-)
+from ...graph.collectives import is_collective, is_number, is_wait
 from ...graph.liveness import Storages
-from ...graph.mergeable import unmergeable
 from ...graph.tags import tag_of
 from ...rewrites.reshard_to import Smaller
 from ..cost.cost import Costs
 from ..schedule.model import Model, Row, model_of
 from ..search.merged_model import merged_model
 from .activations import Activations
-
-UnitOf = Callable[[str], "tuple[int, str] | None"]
-"""For a parameter's FQN its unit: a number, which orders units, and a name; None: it has none."""
 
 
 @dataclass(frozen=True)
@@ -122,15 +113,25 @@ class Stay:
         return {i: row for part in self.parts for i, row in part.changes.items()}
 
 
+def unit_name(fqns: Sequence[str]) -> str:
+    """A unit in a few words: what its names have in common, else the first of them."""
+    name = posixpath.commonpath([f.replace(".", "/") for f in fqns] or [""]).replace("/", ".")
+    if name:
+        return name
+    modules = list(dict.fromkeys(f.split(".")[0] for f in fqns))
+    named = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
+    return named or "the root"
+
+
 class PartitionedModel:
     """A joint graph as a model of forward and one of backward, for any choice of kept units.
 
     Args:
         graph: a tagged joint graph. It is only read.
         costs: milliseconds per node, and numbers for sizes that depend on data.
-        unit_of: which parameters are kept or not together. Without a unit a parameter is gathered
+        units: which parameters are kept or not together. Without a unit a parameter is gathered
             again, as is what forward does not read of one.
-        kinds: of these, the collectives of a unit are merged into one.
+        planner: plans the buckets of both halves; None: :class:`.ByUnit` of ``units``.
         rank_order: see :func:`.merged_model`.
         activations: whether activations are units, too.
         smaller: a group that backward may gather in, of parts that are kept.
@@ -150,8 +151,8 @@ class PartitionedModel:
         self,
         graph: fx.Graph,
         costs: Costs,
-        unit_of: UnitOf,
-        kinds: Collection[Kind] = FSDP_KINDS,
+        units: Units,
+        planner: BucketPlanner | None = None,
         rank_order: bool = False,
         activations: bool = False,
         smaller: Smaller | None = None,
@@ -159,13 +160,13 @@ class PartitionedModel:
         analysis = GraphAnalysis(graph, costs.hints, donated=lambda node: False)
         joint = model_of(analysis, costs)
         chains = parameter_chains(graph)
-        units = _units(chains, unit_of)
+        found_units = _units(chains, units)
         again = {n for chain in chains.values() for n in chain}
         self.activations: Activations | None = None
         if activations:
-            names = {n: unit.name for unit in units for n in unit.starts}
+            names = {n: unit.name for unit in found_units for n in unit.starts}
             found = Activations(graph, names.get, again)
-            units += [
+            found_units += [
                 Unit(f"{stretch.name} {sort}", (), tuple(nodes))
                 for (stretch, sort), nodes in found.groups.items()
             ]
@@ -174,10 +175,11 @@ class PartitionedModel:
             self.activations = found
         split = _Split(graph, joint, again)
         both = split.forward_model(), split.backward_model()
-        self.forward, backward = (_merged(m, unit_of, kinds, costs, rank_order) for m in both)
+        planner = planner or ByUnit(units)
+        self.forward, backward = (_merged(m, planner, costs, rank_order) for m in both)
         self.backward = backward
         self._owners: dict[fx.Node, set[int]] = {}
-        for k, unit in enumerate(units):
+        for k, unit in enumerate(found_units):
             for node in unit.chains:
                 self._owners.setdefault(node, set()).add(k)
         self._in_backward = {
@@ -196,8 +198,9 @@ class PartitionedModel:
                 self.touched_by[s].append(i)
         self._saved = [s for s in split.handed if self.touched_by[s]]
         self._stay: dict[frozenset[int], Stay] = {}
-        self.units = units
-        self.units = [self._with_bytes(u, h) for u, h in zip(units, self._held(), strict=True)]
+        self.units = found_units
+        held = zip(found_units, self._held(), strict=True)
+        self.units = [self._with_bytes(unit, mine) for unit, mine in held]
         self.parts: dict[int, Part] = {}
         if smaller is not None:
             self._add_parts(smaller, costs)
@@ -236,7 +239,7 @@ class PartitionedModel:
                     part.made[s] = made[member]
                     part.read[s] = packs[0] if packs else wait_of[place]
                     copy_ms = part.copy_ms.get(made[member], 0.0)
-                    part.copy_ms[made[member]] = copy_ms + costs.kernel(2 * nbytes)
+                    part.copy_ms[made[member]] = copy_ms + costs.copy(nbytes)
                 given = sum(size[s] for s in mine)
                 moved = given * (1 + smaller.ranks)
                 ms = costs.as_kind("all_gather", members[0], moved, smaller.group)
@@ -245,7 +248,7 @@ class PartitionedModel:
                     buffer, before = live.allocates[packs[0]]
                     part.more[packs[0]] = given - size[before]
                     new = buffer, storage(given)
-                    ms = costs.kernel(2 * given) + costs.kernel(3 * given)
+                    ms = costs.pack(given, given)
                     row = {"ms": ms, "allocates": new, "touches": (*new, *mine)}
                     part.changes[packs[0]] = row
                 else:
@@ -490,45 +493,44 @@ def _has_effects(node: fx.Node) -> bool:
     return not is_collective(node) and not is_wait(node) and node.is_impure()
 
 
-def _units(chains: Mapping[fx.Node, Sequence[fx.Node]], unit_of: UnitOf) -> list[Unit]:
-    starts: dict[tuple[int, str], list[fx.Node]] = {}
+def _units(chains: Mapping[fx.Node, Sequence[fx.Node]], units: Units) -> list[Unit]:
+    starts: dict[int, list[fx.Node]] = {}
     for start in read_in_forward(chains):
-        key = _unit_of(start, unit_of)
-        if key is not None:
-            starts.setdefault(key, []).append(start)
+        tag = tag_of(start)
+        number, *_ = unit_of(() if tag is None else tag.fqns, units)
+        if number is not None:
+            starts.setdefault(number, []).append(start)
     return [
         Unit(
-            name,
+            unit_name(units.units[number]),
             tuple(mine),
             tuple(dict.fromkeys(n for start in mine for n in chains[start])),
         )
-        for (_, name), mine in sorted(starts.items())
+        for number, mine in sorted(starts.items())
     ]
 
 
-def _unit_of(start: fx.Node, unit_of: UnitOf) -> tuple[int, str] | None:
-    """The unit of all parameters that a collective serves; None where there is not one."""
-    tag = tag_of(start)
-    found = {unit_of(f) for f in tag.fqns} if tag is not None else set()
-    return found.pop() if len(found) == 1 else None
-
-
-def _merged(
-    model: Model, unit_of: UnitOf, kinds: Collection[Kind], costs: Costs, rank_order: bool
-) -> Model:
-    """The model with one collective per unit, kind, group and dtype, where that can be."""
-    groups: dict[tuple[Any, ...], list[fx.Node]] = {}
-    for node in model.dependencies.nodes:
-        kind = kind_of(node)
-        if kind is None or kind not in kinds:
-            continue
-        unit = _unit_of(node, unit_of)
-        if unit is not None and not unmergeable(node):
-            groups.setdefault((unit, bucket_key(node)), []).append(node)
-    buckets = []
-    for starts in groups.values():
-        kind = kind_of(starts[0])
-        if len(starts) > 1 and kind is not None:
-            buckets.append(Bucket(kind, None, tuple(starts)))
+def _merged(model: Model, planner: BucketPlanner, costs: Costs, rank_order: bool) -> Model:
+    """The model of a half with the buckets that ``planner`` plans for the half's graph."""
+    graph, joint = _graph_of(model)
+    plan = planned(planner, GraphAnalysis(graph, costs.hints))
+    buckets = [replace(b, members=tuple(joint[m] for m in b.members)) for b in plan.buckets]
     found = merged_model(model, buckets, costs, rank_order) if buckets or rank_order else model
     return model if found is None else found
+
+
+def _graph_of(model: Model) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """The graph of a half, whose inputs are what it reads and does not compute, and the joint
+    graph's node of each of its nodes."""
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+
+    def now(node: fx.Node) -> fx.Node:
+        if node not in new:
+            new[node] = graph.placeholder(node.name)
+            new[node].meta = node.meta
+        return new[node]
+
+    for node in model.dependencies.nodes:
+        new[node] = graph.node_copy(node, now)
+    graph.output(tuple(node for node in graph.nodes if not node.users))
+    return graph, {copy: node for node, copy in new.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
@@ -12,6 +11,7 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._torch import aot as _aot
+from ...bucketing.units import ByUnit
 from ...errors import BoundNotKeptWarning, NothingKeptWarning
 from ...fsdp.chains import Chains, parameter_chains, read_in_forward
 from ...fsdp.units import Units
@@ -31,7 +31,7 @@ from ...rewrites.reshard_to import (
 from ..cost.devices import job_machine
 from ..cost.machine import Machine, check_machine
 from ..keep.keep import KeepPlanner, block_units
-from ..keep.partitioned import PartitionedModel, UnitOf
+from ..keep.partitioned import PartitionedModel
 from ..schedule.memory import PeakMemory
 from ..schedule.overlap import Overlap
 from .order import PlannedOrder
@@ -51,64 +51,63 @@ class ReshardAfterForward(GraphPass):
     What forward does not read of a parameter, such as data that is scaled for products of backward,
     is gathered in backward alone, whatever is kept.
 
-    With ``to``, that gather is in a smaller group, usually a node's, of a copy that forward leaves
-    sharded over it, as with a number as ``reshard_after_forward`` of eager FSDP2, bit for bit (see
-    :mod:`.rewrites.reshard_to`). Put it behind :class:`.CombineUses`, so that a parameter with
-    several uses leaves one copy; and into :func:`.backend`, which takes the second gather out of
-    the forward graph again.
+    With a number of ranks, backward gathers in a smaller group, usually a node's, from a copy that
+    forward leaves sharded over it, bit for bit as eager FSDP2 does (:mod:`.rewrites.reshard_to`).
+    Such a pass comes after :class:`.MatchFSDP2`, so that a parameter with several uses leaves one
+    copy. Only :func:`.backend` removes the second gather from the forward graph again.
 
-    With ``keep="auto"`` the units whose gathered parameters stay are chosen so that the step,
-    scheduled, is the shortest on the cost model among those with an estimated peak of forward and
-    backward under the bound ``memory`` (:mod:`.planner.keep.keep`)::
+    With ``"auto"``, the pass chooses the units that stay gathered. The chosen step is the shortest
+    on the cost model whose estimated peak is under the bound ``memory``
+    (:mod:`.planner.keep.keep`)::
 
-        [ReshardAfterForward(keep="auto", memory=PeakMemory(gib=70)), BucketByUnit(order), ...]
+        [ReshardAfterForward("auto", memory=PeakMemory(gib=70)), BucketByUnit(order), ...]
 
-    With ``to`` as well, each unit is gathered again over all ranks, or inside the node, or kept
-    whole. With ``activations``, groups of these, by unit and sort, are saved or computed again
-    (:mod:`.activations`); what the user marked, by ``torch.utils.checkpoint`` say, stays
-    as it is. The bound holds for what the graphs hold, parameters' shards and gradients among it,
-    and ``state_bytes`` beside it; schedules of the same backend keep it, too. All ranks choose
-    alike, which is part of what they compare. With too little room for any unit nothing is kept,
-    and a ``NothingKeptWarning`` says by how much the cheapest unit misses; a choice that fails
-    keeps nothing, with a warning.
+    With ``to`` as well, each unit stays gathered, is gathered again over all ranks, or inside the
+    node. With ``activations``, groups of activations, by unit and sort, are saved or recomputed
+    (:mod:`.activations`); marks of the user's own, such as by ``torch.utils.checkpoint``, are kept.
+    The bound covers the graphs, with parameters' shards and gradients, and ``state_bytes``; the
+    schedules of the same backend keep it, too. All ranks choose alike, and compare their choice.
+    If no unit fits, nothing is kept, with a ``NothingKeptWarning`` that names the missing bytes. If
+    an estimate fails, nothing is kept, with a ``BoundNotKeptWarning``.
 
     Args:
-        keep: FQNs of parameters or modules that stay gathered until backward, as eager FSDP2 keeps
-            its root's. A name that no parameter has keeps none. Or ``"auto"``, to which the other
-            arguments but ``to`` belong.
+        reshard_after_forward: as in ``fully_shard``. True frees parameters after forward, False
+            keeps them gathered. A number is the size of the smaller group: a factor of the ranks
+            that share a parameter, counted over neighbouring ranks of the job. It creates process
+            groups: make the pass on every rank at the same point of the program. ``"auto"``
+            chooses, and takes the arguments from ``memory`` on.
+        keep: FQNs of parameters or modules that stay gathered in any case, as eager FSDP2 keeps its
+            root's. A name that no parameter has keeps none.
         memory: the bound. A ratio refers to the peak with everything gathered again, the
             collectives of each unit merged, in the order of the graph.
-        units: what is kept or not together, as of ``BucketByUnit``. None takes the units of the
-            backend's ``BucketByUnit``, and without one modules: what is below the first number in a
-            name (``layers.3``), and each other module.
-        machine: what the cost model times nodes for. None takes that of the pass that schedules in
-            the same backend, and without one :func:`.job_machine`.
-        activations: whether to choose which activations are saved, too.
-        state_bytes: bytes on each rank that the graphs do not see.
-        curve: whether to report what other bounds would come to, too; each takes as long again.
-        to: the smaller group; None: none, backward gathers over all ranks that share a parameter.
-            A number of ranks, for sharding over neighbouring ranks of the job: ranks 0 to
-            ``to - 1``, the next ``to``, and so on. It creates process groups: make the pass on
-            every rank at the same point of the program. Or a mesh, whose last dimension is meant,
-            for shards that lie otherwise, such as around tensor parallelism. All ranks of the
-            group that shares a parameter, and no others, are in a row of ``to``: then backward
-            gathers as without it. One rank keeps everything, with a warning, as in eager FSDP2.
-            Parameters of other groups, such as experts on a mesh of their own, are gathered over
-            those; the report lists them.
+        units: the parameters that are kept together, as in ``BucketByUnit``. None takes the units
+            of the backend's ``BucketByUnit``, and without one modules: what is below the first
+            number in a name (``layers.3``), and each other module.
+        machine: the machine that the cost model times nodes for. None takes that of the scheduling
+            pass of the same backend, else :func:`.job_machine`.
+        activations: also choose the activations that are saved.
+        state_bytes: bytes on each rank that the graphs do not contain.
+        curve: also report what other bounds would give; each takes as long again.
+        to: the smaller group, with ``"auto"`` as a number; or as a mesh, whose last dimension it
+            is, for shards around tensor parallelism. If a row of ``to`` has all ranks that share a
+            parameter, and no others, backward gathers as without it. A group of one rank keeps
+            everything, with a warning, as in eager FSDP2. Parameters of other groups, such as
+            experts on a mesh of their own, are gathered over those; the report lists them.
 
     Raises:
-        TypeError: ``keep`` is another string, or holds something else than strings; ``memory``,
-            ``units`` or ``machine`` is none; ``to`` is no number and no mesh.
-        ValueError: ``"auto"`` without ``memory``, or one of the others without ``"auto"``; one name
-            in two units; ``to`` does not divide the ranks of the job, or there is no process group
-            yet. In a compile: ``to`` divides no group that parameters are sharded over.
+        TypeError: an argument of another type.
+        ValueError: ``"auto"`` without ``memory``, or an argument of ``"auto"`` without it; one name
+            in two units; a group size that does not divide the ranks of the job, or is given twice;
+            no process group yet. In a compile: the smaller group divides no group that parameters
+            are sharded over.
     """
 
     stage: ClassVar[Stage] = "joint"
     requires = (Tags,)
     provides = (Regathers(),)
-    keep: Iterable[str] | Literal["auto"] = ()
+    reshard_after_forward: bool | int | Literal["auto"] = True
     _: KW_ONLY
+    keep: Iterable[str] = ()
     memory: PeakMemory | None = None
     units: Units | Iterable[Sequence[str]] | None = None
     machine: Machine | None = None
@@ -117,38 +116,54 @@ class ReshardAfterForward(GraphPass):
     curve: bool = False
     to: DeviceMesh | int | None = None
     _kept: Units = field(init=False)
+    _to: DeviceMesh | int | None = field(init=False)
     _smaller: SmallerGroup | None = field(init=False)
 
     def __post_init__(self) -> None:
-        keep = self.keep if isinstance(self.keep, str) else tuple(self.keep)
-        if isinstance(keep, str) and keep != "auto":
-            raise TypeError(f"keep must be a list of FQNs or 'auto', got the string {keep!r}")
-        self._set(keep=keep, _kept=Units(() if self.auto else (keep,)))  # type: ignore[arg-type]
+        if self.keep == "auto":
+            text = "ReshardAfterForward(keep='auto') is ReshardAfterForward('auto') now"
+            warnings.warn(text, DeprecationWarning, stacklevel=4)
+            self._set(reshard_after_forward="auto", keep=())
+        mode = self.reshard_after_forward
+        if not isinstance(mode, int) and mode != "auto":
+            raise TypeError(
+                f"reshard_after_forward must be True, False, a number of ranks or 'auto', got "
+                f"{mode!r}; names of what stays gathered are keep=[...]"
+            )
+        if isinstance(self.keep, str):
+            raise TypeError(f"keep must be a list of FQNs, got the string {self.keep!r}")
+        self._set(keep=tuple(self.keep), _kept=Units((tuple(self.keep),)))
         if self.memory is not None and not isinstance(self.memory, PeakMemory):
             raise TypeError(f"memory must be a PeakMemory or None, got {self.memory!r}")
         if self.auto and self.memory is None:
-            raise ValueError("keep='auto' needs a bound: memory=PeakMemory(gib=...)")
+            raise ValueError("'auto' needs a bound: memory=PeakMemory(gib=...)")
         for name in ("memory", "units", "machine", "activations", "state_bytes", "curve"):
             if not self.auto and getattr(self, name) not in (None, 0):
-                raise ValueError(f"{name}= belongs to keep='auto', got keep={self.keep!r}")
+                raise ValueError(f"{name}= belongs to 'auto', got {mode!r}")
+        to = self.to
+        if not isinstance(mode, bool | str):
+            if to is not None:
+                raise ValueError(f"give {mode} or to={to!r}, not both")
+            to = mode
         if self.machine is not None:
             check_machine(self.machine)
         self._set(units=None if self.units is None else Units.of(self.units))
-        self._set(_smaller=None if self.to is None else make_smaller_group(self.to))
+        self._set(_to=to, _smaller=None if to is None else make_smaller_group(to))
 
     @property
     def auto(self) -> bool:
-        """Whether what stays is chosen by the cost model."""
-        return self.keep == "auto"
+        """Whether the cost model chooses what stays."""
+        return self.reshard_after_forward == "auto"
 
     def run(self, graph: GraphLike, compilation: Compilation) -> None:
         def is_freed(tag: Tag) -> bool:
-            return all(self._kept.unit_of(f) is None for f in tag.fqns)
+            stays = any(self._kept.unit_of(f) is not None for f in tag.fqns)
+            return self.reshard_after_forward is not False and not stays
 
         g = graph_of(graph)
         chains = parameter_chains(g)
         choice = self._choose(g, chains, compilation) if self.auto else _Choice()
-        if self.auto or self.to is None:
+        if self.auto or self._to is None:
             _mark(chains, choice, is_freed)
         in_part = choice.is_part if self.auto else is_freed
         wanted = choice.parts if self.auto else _aot.stage_of(g) != "inference"
@@ -177,9 +192,12 @@ class ReshardAfterForward(GraphPass):
         assert self.memory is not None
         try:
             machine = self.machine or order.machine or job_machine()
-            unit_of = _unit_of(graph, Units.of(self.units) if self.units else merged.units)
-            given = (order.policies, machine, compilation.size_hints, merged.kinds, by_rank)
-            planner = KeepPlanner(graph, unit_of, *given, self.activations, smaller)
+            tags = (tag_of(n) for n in graph.nodes)
+            fqns = (f for t in tags if t is not None for f in t.fqns)
+            units = Units.of(self.units or merged.units or block_units(fqns))
+            buckets = merged.planner or ByUnit(units, merged.kinds)
+            given = (order.policies, machine, compilation.size_hints, buckets, by_rank)
+            planner = KeepPlanner(graph, units, *given, self.activations, smaller)
             limit = self.memory.limit_bytes(planner.reference_bytes) - self.state_bytes
             outcome, report = planner.report(limit, self.curve)
         except Exception as error:  # losing a compile over it would be worse than keeping nothing
@@ -201,7 +219,7 @@ class ReshardAfterForward(GraphPass):
     def settings(self) -> tuple[Any, ...]:
         """The arguments, with this rank's place in the smaller group."""
         named = (getattr(self, f.name) for f in fields(self) if f.init and f.name != "to")
-        return (*named, self.to is None, self._smaller)
+        return (*named, self._to is None, self._smaller)
 
 
 @dataclass(frozen=True)
@@ -248,26 +266,3 @@ def _choice(partitioned: PartitionedModel, kept: Collection[int]) -> _Choice:
         if not unit.starts:
             (saved if k in kept else again).update(dict.fromkeys(unit.chains))
     return _Choice(gathered, again, saved, parts)
-
-
-def _unit_of(graph: fx.Graph, units: Units | None) -> UnitOf:
-    if units is None:
-        tags = (tag_of(n) for n in graph.nodes)
-        return block_units(f for t in tags if t is not None for f in t.fqns)
-    names = [unit_name(unit) for unit in units.units]
-
-    def unit_of(fqn: str) -> tuple[int, str] | None:
-        found = units.unit_of(fqn)
-        return None if found is None else (found, names[found])
-
-    return unit_of
-
-
-def unit_name(fqns: Sequence[str]) -> str:
-    """A unit in a few words: what its names have in common, else the first of them."""
-    name = posixpath.commonpath([f.replace(".", "/") for f in fqns] or [""]).replace("/", ".")
-    if name:
-        return name
-    modules = list(dict.fromkeys(f.split(".")[0] for f in fqns))
-    named = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
-    return named or "the root"

@@ -11,23 +11,22 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar
 
-from ...bucketing.caps import CapPlanner, Eligible, check_options
-from ...bucketing.groups import GroupFilter
+from ...bucketing.caps import ByCap, Eligible
+from ...bucketing.groups import Groups, check_groups
 from ...bucketing.merge import PayloadKey, check_payload_order, merge_and_report
+from ...bucketing.plan import BucketPlanner
 from ...graph.collectives import FSDP_KINDS, Kind, check_kinds
-from ...graph.snapshot import reading_only
 from ...graph.unwrap import GraphLike, graph_of
 from ...passes.all_to_all import FixedOrderReduce
 from ...passes.base import GraphPass, Stage
 from ...passes.compilation import Compilation
 from ...passes.facts import Baseline, Buckets, Fact, Order, RankOrder, Tags
-from ...reports.caps import CapsReport
 from ..cost.devices import job_machine
 from ..cost.machine import Machine, check_machine
 from ..schedule.memory import within
 from ..schedule.policy import Policy, policies_of
 from ..schedule.scheduler import schedule
-from ..search.cap_search import check_caps, choose_caps
+from ..search.cap_search import BySearch, Searched
 from .order import PlannedOrder
 
 
@@ -71,7 +70,7 @@ class Schedule(GraphPass):
         self,
         graph: GraphLike,
         compilation: Compilation,
-        caps: CapsReport | None = None,
+        searched: Searched | None = None,
     ) -> None:
         report = schedule(
             graph_of(graph),  # its code is made once, behind all passes
@@ -80,9 +79,9 @@ class Schedule(GraphPass):
             reference_bytes=compilation.baseline.peak_bytes,
             size_hints=compilation.size_hints,
             external_live_bytes=compilation.baseline.external_live_bytes,
-            like="" if caps is None else caps.chosen.order,
+            like=searched and searched.sort,
         )
-        compilation.report.schedules.append(replace(report, caps=caps))
+        compilation.report.schedules.append(replace(report, caps=searched and searched.report))
 
     def _bounded(self, compilation: Compilation) -> tuple[Policy, ...]:
         """The policies, and the bound that a pass before chose under."""
@@ -99,22 +98,24 @@ class Schedule(GraphPass):
 @dataclass(frozen=True, eq=False, repr=False)
 class BucketAndSchedule(Schedule):
     """Bucket by size with the caps that make the fastest schedule, and schedule; see
-    :func:`.choose_caps`. Takes the place of ``BucketByCap`` and :class:`Schedule`.
+    :class:`.BySearch`. Takes the place of ``BucketByCap`` and :class:`Schedule`.
 
     Args:
         policies: as of :class:`Schedule`.
-        caps_mb: the caps to try, in MiB; see :func:`.choose_caps`.
+        caps_mb: the caps to try, in MiB; see :class:`.BySearch`.
         kinds: what is bucketed.
         payload_order: as of ``BucketByCap``.
         machine: as of :class:`Schedule`.
-        eligible: see :func:`.plan_by_cap`.
-        group_filter: see :func:`.plan_by_cap`.
+        eligible: see :class:`.ByCap`.
+        groups: see :class:`.ByCap`.
+        planners: others whose plans are tried, too. What stays gathered
+            (``ReshardAfterForward(keep="auto")``) is chosen with the buckets of the first one.
         reduce: a :class:`.FixedOrderReduce`, which replaces the merged reductions before they are
             scheduled. The caps are chosen for what it makes of them.
 
     Raises:
         TypeError: as of :class:`Schedule`; ``payload_order`` is no callable; ``reduce`` is no such
-            pass.
+            pass; ``groups`` is no list of names.
         ValueError: as of :class:`Schedule`; no cap, or one that is no positive number; or what an
             option may not be.
     """
@@ -125,21 +126,30 @@ class BucketAndSchedule(Schedule):
     caps_mb: Sequence[float] | None = None
     kinds: Collection[Kind] = FSDP_KINDS
     eligible: Eligible = "tag"
-    group_filter: GroupFilter | None = None
+    groups: Groups = None
+    planners: Sequence[BucketPlanner] = ()
     payload_order: PayloadKey | None = None
     machine: Machine | None = None
     reduce: FixedOrderReduce | None = None
+    _search: BySearch = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reduce is not None and not isinstance(self.reduce, FixedOrderReduce):
             raise TypeError(f"reduce must be a FixedOrderReduce or None, got {self.reduce!r}")
-        check_options(kinds=self.kinds, eligible=self.eligible, group_filter=self.group_filter)
-        caps_mb = None if self.caps_mb is None else tuple(self.caps_mb)
-        if caps_mb is not None:
-            check_caps(caps_mb)
         check_payload_order(self.payload_order)
-        self._set(caps_mb=caps_mb, kinds=check_kinds(self.kinds))
+        caps_mb = None if self.caps_mb is None else tuple(self.caps_mb)
+        self._set(caps_mb=caps_mb, kinds=check_kinds(self.kinds), planners=tuple(self.planners))
+        self._set(groups=check_groups(self.groups))
+        self._set(
+            _search=BySearch(
+                self._policies,
+                ByCap(kinds=self.kinds, eligible=self.eligible, groups=self.groups),
+                caps_mb=caps_mb,
+                machine=self._machine,
+                planners=tuple(self.planners),
+            )
+        )
 
     @property
     def parts(self) -> tuple[GraphPass, ...]:
@@ -148,7 +158,8 @@ class BucketAndSchedule(Schedule):
     @property
     def provides(self) -> tuple[Fact, ...]:
         reduced = () if self.reduce is None else self.reduce.provides
-        return (Buckets(tuple(self.kinds)), *reduced, *super().provides)
+        buckets = Buckets(tuple(self.kinds), planner=next(iter(self.planners), None))
+        return (buckets, *reduced, *super().provides)
 
     def with_part(self, other: GraphPass) -> GraphPass | None:
         if self.reduce is None and isinstance(other, FixedOrderReduce):
@@ -159,18 +170,13 @@ class BucketAndSchedule(Schedule):
         analysis, reduce = compilation.analysis(graph), self.reduce
         if reduce is not None and reduce.name in compilation.report.disabled:
             reduce = None
-        hooks: dict[str, Any] = {"eligible": self.eligible, "group_filter": self.group_filter}
-        with reading_only(analysis.graph, **hooks):
-            planner = CapPlanner(analysis, kinds=self.kinds, **hooks)
-        plan, found = choose_caps(
-            planner,
-            self._bounded(compilation),
-            caps_mb=self.caps_mb,
-            machine=self._machine,
+        found = replace(
+            self._search,
+            policies=self._bounded(compilation),
             reference_bytes=compilation.baseline.peak_bytes,
             accumulate=None if reduce is None else reduce.accumulate,
-        )
-        report = merge_and_report(analysis, plan, self.payload_order, self.kinds)
+        ).search(analysis)
+        report = merge_and_report(analysis, found.plan, self.payload_order, self.kinds)
         compilation.report.graphs.append(report)
         if reduce is not None:
             reduce.run(graph, compilation)

@@ -31,7 +31,13 @@ class Options:
     max_prefetch: int = 100
     deadlines: bool = True
     max_run: int | None = None
-    under: Mapping[int, int] = field(default_factory=dict)
+    under: Mapping[int, int] = field(default_factory=dict, hash=False)
+
+    @property
+    def sort(self) -> Options:
+        """These options without ``under``, whose places are of one model, so that they can be
+        compared between the model of planned buckets and that of the merged graph."""
+        return replace(self, under={})
 
     def tightened(self, *, limit_bytes: int | None = None, max_run: int | None = None) -> Options:
         """These options with further bounds; of two bounds of one sort the tighter one holds."""

@@ -112,8 +112,8 @@ class Policy:
         return 0
 
     def max_bucket_run(self) -> int | None:
-        """The bound ``max_compute_run`` of :func:`.plan_by_cap` that helps to keep this one where
-        :func:`.choose_caps` plans; None: none does. Of several the smallest holds."""
+        """The bound ``max_compute_run`` of :class:`.ByCap` that helps to keep this one where
+        :class:`.BySearch` plans; None: none does. Of several the smallest holds."""
         return None
 
 

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch.fx as fx
 
@@ -74,7 +75,7 @@ def schedule(
     donated: Callable[[fx.Node], bool] | None = None,
     size_hints: SizeHints | GivenHints = None,
     external_live_bytes: int = 0,
-    like: str = "",
+    like: Options | None = None,
 ) -> ScheduleReport:
     """Reorder a graph's nodes, in place. A ``GraphModule`` is recompiled.
 
@@ -88,7 +89,7 @@ def schedule(
         size_hints: as of :func:`.backend`.
         external_live_bytes: what is in memory all the time beside the graph's own inputs, such as
             the parameters that a backward graph does not read. It counts in every peak.
-        like: :attr:`.ScheduleReport.chosen` of a model of the same graph, by :func:`.choose_caps`:
+        like: :attr:`.Scheduled.sort` of a model of the same graph, found by :class:`.BySearch`:
             where an order of this sort keeps the bounds, no others are made.
 
     Returns:
@@ -117,11 +118,11 @@ def schedule(
             )
             costs = Costs(machine, analysis.hints)
             model = model_of(analysis, costs)
-            report, order = schedule_model(
-                model, policies, reference_bytes, like=like, others=not like
+            report, order, sort = schedule_model(
+                model, policies, reference_bytes, like=like, others=like is None
             )
-            if like and (report.misses or report.chosen == _GIVEN):
-                report, order = schedule_model(model, policies, reference_bytes)
+            if like is not None and (report.misses or sort is None):
+                report, order, _ = schedule_model(model, policies, reference_bytes)
             price = _rank_order_ms(model, order, costs)
             notes = report.notes
             if price is not None and "all_to_all" in costs.by_torch:
@@ -152,9 +153,27 @@ class _Try:
     free: Options | None = None  # without the bounds
 
 
-def _rank(tried: _Try) -> tuple[float, float, int]:
-    """The smallest is the best."""
-    return tried.misses, tried.timeline.step_ms, tried.timeline.peak_bytes
+class Scheduled(NamedTuple):
+    """The order of a model that was taken.
+
+    Args:
+        order: the places of its nodes.
+        sort: :attr:`.Options.sort` of the candidate that led to it; None: the order as given.
+    """
+
+    report: ScheduleReport
+    order: Sequence[int]
+    sort: Options | None
+
+
+def rank(misses: float, step_ms: float, *then: float) -> tuple[float, ...]:
+    """How good a schedule is, the smallest the best: the one rule for ties. Misses and times are
+    sums, whose last digits depend on the order of what is added."""
+    return round(misses, 9), round(step_ms, 9), *then
+
+
+def _rank(tried: _Try) -> tuple[float, ...]:
+    return rank(tried.misses, tried.timeline.step_ms, tried.timeline.peak_bytes)
 
 
 def schedule_model(
@@ -164,10 +183,10 @@ def schedule_model(
     quick: bool = False,
     at_most_ms: float = math.inf,
     final: bool = True,
-    like: str = "",
+    like: Options | None = None,
     others: bool = True,
-) -> tuple[ScheduleReport, Sequence[int]]:
-    """The report and the order of a model, as places of its nodes; no graph is touched.
+) -> Scheduled:
+    """Find the order of a model; no graph is touched.
 
     Args:
         model: is only read.
@@ -177,7 +196,7 @@ def schedule_model(
         at_most_ms: orders that take longer are given up.
         final: of equal steps the one with the lowest peak is looked for, and what the bounds cost,
             unless ``quick``.
-        like: orders of the sort with this name, or one that it begins with, are made first.
+        like: orders of this sort are made first.
         others: whether others are made, too.
     """
     policies = policies_of(policy)
@@ -230,7 +249,7 @@ def schedule_model(
     tries = [judged(_GIVEN, given)]
     # The widest first: what it has no use for needs no pass of its own.
     sorts = sorted(wanted or _FOR_MEMORY, key=lambda c: -c[1].window)
-    alike = [c for c in sorts if like.startswith(c[0])]
+    alike = [c for c in sorts if c[1].sort == like]
     for name, free in [*alike, *(c for c in sorts if (others or not alike) and c not in alike)]:
         options = ask(free)
         if unbounded:
@@ -277,7 +296,7 @@ def schedule_model(
         size_hints=model.graph.hints.to_text(),
         seconds=time.perf_counter() - clock,
     )
-    return report, reached.order
+    return Scheduled(report, reached.order, best.free and best.free.sort)
 
 
 def _tightened(

@@ -24,29 +24,31 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.fx as fx
 
 from ..._gc import paused_gc
 from ...bucketing.all_to_all import reduce_by_all_to_all
-from ...bucketing.caps import CapPlanner, check_cap
+from ...bucketing.caps import ByCap, CapPlanner, check_cap
 from ...bucketing.merge import merge_buckets
-from ...bucketing.plan import MergePlan
+from ...bucketing.plan import BucketPlanner, MergePlan, planned
 from ...errors import BoundNotKeptWarning
 from ...graph.analysis import GraphAnalysis
 from ...graph.collectives import group_name
+from ...graph.snapshot import reading_only
 from ...reports.caps import CapsReport, TriedCaps
 from ...reports.schedule import ScheduleReport
 from ..cost.cost import Costs
 from ..cost.machine import H100, Machine
 from ..schedule.model import Model, model_of
+from ..schedule.options import Options
 from ..schedule.policy import Policy, policies_of
-from ..schedule.scheduler import schedule_model
+from ..schedule.scheduler import Scheduled, rank, schedule_model
 from .merged_model import merged_model
 
 CAPS_MB = (8.0, 25.0, 80.0, 500.0)
@@ -76,26 +78,30 @@ _WORTH_MOVES = 0.999
 _MIB = 2**20
 
 _Cap: TypeAlias = float | tuple[float, ...]
-_Caps: TypeAlias = tuple[tuple[tuple[str, str], _Cap], ...]
+_Name: TypeAlias = tuple[tuple[tuple[str, str], _Cap], ...] | str
+"""Of a plan that is tried: its caps by process group and kind, or the planner's ``repr``."""
+_Buckets: TypeAlias = tuple[tuple[fx.Node, ...], ...]
 
 
-@paused_gc()
-def choose_caps(
-    planner: CapPlanner,
-    policies: Policy | Iterable[Policy],
-    *,
-    caps_mb: Sequence[float] | None = None,
-    machine: Machine = H100,
-    reference_bytes: int | None = None,
-    accumulate: torch.dtype | None = None,
-) -> tuple[MergePlan, CapsReport]:
-    """The plan with the caps that give the fastest step within the policies' bounds. The graph is
-    only read.
+class Searched(NamedTuple):
+    """What :meth:`BySearch.search` chose.
 
     Args:
-        planner: of the graph. Its analysis says what sizes that depend on data are taken as, and
-            what is in memory beside the inputs.
+        sort: :attr:`.Scheduled.sort` of the best order that was found for the plan.
+    """
+
+    plan: MergePlan
+    report: CapsReport
+    sort: Options | None
+
+
+@dataclass(frozen=True)
+class BySearch:
+    """The plan that makes the fastest step within the policies' bounds.
+
+    Args:
         policies: as of :func:`.schedule`.
+        by_cap: what is bucketed. Its caps and its bound on runs are searched for.
         caps_mb: what to try, ascending, in MiB; None tries :data:`CAPS_MB`, larger ones where the
             largest is the best, ones between, and in small graphs buckets of other sizes. Where
             all miss a bound, smaller ones are tried. Caps that can't make a faster step than others
@@ -104,106 +110,145 @@ def choose_caps(
         reference_bytes: see :func:`.schedule`; None: the peak of the graph.
         accumulate: for reductions that become all-to-alls and sums in the order of the ranks after
             merging (:mod:`.bucketing.all_to_all`), the dtype of these; None: they stay.
-
-    Returns:
-        The plan for the graph, and what was tried. Where an estimate fails, the plan has torch's
-        own caps, with a ``BoundNotKeptWarning``.
+        planners: others whose plans are tried, too.
 
     Raises:
-        ValueError: ``caps_mb`` is empty, or holds something else than positive numbers.
+        TypeError: something in ``policies`` is no policy.
+        ValueError: two policies of one class; ``caps_mb`` is empty, or holds something else than
+            positive numbers.
     """
-    clock = time.perf_counter()
-    largest = _LARGEST_MB if caps_mb is None else 0.0
-    caps_mb = CAPS_MB if caps_mb is None else caps_mb
-    check_caps(caps_mb)
-    policies = policies_of(policies)
-    costs = Costs(machine, planner.analysis.hints)
-    search = _Search(planner, policies, costs, reference_bytes, accumulate)
-    try:
-        plan = search.run([float(c) for c in caps_mb], largest)
-    except Exception as error:
-        plan = search.plan(None)  # raises anew what comes of a size without a hint
-        text = f"byte caps are torch's own, as an estimate failed: {type(error).__name__}: {error}"
-        warnings.warn(text, BoundNotKeptWarning, stacklevel=2)
-        none = TriedCaps((), 0.0, 0, 0, 0.0)
-        return plan, CapsReport(none, (), time.perf_counter() - clock, text)
-    tried = {caps: _tried(caps, report) for caps, report in search.tried.items()}
-    chosen = search.best()
-    report = CapsReport(tried[chosen], tuple(tried.values()), time.perf_counter() - clock)
-    return plan, report
+
+    policies: tuple[Policy, ...]
+    by_cap: ByCap = ByCap()  # noqa: RUF009
+    _: KW_ONLY
+    caps_mb: Collection[float] | None = None
+    machine: Machine = H100
+    reference_bytes: int | None = None
+    accumulate: torch.dtype | None = None
+    planners: tuple[BucketPlanner, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policies", policies_of(self.policies))
+        if self.caps_mb is not None and not self.caps_mb:
+            raise ValueError("caps_mb is empty: give at least one cap in MiB")
+        for cap in self.caps_mb or ():
+            check_cap(cap, "each of caps_mb")
+
+    def plan(self, analysis: GraphAnalysis) -> MergePlan:
+        """See :meth:`search`."""
+        return self.search(analysis).plan
+
+    @paused_gc()
+    def search(self, analysis: GraphAnalysis) -> Searched:
+        """Choose a plan for a graph, which is only read. Where an estimate fails, the plan has
+        torch's own caps, with a ``BoundNotKeptWarning``.
+
+        Raises:
+            RuntimeError, ValueError: ``eligible`` or one of ``planners`` failed, or its plan can't
+                be carried out.
+        """
+        clock = time.perf_counter()
+        with reading_only(analysis.graph, eligible=self.by_cap.eligible):
+            planner = CapPlanner(analysis, self.by_cap)
+        others = {repr(other): planned(other, analysis) for other in self.planners}
+        search = _Search(self, planner)
+        try:
+            largest = _LARGEST_MB if self.caps_mb is None else 0.0
+            search.run([float(cap) for cap in self.caps_mb or CAPS_MB], largest, others)
+        except Exception as error:
+            plan = search.plan(None)  # raises anew what comes of a size without a hint
+            text = (
+                f"byte caps are torch's own, as an estimate failed: {type(error).__name__}: {error}"
+            )
+            warnings.warn(text, BoundNotKeptWarning, stacklevel=2)
+            none = TriedCaps((), 0.0, 0, 0, 0.0)
+            return Searched(plan, CapsReport(none, (), time.perf_counter() - clock, text), None)
+        tried = {name: _to_report(name, found.report) for name, found in search.tried.items()}
+        report = CapsReport(
+            tried[search.best()], tuple(tried.values()), time.perf_counter() - clock
+        )
+        return Searched(search.chosen.plan, report, search.chosen.sort)
 
 
-def check_caps(caps_mb: Collection[float]) -> None:
-    """Raise a ValueError unless there are caps, all positive numbers."""
-    if not caps_mb:
-        raise ValueError("caps_mb is empty: give at least one cap in MiB")
-    for cap in caps_mb:
-        check_cap(cap, "each of caps_mb")
-
-
-def _tried(caps: _Caps, report: ScheduleReport) -> TriedCaps:
-    named = tuple((f"{group} {kind}", cap) for (group, kind), cap in caps)
+def _to_report(name: _Name, report: ScheduleReport) -> TriedCaps:
+    caps = () if isinstance(name, str) else name
     return TriedCaps(
-        named,
+        tuple((f"{group} {kind}", cap) for (group, kind), cap in caps),
         report.step_ms[1],
         report.peak_bytes[1],
         report.longest_run[1],
         report.misses,
         report.chosen,
+        name if isinstance(name, str) else "",
     )
+
+
+class _Tried(NamedTuple):
+    """A plan that was scheduled, with buckets that leave runs of at most ``max_run``."""
+
+    plan: MergePlan
+    max_run: int | None
+    report: ScheduleReport
+    sort: Options | None
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Of equals the one that could be shorter by its bound, or else the first one tried."""
+        return rank(self.report.misses, self.report.step_ms[1], round(self.report.bound_ms, 9))
 
 
 class _Search:
     """Caps that were tried, and what came of them."""
 
-    def __init__(
-        self,
-        planner: CapPlanner,
-        policies: tuple[Policy, ...],
-        costs: Costs,
-        reference_bytes: int | None,
-        accumulate: torch.dtype | None,
-    ) -> None:
-        self.tried: dict[_Caps, ScheduleReport] = {}
-        self.runs: dict[_Caps, int | None] = {}  # the bound on runs that their buckets keep
+    def __init__(self, options: BySearch, planner: CapPlanner) -> None:
+        self.tried: dict[_Name, _Tried] = {}
         self._planner = planner
         self._analysis = analysis = planner.analysis
-        self._policies = policies
-        runs = (policy.max_bucket_run() for policy in policies)
+        self._policies = options.policies
+        runs = (policy.max_bucket_run() for policy in options.policies)
         self._max_run = min((run for run in runs if run is not None), default=None)
-        self._costs = costs
-        self._accumulate = accumulate
+        self._costs = Costs(options.machine, analysis.hints)
+        self._accumulate = options.accumulate
         self._groups = analysis.groups
-        self._reference_bytes = reference_bytes
-        self._replaced = {} if accumulate is None else analysis.gradient_sums
+        self._reference_bytes = options.reference_bytes
+        self._replaced = {} if options.accumulate is None else analysis.gradient_sums
         self._plans: dict[tuple[str, int | None], MergePlan] = {}
         self._worth = _WORTH
-        self._models: dict[tuple[Any, ...], Model] = {}
-        self._known: dict[tuple[Any, ...], ScheduleReport | None] = {}
+        self._models: dict[_Buckets, Model] = {}
+        self._known: dict[tuple[_Buckets, Options | None], Scheduled | None] = {}
 
-    def run(self, ladder: list[float], largest: float) -> MergePlan:
-        """Try caps of ``ladder``, in MiB ascending, and others near the best, up to ``largest``;
-        none but those of ``ladder`` where that is 0.
+    @property
+    def chosen(self) -> _Tried:
+        """The best so far."""
+        return self.tried[self.best()]
 
-        Returns:
-            The plan with the best.
+    def best(self) -> _Name:
+        """The name of the best so far."""
+        return min(self.tried, key=lambda name: self.tried[name].rank)
+
+    def _best_caps(self) -> dict[tuple[str, str], _Cap]:
+        return dict(best) if not isinstance(best := self.best(), str) else {}
+
+    def run(self, ladder: list[float], largest: float, others: Mapping[str, MergePlan]) -> None:
+        """Try caps of ``ladder``, in MiB ascending, and others near the best, up to ``largest``,
+        none but those of ``ladder`` where that is 0; then other plans.
         """
         for cap in self._best_first(ladder):
             self._try(cap, self._max_run)
-        for cap in ladder if self.tried[self.best()].misses else ():
+        for cap in ladder if self.chosen.report.misses else ():
             self.attempt(cap)
         # A small model, or a hard bound.
-        while self.tried[self.best()].misses and ladder[0] > _SMALLEST_MB:
+        while self.chosen.report.misses and ladder[0] > _SMALLEST_MB:
             ladder.insert(0, ladder[0] / 4)
             self.attempt(ladder[0])
         # A large model, whose parameters are larger than all of these.
-        while _top(self.best()) == ladder[-1] < largest:
+        while _top(self._best_caps()) == ladder[-1] < largest:
             ladder.append(min(4 * ladder[-1], largest))
             self.attempt(ladder[-1])
-        for key, _ in self.best():
+        for key in self._best_caps():
             if self._within(_AT_FLOOR, self._floor_ms):
                 break
-            caps: dict[tuple[str, str], Any] = dict(self.best())
+            caps: dict[tuple[str, str], Any] = self._best_caps()
             at = ladder.index(caps[key])
             for near in (at - 1, at + 1):
                 if 0 <= near < len(ladder):
@@ -211,14 +256,15 @@ class _Search:
         if largest:
             self._try_between(ladder)
         if self._max_run is None and not self._within(_AT_FLOOR, self._floor_ms):
-            best = self.best()
-            self._try(dict(best) or ladder[0], _SHORT_RUN)
+            best = self._best_caps()
+            self._try(best or ladder[0], _SHORT_RUN)
             for cap in [cap for cap in ladder if cap > _top(best)][:1]:
                 self._try(cap, _SHORT_RUN)
         small = len(self._analysis.nodes) <= _SMALL
-        if largest and small and not self.tried[self.best()].misses:
-            self._move_members(ladder[0])
-        return self._chosen(ladder[0])
+        if largest and small and not self.chosen.report.misses:
+            self._move_members()
+        for name, plan in others.items():
+            self._try_plan(plan, None, name)
 
     def _best_first(self, ladder: Iterable[float]) -> Iterator[float]:
         """The caps with which a step could be the shortest first, of equals the largest. A bound is
@@ -233,51 +279,45 @@ class _Search:
                 bound_ms = self._merged(self.plan(-cap, self._max_run)).paths.bound_ms
                 heapq.heappush(left, (round(bound_ms, 9), True, cap))
 
-    def _chosen(self, smallest: float) -> MergePlan:
-        """The plan of the best caps; where nothing could be merged, these have no names."""
-        chosen = self.best()
-        return self.plan(dict(chosen) or smallest, self.runs[chosen])
-
-    def _move_members(self, smallest: float) -> None:
+    def _move_members(self) -> None:
         """Move members between the buckets of the best plan as long as the step becomes shorter, in
         orders of the sort that was the best; then try all orders of what came of it."""
-        like, self._worth = self.tried[self.best()].chosen, _WORTH_MOVES
+        like, self._worth = self.chosen.sort, _WORTH_MOVES
         left = _MOVED_NODES // len(self._analysis.nodes)
         at = fruitless = 0  # places since the last move that helped
         while left > 0:
-            moves = self._planner.moves(self._chosen(smallest))
+            moves = self._planner.moves(self.chosen.plan)
             if fruitless >= len(moves):
                 break
             best = self.best()
             for caps in moves[at % len(moves)]:
                 left -= 1
-                self._try({**dict(best), **caps}, None, like)
+                self._try({**self._best_caps(), **caps}, None, like)
                 if self.best() != best:
                     break
             fruitless = 0 if self.best() != best else fruitless + 1
             at += fruitless > 0
         self._worth = _WORTH
-        self._try(dict(self.best()), self.runs[self.best()])
+        self._try(self._best_caps(), self.chosen.max_run)
 
     def _try_between(self, ladder: list[float]) -> None:
         """Caps between the best and the next smaller or larger ones of ``ladder``: for all groups
         and kinds, and for each in turn."""
         rungs = sorted({*ladder, *(_between(*pair) for pair in itertools.pairwise(ladder))})
-        for keys in [[key for key, _ in self.best()], *([key] for key, _ in self.best())]:
+        for keys in [[*self._best_caps()], *([key] for key in self._best_caps())]:
             for step in (-1, 1):
-                best = self.best()
-                if self._within(_NEAR_BOUND, self.tried[best].bound_ms):
+                if self._within(_NEAR_BOUND, self.chosen.report.bound_ms):
                     return
-                caps: dict[tuple[str, str], Any] = dict(best)
+                caps: dict[tuple[str, str], Any] = self._best_caps()
                 for key in keys:
                     at = rungs.index(caps[key]) + step
                     caps[key] = rungs[at] if 0 <= at < len(rungs) else caps[key]
-                if caps != dict(best):
+                if caps != self._best_caps():
                     self.attempt(caps)
 
     def _within(self, times: float, bound_ms: float) -> bool:
         """Whether the best step is within so many times a bound."""
-        best = self.tried[self.best()]
+        best = self.chosen.report
         return not best.misses and best.step_ms[1] <= times * bound_ms
 
     @cached_property
@@ -299,28 +339,37 @@ class _Search:
         """The plan for the graph itself, with buckets that leave no longer runs."""
         name = (repr(caps), max_run)
         if name not in self._plans:
-            self._plans[name] = self._planner.plan(caps, max_compute_run=max_run)
+            self._plans[name] = self._planner.plan(caps, max_run)
         return self._plans[name]
 
     def attempt(self, caps: dict[tuple[str, str], _Cap] | float) -> None:
         """Try caps with buckets that leave runs of the length that policies bound; while nothing
         keeps the policies' bounds, of any length, or short ones where no policy bounds it."""
         self._try(caps, self._max_run)
-        if self.tried[self.best()].misses:
+        if self.chosen.report.misses:
             self._try(caps, None if self._max_run is not None else _SHORT_RUN)
 
     def _try(
-        self, caps: dict[tuple[str, str], _Cap] | float, max_run: int | None, like: str = ""
+        self,
+        caps: dict[tuple[str, str], _Cap] | float,
+        max_run: int | None,
+        like: Options | None = None,
     ) -> None:
         plan = self.plan(caps, max_run)
-        if self._too_slow(plan):
-            return
-        outcome = self._outcome(plan, like)
-        if outcome is None:
-            return
         name = tuple((k, caps if isinstance(caps, float) else caps[k]) for k in _keys(plan))
-        if name not in self.tried or _rank(outcome) < _rank(self.tried[name]):
-            self.tried[name], self.runs[name] = outcome, max_run
+        self._try_plan(plan, max_run, name, like)
+
+    def _try_plan(
+        self, plan: MergePlan, max_run: int | None, name: _Name, like: Options | None = None
+    ) -> None:
+        if self._busiest_ms(plan) >= self._best_ms():
+            return
+        found = self._scheduled(plan, like)
+        if found is None:
+            return
+        tried = _Tried(plan, max_run, found.report, found.sort)
+        if name not in self.tried or tried.rank < self.tried[name].rank:
+            self.tried[name] = tried
 
     def busiest_ms(self, caps: dict[tuple[str, str], _Cap] | float) -> float:
         """The time that the collectives of the busiest process group take: no step is faster."""
@@ -338,42 +387,37 @@ class _Search:
         """The time of the collectives that members make together."""
         if all(m in self._replaced for m in members):
             return sum(ms for _, ms in self._costs.in_rank_order(members))
-        if len(members) == 1:
-            return self._costs(members[0])
-        nbytes = sum(map(self._costs.collective_bytes, members))
-        return self._costs.collective(members[0], nbytes)
-
-    def _too_slow(self, plan: MergePlan) -> bool:
-        return self._busiest_ms(plan) >= self._best_ms()
+        return self._costs.bucket(members)
 
     def _best_ms(self) -> float:
         """The longest that a step may be to take the place of the best so far."""
-        best = self.tried[self.best()] if self.tried else None
+        best = self.chosen.report if self.tried else None
         return math.inf if best is None or best.misses else self._worth * best.step_ms[1]
 
-    def _outcome(self, plan: MergePlan, like: str = "") -> ScheduleReport | None:
-        """The schedule of a plan, in orders like the one of that name; None if it is known to be
-        slower than the best so far."""
-        members = (like, *(b.members for b in plan.buckets))
-        if members not in self._known:
-            self._known[members] = None
+    def _scheduled(self, plan: MergePlan, like: Options | None) -> Scheduled | None:
+        """The schedule of a plan, in orders of the sort ``like``; None if it is known to be slower
+        than the best so far."""
+        buckets = tuple(b.members for b in plan.buckets)
+        key = buckets, like
+        if key not in self._known:
+            self._known[key] = None
             best_ms, model = self._best_ms(), self._merged(plan)
-            del self._models[members[1:]]
+            del self._models[buckets]
             if model.paths.bound_ms > best_ms:
                 return None
             # All orders: by few of them, plans are ranked by how these few do under the bounds.
-            found, _ = schedule_model(
+            found = schedule_model(
                 model,
                 self._policies,
                 self._reference,
                 at_most_ms=best_ms,
                 final=False,
-                like=like or (self.tried[self.best()].chosen if self.tried else ""),
-                others=not like,
+                like=like or (self.chosen.sort if self.tried else None),
+                others=like is None,
             )
-            if found.step_ms[1] <= best_ms:
-                self._known[members] = found
-        return self._known[members]
+            if found.report.step_ms[1] <= best_ms:
+                self._known[key] = found
+        return self._known[key]
 
     @cached_property
     def _reference(self) -> int:
@@ -405,23 +449,14 @@ class _Search:
         there = GraphAnalysis(copy, self._costs.hints, external_live_bytes=external)
         return model_of(there, self._costs)
 
-    def best(self) -> _Caps:
-        return min(self.tried, key=lambda k: _rank(self.tried[k]))
-
 
 def _between(cap: float, larger: float) -> float:
     """The geometric mean, in two digits."""
     return float(f"{math.sqrt(cap * larger):.2g}")
 
 
-def _top(caps: _Caps) -> float:
-    return max((cap for _, cap in caps if isinstance(cap, float)), default=0.0)
-
-
-def _rank(report: ScheduleReport) -> tuple[float, float, float]:
-    """Of equals, whose times are sums of the same in another order, the one that could be shorter
-    by its bound, or else the first one tried."""
-    return report.misses, round(report.step_ms[1], 9), round(report.bound_ms, 9)
+def _top(caps: Mapping[tuple[str, str], _Cap]) -> float:
+    return max((cap for cap in caps.values() if isinstance(cap, float)), default=0.0)
 
 
 def _keys(plan: MergePlan) -> Iterable[tuple[str, str]]:

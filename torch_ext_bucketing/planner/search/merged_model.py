@@ -278,11 +278,11 @@ class _Rewritten:
         given, pack_ms = self._packing(m, moved - sum(gathered))
         new = (buffer, self._storage(given))
         pack = self._add(Row(members[0], self._needed_by(m.starts), new, new + inputs, pack_ms))
-        ms = costs.collective(members[0], moved)
+        ms = costs.bucket(members)
         start = self._add(Row(members[0], [pack], (), (buffer,), ms, old.group[m.starts[0]]))
         wait = self._add_wait(m, start, (buffer,))
         for i, w, nbytes in zip(m.starts, m.waits, gathered, strict=True):
-            mine, copy_ms = old.liveness.allocates[i], costs.kernel(2 * nbytes)
+            mine, copy_ms = old.liveness.allocates[i], costs.copy(nbytes)
             copy = Row(old.dependencies.nodes[w], [wait], mine, (buffer, *mine), copy_ms)
             self._at[i], self._at[w] = start, self._add(copy)
             self._packs[i] = self._packs[w] = (i, pack)
@@ -300,14 +300,14 @@ class _Rewritten:
         if len(members) > 1:
             packed = moved - sum(map(costs.result_bytes, members))
             sent = (self._storage(packed),)
-            needs = [self._add(Row(first, needs, sent, sent + inputs, costs.kernel(2 * packed)))]
+            needs = [self._add(Row(first, needs, sent, sent + inputs, costs.copy(packed)))]
         nbytes, ms = 0, 0.0
         if m.rank_order:
             (nbytes, ms), *gathers = costs.in_rank_order(members)
             part = self._storage(-(-nbytes // group_size(first))) if gathers else result
             buffer = self._storage(nbytes)
         else:
-            gathers, part, buffer, ms = [], result, result, costs.collective(first, moved)
+            gathers, part, buffer, ms = [], result, result, costs.bucket(members)
         both = (*sent, buffer)
         start = self._add(Row(first, needs, (buffer,), both, ms, group, reduces=reduces))
         done = self._add_wait(m, start, both)
@@ -336,7 +336,7 @@ class _Rewritten:
         if all(value in self._old.graph.shard_side.nodes for value in values):
             return 0, 0.0
         given = sum(map(self._costs.result_bytes, values))
-        return given, self._costs.kernel(2 * given) + self._costs.kernel(given + 2 * packed)
+        return given, self._costs.pack(given, packed)
 
     def _needed_by(self, places: Iterable[int]) -> list[int]:
         return [j for i in places for j in self._old.row(i, self._at).needs]
