@@ -26,8 +26,6 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
 from benchmarks.command import add_number, document_of, parser_of, sayer, title
 from benchmarks.models import Llama, LlamaConfig
 from benchmarks.parallel import Layout, shard_llama, start_world

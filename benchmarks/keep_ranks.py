@@ -33,7 +33,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from benchmarks.command import add_json, add_number, parser_of, write_json
 from eager_parity.devices import start
 from torch_ext_bucketing.reports.keep import KeepReport

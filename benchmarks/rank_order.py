@@ -28,8 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from benchmarks.command import (
     add_json,
     add_names,

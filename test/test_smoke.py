@@ -12,10 +12,6 @@ from demo_checks import check_demo
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
-from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing import testing
 from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit

@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.agreement.launches import launches_of
 from torch_ext_bucketing.bucketing.all_to_all import reduce_by_all_to_all
 from torch_ext_bucketing.bucketing.caps import ByCap

@@ -7,7 +7,6 @@ import torch
 import torch.nn as nn
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing.graph.collectives import kind_of
 from torch_ext_bucketing.graph.unwrap import GraphLike, graph_of
 from torch_ext_bucketing.passes.base import GraphPass

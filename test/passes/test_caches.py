@@ -24,10 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_features import CONFIG
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
-from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing._source import _sources
 from torch_ext_bucketing._torch.caches import watched_caches
 from torch_ext_bucketing.errors import NoUuidError

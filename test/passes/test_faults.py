@@ -26,10 +26,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
-from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.agreement.before_run import agree
 from torch_ext_bucketing.bucketing import merge as merging
 from torch_ext_bucketing.bucketing.caps import ByCap

@@ -9,10 +9,6 @@ from sharded_models import TwoBlocks
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
-from torch_ext_bucketing.rewrites.merge_amax import MergeAmax
-from torch_ext_bucketing.rewrites.reduce_scatter_first import ReduceScatterFirst
 from torch_ext_bucketing.errors import PassOrderError
 from torch_ext_bucketing.passes.base import GraphPass
 from torch_ext_bucketing.passes.facts import Order

@@ -15,7 +15,6 @@ from sharded_models import Keep, TwoBlocks, checkpointed, eager_fsdp2, tokens_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from torch_ext_bucketing._torch.aot import must_recompute
 from torch_ext_bucketing.bucketing.units import ByUnit
 from torch_ext_bucketing.errors import BoundNotKeptWarning, NothingKeptWarning

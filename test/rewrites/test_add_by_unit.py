@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
 from torch_ext_bucketing._torch.fsdp2 import WRAPS_DATACLASSES
 from torch_ext_bucketing.fsdp.unit_inputs import give_nodes
 from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.rewrites.combine_uses import CombineUses
 from eager_parity.devices import nodes
 from torch_ext_bucketing.bucketing.caps import ByCap
 from torch_ext_bucketing.fsdp.chains import parameter_chains

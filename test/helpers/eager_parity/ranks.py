@@ -27,7 +27,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import torch_ext_bucketing as teb
-from torch_ext_bucketing.reports.compile import CompileReport
 from torch_ext_bucketing._torch.aot import stage_of
 from torch_ext_bucketing._torch.process_groups import group_by_name, ranks_of
 from torch_ext_bucketing.fqns import parameter_names
