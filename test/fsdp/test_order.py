@@ -436,7 +436,7 @@ BAD = {
         ("must be a string", of_fqns([[1]])),
     ],
     ValueError: [
-        ("there are no units", of_units([])),
+        ("the list of units is empty", of_units([])),
         ("unit 1 is empty", of_units(["layers.0", []])),
         (r"named 'tok_embedings'; did you mean 'tok_embeddings'", of_units(["tok_embedings"])),
         ("did you mean 'layers.[01]'", of_units(["layers.2"])),
