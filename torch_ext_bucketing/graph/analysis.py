@@ -6,7 +6,7 @@ graph or more, and the result is valid as long as the graph does not change::
     analysis = GraphAnalysis(graph)
     ByCap(25.0).plan(analysis)          writes
     BySearch(policies).plan(analysis)   writes, dependencies, live bytes
-    apply_plan(graph, plan)             now the analysis is of a graph that is no more
+    apply_plan(graph, plan)             the analysis is outdated now
 """
 
 from __future__ import annotations
