@@ -237,6 +237,20 @@ def test_the_pass(joint):
     assert json.loads(made.to_json())["rewrite"] == "combine uses"
 
 
+def test_a_scale_that_is_used_after_the_gather_is_computed_once(joint):
+    def step(w, x):
+        def read():
+            scale = joint.reduce("scale", w.abs().max(), "max")
+            return joint.gather("w", w / scale) * scale
+
+        return x @ read() @ read()
+
+    gm = joint.trace(step, torch.randn(2, 4), torch.randn(4, 4))
+    assert collectives(gm) == ["all_reduce", "all_gather"] * 2
+    combine_uses(gm.graph)
+    assert collectives(gm) == ["all_reduce", "all_gather"]
+
+
 # --- any graph -----------------------------------------------------------------------
 
 
