@@ -243,7 +243,7 @@ ERRORS = {
         ["layers.0", "layers.[0-1]"]
     ],
     r"module 'norm' is listed twice, before in unit 'norm\+output'": [["norm+output", "norm"]],
-    "'norm' is listed twice in one unit": [["norm+norm"]],
+    r"'norm' is listed twice, before in unit 'norm\+norm'": [["norm+norm"]],
     "'layers.0.attn' lies inside 'layers.0', which comes earlier.*: list inner": [
         ["layers.0", "layers.0.attn"]
     ],

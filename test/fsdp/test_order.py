@@ -441,7 +441,7 @@ BAD = {
         (r"named 'tok_embedings'; did you mean 'tok_embeddings'", of_units(["tok_embedings"])),
         ("did you mean 'layers.[01]'", of_units(["layers.2"])),
         ("'norm' is listed twice, before in unit 'norm'", of_units(["norm", ["norm", "output"]])),
-        ("'norm' is listed twice in one unit", of_units([["norm", "norm"]])),
+        ("'norm' is listed twice, before in unit 'norm[+]norm'", of_units([["norm", "norm"]])),
         ("lies inside 'layers.0'.*inner modules before", of_units(["layers.0", "layers.0.attn"])),
         ("'norm' lies inside ''", of_units(["", "norm"])),
         ("the units hold no parameter of Module", of_units(["layers.0.mlp.act"])),

@@ -161,8 +161,6 @@ def find_units(
             if name not in known:
                 raise ValueError(f"units: no module is named {name!r}" + nearest_names(name, known))
             module = known[name]
-            if module in modules:
-                raise ValueError(f"units: module {name!r} is listed twice in one unit")
             if module in unit_of:
                 raise ValueError(
                     f"units: module {name!r} is listed twice, before in unit {unit_of[module]!r}"
@@ -174,7 +172,7 @@ def find_units(
                     "fully_shard"
                 )
             modules.append(module)
-        unit_of.update(dict.fromkeys(modules, label))
+            unit_of[module] = label
         for module in modules:
             for below in module.modules():
                 inside.setdefault(below, label)
