@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_ext_bucketing as teb
 from torch_ext_bucketing._torch.fsdp2 import WRAPS_DATACLASSES
-from torch_ext_bucketing.fsdp.unit_inputs import give_nodes
+from torch_ext_bucketing.fsdp.unit_inputs import register_input_nodes
 from torch_ext_bucketing.rewrites.add_by_unit import AddByUnit
 
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -402,7 +402,7 @@ def test_a_dict_with_a_default_stays_one(compiled):
             return given["x"] * len(given["none"])
 
     model = Reads()
-    give_nodes([model])
+    register_input_nodes([model])
     run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     x = torch.ones(3, requires_grad=True)
     assert run(defaultdict(lambda: (1, 2), x=x)).tolist() == [2.0, 2.0, 2.0]

@@ -51,7 +51,7 @@ _library.define("unit_inputs(Tensor[] inputs) -> Tensor[]")
 _library.impl("unit_inputs", lambda inputs: list(_Join.apply(*inputs)), "CompositeImplicitAutograd")
 
 
-def modules_with_nodes(
+def modules_with_input_nodes(
     model: nn.Module, units: Iterable[str | Sequence[str]]
 ) -> dict[str, nn.Module]:
     """Find the modules whose inputs get nodes, by FQN: the first of each unit with parameters.
@@ -68,7 +68,7 @@ def modules_with_nodes(
     return found
 
 
-def give_nodes(modules: Iterable[nn.Module]) -> None:
+def register_input_nodes(modules: Iterable[nn.Module]) -> None:
     """Give the inputs of every future call of these modules autograd nodes."""
     for module in modules:
         if _hook not in module._forward_pre_hooks.values():

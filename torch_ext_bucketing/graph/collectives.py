@@ -27,7 +27,7 @@ FSDP_KINDS: tuple[Kind, ...] = KINDS[:2]
 _c10d = torch.ops._c10d_functional
 
 
-class Collective(NamedTuple):
+class CollectiveType(NamedTuple):
     """One kind of collective: its operators, the bytes that it moves, its names.
 
     Args:
@@ -54,7 +54,7 @@ class Collective(NamedTuple):
 
 
 COLLECTIVES = {
-    "all_gather": Collective(
+    "all_gather": CollectiveType(
         "AG",
         (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default),
         lambda ranks, part: (ranks,),
@@ -63,7 +63,7 @@ COLLECTIVES = {
         rounds=1,
         launches=("c10d::_allgather_base_", "c10d::allgather_into_tensor_coalesced_"),
     ),
-    "reduce_scatter": Collective(
+    "reduce_scatter": CollectiveType(
         "RS",
         (_c10d.reduce_scatter_tensor.default,),
         lambda ranks, part: ("sum", ranks),
@@ -72,7 +72,7 @@ COLLECTIVES = {
         rounds=1,
         launches=("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_tensor_coalesced_"),
     ),
-    "all_reduce": Collective(
+    "all_reduce": CollectiveType(
         "AR",
         (_c10d.all_reduce.default, _c10d.all_reduce_.default),
         lambda ranks, part: ("sum",),
@@ -82,7 +82,7 @@ COLLECTIVES = {
         launches=("c10d::allreduce_", "c10d::allreduce_coalesced_"),
         input_at=0,
     ),
-    "all_to_all": Collective(
+    "all_to_all": CollectiveType(
         "A2A",
         (_c10d.all_to_all_single.default,),
         lambda ranks, part: ([part] * ranks, [part] * ranks),
