@@ -178,7 +178,7 @@ def is_view(node: fx.Node) -> bool:
     if node.op != "call_function" or target in _COPIES_NOTHING:
         return True
     if is_assertion(node):
-        return "_assert_async" not in str(target)  # which looks at values on the GPU
+        return "_assert_async" not in str(target)  # this one runs a kernel that reads the values
     if _gives_a_size(target):
         return True
     if isinstance(target, torch._ops.OpOverload):
