@@ -36,7 +36,7 @@ if found != TORCHTITAN or not torch.__version__.startswith("2.15."):
     )
 
 import torch.nn.functional as F  # noqa: E402
-from readme_examples import EXAMPLES  # noqa: E402
+from pages import code_of  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
@@ -317,10 +317,11 @@ def _check_pipeline(model, traced, settings, replaced):
         torchtitan.graph_passes(traced, settings)
 
 
-def test_the_readmes_config(fake_world):
+def test_the_documented_config(fake_world):
     """Built by torchtitan, it names a pipeline that torchtitan has."""
     scope = {}
-    exec(EXAMPLES[2], scope)
+    (code,) = code_of("torchtitan")
+    exec(code, scope)
     assert scope["llama3_8b"]().compile.pass_pipeline in registry.PASS_PIPELINE_REGISTRY
 
 
