@@ -227,4 +227,4 @@ def test_a_policy_without_known_fields_has_no_key(caplog):
             self.ask_somebody = object()
 
     assert teb.Schedule([Opaque()]).uuid() is None
-    assert "no plain value; give it a uuid()" in caplog.text
+    assert "is not a plain value; give it a uuid()" in caplog.text

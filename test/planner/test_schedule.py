@@ -633,7 +633,7 @@ def test_no_step_is_faster_than_what_lets_caps_be_passed_over(graph, on):
     search = _Search(BySearch((Overlap(),), machine=on), planner)
     found = []
     for cap in (0.01, 0.05, 0.1, 1.0):
-        apart = search.busiest_ms(cap)
+        apart = search._busiest_ms(search.plan(cap))
         found.append(apart)
         assert 0 < apart <= search._scheduled(search.plan(cap), None).report.step_ms[1]
     assert found[0] > found[-1]
@@ -664,9 +664,9 @@ def test_a_search_in_words():
         "\n".join(lines),
         """\
 0.046875 for 0 all_gather, of 3 tried
-TriedCaps(caps_mb=(('0 all_gather', 0.1875),), step_ms=10.00001, peak_bytes=278528, longest_run=0, misses=0.3281262665999094, order='window 100, depth 1, by deadline')
-TriedCaps(caps_mb=(('0 all_gather', 0.09375),), step_ms=12.000012, peak_bytes=229376, longest_run=0, misses=0.09375104308227833, order='window 100, depth 1, by deadline')
-TriedCaps(caps_mb=(('0 all_gather', 0.046875),), step_ms=14.000013999999998, peak_bytes=196608, longest_run=0, misses=0.0, order='as given')
+TriedCaps(caps_mb=(('0 all_gather', 0.1875),), step_ms=10.00001, peak_bytes=278528, longest_run=0, misses=0.3281262665999094, order='window 100, depth 1, by deadline', planner='')
+TriedCaps(caps_mb=(('0 all_gather', 0.09375),), step_ms=12.000012, peak_bytes=229376, longest_run=0, misses=0.09375104308227833, order='window 100, depth 1, by deadline', planner='')
+TriedCaps(caps_mb=(('0 all_gather', 0.046875),), step_ms=14.000013999999998, peak_bytes=196608, longest_run=0, misses=0.0, order='as given', planner='')
 3 members, closed by bytes
 3 members, closed by bytes
 2 members, closed by end""",

@@ -13,6 +13,8 @@ from torch_ext_bucketing.__main__ import main
 from torch_ext_bucketing.planner.cost.machine import Machine
 from torch_ext_bucketing.testing.ring import on_ranks
 
+pytestmark = pytest.mark.once
+
 C10D = torch.ops._c10d_functional
 WAIT_S = 0.2
 
@@ -252,16 +254,16 @@ def test_what_is_no_set_of_traces_is_said(tmp_path, capsys):
         "no traces": list,
         "not of a distributed run": lambda: of_rank_1(told=False),
         r"of 2 ranks, .* of 4": lambda: of_rank_1(world=4),
-        "which ranks process group '8' has": lambda: [alone(cut)],
+        "does not list the ranks of process group '8'": lambda: [alone(cut)],
         "unknown dtype, 'Float3'": lambda: [alone(odd)],
-        "of which of 2 process groups": lambda: [alone(gloo, groups=(RANKS, PAIR))],
+        "there are 2 process groups": lambda: [alone(gloo, groups=(RANKS, PAIR))],
         "record_shapes=True": lambda: [alone(gloo)],
-        "is no trace": lambda: [text],
+        "is not a trace": lambda: [text],
     }.items():
         with pytest.raises(ValueError, match=match):
             Machine.from_traces(traces())
 
     out = tmp_path / "machine.json"
     assert main(["measure", "--traces", str(text), "--out", str(out)]) == 1
-    assert "text.json is no trace" in capsys.readouterr().err
+    assert "text.json is not a trace" in capsys.readouterr().err
     assert not out.exists()

@@ -1,18 +1,18 @@
-"""Times of collectives and kernels from traces of torch's profiler, one trace per rank.
+"""Times of collectives and kernels from torch profiler traces, one trace per rank.
 
-A collective ends when the last of its ranks has come and the data have moved. On a rank that came
-early its kernel, or gloo's worker thread, waits for the others, and that wait is in its duration::
+A collective ends when its last rank has arrived and the data have moved. On a rank that arrives
+early, its kernel or gloo's worker thread waits for the others, and its duration includes the wait::
 
     rank 0   |--- waits ---|--- moves ---|
     rank 1                 |--- moves ---|      counted
 
-So the k-th collective of a group is looked up in the traces of all its ranks, and the shortest
-duration counts, that of the rank which waited for nobody. No clocks are compared for that; traces
-of one host, which share a clock, must overlap in it. (Before 2.13 torch's traces name no host.)
+So we match the k-th collective of a group across the traces of all its ranks and count the shortest
+duration, that of the rank that waited for nobody. This compares no clocks. Traces of one host share
+a clock, so there the matched events must overlap. (Traces name their host since torch 2.13.)
 
-The names are those of ``saveNcclMeta`` (``torch/csrc/profiler/util.cpp``), which kernels of NCCL
-carry as arguments. Events of gloo name neither group nor kind: each is found by the operator that
-launched it, and the process may have one group only.
+Kernels of NCCL carry their collective as arguments (``saveNcclMeta``,
+``torch/csrc/profiler/util.cpp``). Events of gloo name neither group nor kind: we look for the
+operator that launched each one, and the process may have one group only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import gzip
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...graph.collectives import COLLECTIVES
 
-_US = 1e-3
 _ITEMSIZE = {
     **dict.fromkeys(("Byte", "Char", "Bool", "unsigned char", "signed char", "bool"), 1),
     **dict.fromkeys(("Float8_e4m3fn", "Float8_e5m2"), 1),
@@ -36,8 +35,8 @@ _ITEMSIZE = {
     **dict.fromkeys(("Double", "Long", "double", "long int"), 8),
 }
 _DTYPE = {"c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32"}
-_LARGE_COPY, _LARGE_PRODUCT = 2**20, 2**26
-"""Bytes and operations from which on a kernel tells a rate: what is smaller takes time to start."""
+# Smaller kernels measure the launch, not the rate.
+_LEAST_COPY_BYTES, _LEAST_PRODUCT_FLOPS = 2**20, 2**26
 
 
 class _Event(NamedTuple):
@@ -45,13 +44,16 @@ class _Event(NamedTuple):
     group: str
     ranks: tuple[int, ...]
     nbytes: int  # input and output together
-    begin: float  # microseconds after the trace's base; on the host's clock they would be rounded
+    begin: float  # microseconds since the trace's base: on the host's clock they would be rounded
     end: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.nbytes} bytes from {self.begin:.0f} to {self.end:.0f} us"
 
 
 class RankTrace(NamedTuple):
-    """One trace: whose it is, and the collectives in it in the order of their launches. ``host`` is
-    "" where it is not named."""
+    """One rank's trace. ``host`` is "" where the trace does not name it, ``events`` are in the
+    order of their launches, ``kernel_us`` has the GPU time by the ID of the operator."""
 
     path: str
     rank: int
@@ -64,11 +66,11 @@ class RankTrace(NamedTuple):
 
 
 def read_trace(path: str | Path) -> RankTrace:
-    """Read one file, ``.json`` or ``.json.gz``.
+    """Read a trace file, ``.json`` or ``.json.gz``.
 
     Raises:
-        ValueError: it is no trace, not of a distributed run, or does not say what is needed.
-        OSError: it can't be read.
+        ValueError: the file is not a trace of a distributed run, or lacks sizes or groups.
+        OSError: the file can't be read.
     """
     try:
         packed = Path(path).read_bytes()
@@ -76,17 +78,16 @@ def read_trace(path: str | Path) -> RankTrace:
         events = document["traceEvents"]
         found = [e for e in events if isinstance(e, dict) and e.get("ph") == "X" and "dur" in e]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no trace of torch's profiler: {error!r}") from error
-    told = document.get("distributedInfo") or {}
-    if "rank" not in told or "world_size" not in told:
+        raise ValueError(f"{path} is not a trace of torch's profiler: {error!r}") from error
+    info = document.get("distributedInfo") or {}
+    if "rank" not in info or "world_size" not in info:
         raise ValueError(
             f"{path} is not of a distributed run: it has no distributedInfo; start the profiler "
             "after init_process_group, on each rank"
         )
-    configs = told.get("pg_config") or []
+    configs = info.get("pg_config") or []
     listed = configs.values() if isinstance(configs, dict) else configs
     groups = {str(c["pg_name"]): tuple(sorted(c["ranks"])) for c in listed if c.get("ranks")}
-    base = float(document.get("baseTimeNanoseconds", 0)) / 1e3
     found.sort(key=lambda e: float(e["ts"]))
     kernel_us: dict[Any, float] = {}
     for event in found:
@@ -94,39 +95,39 @@ def read_trace(path: str | Path) -> RankTrace:
             key = event.get("args", {}).get("External id")
             kernel_us[key] = kernel_us.get(key, 0.0) + float(event["dur"])
     try:
-        collectives = _of_nccl(found, groups) or _of_gloo(found, groups)
+        collectives = _nccl_events(found, groups) or _gloo_events(found, groups)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return RankTrace(
         str(path),
-        int(told["rank"]),
-        int(told["world_size"]),
+        int(info["rank"]),
+        int(info["world_size"]),
         str(document.get("host_name", "")),
-        base,
+        float(document.get("baseTimeNanoseconds", 0)) / 1e3,
         collectives,
         [e for e in found if e.get("cat") == "cpu_op"],
         kernel_us,
     )
 
 
-def _of_nccl(
+def _nccl_events(
     found: Iterable[dict[str, Any]], groups: Mapping[str, tuple[int, ...]]
 ) -> list[_Event]:
-    """Kernels that say which collective they are of; all of one launch are one collective."""
+    """Read the kernels of NCCL. All kernels of one launch are one collective."""
     events: dict[Any, _Event] = {}
     for number, event in enumerate(found):
         args = event.get("args", {})
-        kind = _kind(args.get("Collective name"))
+        name = str(args.get("Collective name")).replace("_", "")
+        kind = next((k for k in COLLECTIVES if name.startswith(k.replace("_", ""))), None)
         if event.get("cat") != "kernel" or kind is None:
             continue
         group = str(args.get("Process Group Name", ""))
         ranks = groups.get(group) or _ranks(args.get("Process Group Ranks"))
         if not ranks:
-            raise ValueError(f"it does not say which ranks process group {group!r} has")
+            raise ValueError(f"it does not list the ranks of process group {group!r}")
         elements = int(args["In msg nelems"]) + int(args["Out msg nelems"])
         nbytes = elements * _itemsize(args.get("dtype"))
-        begin = float(event["ts"])
-        end = begin + float(event["dur"])
+        begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
         key = (group, args.get("External id", -1 - number))
         if key in events:
             begin, end = events[key].begin, max(end, events[key].end)
@@ -134,50 +135,43 @@ def _of_nccl(
     return list(events.values())
 
 
-def _of_gloo(
+def _gloo_events(
     found: Sequence[dict[str, Any]], groups: Mapping[str, tuple[int, ...]]
 ) -> list[_Event]:
-    """Events of gloo's threads, each with the operator that launched it."""
+    """Read the events of gloo's threads and match each with the operator that launched it."""
     open_ = [e for e in found if e["name"] in [f"gloo:{kind}" for kind in COLLECTIVES]]
     if not open_:
         return []
     several = {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
     if len(several) != 1:
         raise ValueError(
-            f"its events of gloo don't say of which of {len(several)} process groups they are: "
-            "trace a run with one group, or measure"
+            f"its events of gloo don't name their group, and there are {len(several)} process "
+            "groups: trace a run with one group, or measure"
         )
     ((group, ranks),) = several.items()
     if not all(_dims(e) for e in open_):
         raise ValueError("it has no sizes: profile with record_shapes=True")
-    launched_kind = {name: kind for kind, row in COLLECTIVES.items() for name in row.launches}
+    kinds = {name: kind for kind, row in COLLECTIVES.items() for name in row.launches}
     events = []
     for launch in found:
-        kind = launched_kind.get(launch["name"])
+        kind = kinds.get(launch["name"])
         if kind is None:
             continue
         dims = _dims(launch)
-        given, made = _elements(dims[COLLECTIVES[kind].input_at]), _elements(dims[0])
-        fits = (e for e in open_ if e["ts"] >= launch["ts"] and _elements(_dims(e)) == given)
+        sent, received = _elements(dims[COLLECTIVES[kind].input_at]), _elements(dims[0])
+        fits = (e for e in open_ if e["ts"] >= launch["ts"] and _elements(_dims(e)) == sent)
         event = next(fits, None)
         if event is None:
-            raise ValueError(f"nothing in it is what {launch['name']} launched at {launch['ts']}")
+            raise ValueError(f"it lacks the event that {launch['name']} launched at {launch['ts']}")
         open_.remove(event)
         begin = float(event["ts"])
-        size = _itemsize(event["args"]["Input type"][0])
-        nbytes = (given + made) * size
+        nbytes = (sent + received) * _itemsize(event["args"]["Input type"][0])
         events.append(_Event(kind, group, ranks, nbytes, begin, begin + float(event["dur"])))
     return events
 
 
-def _kind(name: Any) -> str | None:
-    """The kind of a collective by the name that a process group gives it."""
-    plain = str(name).replace("_", "")
-    return next((kind for kind in COLLECTIVES if plain.startswith(kind.replace("_", ""))), None)
-
-
 def _ranks(text: Any) -> tuple[int, ...]:
-    """``"[0, 1]"``; nothing where the list is cut short, as it is for large groups."""
+    """Parse ``"[0, 1]"``. Lists of large groups are cut short and give no ranks."""
     try:
         return tuple(sorted(map(int, json.loads(text) if isinstance(text, str) else text)))
     except (TypeError, ValueError):
@@ -195,7 +189,7 @@ def _dims(event: Mapping[str, Any]) -> Any:
 
 
 def _elements(dims: Any) -> int:
-    """Number of elements of a tensor, of a list of tensors, or of a list of arguments."""
+    """Count the elements of a tensor, of a list of tensors, or of a list of arguments."""
     if all(isinstance(n, int) for n in dims):
         return math.prod(dims) if dims else 0
     return sum(map(_elements, dims))
@@ -204,12 +198,15 @@ def _elements(dims: Any) -> int:
 def collective_times(
     traces: Sequence[RankTrace],
 ) -> tuple[dict[tuple[str, tuple[int, ...]], dict[int, float]], dict[tuple[int, ...], list[int]]]:
-    """Milliseconds of collectives by kind, ranks and bytes; and groups with ranks that no trace is
-    of, with these ranks: their times can't be told from waiting for the missing ones.
+    """Compute the milliseconds of collectives by kind, ranks and bytes.
+
+    Returns:
+        The times, and the ranks without a trace of each group that has some. Such a group has no
+        times: they can't be told apart from the wait for the missing ranks.
 
     Raises:
-        ValueError: two traces of one rank or of different runs, or the ranks of a group don't show
-            the same collectives.
+        ValueError: two traces are of one rank or of different runs, or the ranks of a group don't
+            show the same collectives.
     """
     by_rank: dict[int, RankTrace] = {}
     for trace in traces:
@@ -235,7 +232,7 @@ def collective_times(
             continue
         for same in _matched(ranks, events, by_rank):
             sizes = samples.setdefault((same[0].kind, ranks), {})
-            ms = min(e.end - e.begin for e in same) * _US
+            ms = min(e.end - e.begin for e in same) * 1e-3
             sizes.setdefault(max(e.nbytes for e in same), []).append(ms)
     return {
         key: {nbytes: statistics.median(ms) for nbytes, ms in sorted(sizes.items())}
@@ -245,40 +242,35 @@ def collective_times(
 
 def _matched(
     ranks: Sequence[int], events: Mapping[int, list[_Event]], traces: Mapping[int, RankTrace]
-) -> Iterable[list[_Event]]:
+) -> Iterator[tuple[_Event, ...]]:
+    """Yield the events of each collective of a group, one event per rank."""
     counts = {rank: len(events.get(rank, ())) for rank in ranks}
-    if len(set(counts.values())) > 1:
-        low, high = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+    low, high = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+    if counts[low] != counts[high]:
         raise ValueError(
             f"the ranks of group {list(ranks)} don't show the same collectives: "
             f"{traces[low].path} has {counts[low]}, {traces[high].path} {counts[high]}; "
             "profile the same steps on all ranks"
         )
+    reference = traces[ranks[0]]
     for number, same in enumerate(zip(*(events[rank] for rank in ranks), strict=True)):
         first = same[0]
-        for rank, other in zip(ranks, same, strict=True):
+        for trace, other in zip((traces[rank] for rank in ranks), same, strict=True):
             alike = not COLLECTIVES[first.kind].rounds or first.nbytes == other.nbytes
-            one_clock = traces[rank].host == traces[ranks[0]].host != ""
-            later = traces[rank].base_us - traces[ranks[0]].base_us
-            apart = one_clock and (
-                other.begin + later > first.end or first.begin > other.end + later
-            )
-            if other.kind != first.kind or not alike or apart:
+            later = trace.base_us - reference.base_us
+            overlap = other.begin + later <= first.end and first.begin <= other.end + later
+            one_clock = trace.host == reference.host != ""
+            if other.kind != first.kind or not alike or (one_clock and not overlap):
                 raise ValueError(
-                    f"collective {number} of group {list(ranks)} is {_said(first)} in "
-                    f"{traces[ranks[0]].path} and {_said(other)} in {traces[rank].path}; profile "
-                    "the same steps on all ranks"
+                    f"collective {number} of group {list(ranks)} is {first} in {reference.path} "
+                    f"and {other} in {trace.path}; profile the same steps on all ranks"
                 )
-        yield list(same)
-
-
-def _said(event: _Event) -> str:
-    return f"{event.kind} of {event.nbytes} bytes from {event.begin:.0f} to {event.end:.0f} us"
+        yield same
 
 
 def rates(traces: Sequence[RankTrace]) -> tuple[dict[str, float], float | None]:
-    """Operations per second of large products, by dtype, and bytes per second of large copies, None
-    where there are none. Needs shapes in the traces."""
+    """Compute operations per second of large matrix products by dtype, and bytes per second of
+    large copies (None without any), from traces with shapes."""
     work: dict[str, list[tuple[float, float]]] = {}
     for trace in traces:
         on_gpu = bool(trace.kernel_us)
@@ -294,15 +286,15 @@ def rates(traces: Sequence[RankTrace]) -> tuple[dict[str, float], float | None]:
             if name == "aten::copy_":
                 sides = zip(dims[:2], dtypes[:2], strict=True)
                 done = float(sum(_elements(d) * _ITEMSIZE.get(t, 0) for d, t in sides))
-                what, least = "copies", _LARGE_COPY
+                what, least = "copies", _LEAST_COPY_BYTES
             else:
                 done = 2.0 * math.prod(dims[0]) * dims[1][-1]
-                what, least = _DTYPE.get(dtypes[0], ""), _LARGE_PRODUCT
+                what, least = _DTYPE.get(dtypes[0], ""), _LEAST_PRODUCT_FLOPS
             if what and done >= least:
                 work.setdefault(what, []).append((done, us))
-    found = {}
-    for what, pairs in sorted(work.items()):
-        done, us = map(sum, zip(*pairs, strict=True))
-        found[what] = done / us * 1e6
+    found = {
+        what: sum(done for done, _ in pairs) / sum(us for _, us in pairs) * 1e6
+        for what, pairs in sorted(work.items())
+    }
     bandwidth = found.pop("copies", None)
     return found, bandwidth

@@ -173,22 +173,10 @@ class ListScheduler:
     # --- emission --------------------------------------------------------------------------------
 
     def _emit(self, i: int) -> None:
-        """Put node ``i``, and first what it needs, into the order."""
-        done, needs = self.done, self.needs
-        stack = [] if done[i] else [i]
-        while stack:
-            node = stack[-1]
-            if done[node]:
-                stack.pop()
-                continue
-            size = len(stack)
-            for j in reversed(needs[node]):
-                if not done[j]:
-                    stack.append(j)
-            if len(stack) > size:
-                continue
-            stack.pop()
-            self._place(node)
+        """Add node ``i`` to the order, after the nodes that it needs."""
+        for node in self._open_needs(i):
+            if not self.done[node]:  # placing another one may have placed it
+                self._place(node)
 
     def _place(self, i: int) -> None:
         model, analysis = self.model, self.analysis
@@ -308,12 +296,12 @@ class ListScheduler:
 
     def _make_room(self, kernel: int) -> None:
         """Wait for collectives under way, the first to end first, until ``kernel`` fits."""
-        if self._affordable(kernel):
+        if self._has_room(kernel):
             return
         self.unwaited = [s for s in self.unwaited if not self.done[self.wait_of[s]]]
         for start in sorted(self.unwaited, key=self.end.__getitem__):
             self._emit(self.wait_of[start])
-            if self._affordable(kernel):
+            if self._has_room(kernel):
                 break
 
     def _is_reduction(self, start: int) -> bool:
@@ -516,29 +504,30 @@ class ListScheduler:
                 stack.append(j)
         return found
 
-    def _affordable(self, kernel: int) -> bool:
-        limit = self.options.limit_bytes
-        if limit is None or self.live.now + self.analysis.adds[kernel] <= limit:
-            return True
-        most, _ = self.live.after(self._open_needs(kernel))
-        self.short |= most > limit
-        return most <= limit
-
     def _may_overtake(self, number: int) -> bool:
-        """Whether there is room for a kernel now, and for those before it afterwards."""
+        """Return whether there is room for a kernel now, and for those before it afterwards."""
+        bounded = self.options.limit_bytes is not None
+        return not bounded or self._has_room(self.analysis.kernels[number], self._growth(number))
+
+    def _has_room(self, kernel: int, growth: int | None = None) -> bool:
+        """Return whether live bytes stay under the limit while ``kernel`` runs next.
+
+        ``growth``: bytes that are added afterwards and must have room, too.
+        """
         limit = self.options.limit_bytes
-        if limit is None:
+        if limit is None or self.live.now + self.analysis.adds[kernel] + (growth or 0) <= limit:
             return True
-        kernel, growth = self.analysis.kernels[number], self._growth(number)
-        if self.live.now + self.analysis.adds[kernel] + growth <= limit:
-            return True
-        most, then = self.live.after(self._open_needs(kernel))
-        most = max(most, then - self.freed_by_waits + growth)
+        most, left = self.live.after(self._open_needs(kernel))
+        if growth is not None:
+            most = max(most, left - self.freed_by_waits + growth)
         self.short |= most > limit
         return most <= limit
 
     def _open_needs(self, i: int) -> list[int]:
-        """Node ``i`` behind what it needs and is still to come, as they would be placed."""
+        """List the nodes that ``i`` needs and that are still to come, then ``i``, as they would be
+        placed."""
+        if self.done[i]:
+            return []
         found: dict[int, None] = {}
         stack = [i]
         while stack:
