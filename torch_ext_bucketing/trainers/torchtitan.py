@@ -205,7 +205,7 @@ class _Released:
     ::
 
         forward -> saved values, views of parameters         torchtitan's
-        forward -> saved values, layouts of the views        here: backward makes the views again, of
+        forward -> saved values, layouts of the views        here: backward makes views again, of
                                                              the parameters gathered then
     """
 
