@@ -293,7 +293,7 @@ def test_nothing_that_goes_wrong_loses_the_graph(monkeypatch):
 
 
 def test_what_is_no_policy_is_an_error():
-    with pytest.raises(TypeError, match="is no policy: give Overlap"):
+    with pytest.raises(TypeError, match="is not a policy: give Overlap"):
         schedule(fx.Graph(), ["fast"])
     with pytest.raises(ValueError, match="two Overlap"):
         schedule(fx.Graph(), [Overlap(), Overlap(depth=2)])
