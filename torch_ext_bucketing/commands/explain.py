@@ -1,4 +1,4 @@
-"""``python -m torch_ext_bucketing explain``: options, checks, output, exit status."""
+"""The command ``python -m torch_ext_bucketing explain``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from ..reports.compile import CompileReport
 
 _DESCRIPTION = """\
-Compile a model's forward and backward with the passes of recipe() on this process, with a fake
-process group of any number of ranks, and print the passes as code, which collectives are merged,
-how each bucket is laid out, why it was closed, and what is left and why.
+Compile a model's forward and backward in this process, with the passes of recipe() and a fake
+process group of any number of ranks. Print the passes as code, the buckets with their layout and
+why each was closed, and the collectives that are not merged, with the causes.
 
-MODULE:FUNCTION is called without arguments once the process group is there, so it can make device
+MODULE:FUNCTION is called without arguments once the process group exists, so it can make device
 meshes. It returns the sharded model and its inputs: (model, tensor), (model, (tensor, ...)) or
-(model, {"name": tensor}). Without it, a small LLaMA-style model is taken."""
+(model, {"name": tensor}). The default is a small LLaMA-style model."""
 
 _PASSED_ON = ("goal", "reduce", "world_size", "memory_gib", "size_hints")
 
 
 def add_parser(subparsers: Any) -> None:
     """Add ``explain`` to a command's subparsers."""
-    about = "print what bucketing does to a model's collectives, and why"
+    about = "show how a model's collectives are bucketed and scheduled, and why"
     parser = add_command(subparsers, "explain", run, help=about, description=_DESCRIPTION)
     option = parser.add_argument
     option(
@@ -37,33 +37,34 @@ def add_parser(subparsers: Any) -> None:
         "--goal",
         choices=("parity", "speed"),
         default="parity",
-        help="as of recipe() (default: parity)",
+        help="see recipe() (default: parity)",
     )
     option(
         "--reduce",
         choices=("all_to_all",),
-        help="add gradients in the order of the ranks, and compare that with rings",
+        help="add gradients in rank order, and compare the cost with rings",
     )
     option("--world-size", type=int, default=8, metavar="N", help="ranks to pretend (default: 8)")
     option(
         "--memory-gib",
         type=float,
         metavar="GIB",
-        help="choose under this peak what stays gathered and which activations are saved, and say "
-        "what that saves; --plot draws time and memory over the bound",
+        help="bound on the peak, under which gathered parameters and activations are kept; --plot "
+        "draws time and memory over the bound",
     )
     option(
         "--machine",
         type=Path,
         metavar="FILE",
-        help="times: a file that measure wrote (default: this GPU's data sheet, or an H100's)",
+        help="a file that measure wrote (default: this GPU's data sheet, or an H100's)",
     )
     option(
         "--size-hint",
         dest="size_hints",
         type=int,
         metavar="N",
-        help="what estimates take sizes that depend on data as, such as the tokens of an expert",
+        help="the number that estimates use for sizes that depend on data, such as an expert's "
+        "tokens",
     )
     option(
         "--trace",
@@ -82,7 +83,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain; returns the exit status. Bad options exit with 2."""
+    """Run the command and return its exit status. Bad options exit with 2."""
     if args.world_size < 1:
         args.parser.error(f"--world-size: must be at least 1, got {args.world_size}")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:

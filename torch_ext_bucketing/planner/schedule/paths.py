@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .nodes import NodeTable
 
 _NEAR = 500
-"""The largest distance in places between two collectives that still counts the kernels between them."""
+"""Kernels between two collectives count up to this distance of their places."""
 
 _ROUNDED_MS = 1e-3
 """The most that rounding leaves of a sum after all its times were subtracted."""
