@@ -25,7 +25,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    assert not dist.is_initialized(), "the fake process group was left behind"
+    assert not dist.is_initialized(), "the fake process group was not destroyed"
 
 
 def two_blocks():
@@ -122,7 +122,7 @@ def test_the_goal_speed():
 @pytest.mark.parametrize(
     ("target", "match"),
     [
-        ("two_blocks", "is no MODULE:FUNCTION"),
+        ("two_blocks", "MODULE:FUNCTION, such as"),
         ("no_such_module_here:f", "no module is named 'no_such_module_here'"),
         (f"{HERE}:two_block", "has no two_block; did you mean 'two_blocks'"),
         (f"{HERE}:not_a_function", "has no function not_a_function"),
@@ -147,7 +147,7 @@ def test_bad_options(capsys):
 
 
 def routed():
-    """Products of as many rows as the data say."""
+    """Make products whose number of rows depends on data."""
 
     class Routed(torch.nn.Module):
         def __init__(self):
@@ -208,7 +208,7 @@ def test_a_process_group_of_someone_else(fake_world):
 
 
 def test_a_trace_of_before_and_after(tmp_path, capsys):
-    """One kernel at a time on every row, and all collectives of the report."""
+    """Every row has one kernel at a time, and all collectives of the report are there."""
     file = tmp_path / "trace.json"
     options = ["--goal", "speed", "--brief", "--world-size", "4", "--trace", str(file)]
     assert main(["explain", f"{HERE}:two_blocks", *options]) == 0
@@ -232,7 +232,7 @@ def test_a_trace_of_before_and_after(tmp_path, capsys):
 
 @pytest.mark.once
 def test_a_picture_of_before_and_after(tmp_path, capsys):
-    """With a bound, also of what more memory would buy."""
+    """A bound adds the curve of what more memory saves."""
     pytest.importorskip("matplotlib", reason="matplotlib draws the picture: pip install matplotlib")
     file = tmp_path / "picture.png"
     options = ["--goal", "speed", "--world-size", "4", "--plot", str(file), "--memory-gib", "1"]

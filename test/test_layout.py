@@ -53,7 +53,7 @@ NAMES = {name_of(p) for p in MODULES}
 
 
 def cycle(edges: dict[str, set[str]]) -> list[str]:
-    """One cycle, or nothing."""
+    """Find one cycle, or nothing."""
     done: set[str] = set()
 
     def walk(at: str, path: list[str]) -> list[str]:
@@ -86,8 +86,11 @@ def test_imports_between_modules_point_one_way():
 
 
 def test_imports_between_folders_point_one_way():
-    """The root's ``_exports``, ``_gc``, ``_source``, ``errors`` and ``fqns`` are below all folders; ``__init__``,
-    ``__main__`` and the rest of the root are above them."""
+    """Modules of the root are not in a folder.
+
+    ``_exports``, ``_gc``, ``_source``, ``errors`` and ``fqns`` are below all folders, the others
+    above them.
+    """
     edges: dict[str, set[str]] = {}
     for path in MODULES:
         folder = name_of(path).partition(".")[0]
@@ -100,11 +103,11 @@ def test_imports_between_folders_point_one_way():
 
 
 MAY_PLAN = {"planner", "trainers", "testing", "commands", "explain", "measure", "recipes"}
-"""What may import ``planner/``. The root's ``__init__`` exports names of it."""
+"""Folders that may import ``planner/``. The root's ``__init__`` exports names of it."""
 
 
 def test_the_core_does_not_import_the_planner():
-    """What merges and rewrites works without what estimates and searches, and its types."""
+    """Merging and rewriting need neither estimates nor searches, nor their types."""
     found = []
     for path in MODULES:
         name = name_of(path)
@@ -165,10 +168,10 @@ def test_the_root_is_small_and_no_module_is_long():
 
 
 def test_private_torch_is_touched_in_one_folder():
-    """``torch._inductor`` and other modules with such names behind ``_torch/`` alone.
+    """Only ``_torch/`` imports ``torch._inductor`` and other private modules.
 
-    What upstream offers for others to build on is no such touch: config entries and the base class
-    of custom passes. ``hooks`` is about torch's files, and ``testing`` is a client.
+    Config entries and the base class of custom passes are offered to other packages. ``hooks`` is
+    about torch's files, and ``testing`` is a client.
     """
     offered = ("torch._inductor.config", "torch._inductor.custom_graph_pass")
     found = []
